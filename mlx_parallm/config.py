@@ -1,0 +1,330 @@
+"""The whole configuration tree. Strict and frozen; CLI > TOML > hardware defaults > defaults. Imports no MLX.
+
+`load_config` reads a TOML file (a path, or the name of a shipped configuration), applies `section.key=value` overrides
+and returns a `Config`; an unknown key is an error that names the nearest valid one. `docs/config.md` is generated from
+the descriptions here (`scripts/generate_config_docs.py`).
+"""
+
+import difflib
+import importlib.resources
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+from mlx_parallm.errors import ConfigError
+
+API_KEY_VARIABLE = "MLX_PARALLM_API_KEY"
+REDACTED = "**********"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ServerConfig(Section):
+    host: str = "127.0.0.1"
+    """Address to bind. Anything but loopback needs an API key."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port; 0 takes a free one and prints it."""
+    batch_size: int = Field(32, ge=1)
+    """Sequences decoded together at most."""
+    max_concurrent_requests: int = Field(256, ge=1)
+    """Requests admitted at once; more are answered 503 with Retry-After."""
+    prefill_chunk: int = Field(512, ge=16)
+    """Prompt tokens computed between two decode steps."""
+    max_model_len: int | None = Field(None, ge=16)
+    """Longest prompt + completion; default: the model's own context."""
+    api_key: SecretStr | None = None
+    """Bearer key of every route but /health. Better: the environment variable MLX_PARALLM_API_KEY, or api_key_file."""
+    api_key_file: Path | None = None
+    """File that holds the key."""
+    served_model_names: tuple[str, ...] = ()
+    """Further names under which the model being served (in training: the policy) answers."""
+    drain_timeout_s: float = Field(5.0, ge=0)
+    """How long shutdown waits for running requests before it aborts them."""
+
+
+class ModelConfig(Section):
+    base_path: str = "builtin:tiny"
+    """Directory, hub id, or "builtin:tiny"."""
+    revision: str | None = None
+    """Hub revision."""
+    lora_path: str | None = None
+    """Adapter to start from (file or directory, mlx-lm's or PEFT's format)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Weights' dtype; "auto" = float32 on CPU, the checkpoint's elsewhere."""
+    chat_template: str | None = None
+    """Jinja template, or a file that holds one; default: the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the template, e.g. { enable_thinking = false }."""
+    trust_remote_code: bool = False
+    """Lets the tokenizer run code of the checkpoint."""
+
+
+class LoraConfig(Section):
+    enabled: bool = True
+    """Train an adapter; false trains all weights."""
+    rank: int = Field(16, ge=1)
+    """Rank r of the update B·A."""
+    alpha: float = Field(32.0, gt=0)
+    """The update is scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Accepted, and off in RL: every pass yields a compared log-probability. A value > 0 warns once."""
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Module names (last path component, or a dotted suffix) that get an adapter."""
+    quantize_base: bool = False
+    """Quantise the frozen base to 4 bits on load (QLoRA)."""
+
+
+class AtroposConfig(Section):
+    api_url: str = "embedded"
+    """"embedded" = the queue under /atropos of this server; or the URL of an external Atropos API."""
+    wandb_group: str = ""
+    """Told to environments that ask."""
+    wandb_project: str = ""
+    """Told to environments that ask."""
+    rollout_batch_size: int = Field(128, ge=1)
+    """Sequences of one training step."""
+    max_token_length: int = Field(2048, ge=1)
+    """Longest sequence (prompt + completion) that is trained on."""
+    poll_interval_s: float = Field(1.0, gt=0)
+    """Pause between two polls of an external API that has no batch."""
+
+
+class WeightUpdateConfig(Section):
+    update_every_n_steps: int = Field(1, ge=1)
+    """Publish to the server after every n training steps."""
+    lock_timeout_ms: float = Field(100.0, gt=0)
+    """Longest wait for the weight lock; when it runs out the old weights keep serving until the next try."""
+    in_flight: Literal["continue", "drain"] = "continue"
+    """What running requests do at a publish: go on under the new weights (each token tagged), or end first."""
+
+
+class RLTrainingConfig(Section):
+    algorithm: Literal["grpo"] = "grpo"
+    """Training algorithm."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay after warm-up, to `lr_final` at total_steps."""
+    lr_final: float = Field(0.0, ge=0)
+    """Learning rate at the end of a linear or cosine schedule."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up from 0."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's beta1."""
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's beta2."""
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Clip the global gradient norm; 0 = off."""
+    batch_size: int = Field(32, ge=1)
+    """Sequences of one mini-batch, i.e. of one optimizer update."""
+    update_epochs: int = Field(1, ge=1)
+    """Passes over a step's rollouts."""
+    token_budget: int = Field(8192, ge=1)
+    """Tokens of one micro-batch, padding included."""
+    blocks_per_eval: int = Field(1, ge=0)
+    """Transformer blocks evaluated together in training; 1 = checkpoint every block, 0 = the whole graph at once."""
+    kl_beta: float = Field(0.0, ge=0)
+    """Weight of the KL to the reference (adapter off) in the loss; 0 = not computed."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators of KL(policy || reference)."""
+    entropy_weight: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    clip_ratio: float = Field(0.2, ge=0, lt=1)
+    """PPO clip below: ratio >= 1 - clip_ratio."""
+    clip_ratio_high: float | None = Field(None, ge=0)
+    """PPO clip above: ratio <= 1 + clip_ratio_high; default: clip_ratio."""
+    advantage: Literal["std", "mean"] = "std"
+    """Group advantage (r - mean) / std (population), or r - mean."""
+    reference: Literal["base", "initial"] = "base"
+    """KL reference: the untouched base, or the adapter as it was when the run started."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature of rollouts; training divides logits by it too."""
+    max_staleness: int = Field(1, ge=0)
+    """Steps that a rollout may lag behind; 0 = on-policy: rollouts of step n+1 start after publish n."""
+    deterministic: bool = False
+    """Bit-equal repeats; needs max_staleness = 0; slower on CPU."""
+    buffer_sampling: Literal["fifo", "uniform", "priority"] = "fifo"
+    """Which waiting groups a step takes: oldest first, at random, or by |advantage|."""
+    max_empty_rounds: int = Field(8, ge=1)
+    """Refills of a step without one trainable group before the step is given up with a message."""
+    total_steps: int = Field(100, ge=1)
+    """Absolute number of steps, also after a resume."""
+    checkpoint_interval: int = Field(50, ge=1)
+    """Steps between checkpoints; one is always made at the end."""
+    keep_checkpoints: int = Field(3, ge=1)
+    """Newest step_* directories kept."""
+    checkpoint_dir: Path = Path("checkpoints")
+    """Directory of runs."""
+    run_name: str | None = None
+    """Directory of this run under checkpoint_dir; default: the config file's name and the time."""
+    resume: str | None = None
+    """Run directory, one of its steps, or "auto" (latest of run_name, else a fresh start)."""
+    seed: int = 0
+    """Seed of everything random."""
+    eval_problems: int = Field(0, ge=0)
+    """Held-out problems answered before and after training, per environment that has them."""
+    lora: LoraConfig = LoraConfig()
+    atropos: AtroposConfig = AtroposConfig()
+    weight_updates: WeightUpdateConfig = WeightUpdateConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RLTrainingConfig":
+        if self.deterministic and self.max_staleness != 0:
+            raise ValueError("deterministic = true needs max_staleness = 0")
+        if self.batch_size > self.atropos.rollout_batch_size:
+            raise ValueError(
+                f"batch_size ({self.batch_size}) is larger than atropos.rollout_batch_size"
+                f" ({self.atropos.rollout_batch_size}): a mini-batch is part of a step's rollouts"
+            )
+        return self
+
+
+class EnvironmentConfig(Section):
+    kind: str
+    """"tasks" (built in) or "reasoning_gym"."""
+    name: str
+    """The task's or data set's name."""
+    weight: float = Field(1.0, gt=0)
+    """Share of the groups, relative to the other environments."""
+    group_size: int = Field(8, ge=2)
+    """Rollouts of one prompt."""
+    max_tokens: int = Field(256, ge=1)
+    """Longest completion."""
+    stop: tuple[str, ...] = ()
+    """Stop strings."""
+    system_prompt: str | None = None
+    """Put before the task's own messages."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest time of one episode."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the environment (e.g. reasoning-gym's data set keywords)."""
+
+
+class Config(Section):
+    server: ServerConfig = ServerConfig()
+    model: ModelConfig = ModelConfig()
+    rl_training: RLTrainingConfig = RLTrainingConfig()
+    environments: tuple[EnvironmentConfig, ...] = ()
+    """In-process environments; none = only environments that come over HTTP."""
+
+    def resolve_api_key(self) -> str | None:
+        """The key from the environment, the file, or the configuration, in this order."""
+        if key := os.environ.get(API_KEY_VARIABLE):
+            return key
+        if self.server.api_key_file is not None:
+            try:
+                return self.server.api_key_file.read_text().strip() or None
+            except OSError as error:
+                raise ConfigError(f"server.api_key_file: {error}") from error
+        return self.server.api_key.get_secret_value() if self.server.api_key else None
+
+    def to_toml(self) -> str:
+        """The resolved configuration with secrets redacted."""
+        return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
+
+
+def load_config(source: str | Path | None, overrides: list[str] | None = None) -> Config:
+    """Reads a configuration file or shipped configuration and applies `section.key=value` overrides.
+
+    Raises ConfigError: a missing file, bad TOML, an unknown key (with the nearest valid one), a bad value.
+    """
+    data: dict[str, Any] = {}
+    where = "the configuration"
+    if source is not None:
+        path = find_config(source)
+        where = str(path)
+        try:
+            data = tomli.loads(path.read_text(encoding="utf-8"))
+        except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where}: not valid TOML: {error}") from error
+    for override in overrides or []:
+        _apply_override(data, override)
+    return parse_config(data, where)
+
+
+def parse_config(data: dict[str, Any], where: str = "the configuration") -> Config:
+    """Validates a nested mapping; see `load_config` for what is raised."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: " + "; ".join(_explain(entry) for entry in error.errors())) from error
+
+
+def find_config(source: str | Path) -> Path:
+    """A path as given, or the shipped configuration of that name (`quickstart` or `quickstart.toml`)."""
+    path = Path(source)
+    if path.is_file():
+        return path
+    name = path.name if path.name.endswith(".toml") else path.name + ".toml"
+    roots = [Path(str(importlib.resources.files("mlx_parallm"))) / "assets" / "train_configs"]
+    roots.append(roots[0].parents[2] / "train_configs")  # a source checkout
+    shipped = {p.name: p for root in reversed(roots) if root.is_dir() for p in sorted(root.glob("*.toml"))}
+    if name in shipped and (len(path.parts) == 1 or path.parent.name == "train_configs"):
+        return shipped[name]
+    known = ", ".join(sorted(p.removesuffix(".toml") for p in shipped))
+    raise ConfigError(f"no configuration {str(source)!r}: not a file, and not one of the shipped ones ({known})")
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"--set {override!r}: expected section.key=value")
+    try:
+        value = tomli.loads(f"value = {text}")["value"]
+    except tomli.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *sections, leaf = key.strip().split(".")
+    node: Any = data
+    for part in sections:
+        node = _descend(node, part, override)
+    if isinstance(node, list):
+        raise ConfigError(f"--set {override!r}: name one entry, e.g. environments.0.weight")
+    node[leaf] = value
+
+
+def _descend(node: Any, part: str, override: str) -> Any:
+    if isinstance(node, list):
+        if not part.isdigit() or int(part) >= len(node):
+            raise ConfigError(f"--set {override!r}: {part!r} is not an index below {len(node)}")
+        return node[int(part)]
+    child = node.setdefault(part, {})
+    if not isinstance(child, dict | list):
+        raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
+    return child
+
+
+def _explain(entry: Any) -> str:
+    location = [str(part) for part in entry["loc"]]
+    dotted = ".".join(location)
+    if entry["type"] != "extra_forbidden":
+        return f"{dotted or 'configuration'}: {entry['msg'].removeprefix('Value error, ')} (got {entry['input']!r})" \
+            if entry["type"] != "value_error" else f"{dotted or 'configuration'}: {entry['msg'].removeprefix('Value error, ')}"
+    valid = _keys_of(location[:-1])
+    near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.0)
+    hint = f"; did you mean {'.'.join([*location[:-1], near[0]])!r}?" if near else ""
+    return f"unknown key {dotted!r}{hint}"
+
+
+def _keys_of(location: list[str]) -> list[str]:
+    section: Any = Config
+    for part in location:
+        if part.isdigit():
+            continue
+        section = EnvironmentConfig if part == "environments" else section.model_fields[part].annotation
+    return list(section.model_fields)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value

@@ -1,0 +1,112 @@
+"""The built-in tasks: small problems with one exact answer, made from a seed, that a model of a million parameters
+can learn within two minutes on a laptop.
+
+A problem is a pure function of (task, index, seed, split), the same on every machine and Python version. The problems
+of a task are divided by a hash of their key into nine tenths for training and one tenth held out, so the two splits
+never share a problem, whatever the seed. `mlx_parallm/assets/tiny` was pretrained on the training split only
+(`scripts/build_tiny_model.py`, `docs/tiny_model.md`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+Split = Literal["train", "heldout"]
+
+HELDOUT_SHARE = 10
+"""One problem key in this many is held out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One question with its one right answer."""
+
+    task: str
+    messages: tuple[dict[str, str], ...]
+    answer: str
+    key: str
+    """What makes two problems the same problem: the split is decided by its hash."""
+
+
+def _problem(task: str, question: str, answer: str, payload: str) -> Problem:
+    return Problem(task, ({"role": "user", "content": question},), answer, f"{task}:{payload}")
+
+
+def _number(rng: random.Random, digits: int) -> int:
+    return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+
+
+def _letters(rng: random.Random, shortest: int, longest: int, alphabet: str = string.ascii_lowercase) -> str:
+    return "".join(rng.choices(alphabet, k=rng.randint(shortest, longest)))
+
+
+def _sum(rng: random.Random) -> Problem:
+    """Two numbers of one or two digits. `a + b` and `b + a` are one problem."""
+    a, b = _number(rng, rng.randint(1, 2)), _number(rng, 2)
+    if rng.random() < 0.5:
+        a, b = b, a
+    return _problem("sum", f"Add {a} and {b}.", str(a + b), f"{min(a, b)}+{max(a, b)}")
+
+
+def _sort(rng: random.Random) -> Problem:
+    """Four to eight letters into alphabetical order."""
+    letters = _letters(rng, 4, 8)
+    return _problem("sort", f"Sort: {letters}", "".join(sorted(letters)), letters)
+
+
+def _reverse(rng: random.Random) -> Problem:
+    """Four to eight letters from back to front."""
+    letters = _letters(rng, 4, 8)
+    return _problem("reverse", f"Reverse: {letters}", letters[::-1], letters)
+
+
+def _count(rng: random.Random) -> Problem:
+    """How often one letter stands among six to fourteen, drawn from an alphabet of four."""
+    letters = _letters(rng, 6, 14, "abcd")
+    wanted = rng.choice("abcd")
+    return _problem("count", f"Count {wanted} in: {letters}", str(letters.count(wanted)), f"{wanted}/{letters}")
+
+
+def _largest(rng: random.Random) -> Problem:
+    """The largest of three numbers of three digits."""
+    numbers = [_number(rng, 3) for _ in range(3)]
+    listed = ", ".join(map(str, numbers))
+    return _problem("largest", f"Largest of {listed}?", str(max(numbers)), "/".join(map(str, sorted(numbers))))
+
+
+TASKS: Mapping[str, Callable[[random.Random], Problem]] = MappingProxyType(
+    {"sum": _sum, "sort": _sort, "reverse": _reverse, "count": _count, "largest": _largest}
+)
+
+
+def split_of(key: str) -> Split:
+    """The split that a problem key belongs to."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return "heldout" if int.from_bytes(digest[:8]) % HELDOUT_SHARE == 0 else "train"
+
+
+def make_problem(task: str, index: int, *, seed: int, split: Split) -> Problem:
+    """Problem number `index` of a task, deterministic in its arguments.
+
+    Raises:
+        ValueError: no such task; the message names those that there are.
+    """
+    draw = TASKS.get(task)
+    if draw is None:
+        raise ValueError(f"unknown task {task!r}: choose one of {', '.join(TASKS)}")
+    rng = random.Random(f"{task}/{seed}/{split}/{index}")
+    while True:
+        problem = draw(rng)
+        if split_of(problem.key) == split:
+            return problem
+
+
+def score(problem: Problem, completion: str) -> float:
+    """1.0 where the completion is the answer but for surrounding white space, else 0.0."""
+    return 1.0 if completion.strip() == problem.answer else 0.0

@@ -1,0 +1,78 @@
+"""The error tree. Boundaries (CLI, HTTP, engine step, episode) catch `ParallmError`; everything else is a bug.
+
+    ParallmError
+    ├── ConfigError              a configuration that cannot work: which key, what was wrong, what would be right
+    ├── ModelError               a checkpoint that cannot be loaded or served
+    │   └── AdapterError         an adapter that does not fit: file, module, shape
+    ├── RequestError             a generation request that cannot be run (HTTP 400); carries `param` and `code`
+    │   ├── ContextLengthError   the prompt does not fit ("maximum context length")
+    │   └── ModelNotFoundError   no such served model (HTTP 404)
+    ├── EngineUnavailableError   the engine thread is loading, draining or dead (HTTP 503)
+    ├── RolloutRejectedError     a scored group that may not be trained on; the reason is kept with it
+    ├── CheckpointError          a checkpoint or run directory that cannot be written or read
+    └── PublishTimeoutError      the weight lock was not had within `lock_timeout_ms`; the old weights keep serving
+"""
+
+
+class ParallmError(Exception):
+    """Root of every error this package raises on purpose. Its text is one line fit for a user."""
+
+
+class ConfigError(ParallmError):
+    """A configuration that cannot work."""
+
+
+class ModelError(ParallmError):
+    """A checkpoint that cannot be loaded or served."""
+
+
+class AdapterError(ModelError):
+    """An adapter that does not fit the model."""
+
+
+class RequestError(ParallmError):
+    """A generation request that cannot be run. `param` names the offending field, `code` OpenAI's error code."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or prompt and max_tokens, exceed the model's context."""
+
+    def __init__(self, prompt_tokens: int, max_model_len: int, max_tokens: int | None = None) -> None:
+        asked = f"{prompt_tokens} prompt tokens" + (f" + {max_tokens} max_tokens" if max_tokens else "")
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens, but the request has {asked}.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model that is not served."""
+
+    def __init__(self, name: str, known: list[str]) -> None:
+        super().__init__(
+            f"The model {name!r} does not exist. Served models: {', '.join(known)}.",
+            param="model",
+            code="model_not_found",
+        )
+
+
+class EngineUnavailableError(ParallmError):
+    """The engine is loading, draining or dead."""
+
+
+class RolloutRejectedError(ParallmError):
+    """A scored group that may not be trained on."""
+
+
+class CheckpointError(ParallmError):
+    """A checkpoint or run directory that cannot be written or read."""
+
+
+class PublishTimeoutError(ParallmError):
+    """The write lock was not had in time; nothing changed."""

@@ -1,0 +1,216 @@
+"""The nouns that travel between the parts. Frozen, no MLX, plain Python values only.
+
+`Task → Environment → Request → Sequence → (token, logprob, policy_version) → Rollout → RolloutGroup → TrainBatch`
+
+Log-probabilities: `logprobs` in these types are float32 log-softmax(logits / temperature) of the sampled token *before*
+top_k, top_p, min_p, penalties and bias (temperature 0 counts as 1). Where any of those was active,
+`processed_logprobs` holds the log-probability under the distribution that was really sampled from.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request samples; vLLM's names and meanings. Neutral defaults: the model's own distribution."""
+
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1 = off
+    min_p: float = 0.0
+    max_tokens: int | None = None  # None = up to the model's context
+    min_tokens: int = 0
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # top-k alternatives wanted per sampled token (0 = the sampled one only)
+    prompt_logprobs: int | None = None  # top-k alternatives wanted per prompt token (0 = the given one only)
+
+    @property
+    def reshapes_distribution(self) -> bool:
+        """True when sampling is not from plain softmax(logits / temperature)."""
+        return (
+            self.top_p < 1.0
+            or self.top_k > 0
+            or self.min_p > 0.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+            or bool(self.logit_bias)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation request: `params.n` completions of one prompt under one adapter."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    adapter: str | None = None  # None = the untouched base; otherwise a name in the adapter table
+    stream: bool = False  # False: deltas are not emitted, only the final output
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """What one choice of a streamed request gained since its last delta (one or more tokens, or only a finish)."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[tuple[TopLogprob, ...], ...] | None
+    policy_versions: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished choice. `token_ids` includes the sampled EOS or stop token; `text` does not show it."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]  # [T]
+    logprobs: tuple[float, ...]  # [T]
+    processed_logprobs: tuple[float, ...] | None  # [T], only when the request reshaped the distribution
+    top_logprobs: tuple[tuple[TopLogprob, ...], ...] | None  # [T][k]
+    policy_versions: tuple[int, ...]  # [T]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None  # the stop string or token id that ended it; None for EOS
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Scores of the prompt: entry 0 is None (nothing precedes it)."""
+
+    logprobs: tuple[float | None, ...]  # [P]
+    top_logprobs: tuple[tuple[TopLogprob, ...] | None, ...]  # [P][k]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]  # in index order, n of them
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Tokens [start, end) of a completion were sampled under policy `version` (vLLM's `weight_versions`)."""
+
+    version: int
+    start: int
+    end: int
+
+
+def weight_spans(policy_versions: tuple[int, ...]) -> tuple[WeightSpan, ...]:
+    """Run-length encodes the per-token versions of a completion."""
+    spans: list[WeightSpan] = []
+    for position, version in enumerate(policy_versions):
+        if spans and spans[-1].version == version:
+            spans[-1] = WeightSpan(version, spans[-1].start, position + 1)
+        else:
+            spans.append(WeightSpan(version, position, position + 1))
+    return tuple(spans)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One entry of /v1/models. `parent` is the base's id for an adapter, None for the base."""
+
+    id: str
+    adapter: str | None
+    root: str
+    parent: str | None
+    policy_version: int
+    is_policy: bool = False  # the adapter (or base) that the trainer is learning
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the engine thread's counters; taking one never touches MLX."""
+
+    alive: bool
+    ready: bool
+    steps: int
+    last_step_time: float  # time.monotonic() of the last step or idle turn
+    running: int
+    waiting: int
+    prompt_tokens: int  # tokens of all prompts admitted, one count per choice's request
+    prefill_tokens: int  # prompt tokens really computed; n choices of one prompt count once
+    generation_tokens: int
+    requests_finished: int
+    requests_failed: int
+    requests_aborted: int
+    policy_version: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One scored sequence: prompt and completion tokens, which of them the policy sampled, and how likely it found them.
+
+    All lists have the length T of the whole sequence. `mask[t]` is 1 where the policy sampled the token (EOS included).
+    `logprobs[t]` is the behaviour policy's (see the module docstring), 0.0 where mask is 0.
+    """
+
+    tokens: tuple[int, ...]
+    mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    temperature: float
+    scores: Mapping[str, float]  # named parts; "reward" is the number that is trained on
+    stop_reason: str | None = None  # "stop", "length", …
+    processed_logprobs: tuple[float, ...] | None = None
+    error: str | None = None
+
+    @property
+    def reward(self) -> float:
+        return self.scores["reward"]
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(self.mask)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """G rollouts of one task. `advantages`: [G] or [G][T] when the environment brings its own, else None."""
+
+    group_id: str
+    environment: str
+    rollouts: tuple[Rollout, ...]
+    advantages: tuple[float, ...] | tuple[tuple[float, ...], ...] | None = None
+    index: int | None = None  # position in the in-process source's fixed order (deterministic mode)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sampled_versions(self) -> tuple[int, ...]:
+        """Policy versions of every sampled token of the group."""
+        return tuple(
+            version
+            for rollout in self.rollouts
+            for version, sampled in zip(rollout.policy_versions, rollout.mask, strict=True)
+            if sampled
+        )
