@@ -15,12 +15,14 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-FIX = "install MKL with `pip install 'mlx-parallm[cpu]'` (x86-64), or a system OpenBLAS (`apt install libopenblas0-pthread`)"
+FIX = (
+    "`pip install 'mlx-parallm[cpu]'` brings MKL (x86-64); or install a system OpenBLAS (Debian: libopenblas0-pthread)"
+)
 
 
 @dataclass(frozen=True)
 class BlasStatus:
-    """What lies under MLX: `name` is "mkl", "openblas", "reference", "native" (macOS, CUDA) or "late" (MLX came first)."""
+    """What lies under MLX. `name`: "mkl", "openblas", "reference", "native" (macOS, CUDA), "late" (MLX came first)."""
 
     name: str
     path: str | None = None

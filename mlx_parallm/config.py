@@ -305,8 +305,9 @@ def _explain(entry: Any) -> str:
     location = [str(part) for part in entry["loc"]]
     dotted = ".".join(location)
     if entry["type"] != "extra_forbidden":
-        return f"{dotted or 'configuration'}: {entry['msg'].removeprefix('Value error, ')} (got {entry['input']!r})" \
-            if entry["type"] != "value_error" else f"{dotted or 'configuration'}: {entry['msg'].removeprefix('Value error, ')}"
+        message = entry["msg"].removeprefix("Value error, ")
+        given = "" if entry["type"] == "value_error" else f" (got {entry['input']!r})"
+        return f"{dotted or 'configuration'}: {message}{given}"
     valid = _keys_of(location[:-1])
     near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.0)
     hint = f"; did you mean {'.'.join([*location[:-1], near[0]])!r}?" if near else ""

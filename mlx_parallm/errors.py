@@ -1,16 +1,16 @@
 """The error tree. Boundaries (CLI, HTTP, engine step, episode) catch `ParallmError`; everything else is a bug.
 
-    ParallmError
-    ├── ConfigError              a configuration that cannot work: which key, what was wrong, what would be right
-    ├── ModelError               a checkpoint that cannot be loaded or served
-    │   └── AdapterError         an adapter that does not fit: file, module, shape
-    ├── RequestError             a generation request that cannot be run (HTTP 400); carries `param` and `code`
-    │   ├── ContextLengthError   the prompt does not fit ("maximum context length")
-    │   └── ModelNotFoundError   no such served model (HTTP 404)
-    ├── EngineUnavailableError   the engine thread is loading, draining or dead (HTTP 503)
-    ├── RolloutRejectedError     a scored group that may not be trained on; the reason is kept with it
-    ├── CheckpointError          a checkpoint or run directory that cannot be written or read
-    └── PublishTimeoutError      the weight lock was not had within `lock_timeout_ms`; the old weights keep serving
+ParallmError
+├── ConfigError              a configuration that cannot work: which key, what was wrong, what would be right
+├── ModelError               a checkpoint that cannot be loaded or served
+│   └── AdapterError         an adapter that does not fit: file, module, shape
+├── RequestError             a generation request that cannot be run (HTTP 400); carries `param` and `code`
+│   ├── ContextLengthError   the prompt does not fit ("maximum context length")
+│   └── ModelNotFoundError   no such served model (HTTP 404)
+├── EngineUnavailableError   the engine thread is loading, draining or dead (HTTP 503)
+├── RolloutRejectedError     a scored group that may not be trained on; the reason is kept with it
+├── CheckpointError          a checkpoint or run directory that cannot be written or read
+└── PublishTimeoutError      the weight lock was not had within `lock_timeout_ms`; the old weights keep serving
 """
 
 

@@ -169,7 +169,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One scored sequence: prompt and completion tokens, which of them the policy sampled, and how likely it found them.
+    """One scored sequence: its tokens, which of them the policy sampled, and how likely it found them.
 
     All lists have the length T of the whole sequence. `mask[t]` is 1 where the policy sampled the token (EOS included).
     `logprobs[t]` is the behaviour policy's (see the module docstring), 0.0 where mask is 0.

@@ -1,0 +1,28 @@
+# make install · quickstart · test · check — each sets up what it needs, once (`scripts/setup`, stamp files in .venv).
+
+# Started without a PATH (a bare container, `env -i make`): programs still need one.
+export PATH := $(or $(PATH),/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin)
+
+.PHONY: help install quickstart test check
+help:
+	@echo "make install      make .venv and install what fits this machine"
+	@echo "make quickstart   install, then watch a tiny model learn (about two minutes)"
+	@echo "make test         install with the test tools, then run every test"
+	@echo "make check        linter, formatter, types, architecture (under a minute)"
+
+install: .venv/.ready
+
+quickstart: install
+	@.venv/bin/mlx_parallm_train --config train_configs/quickstart.toml
+
+test: .venv/.ready-dev
+	@scripts/test
+
+check:
+	@scripts/check
+
+.venv/.ready: pyproject.toml scripts/setup
+	@scripts/setup
+
+.venv/.ready-dev: pyproject.toml scripts/setup
+	@scripts/setup dev

@@ -1,0 +1,24 @@
+"""Every mlx-lm name in use outside model architectures, imported in one place: what to check when mlx-lm moves."""
+
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_hf_tokenizer
+from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.utils import dequantize_model, load_config, save_config, save_model
+from mlx_lm.utils import load_model as load_hf_model
+
+__all__ = [
+    "KVCache",
+    "LoRALinear",
+    "QuantizedSwitchLinear",
+    "SwitchLinear",
+    "TokenizerWrapper",
+    "dequantize_model",
+    "load_config",
+    "load_hf_model",
+    "load_hf_tokenizer",
+    "make_prompt_cache",
+    "save_config",
+    "save_model",
+]

@@ -1,0 +1,124 @@
+"""A thin face over mlx-lm's tokenizer: ids in and out, chat rendering, incremental text. One instance per thread."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.models.mlx_lm_api import TokenizerWrapper
+
+INCOMPLETE = "\ufffd"  # what a decoder shows for half a UTF-8 character
+
+
+class Tokenizer:
+    def __init__(self, wrapper: TokenizerWrapper) -> None:
+        self._wrapper = wrapper
+        self._hf = wrapper._tokenizer
+        self._special_ids = frozenset(self._hf.all_special_ids)
+        self._byte_of = _byte_level_alphabet() if _is_byte_level(self._hf) else None
+        self.eos_token_ids: frozenset[int] = frozenset(wrapper.eos_token_ids)
+        self.has_chat_template: bool = bool(wrapper.has_chat_template)
+        self.vocab_size: int = len(self._hf)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(
+            self._hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        )
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation; options as `render_chat_text`."""
+        return self.encode(self.render_chat_text(messages, **options), add_special_tokens=False)
+
+    def render_chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation. Raises RequestError: no template, or the template refuses the messages."""
+        if not self.has_chat_template:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions, or set model.chat_template", param="messages"
+            )
+        try:
+            text = self._wrapper.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(template_kwargs or {}),
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+        return str(text)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token, special tokens shown; half a character shows as U+FFFD."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token (exact for byte-level tokenizers, also for half a character)."""
+        if self._byte_of is not None and token_id not in self._special_ids and token_id < self.vocab_size:
+            raw = self._hf.convert_ids_to_tokens(token_id)
+            if raw is not None and all(character in self._byte_of for character in raw):
+                return bytes(self._byte_of[character] for character in raw)
+        return self.token_text(token_id).encode()
+
+    def detokenizer(self) -> "Detokenizer":
+        return Detokenizer(self)
+
+
+class Detokenizer:
+    """Incremental decoding: text is given out once no later token can change it.
+
+    Decoding token by token loses spaces and splits characters, so a short window [prefix, read) of already shown
+    tokens is decoded again with the new ones and the difference is what is new (the method of TGI and vLLM).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.decode
+        self._ids: list[int] = []
+        self._shown = ""  # text of ids[prefix:read]
+        self._read = 0
+
+    def add(self, token_id: int) -> str:
+        """Text that became final with this token (may be empty)."""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        if text.endswith(INCOMPLETE):
+            return ""
+        return self._advance(text)
+
+    def finish(self) -> str:
+        """The rest, replacement characters included. Further `add`s start anew."""
+        rest = self._advance(self._decode(self._ids))
+        self._ids, self._shown, self._read = [], "", 0
+        return rest
+
+    def _advance(self, text: str) -> str:
+        new = text[len(self._shown) :]
+        self._ids = self._ids[self._read :]
+        self._read = len(self._ids)
+        self._shown = self._decode(self._ids)
+        return new
+
+
+def _is_byte_level(hf_tokenizer: Any) -> bool:
+    backend = getattr(hf_tokenizer, "backend_tokenizer", None)
+    return backend is not None and "ByteLevel" in str(backend.decoder)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Inverse of GPT-2's printable alphabet of bytes: character → byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    pairs = [(chr(byte), byte) for byte in printable]
+    return dict(pairs + [(chr(256 + position), byte) for position, byte in enumerate(hidden)])

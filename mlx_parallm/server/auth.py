@@ -1,0 +1,117 @@
+"""Who may talk to the server. With an API key: whoever has it. Without one: this machine only.
+
+A server without a key on loopback could be driven by any web page through DNS rebinding, so then only requests whose
+Host (and Origin, where a browser sends one) is a loopback name are answered. `check_bind` refuses a public address
+without a key. Environments of the Atropos kind send no key of their own, but their HTTP client turns
+`http://env:KEY@host/atropos` into Basic authentication, which /atropos therefore takes too.
+"""
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import re
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.server.errors import error_response
+
+OPEN_PATH = "/health"
+BASIC_PREFIX = "/atropos"
+_AUTHORITY = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:@/\\\[\]]+)(?::\d{0,5})?")
+_ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(?P<authority>[^\s/?#]+)")
+
+
+def check_bind(host: str, api_key: str | None) -> None:
+    """Raises ConfigError when `host` can be reached from other machines and there is no key."""
+    if api_key is None and not is_loopback_name(host):
+        raise ConfigError(
+            f"server.host = {host!r} can be reached from other machines, so it needs an API key: set "
+            "MLX_PARALLM_API_KEY or server.api_key_file, or bind 127.0.0.1"
+        )
+
+
+def is_loopback_name(host: str) -> bool:
+    """True for localhost and loopback addresses, any case, IPv6 with or without brackets, trailing dot allowed."""
+    name = host.lower().removesuffix(".")
+    if name == "localhost":
+        return True
+    if name.startswith("[") and name.endswith("]"):
+        name = name[1:-1]
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def is_loopback_authority(authority: str) -> bool:
+    """True for a Host header `name[:port]` that names this machine."""
+    match = _AUTHORITY.fullmatch(authority)
+    return match is not None and is_loopback_name(match["host"])
+
+
+def is_loopback_origin(origin: str) -> bool:
+    """True for an Origin header `scheme://name[:port]` of this machine; "null" is nobody's."""
+    match = _ORIGIN.fullmatch(origin)
+    return match is not None and is_loopback_authority(match["authority"])
+
+
+class AuthMiddleware:
+    """Answers 401 (key missing or wrong) or 403 (foreign Host or Origin, when there is no key)."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._key = api_key.encode() if api_key is not None else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._key is None:
+            reason = _foreign(scope)
+            if reason is not None:
+                await error_response(reason, 403, code="foreign_request")(scope, receive, send)
+                return
+        elif not self._has_key(scope, self._key):
+            headers = {"WWW-Authenticate": "Bearer"}
+            response = error_response("missing or wrong API key", 401, code="invalid_api_key", headers=headers)
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _has_key(self, scope: Scope, key: bytes) -> bool:
+        path: str = scope["path"]
+        if path == OPEN_PATH:
+            return True
+        credentials = _header(scope, b"authorization")
+        if len(credentials) != 1:
+            return False
+        scheme, _, value = credentials[0].partition(b" ")
+        if scheme.lower() == b"bearer":
+            return hmac.compare_digest(value.strip(), key)
+        if scheme.lower() == b"basic" and (path == BASIC_PREFIX or path.startswith(BASIC_PREFIX + "/")):
+            return hmac.compare_digest(_basic_password(value.strip()), key)
+        return False
+
+
+def _basic_password(value: bytes) -> bytes:
+    try:
+        return base64.b64decode(value, validate=True).partition(b":")[2]
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def _foreign(scope: Scope) -> str | None:
+    hosts = _header(scope, b"host")
+    if not hosts or not all(is_loopback_authority(host.decode("latin-1")) for host in hosts):
+        return "without an API key this server answers only requests to a loopback Host (e.g. 127.0.0.1 or localhost)"
+    if not all(is_loopback_origin(origin.decode("latin-1")) for origin in _header(scope, b"origin")):
+        return "without an API key this server answers only pages of this machine (a loopback Origin)"
+    return None
+
+
+def _header(scope: Scope, name: bytes) -> list[bytes]:
+    return [value for key, value in scope["headers"] if key == name]

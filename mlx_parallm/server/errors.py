@@ -1,0 +1,113 @@
+"""Errors as the OpenAI API shows them: `{"error": {message, type, param, code}}`, whatever went wrong.
+
+`error_response` builds one; `install_error_handlers` puts the handlers of a FastAPI application in place: our own
+error tree, failed validation, unknown routes and methods. What nobody foresaw is the outermost middleware's business.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from mlx_parallm.errors import EngineUnavailableError, ModelNotFoundError, ParallmError, RequestError
+
+RETRY_AFTER_SECONDS = 1
+CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is left to read it
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ClientDisconnectedError(ParallmError):
+    """The client hung up before its answer was ready."""
+
+
+def error_body(
+    message: str, status: int, *, param: str | None = None, code: str | int | None = None
+) -> dict[str, dict[str, Any]]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code if code is not None else status}}
+
+
+def error_response(
+    message: str,
+    status: int,
+    *,
+    param: str | None = None,
+    code: str | int | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    sent = dict(headers or {})
+    if status == 503:
+        sent.setdefault("Retry-After", str(RETRY_AFTER_SECONDS))
+    return JSONResponse(error_body(message, status, param=param, code=code), status, sent)
+
+
+def status_of(error: ParallmError) -> int:
+    """The HTTP status that an error of our own tree is answered with."""
+    if isinstance(error, ModelNotFoundError):
+        return 404
+    if isinstance(error, RequestError):
+        return 400
+    if isinstance(error, EngineUnavailableError):
+        return 503
+    if isinstance(error, ClientDisconnectedError):
+        return CLIENT_CLOSED_REQUEST
+    return 500
+
+
+def parallm_error_response(error: ParallmError) -> JSONResponse:
+    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
+    return error_response(str(error), status_of(error), param=param, code=code)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    async def on_parallm_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ParallmError)
+        return parallm_error_response(error)
+
+    async def on_validation_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return parallm_error_response(request_error(error.errors()))
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = str(error.detail)
+        if error.status_code in (404, 405) and message in ("Not Found", "Method Not Allowed"):
+            message = f"{message}: {request.method} {request.url.path}"
+        return error_response(message, error.status_code, headers=error.headers)
+
+    app.add_exception_handler(ParallmError, on_parallm_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+
+
+def request_error(errors: Any) -> RequestError:
+    """One sentence for pydantic's list of errors: the first field that is wrong.
+
+    A field of union type fails once per member; then the members' messages are all given.
+    """
+    entries = [_located(entry) for entry in errors]
+    field, first = entries[0]
+    kind = first["type"]
+    if kind == "json_invalid":
+        return RequestError(f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
+    if not field:
+        return RequestError("the body must be a JSON object, sent with Content-Type: application/json")
+    name = field.split(".")[0]
+    if kind == "extra_forbidden":
+        return RequestError(f"unrecognized request argument: {field!r}", param=field, code="unknown_parameter")
+    if kind == "missing":
+        return RequestError(f"missing required argument: {field!r}", param=field, code="missing_required_parameter")
+    reasons = dict.fromkeys(entry["msg"].removeprefix("Value error, ") for key, entry in entries if _under(key, name))
+    return RequestError(f"invalid value for {name!r}: " + " or: ".join(list(reasons)[:4]), param=name)
+
+
+def _located(entry: Any) -> tuple[str, Any]:
+    location = entry["loc"][1:] if entry["loc"] and entry["loc"][0] in ("body", "query", "path") else entry["loc"]
+    return ".".join(str(part) for part in location), entry
+
+
+def _under(key: str, name: str) -> bool:
+    return key == name or key.startswith(name + ".")

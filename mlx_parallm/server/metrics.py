@@ -1,0 +1,90 @@
+"""Prometheus metrics of one server. Engine counters are read from `engine.stats()` when a scrape asks for them, so
+generation pays nothing; HTTP times and publishes are observed as they happen. Each app has its own registry."""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mlx_parallm.types import EngineStats
+
+PREFIX = "mlx_parallm"
+_PUBLISH_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
+_REQUEST_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+_COUNTERS = {
+    "prompt_tokens": "Tokens of all admitted prompts",
+    "prefill_tokens": "Prompt tokens really computed (n choices of one prompt count once)",
+    "generation_tokens": "Tokens sampled",
+    "requests_finished": "Generation requests that ended normally",
+    "requests_failed": "Generation requests that ended with an error",
+    "requests_aborted": "Generation requests given up (client gone, shutdown)",
+}
+
+
+class ServerMetrics:
+    """Histograms of this process's server. Thread-safe; `observe_publish` is called by the trainer's thread."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Histogram(
+            f"{PREFIX}_http_request_seconds",
+            "Time from a request's arrival to the end of its answer",
+            ["route", "status"],
+            buckets=_REQUEST_BUCKETS,
+            registry=self.registry,
+        )
+        self._first_token = Histogram(
+            f"{PREFIX}_first_token_seconds",
+            "Time from a streamed request's submission to its first token",
+            buckets=_REQUEST_BUCKETS,
+            registry=self.registry,
+        )
+        self._publish = Histogram(
+            f"{PREFIX}_weight_publish_seconds",
+            "Time of one publish of new weights",
+            buckets=_PUBLISH_BUCKETS,
+            registry=self.registry,
+        )
+        self.http_in_flight = Gauge(
+            f"{PREFIX}_generation_requests_in_flight",
+            "HTTP generation requests being answered",
+            registry=self.registry,
+        )
+        ProcessCollector(registry=self.registry)
+
+    def observe_request(self, route: str, status: int, seconds: float) -> None:
+        self._requests.labels(route, str(status)).observe(seconds)
+
+    def observe_first_token(self, seconds: float) -> None:
+        self._first_token.observe(seconds)
+
+    def observe_publish(self, seconds: float) -> None:
+        """Called by the weight updater after each publish."""
+        self._publish.observe(seconds)
+
+    def watch_engine(self, stats: Callable[[], EngineStats]) -> None:
+        """Adds the engine's counters; once."""
+        self.registry.register(_EngineCollector(stats))
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._stats = stats
+
+    def describe(self) -> list[Metric]:
+        return []  # registering must not need a running engine
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        for name, meaning in _COUNTERS.items():
+            yield CounterMetricFamily(f"{PREFIX}_{name}", meaning, value=getattr(stats, name))
+        yield CounterMetricFamily(f"{PREFIX}_engine_steps", "Engine steps", value=stats.steps)
+        yield GaugeMetricFamily(f"{PREFIX}_requests_running", "Sequences being generated", value=stats.running)
+        yield GaugeMetricFamily(f"{PREFIX}_requests_waiting", "Sequences waiting for a slot", value=stats.waiting)
+        yield GaugeMetricFamily(f"{PREFIX}_policy_version", "Version of the served policy", value=stats.policy_version)
+        yield GaugeMetricFamily(f"{PREFIX}_engine_alive", "1 while the engine thread runs", value=int(stats.alive))

@@ -1,0 +1,333 @@
+"""Build the tiny model that the package ships: tokenizer, a short pretraining, accuracies, checksum.
+
+    python scripts/build_tiny_model.py --output mlx_parallm/assets/tiny
+
+The model half-knows the built-in tasks (`mlx_parallm/environments/tasks.py`) and three of reasoning-gym's, because
+its pretraining on right answers is stopped early: what is missing is head-room for reinforcement learning.
+Needs `pip install reasoning-gym` for the questions of reasoning-gym. Everything follows from `--seed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import shutil
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx_parallm  # noqa: F401  (puts a fast BLAS under MLX, so it comes before MLX)
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import reasoning_gym
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.qwen3 import Model, ModelArgs
+from rich.console import Console
+from rich.progress import track
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mlx_parallm.environments.tasks import TASKS, make_problem
+
+VOCAB_SIZE = 320
+INSTRUCTION_SHARE = 0.2
+"""A piece of text that stands in this share of a task's questions is an instruction, and one token."""
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+PIECES = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""Digits one by one; words and punctuation with the space before them."""
+
+REASONING_GYM: dict[str, dict[str, Any]] = {
+    "spell_backward": {"min_word_len": 3, "max_word_len": 6},
+    "letter_counting": {"min_words": 1, "max_words": 3},
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+}
+WEIGHTS = {
+    "sum": 1.0,
+    "sort": 1.0,
+    "reverse": 1.0,
+    "count": 1.0,
+    "largest": 1.0,
+    "spell_backward": 1.0,
+    "letter_counting": 1.0,
+    "chain_sum": 1.0,
+}
+"""How often each task is drawn in pretraining."""
+
+MODEL = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "vocab_size": VOCAB_SIZE,
+    "torch_dtype": "float16",
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question, its answer, and both as tokens: the prompt as served, the answer with its end mark."""
+
+    question: str
+    answer: str
+
+
+Source = Callable[[int], Example]
+
+
+def sources(split: str, seed: int) -> dict[str, Source]:
+    """For each task the function from an index to an example of the split."""
+
+    def built_in(task: str) -> Source:
+        def draw(index: int) -> Example:
+            problem = make_problem(task, index, seed=seed, split="heldout" if split == "heldout" else "train")
+            return Example(problem.messages[0]["content"], problem.answer)
+
+        return draw
+
+    def gym(name: str) -> Source:
+        offset = 900_000_000 if split == "heldout" else 0
+        dataset = reasoning_gym.create_dataset(
+            name, seed=offset + seed * 10_000_000, size=10_000_000, **REASONING_GYM[name]
+        )
+
+        def draw(index: int) -> Example:
+            entry = dataset[index]
+            return Example(entry["question"], entry["answer"])
+
+        return draw
+
+    return {**{task: built_in(task) for task in TASKS}, **{name: gym(name) for name in REASONING_GYM}}
+
+
+def build_tokenizer(draws: dict[str, Source]) -> PreTrainedTokenizerFast:
+    """256 byte symbols, the instruction words of the questions, no merges: any text goes in and comes out as it was."""
+    pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    words: Counter[str] = Counter({"system": 2, "user": 2, "assistant": 2})
+    for draw in draws.values():
+        share: Counter[str] = Counter()
+        for index in range(1000):
+            share.update({piece for piece, _ in pre_tokenizer.pre_tokenize_str(draw(index).question) if len(piece) > 1})
+        for piece, count in share.items():
+            if count >= 1000 * INSTRUCTION_SHARE:
+                words[piece] += count
+    symbols = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *sorted(words)]
+    reserved = [f"<|reserved_{n}|>" for n in range(VOCAB_SIZE - len(symbols))]
+    vocab = {symbol: n for n, symbol in enumerate([*symbols, *reserved])}
+    if len(vocab) != VOCAB_SIZE:
+        raise SystemExit(f"{len(symbols)} symbols do not fit a vocabulary of {VOCAB_SIZE}")
+
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in [*SPECIALS, *reserved]])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MODEL["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> list[tuple[list[int], list[int]]]:
+    """Prompt and answer tokens of each example."""
+    head, tail = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+    prompts = tokenizer([f"{head}{e.question}{tail}" for e in examples])["input_ids"]
+    answers = tokenizer([f"{e.answer}<|im_end|>" for e in examples])["input_ids"]
+    return list(zip(prompts, answers, strict=True))
+
+
+def batches(
+    tokenizer: PreTrainedTokenizerFast, draws: dict[str, Source], *, seed: int, steps: int, batch_size: int
+) -> Iterator[tuple[mx.array, mx.array]]:
+    """Tokens [B, T] and the mask [B, T - 1] of the answer tokens among the targets, for each step."""
+    rng = random.Random(seed)
+    names, weights = list(WEIGHTS), list(WEIGHTS.values())
+    drawn: Counter[str] = Counter()
+    for _ in range(steps):
+        examples = []
+        for name in rng.choices(names, weights, k=batch_size):
+            examples.append(draws[name](drawn[name]))
+            drawn[name] += 1
+        pairs = encode(tokenizer, examples)
+        width = max(len(prompt) + len(answer) for prompt, answer in pairs)
+        pad = tokenizer.pad_token_id
+        tokens = [[*p, *a, *[pad] * (width - len(p) - len(a))] for p, a in pairs]
+        mask = [[0.0] * (len(p) - 1) + [1.0] * len(a) + [0.0] * (width - len(p) - len(a)) for p, a in pairs]
+        yield mx.array(tokens), mx.array(mask)
+
+
+def pretrain(
+    model: Model,
+    stream: Iterator[tuple[mx.array, mx.array]],
+    *,
+    steps: int,
+    learning_rate: float,
+    console: Console,
+    at_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Next-token cross-entropy on the answers, AdamW, a constant learning rate after a warm-up."""
+    warmup = optim.linear_schedule(0.0, learning_rate, 50)
+    schedule = optim.join_schedules([warmup, lambda _: mx.array(learning_rate)], [50])
+    optimizer = optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=0.01, bias_correction=True)
+
+    def loss_of(model: Model, tokens: mx.array, mask: mx.array) -> mx.array:
+        losses = nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+        return (losses * mask).sum() / mask.sum()
+
+    loss_and_grad = nn.value_and_grad(model, loss_of)
+    for step, (tokens, mask) in enumerate(track(stream, "pretraining", total=steps, console=console), start=1):
+        loss, grads = loss_and_grad(model, tokens, mask)
+        grads, _ = optim.clip_grad_norm(grads, 1.0)
+        optimizer.update(model, grads)
+        mx.eval(model.parameters(), optimizer.state, loss)
+        at_step(step, loss.item())
+
+
+def answer_all(
+    model: Model, tokenizer: PreTrainedTokenizerFast, examples: list[Example], temperature: float
+) -> list[str]:
+    """The model's answers, generated in batches of prompts of one length."""
+    answers = [""] * len(examples)
+    by_length: defaultdict[int, list[tuple[int, list[int]]]] = defaultdict(list)
+    for index, (prompt, _) in enumerate(encode(tokenizer, examples)):
+        by_length[len(prompt)].append((index, prompt))
+    for rows in by_length.values():
+        cache = make_prompt_cache(model)
+        tokens, generated = mx.array([prompt for _, prompt in rows]), []
+        for _ in range(max(len(e.answer) for e in examples) + 2):
+            logits = model(tokens, cache=cache)[:, -1]
+            picked = mx.random.categorical(logits / temperature) if temperature else logits.argmax(-1)
+            mx.eval(picked)
+            generated.append(picked)
+            tokens = picked[:, None]
+        for (index, _), row in zip(rows, mx.stack(generated, axis=1).tolist(), strict=True):
+            end = row.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in row else len(row)
+            answers[index] = tokenizer.decode(row[:end])
+    return answers
+
+
+def accuracies(
+    model: Model, tokenizer: PreTrainedTokenizerFast, draws: dict[str, Source], count: int
+) -> dict[str, tuple[float, float]]:
+    """Greedy and temperature-1 accuracy on the first `count` problems of each task."""
+    table = {}
+    for name, draw in draws.items():
+        examples = [draw(index) for index in range(count)]
+        shares = [
+            sum(a.strip() == e.answer for a, e in zip(answer_all(model, tokenizer, examples, t), examples, strict=True))
+            for t in (0.0, 1.0)
+        ]
+        table[name] = (shares[0] / count, shares[1] / count)
+    return table
+
+
+def halve(model: Model) -> None:
+    """Round the weights to the float16 that is stored, so that what is measured is what is shipped."""
+    model.update(tree_map(lambda p: p.astype(mx.float16).astype(mx.float32), model.parameters()))
+
+
+def export(model: Model, tokenizer: PreTrainedTokenizerFast, folder: Path) -> str:
+    """Write the Hugging Face layout and return the SHA-256 of the weights."""
+    weights = {name: p.astype(mx.float16) for name, p in tree_flatten(model.parameters())}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    documents = {
+        "config.json": {**MODEL, "eos_token_id": end, "pad_token_id": pad},
+        "generation_config.json": {
+            "do_sample": True,
+            "temperature": 1.0,
+            "eos_token_id": [end, tokenizer.convert_tokens_to_ids("<|endoftext|>")],
+            "pad_token_id": pad,
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "chat_template": CHAT_TEMPLATE,
+            "model_max_length": MODEL["max_position_embeddings"],
+            "clean_up_tokenization_spaces": False,
+            "add_prefix_space": False,
+        },
+    }
+    for name, document in documents.items():
+        (folder / name).write_text(json.dumps(document, indent=2) + "\n")
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def replace_folder(finished: Path, target: Path) -> None:
+    """Put a finished folder where the old one was, so that a reader never sees half a model."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    finished.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def main() -> int:
+    """Build, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("mlx_parallm/assets/tiny"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=700, help="pretraining steps: fewer leave more to learn")
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--problems", type=int, default=500, help="held-out problems a task to measure on")
+    args = parser.parse_args()
+
+    console = Console()
+    mx.random.seed(args.seed)
+    draws = sources("train", args.seed)
+    tokenizer = build_tokenizer(draws)
+    model = Model(ModelArgs.from_dict(MODEL))
+    stream = batches(tokenizer, draws, seed=args.seed, steps=args.steps, batch_size=args.batch_size)
+    pretrain(model, stream, steps=args.steps, learning_rate=args.learning_rate, console=console)
+    halve(model)
+    for name, (greedy, sampled) in accuracies(
+        model, tokenizer, sources("heldout", args.seed), args.problems
+    ).items():
+        console.print(f"{name:16} greedy {greedy:.3f}   temperature 1 {sampled:.3f}")
+
+    unfinished = args.output.with_name(f".{args.output.name}.new")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    checksum = export(model, tokenizer, unfinished)
+    replace_folder(unfinished, args.output)
+    console.print(f"sha256 of {args.output / 'model.safetensors'}: {checksum}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
