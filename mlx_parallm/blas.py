@@ -50,7 +50,7 @@ def request_bitwise_reproducible_blas() -> None:
 
 
 def _preload() -> BlasStatus:
-    if sys.platform != "linux" or _has_cuda_backend():
+    if sys.platform != "linux" or has_cuda_backend():
         return BlasStatus("native")
     if "mlx.core" in sys.modules:
         return BlasStatus("late", advice="`import mlx_parallm` before `import mlx.core`: the reference BLAS is in use")
@@ -64,7 +64,8 @@ def _preload() -> BlasStatus:
     return BlasStatus("reference", advice=FIX)
 
 
-def _has_cuda_backend() -> bool:
+def has_cuda_backend() -> bool:
+    """True when MLX's CUDA wheel is installed."""
     for name in ("mlx-cuda-12", "mlx-cuda-13"):
         try:
             importlib.metadata.distribution(name)

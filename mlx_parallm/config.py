@@ -8,6 +8,7 @@ the descriptions here (`scripts/generate_config_docs.py`).
 import difflib
 import importlib.resources
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -224,16 +225,22 @@ class Config(Section):
                 return self.server.api_key_file.read_text().strip() or None
             except OSError as error:
                 raise ConfigError(f"server.api_key_file: {error}") from error
-        return self.server.api_key.get_secret_value() if self.server.api_key else None
+        key = self.server.api_key.get_secret_value() if self.server.api_key else None
+        if key == REDACTED:
+            raise ConfigError(f"server.api_key is redacted in a saved configuration: set {API_KEY_VARIABLE}")
+        return key
 
     def to_toml(self) -> str:
         """The resolved configuration with secrets redacted."""
         return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
 
 
-def load_config(source: str | Path | None, overrides: list[str] | None = None) -> Config:
+def load_config(
+    source: str | Path | None, overrides: list[str] | None = None, defaults: Mapping[str, Any] | None = None
+) -> Config:
     """Reads a configuration file or shipped configuration and applies `section.key=value` overrides.
 
+    `defaults` (dotted key → value, from `hardware.defaults`) fill in keys that neither of them sets.
     Raises ConfigError: a missing file, bad TOML, an unknown key (with the nearest valid one), a bad value.
     """
     data: dict[str, Any] = {}
@@ -247,6 +254,10 @@ def load_config(source: str | Path | None, overrides: list[str] | None = None) -
             raise ConfigError(f"{where}: not valid TOML: {error}") from error
     for override in overrides or []:
         _apply_override(data, override)
+    for key, value in (defaults or {}).items():
+        section, leaf = key.split(".")
+        if isinstance(data.setdefault(section, {}), dict):
+            data[section].setdefault(leaf, value)
     return parse_config(data, where)
 
 

@@ -70,6 +70,14 @@ class RolloutRejectedError(ParallmError):
     """A scored group that may not be trained on."""
 
 
+class EnvironmentFailedError(ParallmError):
+    """In-process environments cannot go on: group after group fails, or their results cannot be kept."""
+
+
+class StoreError(ParallmError):
+    """The rollout database cannot be opened, written or read; nothing was half-written."""
+
+
 class CheckpointError(ParallmError):
     """A checkpoint or run directory that cannot be written or read."""
 

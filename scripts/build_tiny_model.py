@@ -56,13 +56,13 @@ REASONING_GYM: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
 }
 WEIGHTS = {
-    "sum": 1.0,
+    "sum": 2.0,
     "sort": 1.0,
-    "reverse": 1.0,
-    "count": 1.0,
+    "reverse": 0.5,
+    "count": 1.5,
     "largest": 1.0,
-    "spell_backward": 1.0,
-    "letter_counting": 1.0,
+    "spell_backward": 0.15,
+    "letter_counting": 0.4,
     "chain_sum": 1.0,
 }
 """How often each task is drawn in pretraining."""

@@ -38,25 +38,21 @@ def _problem(task: str, question: str, answer: str, payload: str) -> Problem:
     return Problem(task, ({"role": "user", "content": question},), answer, f"{task}:{payload}")
 
 
-def _number(rng: random.Random, digits: int) -> int:
-    return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
-
-
 def _letters(rng: random.Random, shortest: int, longest: int, alphabet: str = string.ascii_lowercase) -> str:
     return "".join(rng.choices(alphabet, k=rng.randint(shortest, longest)))
 
 
 def _sum(rng: random.Random) -> Problem:
-    """Two numbers of one or two digits. `a + b` and `b + a` are one problem."""
-    a, b = _number(rng, rng.randint(1, 2)), _number(rng, 2)
+    """A number of one digit and one of up to two. `a + b` and `b + a` are one problem."""
+    a, b = rng.randrange(10), rng.randrange(100)
     if rng.random() < 0.5:
         a, b = b, a
     return _problem("sum", f"Add {a} and {b}.", str(a + b), f"{min(a, b)}+{max(a, b)}")
 
 
 def _sort(rng: random.Random) -> Problem:
-    """Four to eight letters into alphabetical order."""
-    letters = _letters(rng, 4, 8)
+    """Three to seven letters into alphabetical order."""
+    letters = _letters(rng, 3, 7)
     return _problem("sort", f"Sort: {letters}", "".join(sorted(letters)), letters)
 
 
@@ -67,15 +63,15 @@ def _reverse(rng: random.Random) -> Problem:
 
 
 def _count(rng: random.Random) -> Problem:
-    """How often one letter stands among six to fourteen, drawn from an alphabet of four."""
-    letters = _letters(rng, 6, 14, "abcd")
-    wanted = rng.choice("abcd")
+    """How often one letter stands among three to eight, drawn from an alphabet of three."""
+    letters = _letters(rng, 3, 8, "abc")
+    wanted = rng.choice("abc")
     return _problem("count", f"Count {wanted} in: {letters}", str(letters.count(wanted)), f"{wanted}/{letters}")
 
 
 def _largest(rng: random.Random) -> Problem:
-    """The largest of three numbers of three digits."""
-    numbers = [_number(rng, 3) for _ in range(3)]
+    """The largest of three numbers of two digits."""
+    numbers = [rng.randrange(10, 100) for _ in range(3)]
     listed = ", ".join(map(str, numbers))
     return _problem("largest", f"Largest of {listed}?", str(max(numbers)), "/".join(map(str, sorted(numbers))))
 

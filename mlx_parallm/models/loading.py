@@ -5,7 +5,6 @@ another thread (DESIGN §1).
 """
 
 import importlib.resources
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +57,7 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
         model, model_config = load_hf_model(path, lazy=True, trust_remote_code=config.trust_remote_code)
     except FileNotFoundError as error:
         raise ModelError(f"{path}: {error}") from error
-    except (ValueError, KeyError, json.JSONDecodeError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be loaded: {error}") from error
     dtype = _dtype(config.dtype)
     if dtype is not None:

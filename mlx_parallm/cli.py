@@ -1,0 +1,221 @@
+"""The commands: parse → configuration → one call. Imports no MLX; `--help` answers in a fraction of a second.
+
+mlx_parallm_train → `daemon.run_training` · mlx_parallm_serve → `daemon.run_server` · mlx_parallm_merge_lora →
+`tools.merge_lora.merge` · mlx_parallm_doctor → `tools.doctor.run`. An error made on purpose (`ParallmError`) is one
+line on stderr and exit code 2; anything else is a bug and keeps its traceback.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlx_parallm import __version__
+from mlx_parallm.errors import ConfigError, ParallmError
+from mlx_parallm.signals import block_shutdown_signals
+
+if TYPE_CHECKING:
+    from mlx_parallm.config import Config
+
+EXIT_ERROR = 2
+
+
+def train(argv: Sequence[str] | None = None) -> int:
+    """`mlx_parallm_train`: serve a model and train it at the same time."""
+    parser = _parser("mlx_parallm_train", "Serve a model over an OpenAI-compatible API and train it at the same time.")
+    parser.add_argument("--config", metavar="FILE", help="a TOML file, or the name of a shipped one (quickstart, …)")
+    parser.add_argument(
+        "--resume", metavar="DIR", help='a run directory or one of its steps; "auto": the latest, else a fresh start'
+    )
+    _add_set(parser)
+    args = parser.parse_args(argv)
+
+    def run() -> int:
+        config = _training_config(args.config, args.resume, args.set)
+        resume = args.resume or config.rl_training.resume
+        config = _with_run_name(config, args.config, resume)
+        _before_mlx(config)
+        from mlx_parallm.daemon import run_training
+
+        return run_training(config, resume=resume)
+
+    return _exit_code(run)
+
+
+def serve(argv: Sequence[str] | None = None) -> int:
+    """`mlx_parallm_serve`: serve a model, with adapters if wanted, without training."""
+    parser = _parser("mlx_parallm_serve", "Serve a model over an OpenAI-compatible API.")
+    parser.add_argument("--model-path", metavar="M", help="directory, hub id or builtin:tiny")
+    parser.add_argument(
+        "--lora-path",
+        metavar="[NAME=]A",
+        action="extend",
+        nargs="+",
+        default=[],
+        help="adapter file or directory: A alone becomes the served model, NAME=A is served beside it under NAME",
+    )
+    parser.add_argument("--host", help="address to bind; anything but loopback needs an API key")
+    parser.add_argument("--port", type=int, help="0 takes a free one and prints it")
+    parser.add_argument("--api-key-file", metavar="FILE", help="file that holds the API key")
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with [server] and [model]")
+    _add_set(parser)
+    args = parser.parse_args(argv)
+    if not args.model_path and not args.config:
+        parser.error("--model-path is required (or --config with model.base_path)")
+
+    def run() -> int:
+        own, named = _split_adapters(args.lora_path)
+        given = {
+            "model.base_path": args.model_path,
+            "model.lora_path": own,
+            "server.host": args.host,
+            "server.port": args.port,
+            "server.api_key_file": args.api_key_file,
+        }
+        flags = [f"{key}={_toml_value(value)}" for key, value in given.items() if value is not None]
+        config = _load(args.config, args.set + flags)
+        _before_mlx(config)
+        from mlx_parallm.daemon import run_server
+
+        return run_server(config, named)
+
+    return _exit_code(run)
+
+
+def merge_lora(argv: Sequence[str] | None = None) -> int:
+    """`mlx_parallm_merge_lora`: write a base model with an adapter added to its weights."""
+    parser = _parser("mlx_parallm_merge_lora", "Add a LoRA adapter to its base model and save the result as a model.")
+    parser.add_argument("--base-model", required=True, metavar="B", help="directory, hub id or builtin:tiny")
+    parser.add_argument("--lora-path", required=True, metavar="A", help="the adapter's file or directory")
+    parser.add_argument(
+        "--output-path", "--output", required=True, type=Path, metavar="O", help="new directory; never overwritten"
+    )
+    parser.add_argument(
+        "--format",
+        choices=["safetensors", "mlx"],
+        default="safetensors",
+        help="safetensors: the checkpoint's own tensor names, for transformers and mlx-lm; mlx: mlx-lm's names",
+    )
+    parser.add_argument("--push-to-hub", metavar="ID", help="also upload the result to this hub repository")
+    args = parser.parse_args(argv)
+
+    def run() -> int:
+        from mlx_parallm.tools.merge_lora import merge
+
+        merge(args.base_model, args.lora_path, args.output_path, layout=args.format, push_to_hub=args.push_to_hub)
+        return 0
+
+    return _exit_code(run)
+
+
+def doctor(argv: Sequence[str] | None = None) -> int:
+    """`mlx_parallm_doctor`: what this machine is, how fast it is, and what to do about anything slow."""
+    parser = _parser(
+        "mlx_parallm_doctor",
+        "Show device, BLAS and its measured speed, memory, versions. Exit code 0: nothing to mend; 1: see the advice.",
+    )
+    parser.parse_args(argv)
+
+    def run() -> int:
+        from mlx_parallm.tools import doctor
+
+        return doctor.run()
+
+    return _exit_code(run)
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=name, description=description, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"mlx-parallm {__version__}")
+    return parser
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="override one key of the configuration; may be repeated",
+    )
+
+
+def _exit_code(run: Callable[[], int]) -> int:
+    # Without a PATH a compiler is found but cannot find its own parts, and MLX's compiled kernels die with it.
+    os.environ["PATH"] = os.environ.get("PATH") or os.defpath
+    try:
+        return run()
+    except ParallmError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return 130
+
+
+def _before_mlx(config: "Config") -> None:
+    """What must happen while no thread but this one runs and MLX is not loaded (DESIGN §1, §4)."""
+    block_shutdown_signals()
+    if config.rl_training.deterministic:
+        from mlx_parallm.blas import request_bitwise_reproducible_blas
+
+        request_bitwise_reproducible_blas()
+
+
+def _training_config(source: str | None, resume: str | None, overrides: list[str]) -> "Config":
+    if source is None:
+        if resume is None or resume == "auto":
+            raise ConfigError("--config is required (a run directory given to --resume brings its own)")
+        source = str(_saved_config(Path(resume)))
+    return _load(source, overrides)
+
+
+def _with_run_name(config: "Config", source: str | None, resume: str | None) -> "Config":
+    """Names the run after its configuration and the time; without the time for "auto", which must find it again."""
+    if config.rl_training.run_name is not None or source is None:
+        return config
+    stem = Path(source).name.removesuffix(".toml")
+    name = stem if resume == "auto" else f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    section = config.rl_training.model_copy(update={"run_name": name})
+    return config.model_copy(update={"rl_training": section})
+
+
+def _saved_config(resume: Path) -> Path:
+    """The resolved configuration of a run, from its directory or from one of its steps."""
+    if not resume.exists():
+        raise ConfigError(f"--resume {resume}: no such directory")
+    for directory in (resume, resume.resolve().parent):
+        if (directory / "config.toml").is_file():
+            return directory / "config.toml"
+    raise ConfigError(f"--resume {resume}: no config.toml there or above it: give --config")
+
+
+def _load(source: str | None, overrides: list[str]) -> "Config":
+    from mlx_parallm.config import load_config
+    from mlx_parallm.hardware import defaults, detect
+
+    return load_config(source, overrides, defaults(detect()))
+
+
+def _split_adapters(given: Sequence[str]) -> tuple[str | None, dict[str, str]]:
+    """`A` (at most one) and `name=A` (any number) → (A, {name: A})."""
+    own: list[str] = []
+    named: dict[str, str] = {}
+    for entry in given:
+        name, separator, path = entry.partition("=")
+        if not separator or Path(entry).exists():
+            own.append(entry)
+        elif not name or not path or name in named:
+            raise ConfigError(f"--lora-path {entry!r}: expected name=path, each name once")
+        else:
+            named[name] = path
+    if len(own) > 1:
+        raise ConfigError(f"--lora-path: {', '.join(own)}: name all but one of them (name=path)")
+    return (own[0] if own else None), named
+
+
+def _toml_value(value: str | int) -> str:
+    return json.dumps(value, ensure_ascii=False)  # a JSON string or integer is a TOML one

@@ -1,0 +1,92 @@
+"""The text of one choice: incremental decoding, stop strings, and what of it a stream may already show. No MLX."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """`models.tokenizer.Detokenizer`: text is given out once no later token can change it."""
+
+    def add(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class OutputText:
+    """Text of the tokens so far, cut before a stop string.
+
+    A stop string may begin in one token and end in a later one, so text that could be its beginning is held back from
+    `take` until it is decided. Without stop strings and without a stream nothing is decoded until `finish`: the engine
+    thread then does that work once, off the path of the decode step.
+
+    Args:
+        detokenizer: makes a fresh incremental decoder.
+        stop: stop strings, none empty.
+        include_stop: keep the matched stop string in the text.
+        eager: decode at each token (streams, stop strings).
+    """
+
+    __slots__ = ("_decoder", "_done", "_eager", "_held", "_include_stop", "_lazy", "_make", "_stop", "_taken", "_text")
+
+    def __init__(
+        self, detokenizer: Callable[[], Detokenizer], stop: tuple[str, ...], *, include_stop: bool, eager: bool
+    ) -> None:
+        self._make = detokenizer
+        self._decoder: Detokenizer | None = None
+        self._stop = stop
+        self._include_stop = include_stop
+        self._eager = eager or bool(stop)
+        self._held = max((len(text) for text in stop), default=1) - 1  # characters that may begin a stop string
+        self._lazy: list[int] = []
+        self._text = ""
+        self._taken = 0
+        self._done = False
+
+    def add(self, token_id: int, *, check_stop: bool = True) -> str | None:
+        """Takes the next token; returns the stop string that it completed, if any (the text is then cut and final)."""
+        if not self._eager:
+            self._lazy.append(token_id)
+            return None
+        self._decoder = self._decoder or self._make()
+        return self._append(self._decoder.add(token_id), check_stop)
+
+    def take(self) -> str:
+        """Text that became showable since the last call."""
+        end = len(self._text)
+        if not self._done and self._held:
+            end -= self._longest_beginning_of_a_stop()
+        shown = self._text[self._taken : end]
+        self._taken = max(self._taken, end)
+        return shown
+
+    def finish(self) -> str:
+        """Ends the text and returns all of it; an unfinished character shows as U+FFFD. Idempotent."""
+        if self._done:
+            return self._text
+        if self._lazy:
+            decoder = self._make()
+            self._text = "".join([decoder.add(token_id) for token_id in self._lazy]) + decoder.finish()
+        elif self._decoder is not None:
+            self._append(self._decoder.finish(), check_stop=False)
+        self._done = True
+        return self._text
+
+    def _append(self, new: str, check_stop: bool) -> str | None:
+        searched = max(0, len(self._text) - self._held)
+        self._text += new
+        if not (check_stop and new and self._stop):
+            return None
+        found = [(at, text) for text in self._stop if (at := self._text.find(text, searched)) >= 0]
+        if not found:
+            return None
+        at, text = min(found, key=lambda match: match[0])  # the first in the text; on a tie the first in the request
+        self._text = self._text[: at + (len(text) if self._include_stop else 0)]
+        self._done = True
+        return text
+
+    def _longest_beginning_of_a_stop(self) -> int:
+        for length in range(min(self._held, len(self._text) - self._taken), 0, -1):
+            tail = self._text[-length:]
+            if any(text.startswith(tail) for text in self._stop):
+                return length
+        return 0

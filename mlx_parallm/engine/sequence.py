@@ -1,0 +1,98 @@
+"""One generation in flight. Mutable, owned by the engine thread, plain Python: no tensors, no parallel lists elsewhere.
+
+`client.Submission` → n × `Sequence` → `Scheduler` gives it a row of the KV cache → `ModelRunner` samples its tokens →
+`Engine.postprocess` ends it → `Completion`.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from mlx_parallm.engine.output_text import OutputText
+from mlx_parallm.types import Completion, FinishReason, SamplingParams, TopLogprob
+
+_MASK64 = (1 << 64) - 1
+
+
+class Status(Enum):
+    WAITING = auto()  # in the queue
+    PREFILLING = auto()  # its prompt is being computed; a row is promised
+    RUNNING = auto()  # has a row and decodes
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of one request.
+
+    `row` is its place in the KV cache, -1 while it has none. `cached` counts the tokens whose keys and values lie in
+    that row: prompt + output without the newest token, which the next decode step feeds.
+    """
+
+    request_id: str
+    index: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    adapter: str | None
+    max_tokens: int
+    random_stream: int  # 64 bits; token t of this choice is drawn with f(random_stream, t)
+    stop_ids: frozenset[int]  # EOS (unless ignored) and the request's stop ids
+    text: OutputText
+    status: Status = Status.WAITING
+    row: int = -1
+    cached: int = 0
+    prefix_version: int = -1  # policy version under which the prompt's keys and values began to be computed
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    processed_logprobs: list[float] | None = None
+    top_logprobs: list[tuple[TopLogprob, ...]] | None = None
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    @property
+    def next_token(self) -> int:
+        """The token that the next decode step feeds."""
+        return self.tokens[-1] if self.tokens else self.prompt[-1]
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def can_share_prefix(self) -> bool:
+        """True when its row holds the prompt's keys and values in good order (a failed row may hold NaN)."""
+        return self.row >= 0 and self.error is None and self.cached >= len(self.prompt) - 1
+
+    def finish(self, reason: FinishReason, stop_reason: str | int | None = None, error: str | None = None) -> None:
+        self.status = Status.FINISHED
+        self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
+
+    def completion(self) -> Completion:
+        """The finished choice; ends the text."""
+        assert self.finish_reason is not None
+        return Completion(
+            index=self.index,
+            text=self.text.finish(),
+            token_ids=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            processed_logprobs=None if self.processed_logprobs is None else tuple(self.processed_logprobs),
+            top_logprobs=None if self.top_logprobs is None else tuple(self.top_logprobs),
+            policy_versions=tuple(self.versions),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+        )
+
+
+def random_stream(seed: int, index: int) -> int:
+    """The 64-bit random stream of choice `index` of a request with this seed: two rounds of splitmix64."""
+    return splitmix64((splitmix64(seed & _MASK64) + index) & _MASK64)
+
+
+def splitmix64(x: int) -> int:
+    """Steele, Lea and Flood 2014 (Fast splittable pseudorandom number generators): a bijection of 64 bits."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)

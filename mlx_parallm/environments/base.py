@@ -1,0 +1,107 @@
+"""The nouns of in-process environments.
+
+`EnvironmentSource` (one for each [[environments]] entry) → `Task` (one question and how its answers are scored) →
+`Environment` (one episode, made for it and used once) → `RolloutGroup`. `episodes.py` plays the episodes against the
+engine, `rollouts.py` keeps many groups in flight, `registry.py` makes the sources.
+
+An environment never sees a token: it takes the text of the policy's turn and gives back messages, or None at the end.
+Tokens, mask and log-probabilities are kept by the transcript of the episode, as they left the engine.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.rewards.base import GroupReward
+from mlx_parallm.types import Request, RequestOutput
+
+Split = Literal["train", "heldout"]
+Messages = tuple[Mapping[str, str], ...]
+
+DRAWS_PER_HELDOUT_TASK = 20
+"""A source whose held-out draws repeat more often than this has no more distinct tasks."""
+
+
+class PolicyClient(Protocol):
+    """What environments need of `engine.client.EngineClient`. Cancelling a call aborts its requests in the engine."""
+
+    async def generate(self, request: Request) -> RequestOutput: ...
+
+    async def generate_many(self, requests: Sequence[Request]) -> list[RequestOutput]: ...
+
+
+class ChatTokenizer(Protocol):
+    """What environments need of `models.tokenizer.Tokenizer`."""
+
+    eos_token_ids: frozenset[int]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]: ...
+
+    def render_chat_text(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One question: the messages that open every episode of its group, and the reward that sees the whole group."""
+
+    key: str  # what makes two tasks the same task; the splits share none
+    messages: Messages
+    reward: GroupReward
+    answer: str | None = None  # the reference answer, for reports
+
+
+class Environment(ABC):
+    """One episode. Made for one rollout and thrown away after it, so it may keep whatever state it likes."""
+
+    @abstractmethod
+    async def step(self, text: str) -> Messages | None:
+        """Takes the text of the policy's turn; returns the messages that answer it, or None when the episode is over.
+
+        Any exception ends this episode as a recorded error.
+        """
+
+
+class SingleTurn(Environment):
+    """One question, one answer."""
+
+    async def step(self, text: str) -> Messages | None:
+        return None
+
+
+class EnvironmentSource(ABC):
+    """Tasks and environments of one [[environments]] entry. `name` is unique in a run and part of every group id."""
+
+    def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
+        self.config = config
+        self.seed = seed
+        self.name = name or config.name
+
+    @abstractmethod
+    def task(self, index: int, split: Split = "train") -> Task:
+        """Task number `index` of a split: a pure function of configuration, seed, index and split."""
+
+    def environment(self, task: Task) -> Environment:
+        """A fresh environment for one rollout of `task`."""
+        return SingleTurn()
+
+    def heldout(self, n: int) -> list[Task]:
+        """Up to n distinct held-out tasks, the same ones for every seed of a run; fewer where there are no more."""
+        tasks: dict[str, Task] = {}
+        for index in range(DRAWS_PER_HELDOUT_TASK * n):
+            if len(tasks) == n:
+                break
+            task = self.task(index, "heldout")
+            tasks.setdefault(task.key, task)
+        return list(tasks.values())
+
+    def open_with(self, messages: Messages) -> Messages:
+        """The task's own messages after the configured system prompt."""
+        if self.config.system_prompt is None:
+            return messages
+        return ({"role": "system", "content": self.config.system_prompt}, *messages)

@@ -1,0 +1,206 @@
+"""Plays the episodes of groups against the engine: `Task` → one `Request` of n completions → `RolloutGroup`.
+
+The completions of a group's first turn come from one request, so they share one prefill. A later turn is a request of
+its own that holds the whole transcript. Whatever goes wrong in an episode is a recorded result: `run` returns a
+`GroupResult` with the reason, and with the rollouts as far as they came.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient, Split, Task
+from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.environments.transcript import Transcript, continuation
+from mlx_parallm.errors import ParallmError, RolloutRejectedError
+from mlx_parallm.rewards.base import Response, score_group
+from mlx_parallm.types import Completion, Request, RequestOutput, Rollout, RolloutGroup, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """Everything that decides a group but for the weights it is sampled with."""
+
+    group_id: str
+    source: EnvironmentSource
+    task_index: int
+    size: int
+    seed: int
+    index: int | None = None
+    split: Split = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """A finished group. `failure` says why it may not be trained on; its rollouts are then as far as they came."""
+
+    plan: GroupPlan
+    group: RolloutGroup
+    texts: tuple[str, ...] = ()  # last answer of each rollout
+    task: Task | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    plan: GroupPlan
+    task: Task
+    request: Request
+    deadline: float
+
+
+class EpisodeRunner:
+    def __init__(
+        self,
+        client: PolicyClient,
+        tokenizer: ChatTokenizer,
+        *,
+        temperature: float,
+        max_token_length: int,
+        adapter: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`max_token_length` bounds prompt + completion; `temperature` 0 is greedy; `adapter` None is the base."""
+        self._client = client
+        self._tokenizer = tokenizer
+        self._temperature = temperature
+        self._max_token_length = max_token_length
+        self._adapter = adapter
+        self._template_kwargs = dict(template_kwargs or {})
+
+    async def run(self, plans: Sequence[GroupPlan]) -> list[GroupResult]:
+        """Plays groups; two or more are submitted atomically. Results in the order of `plans`. Raises nothing but
+        CancelledError, which aborts the requests in the engine."""
+        prepared = [self._prepare(plan) for plan in plans]
+        jobs = [item for item in prepared if isinstance(item, _Job)]
+        finished = iter(await self._play(jobs) if jobs else [])
+        return [next(finished) if isinstance(item, _Job) else item for item in prepared]
+
+    def _prepare(self, plan: GroupPlan) -> _Job | GroupResult:
+        config = plan.source.config
+        try:
+            task = plan.source.task(plan.task_index, plan.split)
+            prompt = self._tokenizer.render_chat(task.messages, template_kwargs=self._template_kwargs)
+            room = self._max_token_length - len(prompt)
+            if room < 1:
+                raise RolloutRejectedError(
+                    f"the prompt has {len(prompt)} tokens, max_token_length is {self._max_token_length}"
+                )
+        except Exception as error:  # noqa: BLE001  boundary: an environment's own code failed
+            return _failed(plan, describe(error))
+        params = SamplingParams(
+            temperature=self._temperature,
+            max_tokens=min(config.max_tokens, room),
+            n=plan.size,
+            seed=plan.seed,
+            stop=config.stop,
+        )
+        request = Request(plan.group_id, tuple(prompt), params, adapter=self._adapter)
+        return _Job(plan, task, request, asyncio.get_running_loop().time() + config.timeout_s)
+
+    async def _play(self, jobs: Sequence[_Job]) -> list[GroupResult]:
+        try:
+            async with asyncio.timeout_at(max(job.deadline for job in jobs)):
+                if len(jobs) == 1:
+                    outputs = [await self._client.generate(jobs[0].request)]
+                else:
+                    outputs = await self._client.generate_many([job.request for job in jobs])
+        except TimeoutError:
+            return [_failed(job.plan, _timeout_text(job), job.task) for job in jobs]
+        except Exception as error:  # noqa: BLE001  boundary: the engine refused or lost the request
+            return [_failed(job.plan, describe(error), job.task) for job in jobs]
+        pairs = zip(jobs, outputs, strict=True)
+        return list(await asyncio.gather(*(self._finish(job, output) for job, output in pairs)))
+
+    async def _finish(self, job: _Job, output: RequestOutput) -> GroupResult:
+        episodes = (self._episode(job, completion) for completion in output.completions)
+        responses = await asyncio.gather(*episodes)
+        rollouts = tuple(response.rollout for response in responses)
+        failure = next((rollout.error for rollout in rollouts if rollout.error is not None), None)
+        if failure is None:
+            try:
+                rollouts = score_group(job.task.reward, responses)
+            except Exception as error:  # noqa: BLE001  boundary: a reward's own code failed
+                failure = f"reward: {describe(error)}"
+        texts = tuple(response.text for response in responses)
+        return GroupResult(job.plan, _group(job.plan, rollouts, job.task), texts, job.task, failure)
+
+    async def _episode(self, job: _Job, completion: Completion) -> Response:
+        """One rollout from its first completion to its end; errors are in the rollout."""
+        transcript = Transcript(job.request.prompt_token_ids)
+        text, reason, error = completion.text, completion.finish_reason, None
+        try:
+            async with asyncio.timeout_at(job.deadline):
+                text, reason = await self._turns(job, transcript, completion)
+        except TimeoutError:
+            error = _timeout_text(job)
+        except Exception as caught:  # noqa: BLE001  boundary: an environment's own code failed
+            error = describe(caught)
+        rollout = transcript.rollout(temperature=self._temperature, stop_reason=reason, error=error)
+        return Response(text, rollout)
+
+    async def _turns(self, job: _Job, transcript: Transcript, completion: Completion) -> tuple[str, Any]:
+        environment = job.plan.source.environment(job.task)
+        conversation = list(job.task.messages)
+        for turn in range(1, self._max_token_length + 1):
+            transcript.sample(completion)
+            if completion.finish_reason not in ("stop", "length"):
+                raise RolloutRejectedError(completion.error or f"generation ended with {completion.finish_reason!r}")
+            answer = await environment.step(completion.text)
+            room = self._max_token_length - len(transcript)
+            if answer is None or completion.finish_reason == "length":
+                break
+            given = self._continue(transcript, conversation, answer)
+            if room <= len(given):
+                return completion.text, "length"
+            conversation += [{"role": "assistant", "content": completion.text}, *answer]
+            transcript.give(given)
+            completion = await self._next_turn(job, transcript, completion.index, turn, room - len(given))
+        return completion.text, completion.finish_reason
+
+    def _continue(
+        self, transcript: Transcript, conversation: list[Mapping[str, str]], answer: Sequence[Mapping[str, str]]
+    ) -> list[int]:
+        return continuation(
+            self._tokenizer,
+            conversation,
+            answer,
+            last_token=transcript.last_token,
+            template_kwargs=self._template_kwargs,
+        )
+
+    async def _next_turn(
+        self, job: _Job, transcript: Transcript, rollout: int, turn: int, room: int
+    ) -> Completion:
+        params = dataclasses.replace(
+            job.request.params,
+            n=1,
+            max_tokens=min(job.plan.source.config.max_tokens, room),
+            seed=derive_seed("turn", job.plan.seed, rollout, turn),
+        )
+        request = Request(f"{job.plan.group_id}/{rollout}/{turn}", transcript.token_ids, params, self._adapter)
+        output = await self._client.generate(request)
+        return dataclasses.replace(output.completions[0], index=rollout)
+
+
+def describe(error: BaseException) -> str:
+    """One line: our own errors speak for themselves, foreign ones are named."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ParallmError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def _timeout_text(job: _Job) -> str:
+    return f"not finished within timeout_s = {job.plan.source.config.timeout_s:g} s"
+
+
+def _failed(plan: GroupPlan, reason: str, task: Task | None = None) -> GroupResult:
+    return GroupResult(plan, _group(plan, (), task), task=task, failure=reason)
+
+
+def _group(plan: GroupPlan, rollouts: tuple[Rollout, ...], task: Task | None) -> RolloutGroup:
+    metadata = {"task_index": plan.task_index}
+    if task is not None:
+        metadata |= {"key": task.key, "answer": task.answer}
+    return RolloutGroup(plan.group_id, plan.source.name, rollouts, index=plan.index, metadata=metadata)

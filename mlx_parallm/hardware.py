@@ -1,0 +1,67 @@
+"""What this machine is, and the defaults that follow from it. MLX is imported inside functions only.
+
+`detect` needs no MLX, so the configuration can use it; `mlx_device` asks MLX itself.
+"""
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import psutil
+
+from mlx_parallm.blas import has_cuda_backend
+
+GIB = 2**30
+TOKENS_PER_GIB = 1024  # of a micro-batch: a guard for small machines, far below what the memory holds
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """`memory_bytes` is the machine's, `available_bytes` what is free now; on Metal the GPU shares both."""
+
+    backend: Literal["cpu", "metal", "cuda"]
+    processor: str
+    cores: int
+    memory_bytes: int
+    available_bytes: int
+
+
+def detect() -> Hardware:
+    """This machine, without loading MLX."""
+    memory = psutil.virtual_memory()
+    return Hardware(_backend(), platform.machine(), usable_cores(), memory.total, memory.available)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on (containers often allow fewer than the machine has)."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def defaults(hardware: Hardware) -> dict[str, Any]:
+    """Configuration keys whose default depends on the machine (below TOML and the command line in precedence)."""
+    found: dict[str, Any] = {}
+    if hardware.backend != "cpu":
+        found["server.prefill_chunk"] = 2048  # mlx-lm's own step on a GPU; on a CPU it would hold up decoding
+    affordable = TOKENS_PER_GIB * max(1, hardware.memory_bytes // GIB)
+    if affordable < 8192:
+        found["rl_training.token_budget"] = affordable
+    return found
+
+
+def mlx_device() -> str:
+    """MLX's default device and its name, e.g. "cpu (AMD EPYC)". Loads MLX."""
+    import mlx.core as mx
+
+    info = mx.device_info()
+    kind = "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
+    return f"{kind} ({info.get('device_name', info.get('architecture', 'unknown'))})"
+
+
+def _backend() -> Literal["cpu", "metal", "cuda"]:
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        return "metal"
+    return "cuda" if has_cuda_backend() else "cpu"

@@ -1,0 +1,95 @@
+"""What a group must be before anyone may train on it. Every source goes through here; the first fault is the reason.
+
+The reasons are sentences: they lie in quarantine beside the group, go out in the HTTP 422 and reach the health line.
+"""
+
+from collections.abc import Sequence
+from math import isfinite
+
+from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.types import Rollout, RolloutGroup
+
+LOGPROB_TOLERANCE = 1e-3  # float32 log-softmax may come out a hair above 0
+
+
+def check_group(group: RolloutGroup, *, vocab_size: int, max_token_length: int) -> None:
+    """Raises RolloutRejectedError with the first fault, in words; returns when the group can be trained on.
+
+    `vocab_size` is the number of ids of the model's embedding, `max_token_length` the longest whole sequence.
+    """
+    if not group.group_id:
+        raise RolloutRejectedError("the group has no id")
+    if not group.rollouts:
+        raise RolloutRejectedError("the group has no rollouts")
+    for number, rollout in enumerate(group.rollouts):
+        try:
+            _check_lengths(rollout, max_token_length)
+            _check_tokens(rollout, vocab_size)
+            _check_logprobs(rollout)
+            _check_scores(rollout)
+        except RolloutRejectedError as error:
+            raise RolloutRejectedError(f"rollout {number}: {error}") from None
+    _check_advantages(group)
+
+
+def _check_lengths(rollout: Rollout, max_token_length: int) -> None:
+    length = len(rollout.tokens)
+    columns: dict[str, Sequence[float]] = {
+        "mask values": rollout.mask,
+        "logprobs": rollout.logprobs,
+        "policy versions": rollout.policy_versions,
+    }
+    if rollout.processed_logprobs is not None:
+        columns["processed logprobs"] = rollout.processed_logprobs
+    for name, column in columns.items():
+        if len(column) != length:
+            raise RolloutRejectedError(f"{len(column)} {name} for {length} tokens")
+    if length > max_token_length:
+        raise RolloutRejectedError(f"{length} tokens are more than max_token_length = {max_token_length}")
+
+
+def _check_tokens(rollout: Rollout, vocab_size: int) -> None:
+    for position, token in enumerate(rollout.tokens):
+        if not 0 <= token < vocab_size:
+            raise RolloutRejectedError(f"token {position} has id {token}, outside the vocabulary of {vocab_size}")
+    if set(rollout.mask) - {0, 1}:
+        raise RolloutRejectedError("the mask holds values other than 0 and 1")
+    if 1 not in rollout.mask:
+        raise RolloutRejectedError("no token was sampled by the policy: there is nothing to train on")
+    if rollout.mask[0] == 1:
+        raise RolloutRejectedError("token 0 counts as sampled, but nothing precedes it: its prompt is missing")
+    if min(rollout.policy_versions) < 0:
+        raise RolloutRejectedError(f"policy version {min(rollout.policy_versions)} is negative")
+
+
+def _check_logprobs(rollout: Rollout) -> None:
+    for position, (value, sampled) in enumerate(zip(rollout.logprobs, rollout.mask, strict=True)):
+        if not isfinite(value):
+            raise RolloutRejectedError(f"the logprob of token {position} is {value}")
+        if sampled and value > LOGPROB_TOLERANCE:
+            raise RolloutRejectedError(f"the logprob of token {position} is {value:.4g}, more than 0")
+    if rollout.processed_logprobs is not None and not all(map(isfinite, rollout.processed_logprobs)):
+        raise RolloutRejectedError("a processed logprob is not finite")
+    if not isfinite(rollout.temperature) or rollout.temperature < 0:
+        raise RolloutRejectedError(f"temperature {rollout.temperature} is not a number >= 0")
+
+
+def _check_scores(rollout: Rollout) -> None:
+    if "reward" not in rollout.scores:
+        raise RolloutRejectedError(f"no score named 'reward' among {sorted(rollout.scores)}")
+    for name, score in rollout.scores.items():
+        if not isfinite(score):
+            raise RolloutRejectedError(f"the score {name!r} is {score}")
+
+
+def _check_advantages(group: RolloutGroup) -> None:
+    if group.advantages is None:
+        return
+    if len(group.advantages) != len(group.rollouts):
+        raise RolloutRejectedError(f"{len(group.advantages)} advantages for {len(group.rollouts)} rollouts")
+    for number, (entry, rollout) in enumerate(zip(group.advantages, group.rollouts, strict=True)):
+        row = entry if isinstance(entry, tuple) else (entry,)
+        if isinstance(entry, tuple) and len(entry) != len(rollout.tokens):
+            raise RolloutRejectedError(f"rollout {number}: {len(entry)} advantages for {len(rollout.tokens)} tokens")
+        if not all(map(isfinite, row)):
+            raise RolloutRejectedError(f"rollout {number}: an advantage is not finite")

@@ -1,0 +1,142 @@
+"""How a `RolloutGroup` lies in the database: packed columns behind a JSON header, compressed; nothing is rounded.
+
+`store.py` is the only user. Layout before zlib: 4 bytes header length (little-endian) · header (JSON) · columns.
+The header holds everything that is not per token, and for each column its `array` type code and length. Columns come
+in a fixed order: for each rollout tokens, mask, logprobs, policy_versions, processed_logprobs (when there are any);
+then the advantages, row by row. Log-probabilities are float32 values in Python floats: a column whose values survive
+float32 is stored in 4 bytes a token, any other in 8. All platforms of MLX are little-endian.
+"""
+
+import json
+import zlib
+from array import array
+from collections.abc import Sequence
+from typing import Any, cast
+
+from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.types import Rollout, RolloutGroup
+
+_LENGTH_BYTES = 4
+_COMPRESSION_LEVEL = 1  # tokens shrink to a quarter at any level; the trainer's cores have better things to do
+
+
+def encode_group(group: RolloutGroup) -> bytes:
+    """Packs a group. `decode_group` gives it back equal, each float to the last bit.
+
+    Raises RolloutRejectedError when `metadata` or `scores` hold something that JSON does not know, or an integer does
+    not fit 64 bits.
+    """
+    columns = _ColumnWriter()
+    for rollout in group.rollouts:
+        columns.integers(rollout.tokens)
+        columns.integers(rollout.mask)
+        columns.floats(rollout.logprobs)
+        columns.integers(rollout.policy_versions)
+        if rollout.processed_logprobs is not None:
+            columns.floats(rollout.processed_logprobs)
+    per_token = bool(group.advantages) and isinstance(cast(tuple[Any, ...], group.advantages)[0], tuple)
+    if per_token:
+        for row in cast(tuple[tuple[float, ...], ...], group.advantages):
+            columns.floats(row)
+    header = {
+        "group_id": group.group_id,
+        "environment": group.environment,
+        "index": group.index,
+        "metadata": dict(group.metadata),
+        "advantages": len(group.advantages) if group.advantages is not None and per_token else group.advantages,
+        "rollouts": [_rollout_header(rollout) for rollout in group.rollouts],
+        "columns": columns.description,
+    }
+    try:
+        text = json.dumps(header, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise RolloutRejectedError(f"group {group.group_id} cannot be stored: {error}") from error
+    return zlib.compress(len(text).to_bytes(_LENGTH_BYTES, "little") + text + columns.data, _COMPRESSION_LEVEL)
+
+
+def decode_group(payload: bytes) -> RolloutGroup:
+    """The group that `encode_group` packed. Raises ValueError, KeyError or zlib.error when the bytes are damaged."""
+    raw = zlib.decompress(payload)
+    start = _LENGTH_BYTES + int.from_bytes(raw[:_LENGTH_BYTES], "little")
+    header = json.loads(raw[_LENGTH_BYTES:start])
+    columns = _ColumnReader(memoryview(raw)[start:], header["columns"])
+    rollouts = tuple(_rollout(entry, columns) for entry in header["rollouts"])
+    advantages = header["advantages"]
+    if isinstance(advantages, int):
+        advantages = tuple(columns.next() for _ in range(advantages))
+    elif advantages is not None:
+        advantages = tuple(advantages)
+    return RolloutGroup(
+        group_id=header["group_id"],
+        environment=header["environment"],
+        rollouts=rollouts,
+        advantages=advantages,
+        index=header["index"],
+        metadata=header["metadata"],
+    )
+
+
+def _rollout_header(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "temperature": rollout.temperature,
+        "scores": dict(rollout.scores),
+        "stop_reason": rollout.stop_reason,
+        "error": rollout.error,
+        "zero_advantage": rollout.zero_advantage,
+        "processed": rollout.processed_logprobs is not None,
+    }
+
+
+def _rollout(entry: dict[str, Any], columns: "_ColumnReader") -> Rollout:
+    return Rollout(
+        tokens=columns.next(),
+        mask=columns.next(),
+        logprobs=columns.next(),
+        policy_versions=columns.next(),
+        processed_logprobs=columns.next() if entry["processed"] else None,
+        temperature=entry["temperature"],
+        scores=entry["scores"],
+        stop_reason=entry["stop_reason"],
+        error=entry["error"],
+        zero_advantage=entry["zero_advantage"],
+    )
+
+
+class _ColumnWriter:
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.description: list[tuple[str, int]] = []
+
+    def integers(self, values: Sequence[int]) -> None:
+        for code in "biq":
+            try:
+                self._append(array(code, values))
+            except OverflowError:
+                continue
+            return
+        raise RolloutRejectedError("a token id, mask or policy version does not fit 64 bits")
+
+    def floats(self, values: Sequence[float]) -> None:
+        single = array("f", values)
+        self._append(single if single.tolist() == list(values) else array("d", values))
+
+    def _append(self, column: array) -> None:
+        self.data += column.tobytes()
+        self.description.append((column.typecode, len(column)))
+
+
+class _ColumnReader:
+    def __init__(self, data: memoryview, description: list[tuple[str, int]]) -> None:
+        self._data = data
+        self._description = iter(description)
+        self._position = 0
+
+    def next(self) -> tuple[Any, ...]:
+        code, length = next(self._description)
+        column = array(code)
+        size = length * column.itemsize
+        column.frombytes(self._data[self._position : self._position + size])
+        if len(column) != length:
+            raise ValueError("the payload is cut short")
+        self._position += size
+        return tuple(column)

@@ -1,0 +1,161 @@
+"""What every request body has in common: null means default, unknown means error, and what sampling fields mean.
+
+Three kinds of field beside the ones that are declared: those that cannot change the answer (accepted and dropped), those
+that would and that this server lacks (400 naming the field, unless they hold their neutral value), and unknown ones (400).
+"""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.types import SamplingParams
+
+MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 128
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "prediction",  # a hint for speed
+        "parallel_tool_calls",  # says nothing without tools
+        "cache_salt",  # prefixes are never shared between requests
+        "priority",
+    }
+)
+_OFF: tuple[Any, ...] = ()
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": _OFF,
+    "best_of": (1,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "web_search_options": _OFF,
+    "reasoning_effort": _OFF,
+    "verbosity": _OFF,
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": _OFF,
+    "structured_outputs": _OFF,
+    "guided_json": _OFF,
+    "guided_regex": _OFF,
+    "guided_choice": _OFF,
+    "guided_grammar": _OFF,
+    "allowed_token_ids": _OFF,
+    "bad_words": ([],),
+    "documents": _OFF,
+    "chat_template": _OFF,
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+}
+
+
+class Body(BaseModel):
+    """A JSON object in which an explicit null is the same as absence."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    screened: ClassVar[bool] = True  # False: unknown and unsupported fields are ignored (root /generate)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _screen(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        given = {key: value for key, value in data.items() if value is not None}
+        return screen_fields(given, cls.model_fields) if cls.screened else given
+
+
+def screen_fields(given: dict[str, Any], declared: Any) -> dict[str, Any]:
+    """Drops fields without effect and neutral values. Raises RequestError for a field that this server lacks."""
+    kept: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in declared:
+            kept[key] = value
+        elif key in NEUTRAL_VALUES:
+            if value not in NEUTRAL_VALUES[key]:
+                raise RequestError(f"{key!r} is not supported by this server", param=key, code="unsupported_parameter")
+        elif key not in WITHOUT_EFFECT:
+            kept[key] = value  # pydantic names it in its error
+    return kept
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # padding against traffic analysis; there is none here
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+LogprobCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+class SamplingFields(Body):
+    """Sampling, by vLLM's names. Unset = neutral: the model's own distribution, nothing from generation_config."""
+
+    model: str | None = None
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    min_tokens: int = Field(0, ge=0)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: str | list[str] = []
+    stop_token_ids: list[TokenId] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = {}
+    prompt_logprobs: LogprobCount | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, stop: Any) -> Any:
+        if "" in ([stop] if isinstance(stop, str) else stop):
+            raise ValueError("a stop string must not be empty")
+        return stop
+
+    def sampling_params(
+        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """The engine's view of these fields."""
+        words, ids = _split_stops(self.stop)
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            n=self.n,
+            seed=self.seed,
+            stop=words,
+            stop_token_ids=(*self.stop_token_ids, *ids),
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=dict(self.logit_bias),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs if prompt_logprobs is not None else self.prompt_logprobs,
+        )
+
+
+def _split_stops(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Stop strings and, where a client puts token ids into `stop` (Atropos does), the ids."""
+    entries = [stop] if isinstance(stop, str) else stop
+    words = tuple(dict.fromkeys(entry for entry in entries if isinstance(entry, str)))
+    return words, tuple(entry for entry in entries if isinstance(entry, int))

@@ -1,0 +1,139 @@
+"""Server-sent events, and watching for a client that hangs up.
+
+`until_hangup` runs work while it listens on the ASGI `receive` channel: neither Starlette nor uvicorn cancels a handler
+whose client is gone. `EventStream` is a response that sends an async iterator of JSON objects as SSE.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mlx_parallm.errors import ParallmError, RequestError
+from mlx_parallm.log import get_logger
+from mlx_parallm.server.errors import ClientDisconnectedError, error_body, status_of
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+_log = get_logger("server")
+
+
+def event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
+
+
+async def until_hangup(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; cancels it and raises ClientDisconnectedError as soon as the client is gone.
+
+    The request's body must have been read. Cancelling this call cancels the work.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_hung_up(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnectedError("the client hung up")
+        return task.result()
+    finally:
+        unfinished = [each for each in (task, watcher) if not each.done()]
+        for each in unfinished:
+            each.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends `events` as SSE and `[DONE]` after them; closes the generator whatever happens.
+
+    `prefetch` waits for the first event, so that a request that cannot run still gets its proper status. An error
+    after the headers becomes a last event `{"error": …}`.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._first: dict[str, Any] | None = None
+
+    async def prefetch(self, receive: Receive) -> "EventStream":
+        """Returns itself; raises what the first event's making raises, or ClientDisconnectedError."""
+        self._first = await until_hangup(receive, self._next())
+        return self
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_hangup(receive, self._send_all(send))
+        except ClientDisconnectedError:
+            _log.debug("client hung up")
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        async def send_body(body: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            data = self._first
+            while data is not None:
+                await send_body(event(data))
+                data = await self._next()
+        except ParallmError as error:
+            await send_body(event(_error_event(error)))
+        except Exception:  # the headers are out: all that is left is to say so in the stream
+            _log.exception("stream failed")
+            await send_body(event(error_body("the server had an error while processing the request", 500)))
+        await send_body(DONE, more=False)
+
+    async def _next(self) -> dict[str, Any] | None:
+        return await anext(self._events, None)
+
+
+def _error_event(error: ParallmError) -> dict[str, Any]:
+    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
+    return error_body(str(error), status_of(error), param=param, code=code)
+
+
+async def merged(streams: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Items of several generators as they come, each with its generator's position. The first error ends all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
+
+    async def pump(position: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream) as items:
+                async for item in items:
+                    queue.put_nowait((position, item))
+        finally:
+            queue.put_nowait(None)
+
+    pumps = [asyncio.ensure_future(pump(position, stream)) for position, stream in enumerate(streams)]
+    try:
+        ended = 0
+        while ended < len(pumps):
+            entry = await queue.get()
+            if entry is not None:
+                yield entry
+                continue
+            ended += 1
+            for done in pumps:
+                if done.done() and not done.cancelled() and (error := done.exception()) is not None:
+                    raise error
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

@@ -1,0 +1,51 @@
+"""Shutdown signals, taken by a thread in `sigwait`. Imports no MLX.
+
+A Python signal handler runs only when the main thread next executes bytecode, which is after the `mx.eval` it waits in.
+So `cli` calls `block_shutdown_signals` before anything starts a thread (every later thread inherits the mask), and
+`daemon` starts one `ShutdownWatcher`: the first signal calls back, a second one leaves the process at once.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+SHUTDOWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def block_shutdown_signals() -> None:
+    """Blocks SIGINT, SIGTERM and SIGHUP in this thread and all it starts; until a watcher runs they stay pending.
+
+    Child processes inherit the mask too: unblock it in whatever is started to be stopped by SIGTERM.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, SHUTDOWN_SIGNALS)
+
+
+class ShutdownWatcher:
+    """Calls `on_first(signal name)` in a thread of its own at the first signal; the second exits with 128 + its number.
+
+    `timeout`, `make` and container runtimes deliver one request twice (to the process and to its group): signals within
+    `same_request_s` seconds of the first count as the first. SIGHUP stays ignored under `nohup`.
+    """
+
+    def __init__(self, on_first: Callable[[str], None], *, same_request_s: float = 0.25) -> None:
+        self._on_first = on_first
+        self._same_request_s = same_request_s
+        self._signals = {s for s in SHUTDOWN_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN}
+        self._thread = threading.Thread(target=self._watch, name="shutdown-watcher", daemon=True)
+
+    def start(self) -> None:
+        """Call after `block_shutdown_signals`; a signal that is already pending is delivered now."""
+        self._thread.start()
+
+    def _watch(self) -> None:
+        first = signal.sigwait(self._signals)
+        first_at = time.monotonic()
+        # In a thread, so that a callback that hangs cannot keep the second signal from being seen.
+        name = signal.Signals(first).name
+        threading.Thread(target=self._on_first, args=(name,), name="on-shutdown", daemon=True).start()
+        while True:
+            again = signal.sigwait(self._signals)
+            if time.monotonic() - first_at >= self._same_request_s:
+                os._exit(128 + again)

@@ -1,0 +1,157 @@
+"""`mlx_parallm_doctor`: device, BLAS and its measured speed, memory, versions, and what to do about anything slow.
+
+`inspect` measures and returns a `Report`; `advice` is a pure function of it; `run` prints both.
+"""
+
+import importlib.metadata
+import platform
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+
+import mlx.core as mx
+from rich.console import Console
+from rich.table import Table
+
+from mlx_parallm import __version__
+from mlx_parallm.blas import BlasStatus, blas_status
+from mlx_parallm.hardware import GIB, Hardware, detect, mlx_device
+
+SIZES = (512, 2048)  # edges of the square float32 products that are timed
+SLOW_GFLOPS = 20.0  # of the larger one; the reference BLAS reaches 5, MKL 80 and more on the same two cores
+LOW_MEMORY_BYTES = 2 * GIB
+PACKAGES = ("mlx", "mlx-lm", "transformers")
+# A package of each extra that tells whether it is there.
+EXTRAS = {"cpu": "mlx-cpu", "cuda": "mlx-cuda-12", "reasoning-gym": "reasoning-gym", "dev": "pytest"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """`gflops`: edge of a square float32 product → its speed; `compile_error`: None when mx.compile works."""
+
+    hardware: Hardware
+    device: str
+    blas: BlasStatus
+    gflops: dict[int, float]
+    versions: dict[str, str | None]
+    extras: dict[str, bool]
+    compiler: str | None
+    compile_error: str | None
+
+
+def run() -> int:
+    """Prints the report and the advice. Returns 0 when there is none, 1 when there is something to mend."""
+    report = inspect()
+    console = Console()
+    console.print(_table(report))
+    found = advice(report)
+    for line in found:
+        console.print(f"[yellow]to mend:[/yellow] {line}", soft_wrap=True, highlight=False)
+    if not found:
+        console.print("[green]nothing to mend[/green]")
+    return 1 if found else 0
+
+
+def inspect() -> Report:
+    """Looks and measures; a few seconds with the reference BLAS, well under one otherwise."""
+    return Report(
+        hardware=detect(),
+        device=mlx_device(),
+        blas=blas_status(),
+        gflops={size: matmul_gflops(size) for size in SIZES},
+        versions={name: _version(name) for name in PACKAGES},
+        extras={extra: _version(package) is not None for extra, package in EXTRAS.items()},
+        compiler=shutil.which("g++") or shutil.which("clang++"),
+        compile_error=_compile_error(),
+    )
+
+
+def matmul_gflops(size: int) -> float:
+    """Speed of a [size, size] float32 matrix product in GFLOP/s (2·size³ operations), the best of up to five."""
+    left, right = mx.random.normal((2, size, size))
+    mx.eval(left, right)
+    best = float("inf")
+    started = time.perf_counter()
+    for _ in range(5):
+        before = time.perf_counter()
+        mx.eval(left @ right)
+        best = min(best, time.perf_counter() - before)
+        if time.perf_counter() - started > 1.0:
+            break
+    return 2 * size**3 / best / 1e9
+
+
+def advice(report: Report) -> list[str]:
+    """One sentence for each thing that makes this installation slow or unusable, with what to do."""
+    found: list[str] = []
+    if report.blas.advice:
+        found.append(f"MLX computes with {_blas_words(report.blas)}: {report.blas.advice}")
+    elif report.gflops[SIZES[-1]] < SLOW_GFLOPS:
+        found.append(
+            f"matrix products reach {report.gflops[SIZES[-1]]:.0f} GFLOP/s: is another process using the"
+            f" {report.hardware.cores} cores?"
+        )
+    if report.compile_error:
+        found.append(
+            f"mx.compile fails ({report.compile_error}): mend the C++ compiler at {report.compiler}"
+            " (Debian: `apt install build-essential`), or set MLX_DISABLE_COMPILE=1"
+        )
+    if report.hardware.available_bytes < LOW_MEMORY_BYTES:
+        found.append(
+            f"only {report.hardware.available_bytes / GIB:.1f} GiB of memory are free: stop something, or swap"
+        )
+    return found
+
+
+def _table(report: Report) -> Table:
+    table = Table(title="mlx_parallm", show_header=False, title_justify="left")
+    hardware = report.hardware
+    memory = f"{hardware.available_bytes / GIB:.1f} GiB free of {hardware.memory_bytes / GIB:.1f}"
+    table.add_row("device", f"{report.device}, {hardware.cores} cores, {hardware.processor}, {platform.system()}")
+    table.add_row("BLAS", _blas_words(report.blas) + (f" ({report.blas.path})" if report.blas.path else ""))
+    for size, speed in report.gflops.items():
+        table.add_row(f"float32 {size}x{size} product", f"{speed:,.0f} GFLOP/s")
+    table.add_row("memory", memory)
+    table.add_row("python", f"{platform.python_version()} ({sys.executable})")
+    table.add_row("mlx-parallm", __version__)
+    for name, version in report.versions.items():
+        table.add_row(name, version or "not installed")
+    table.add_row("extras", ", ".join(name for name, present in report.extras.items() if present) or "none")
+    table.add_row("C++ compiler", _compiler_words(report))
+    return table
+
+
+def _blas_words(status: BlasStatus) -> str:
+    words = {
+        "mkl": "MKL",
+        "openblas": "OpenBLAS",
+        "native": "the platform's own",
+        "reference": "the reference BLAS (one thread, no SIMD)",
+        "late": "the reference BLAS (MLX was imported first)",
+    }
+    return words[status.name]
+
+
+def _compiler_words(report: Report) -> str:
+    if report.compile_error:
+        return f"{report.compiler} (mx.compile fails)"
+    return f"{report.compiler} (mx.compile works)" if report.compiler else "none (mx.compile runs uncompiled)"
+
+
+def _compile_error() -> str | None:
+    """Why compiled kernels fail here; None when they work or, without a compiler, are not needed."""
+    fresh = time.time_ns() % 1_000_000 / 1e6  # a constant of its own: MLX keeps compiled kernels in the temporary folder
+    scaled = mx.compile(lambda x: mx.exp(x) * fresh + 1.0)
+    try:
+        mx.eval(scaled(mx.ones(7)))
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0]
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

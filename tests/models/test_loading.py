@@ -1,0 +1,84 @@
+"""Checkpoints in Hugging Face layout: found, loaded as float32 on CPU, quantised on request, and refused in words."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.errors import ModelError, RequestError
+from mlx_parallm.models.loading import load_model, load_tokenizer, on_cpu, resolve_model_path
+from tests.tiny_models import LLAMA3_ROPE, TINY_ASSETS, make_model, save_checkpoint
+
+
+def test_a_half_precision_checkpoint_is_float32_on_cpu(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "m", dtype=mx.float16)
+    loaded = load_model(ModelConfig(base_path=str(tmp_path / "m")))
+    dtypes = {array.dtype for _, array in tree_flatten(loaded.model.parameters())}
+    assert dtypes == ({mx.float32} if on_cpu() else {mx.float16})
+    assert loaded.max_model_len == 2048
+    kept = load_model(ModelConfig(base_path=str(tmp_path / "m"), dtype="float16"))
+    assert {array.dtype for _, array in tree_flatten(kept.model.parameters())} == {mx.float16}
+
+
+def test_loading_reads_the_weights_that_were_saved(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "m", LLAMA3_ROPE, seed=3)
+    tokens = mx.array([[1, 2, 3]])
+    loaded = load_model(ModelConfig(base_path=str(tmp_path / "m")))
+    assert mx.allclose(loaded.model(tokens), make_model(LLAMA3_ROPE, seed=3)(tokens), atol=1e-5)
+
+
+def test_quantise_on_load(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "m")
+    config = ModelConfig(base_path=str(tmp_path / "m"))
+    exact, quantized = load_model(config), load_model(config, quantize=True)
+    layers = [m for m in quantized.model.modules() if isinstance(m, nn.QuantizedLinear)]
+    assert len(layers) == 2 * 7
+    assert {layer.bits for layer in layers} == {4}
+    tokens = mx.array([[1, 2, 3]])
+    assert not mx.allclose(quantized.model(tokens), exact.model(tokens), atol=1e-3)
+
+
+def test_the_builtin_model_loads_with_its_tokenizer() -> None:
+    assert resolve_model_path("builtin:tiny") == TINY_ASSETS
+    loaded = load_model(ModelConfig())
+    tokenizer = load_tokenizer(loaded.path, ModelConfig())
+    assert tokenizer.vocab_size <= loaded.vocab_size
+    assert tokenizer.eos_token_ids
+    assert tokenizer.has_chat_template
+
+
+@pytest.mark.parametrize(
+    ("base_path", "message"),
+    [
+        ("/nowhere/at/all", "neither a directory nor a hub id"),
+        ("builtin:huge", "neither a directory nor a hub id"),
+        ("{tmp}/empty", r"no config\.json"),
+        ("{tmp}/unknown", "cannot be loaded"),
+        ("{tmp}/weightless", "No safetensors"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(tmp_path: Path, base_path: str, message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "unknown").mkdir()
+    (tmp_path / "unknown" / "config.json").write_text('{"model_type": "perceptron"}')
+    (tmp_path / "unknown" / "model.safetensors").write_bytes(b"")
+    save_checkpoint(tmp_path / "weightless")
+    (tmp_path / "weightless" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=message):
+        load_model(ModelConfig(base_path=base_path.format(tmp=tmp_path)))
+
+
+def test_chat_templates_from_text_and_file(tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ tail }}"
+    file = tmp_path / "template.jinja"
+    file.write_text(template)
+    messages = [{"role": "user", "content": "hi"}]
+    for source in (template, str(file)):
+        tokenizer = load_tokenizer(TINY_ASSETS, ModelConfig(chat_template=source))
+        assert tokenizer.render_chat_text(messages, template_kwargs={"tail": "!"}) == "[user]hi!"
+    broken = load_tokenizer(TINY_ASSETS, ModelConfig(chat_template="{{ raise_exception('no system role') }}"))
+    with pytest.raises(RequestError, match="refuses these messages: no system role"):
+        broken.render_chat_text(messages)

@@ -1,0 +1,50 @@
+"""The one log-probability function against numbers worked out in float64 by hand and by numpy."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.models.logprobs import token_logprobs, token_logprobs_and_entropy
+
+
+def test_hand_worked_softmax() -> None:
+    # logits ln 1, ln 2, ln 5: probabilities 1/8, 2/8, 5/8
+    logits = mx.array([[math.log(1), math.log(2), math.log(5)]])
+    assert token_logprobs(logits, mx.array([2])).item() == pytest.approx(math.log(5 / 8), abs=1e-6)
+    # at T = 1/2 the probabilities are proportional to the squares: 1, 4, 25
+    assert token_logprobs(logits, mx.array([1]), 0.5).item() == pytest.approx(math.log(4 / 30), abs=1e-6)
+
+
+def test_entropy_of_a_hand_worked_distribution() -> None:
+    logits = mx.array([[math.log(1), math.log(2), math.log(5)]])
+    expected = -sum(p * math.log(p) for p in (1 / 8, 2 / 8, 5 / 8))
+    logprobs, entropy = token_logprobs_and_entropy(logits, mx.array([0]))
+    assert entropy.item() == pytest.approx(expected, abs=1e-6)
+    assert logprobs.item() == pytest.approx(math.log(1 / 8), abs=1e-6)
+
+
+def test_matches_numpy_with_a_temperature_per_row() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 6, (5, 7, 301))
+    tokens = rng.integers(0, 301, (5, 7))
+    temperature = rng.uniform(0.3, 2.0, (5, 7))
+    z = logits / temperature[..., None]
+    expected = np.take_along_axis(z, tokens[..., None], -1)[..., 0] - np.log(np.exp(z).sum(-1))
+    got = token_logprobs(mx.array(logits, dtype=mx.float32), mx.array(tokens), mx.array(temperature, dtype=mx.float32))
+    np.testing.assert_allclose(np.array(got), expected, atol=2e-5)
+
+
+def test_half_precision_logits_are_computed_in_float32() -> None:
+    logits = mx.random.normal((4, 1000), key=mx.random.key(0)).astype(mx.bfloat16) * 4
+    got = token_logprobs(logits, mx.array([1, 2, 3, 4]))
+    exact = np.array(logits.astype(mx.float32), dtype=np.float64)
+    expected = exact[range(4), [1, 2, 3, 4]] - np.log(np.exp(exact).sum(-1))
+    assert got.dtype == mx.float32
+    np.testing.assert_allclose(np.array(got), expected, atol=1e-5)
+
+
+def test_large_logits_stay_finite() -> None:
+    got = token_logprobs(mx.array([[1e4, 0.0, -1e4]]), mx.array([0]))
+    assert got.item() == 0.0

@@ -1,0 +1,170 @@
+"""LoRA: what is trained, what is saved, and what is served are the same update."""
+
+import copy
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import load_adapters
+
+from mlx_parallm.errors import AdapterError
+from mlx_parallm.models.loading import quantize_base
+from mlx_parallm.models.lora import (
+    ActiveAdapter,
+    AdapterWeights,
+    LoraPair,
+    LoraSpec,
+    adapter_layers,
+    check_adapter,
+    find_adapter_file,
+    inject_lora,
+    linear_layers,
+    load_adapter,
+    load_into_trainer,
+    prepare_for_serving,
+    save_adapter,
+    trainer_lora_layers,
+)
+from tests.tiny_models import make_model
+
+TOKENS = mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
+
+
+def trained(model: nn.Module, spec: LoraSpec, seed: int = 1) -> nn.Module:
+    """A trainer's tree whose B is not zero any more."""
+    tree = copy.deepcopy(model)
+    mx.random.seed(seed)
+    inject_lora(tree, spec)
+    for layer in trainer_lora_layers(tree).values():
+        layer.lora_b = mx.random.normal(layer.lora_b.shape) * 0.1
+    mx.eval(tree.parameters())
+    return tree
+
+
+def test_a_new_adapter_changes_nothing_and_only_it_is_trainable() -> None:
+    model = make_model()
+    tree = copy.deepcopy(model)
+    paths = inject_lora(tree, LoraSpec(4, 8, ("q_proj", "down_proj")))
+    assert len(paths) == 4
+    assert mx.array_equal(tree(TOKENS), model(TOKENS))
+    names = {name for name, _ in tree_flatten(tree.trainable_parameters())}
+    assert names == {f"{path}.lora_{side}" for path in paths for side in "ab"}
+    assert all(array.dtype == mx.float32 for _, array in tree_flatten(tree.trainable_parameters()))
+
+
+def test_all_linear_means_every_linear_layer_of_the_blocks() -> None:
+    paths = inject_lora(make_model(), LoraSpec(2, 2))
+    assert len(paths) == 2 * 7
+    assert all(".layers." in path for path in paths)
+
+
+def test_the_update_is_alpha_over_rank_times_b_a() -> None:
+    model = make_model()
+    tree = trained(model, LoraSpec(rank=4, alpha=12, target_modules=("model.layers.0.self_attn.q_proj",)))
+    (pair,) = adapter_layers(tree).values()
+    x = np.random.default_rng(0).normal(size=(3, 64))
+    weight = np.array(model.model.layers[0].self_attn.q_proj.weight)
+    expected = x @ weight.T + 3.0 * (x @ np.array(pair.a)) @ np.array(pair.b)
+    got = tree.model.layers[0].self_attn.q_proj(mx.array(x, dtype=mx.float32))
+    np.testing.assert_allclose(np.array(got), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_served_model_answers_as_the_trainers(quantized: bool) -> None:
+    model = make_model()
+    if quantized:
+        quantize_base(model)
+    tree = trained(model, LoraSpec(4, 8))
+    trained_logits, base_logits = tree(TOKENS), model(TOKENS)
+    context = prepare_for_serving(model)
+    assert mx.array_equal(model(TOKENS), base_logits)
+    weights = AdapterWeights("a", 1, adapter_layers(tree))
+    context.active = (ActiveAdapter(weights, None),)
+    assert mx.allclose(model(TOKENS), trained_logits, atol=1e-5)
+    context.active = (ActiveAdapter(weights, mx.array([0.0, 1.0])[:, None, None]),)
+    mixed = model(TOKENS)
+    assert mx.allclose(mixed[0], base_logits[0], atol=1e-5)
+    assert mx.allclose(mixed[1], trained_logits[1], atol=1e-5)
+    assert mx.abs(trained_logits - base_logits).max().item() > 0.1
+
+
+def test_serving_shares_the_base_with_the_trainer() -> None:
+    model = make_model()
+    mx.eval(model.parameters())
+    before = mx.get_active_memory()
+    tree = copy.deepcopy(model)
+    prepare_for_serving(model)
+    assert mx.get_active_memory() == before
+    assert len(linear_layers(tree)) == len(linear_layers(model))
+
+
+def test_saved_adapters_are_mlx_lms_own_format(tmp_path: Path) -> None:
+    model = make_model()
+    tree = trained(model, LoraSpec(4, 8, ("q_proj", "up_proj")))
+    save_adapter(tmp_path, adapter_layers(tree), num_layers=2)
+    theirs = load_adapters(copy.deepcopy(model), str(tmp_path))
+    assert mx.allclose(theirs(TOKENS), tree(TOKENS), atol=1e-6)
+    again = copy.deepcopy(model)
+    inject_lora(again, LoraSpec(4, 8, ("q_proj", "up_proj")))
+    load_into_trainer(again, load_adapter(tmp_path).layers)
+    assert mx.array_equal(again(TOKENS), tree(TOKENS))
+
+
+def test_peft_adapters_are_read(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 64)).astype(np.float32), rng.normal(size=(64, 2)).astype(np.float32)
+    prefix = "base_model.model.model.layers.1.self_attn.q_proj"
+    tensors = {f"{prefix}.lora_A.weight": mx.array(a), f"{prefix}.lora_B.weight": mx.array(b)}
+    mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), tensors)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    layers = load_adapter(tmp_path).layers
+    pair = layers["model.layers.1.self_attn.q_proj"]
+    assert pair.scale == 3.0
+    np.testing.assert_array_equal(np.array(pair.a), a.T)
+    np.testing.assert_array_equal(np.array(pair.b), b.T)
+    check_adapter(make_model(), layers, "peft")
+
+
+def test_a_rescaled_adapter_keeps_its_effect_in_the_trainer(tmp_path: Path) -> None:
+    model = make_model()
+    tree = trained(model, LoraSpec(4, 8, ("q_proj",)))
+    save_adapter(tmp_path, adapter_layers(tree), num_layers=2)
+    again = copy.deepcopy(model)
+    inject_lora(again, LoraSpec(4, 16, ("q_proj",)))
+    load_into_trainer(again, load_adapter(tmp_path).layers)
+    assert mx.allclose(again(TOKENS), tree(TOKENS), atol=1e-5)
+
+
+def test_the_names_that_the_specification_prints(tmp_path: Path) -> None:
+    save_adapter(tmp_path, adapter_layers(trained(make_model(), LoraSpec(2, 2, ("q_proj",)))), num_layers=2)
+    expected = tmp_path / "adapters.safetensors"
+    assert find_adapter_file(tmp_path / "lora_weights.safetensors") == expected
+    assert find_adapter_file(tmp_path) == find_adapter_file(expected) == expected
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    model = make_model()
+    with pytest.raises(AdapterError, match=r"'qproj' matches no linear layer; there are: .*q_proj"):
+        inject_lora(copy.deepcopy(model), LoraSpec(2, 2, ("qproj",)))
+    wrong = {"model.layers.0.self_attn.q_proj": LoraPair(mx.zeros((32, 2)), mx.zeros((2, 64)), 1.0)}
+    with pytest.raises(AdapterError, match=r"x: model.layers.0.self_attn.q_proj is \[64 → 64\].*\(32, 2\)"):
+        check_adapter(model, wrong, "x")
+    with pytest.raises(AdapterError, match=r"no linear layer 'model\.layers\.9\.q'"):
+        check_adapter(model, {"model.layers.9.q": wrong["model.layers.0.self_attn.q_proj"]}, "x")
+    with pytest.raises(AdapterError, match="no adapter at"):
+        load_adapter(tmp_path)
+    (tmp_path / "adapters.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(AdapterError, match=r"needs adapter_config.json"):
+        load_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(AdapterError, match="cannot be read"):
+        load_adapter(tmp_path)
+    tree = copy.deepcopy(model)
+    inject_lora(tree, LoraSpec(2, 2, ("q_proj",)))
+    with pytest.raises(AdapterError, match="adapts other layers"):
+        load_into_trainer(tree, {})
