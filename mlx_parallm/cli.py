@@ -106,7 +106,13 @@ def merge_lora(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         from mlx_parallm.tools.merge_lora import merge
 
-        merge(args.base_model, args.lora_path, args.output_path, layout=args.format, push_to_hub=args.push_to_hub)
+        report = merge(
+            args.base_model, args.lora_path, args.output_path, layout=args.format, push_to_hub=args.push_to_hub
+        )
+        origin = ", from a dequantised base" if report.dequantized else ""
+        sys.stdout.write(f"{report.path}: {report.layers} layers merged, {report.dtype}{origin}\n")
+        if report.url:
+            sys.stdout.write(f"uploaded to {report.url}\n")
         return 0
 
     return _exit_code(run)

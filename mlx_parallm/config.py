@@ -144,6 +144,8 @@ class RLTrainingConfig(Section):
     """PPO clip above: ratio <= 1 + clip_ratio_high; default: clip_ratio."""
     advantage: Literal["std", "mean"] = "std"
     """Group advantage (r - mean) / std (population), or r - mean."""
+    loss_aggregation: Literal["token", "sequence"] = "token"
+    """Mean of the loss over a mini-batch's tokens, or over its sequences of each one's token mean."""
     reference: Literal["base", "initial"] = "base"
     """KL reference: the untouched base, or the adapter as it was when the run started."""
     temperature: float = Field(1.0, gt=0)

@@ -9,6 +9,7 @@ ParallmError
 │   └── ModelNotFoundError   no such served model (HTTP 404)
 ├── EngineUnavailableError   the engine thread is loading, draining or dead (HTTP 503)
 ├── RolloutRejectedError     a scored group that may not be trained on; the reason is kept with it
+├── StoreError               the rollout database cannot be opened, written or read (full disk, lock)
 ├── CheckpointError          a checkpoint or run directory that cannot be written or read
 └── PublishTimeoutError      the weight lock was not had within `lock_timeout_ms`; the old weights keep serving
 """

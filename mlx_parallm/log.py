@@ -38,7 +38,7 @@ def configure_logging(json: bool = False, level: str = "info") -> None:
     renderer: list[Any] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if json
-        else [structlog.dev.ConsoleRenderer(colors=colors)]
+        else [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)]
     )
     structlog.configure(
         processors=[*shared, *renderer],
@@ -46,7 +46,7 @@ def configure_logging(json: bool = False, level: str = "info") -> None:
         logger_factory=structlog.WriteLoggerFactory(file=_StandardError()),  # type: ignore[arg-type]
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(_StandardError())  # type: ignore[arg-type]
+    handler = logging.StreamHandler(_StandardError())
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,

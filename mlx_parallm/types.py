@@ -44,6 +44,7 @@ class SamplingParams:
             self.top_p < 1.0
             or self.top_k > 0
             or self.min_p > 0.0
+            or self.min_tokens > 0
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0

@@ -14,6 +14,7 @@ import hashlib
 import json
 import random
 import shutil
+import string
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -53,19 +54,21 @@ PIECES = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 REASONING_GYM: dict[str, dict[str, Any]] = {
     "spell_backward": {"min_word_len": 3, "max_word_len": 6},
     "letter_counting": {"min_words": 1, "max_words": 3},
-    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
 }
-WEIGHTS = {
-    "sum": 2.0,
+SKILL_WEIGHTS = {"add": 1.5, "sorted": 1.0, "reversed": 1.4, "count": 1.0, "max": 0.5}
+"""How often each skill is drawn in the first stage."""
+TASK_WEIGHTS = {
+    "sum": 1.0,
     "sort": 1.0,
-    "reverse": 0.5,
-    "count": 1.5,
+    "reverse": 1.0,
+    "count": 1.0,
     "largest": 1.0,
-    "spell_backward": 0.15,
-    "letter_counting": 0.4,
-    "chain_sum": 1.0,
+    "spell_backward": 0.5,
+    "letter_counting": 0.5,
 }
-"""How often each task is drawn in pretraining."""
+"""How often each task is drawn in the second stage."""
+
+WARMUP = 20
 
 MODEL = {
     "model_type": "qwen3",
@@ -123,7 +126,42 @@ def sources(split: str, seed: int) -> dict[str, Source]:
     return {**{task: built_in(task) for task in TASKS}, **{name: gym(name) for name in REASONING_GYM}}
 
 
-def build_tokenizer(draws: dict[str, Source]) -> PreTrainedTokenizerFast:
+def skills(seed: int) -> dict[str, Source]:
+    """The first stage: the same skills as the tasks', written as expressions, without a word of instruction."""
+
+    def letters(rng: random.Random, shortest: int, longest: int) -> str:
+        alphabet = rng.choice(["abc", "aeinorst", string.ascii_lowercase, string.ascii_lowercase])
+        return "".join(rng.choices(alphabet, k=rng.randint(shortest, longest)))
+
+    def add(rng: random.Random) -> tuple[str, str]:
+        a, b = rng.randrange(100), rng.randrange(100)
+        return f"{a}+{b}", str(a + b)
+
+    def in_order(rng: random.Random) -> tuple[str, str]:
+        text = letters(rng, 2, 8)
+        return f"sorted({text})", "".join(sorted(text))
+
+    def backward(rng: random.Random) -> tuple[str, str]:
+        text = letters(rng, 2, 8)
+        return f"reversed({text})", text[::-1]
+
+    def count(rng: random.Random) -> tuple[str, str]:
+        text = " ".join(letters(rng, 2, 6) for _ in range(rng.randint(1, 2)))
+        wanted = rng.choice(text.replace(" ", ""))
+        return f"count({wanted},{text})", str(text.count(wanted))
+
+    def largest(rng: random.Random) -> tuple[str, str]:
+        numbers = [rng.randrange(10, 100) for _ in range(rng.randint(2, 4))]
+        return f"max({','.join(map(str, numbers))})", str(max(numbers))
+
+    def source(name: str, make: Callable[[random.Random], tuple[str, str]]) -> Source:
+        return lambda index: Example(*make(random.Random(f"{name}/{seed}/{index}")))
+
+    makers = {"add": add, "sorted": in_order, "reversed": backward, "count": count}
+    return {name: source(name, make) for name, make in {**makers, "max": largest}.items()}
+
+
+def build_tokenizer(draws: list[Source]) -> PreTrainedTokenizerFast:
     """256 byte symbols, the instruction words of the questions, no merges: any text goes in and comes out as it was."""
     pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -132,10 +170,10 @@ def build_tokenizer(draws: dict[str, Source]) -> PreTrainedTokenizerFast:
         ]
     )
     words: Counter[str] = Counter({"system": 2, "user": 2, "assistant": 2})
-    for draw in draws.values():
+    for draw in draws:
         share: Counter[str] = Counter()
         for index in range(1000):
-            share.update({piece for piece, _ in pre_tokenizer.pre_tokenize_str(draw(index).question) if len(piece) > 1})
+            share.update({piece for piece, _ in pre_tokenizer.pre_tokenize_str(draw(index).question) if len(piece.strip("Ġ")) > 1})
         for piece, count in share.items():
             if count >= 1000 * INSTRUCTION_SHARE:
                 words[piece] += count
@@ -168,15 +206,20 @@ def encode(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> list[
 
 
 def batches(
-    tokenizer: PreTrainedTokenizerFast, draws: dict[str, Source], *, seed: int, steps: int, batch_size: int
+    tokenizer: PreTrainedTokenizerFast,
+    draws: dict[str, Source],
+    weights: dict[str, float],
+    *,
+    seed: int,
+    steps: int,
+    batch_size: int,
 ) -> Iterator[tuple[mx.array, mx.array]]:
     """Tokens [B, T] and the mask [B, T - 1] of the answer tokens among the targets, for each step."""
     rng = random.Random(seed)
-    names, weights = list(WEIGHTS), list(WEIGHTS.values())
     drawn: Counter[str] = Counter()
     for _ in range(steps):
         examples = []
-        for name in rng.choices(names, weights, k=batch_size):
+        for name in rng.choices(list(weights), list(weights.values()), k=batch_size):
             examples.append(draws[name](drawn[name]))
             drawn[name] += 1
         pairs = encode(tokenizer, examples)
@@ -193,12 +236,13 @@ def pretrain(
     *,
     steps: int,
     learning_rate: float,
+    decay: bool,
     console: Console,
     at_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
-    """Next-token cross-entropy on the answers, AdamW, a constant learning rate after a warm-up."""
-    warmup = optim.linear_schedule(0.0, learning_rate, 50)
-    schedule = optim.join_schedules([warmup, lambda _: mx.array(learning_rate)], [50])
+    """Next-token cross-entropy on the answers, AdamW; after a warm-up the learning rate is constant or falls to zero."""
+    final = optim.cosine_decay(learning_rate, steps - WARMUP) if decay else lambda _: mx.array(learning_rate)
+    schedule = optim.join_schedules([optim.linear_schedule(0.0, learning_rate, WARMUP), final], [WARMUP])
     optimizer = optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=0.01, bias_correction=True)
 
     def loss_of(model: Model, tokens: mx.array, mask: mx.array) -> mx.array:

@@ -71,6 +71,10 @@ class OutputText:
         self._done = True
         return self._text
 
+    def abandon(self) -> None:
+        """The decoder failed: the text ends where it is."""
+        self._done = True
+
     def _append(self, new: str, check_stop: bool) -> str | None:
         searched = max(0, len(self._text) - self._held)
         self._text += new

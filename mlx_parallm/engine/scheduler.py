@@ -4,9 +4,9 @@ Rows of the KV cache are dense: running sequences hold rows 0..n-1. `schedule` f
 sequences and returns a `Plan`, which `ModelRunner` carries out in this order: take-overs (nothing to do), moves,
 copies, one chunk of prefill, one decode step over `rows`.
 
-A prompt is computed once for all who ask it under the same adapter and policy version: choices of one request and
-identical requests share a prefill (`PrefillRow.sequences`); one that comes later copies the prefix of a row that still
-holds it, or takes such a row over when its owner has just finished.
+A prompt is computed once for all who ask it under the same adapter and weights (`epoch` counts every change of these):
+choices of one request and identical requests share a prefill (`PrefillRow.sequences`); one that comes later copies the
+prefix of a row that still holds it, or takes such a row over when its owner has just finished.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mlx_parallm.engine.sequence import Sequence, Status
 
-PrefixKey = tuple[str | None, int, tuple[int, ...]]  # adapter, policy version, prompt
+PrefixKey = tuple[str | None, int, tuple[int, ...]]  # adapter, weights epoch, prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +133,9 @@ class Scheduler:
         self.rows, self.prefill = [], None
         return lost
 
-    def schedule(self, policy_version: int) -> Plan:
-        """Plans one step under `policy_version`. Finished sequences lose their rows here."""
-        sharers = [] if self.paused or not self.waiting else self._admit(policy_version)
+    def schedule(self, epoch: int) -> Plan:
+        """Plans one step under the weights of `epoch`. Finished sequences lose their rows here."""
+        sharers = [] if self.paused or not self.waiting else self._admit(epoch)
         moves = self._compact()
         copies = [copy for sequence, donor in sharers if (copy := self._share(sequence, donor)) is not None]
         prefilled = sum(len(sequence.prompt) for sequence, donor in sharers if donor is None)
@@ -144,27 +144,27 @@ class Scheduler:
             prefilled += sum(len(row.key[2]) for row in chunk.prefill.rows)
         return Plan(tuple(moves), tuple(copies), chunk, tuple(self.rows), prefilled)
 
-    def _admit(self, policy_version: int) -> list[tuple[Sequence, Sequence | None]]:
+    def _admit(self, epoch: int) -> list[tuple[Sequence, Sequence | None]]:
         """Takes from the queue, in order, who can start now.
 
         Returns the sequences that get a row at once, each with the row's owner whose prefix it copies (None: its
         prompt is one token, there is nothing to copy). Others took over a finished row or joined `self.prefill`.
         """
         sharers: list[tuple[Sequence, Sequence | None]] = []
-        holders = {(s.adapter, s.prefix_version, s.prompt): s for s in self.rows if s.can_share_prefix}
+        holders = {(s.adapter, s.prefix_epoch, s.prompt): s for s in self.rows if s.can_share_prefix}
         may_open = self.prefill is None
         kept: list[Sequence] = []
         for _ in range(self._free_rows()):
             if not self.waiting:
                 break
             sequence = self.waiting.popleft()
-            key = (sequence.adapter, policy_version, sequence.prompt)
+            key = (sequence.adapter, epoch, sequence.prompt)
             holder = holders.get(key)
             if holder is None and len(sequence.prompt) > 1:
                 if not self._join_prefill(sequence, key, may_open):
                     kept.append(sequence)
                 continue
-            sequence.prefix_version = policy_version
+            sequence.prefix_epoch = epoch
             if holder is not None and holder.finished:
                 self._take_over(sequence, holder)
             else:
@@ -200,7 +200,7 @@ class Scheduler:
             prefill.rows.append(row)
             prefill.length = length
         row.sequences.append(sequence)
-        sequence.status, sequence.prefix_version = Status.PREFILLING, key[1]
+        sequence.status, sequence.prefix_epoch = Status.PREFILLING, key[1]
         return True
 
     def _take_over(self, sequence: Sequence, finished: Sequence) -> None:
@@ -251,7 +251,8 @@ class Scheduler:
             return None
         start, stop = prefill.done, min(prefill.length, prefill.done + self.prefill_chunk)
         prefill.done = stop
-        first_row, sources = len(self.rows), ()
+        first_row = len(self.rows)
+        sources: tuple[int, ...] = ()
         if stop == prefill.length:
             sources = tuple(index for index, row in enumerate(prefill.rows) for _ in row.sequences)
             for sequence in prefill.sequences:

@@ -40,7 +40,7 @@ class Sequence:
     status: Status = Status.WAITING
     row: int = -1
     cached: int = 0
-    prefix_version: int = -1  # policy version under which the prompt's keys and values began to be computed
+    prefix_epoch: int = -1  # weights epoch under which the prompt's keys and values began to be computed
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     processed_logprobs: list[float] | None = None
@@ -49,6 +49,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    emitted: int = 0  # tokens that a stream has been sent
 
     @property
     def next_token(self) -> int:

@@ -11,13 +11,13 @@ Tokens, mask and log-probabilities are kept by the transcript of the episode, as
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.environments.tasks import Split
 from mlx_parallm.rewards.base import GroupReward
 from mlx_parallm.types import Request, RequestOutput
 
-Split = Literal["train", "heldout"]
 Messages = tuple[Mapping[str, str], ...]
 
 DRAWS_PER_HELDOUT_TASK = 20

@@ -3,8 +3,8 @@
 import difflib
 
 from mlx_parallm.config import EnvironmentConfig
-from mlx_parallm.environments.base import EnvironmentSource, Split, Task
-from mlx_parallm.environments.tasks import TASKS, make_problem, score
+from mlx_parallm.environments.base import EnvironmentSource, Task
+from mlx_parallm.environments.tasks import TASKS, Split, make_problem, score
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.verifiers import verifier
 

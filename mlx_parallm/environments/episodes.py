@@ -7,12 +7,14 @@ its own that holds the whole transcript. Whatever goes wrong in an episode is a 
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient, Split, Task
+from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient, Task
 from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.environments.tasks import Split
 from mlx_parallm.environments.transcript import Transcript, continuation
 from mlx_parallm.errors import ParallmError, RolloutRejectedError
 from mlx_parallm.rewards.base import Response, score_group
@@ -30,6 +32,7 @@ class GroupPlan:
     seed: int
     index: int | None = None
     split: Split = "train"
+    task: Task | None = None  # given: instead of the source's number `task_index`
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +83,16 @@ class EpisodeRunner:
 
     def _prepare(self, plan: GroupPlan) -> _Job | GroupResult:
         config = plan.source.config
-        try:
-            task = plan.source.task(plan.task_index, plan.split)
+        with attempt() as outcome:
+            task = plan.task or plan.source.task(plan.task_index, plan.split)
             prompt = self._tokenizer.render_chat(task.messages, template_kwargs=self._template_kwargs)
             room = self._max_token_length - len(prompt)
             if room < 1:
                 raise RolloutRejectedError(
                     f"the prompt has {len(prompt)} tokens, max_token_length is {self._max_token_length}"
                 )
-        except Exception as error:  # noqa: BLE001  boundary: an environment's own code failed
-            return _failed(plan, describe(error))
+        if outcome.failure is not None:
+            return _failed(plan, outcome.failure)
         params = SamplingParams(
             temperature=self._temperature,
             max_tokens=min(config.max_tokens, room),
@@ -101,16 +104,15 @@ class EpisodeRunner:
         return _Job(plan, task, request, asyncio.get_running_loop().time() + config.timeout_s)
 
     async def _play(self, jobs: Sequence[_Job]) -> list[GroupResult]:
-        try:
-            async with asyncio.timeout_at(max(job.deadline for job in jobs)):
+        last = max(jobs, key=lambda job: job.deadline)
+        with attempt() as outcome:
+            async with _deadline(last):
                 if len(jobs) == 1:
-                    outputs = [await self._client.generate(jobs[0].request)]
+                    outputs = [await self._client.generate(last.request)]
                 else:
                     outputs = await self._client.generate_many([job.request for job in jobs])
-        except TimeoutError:
-            return [_failed(job.plan, _timeout_text(job), job.task) for job in jobs]
-        except Exception as error:  # noqa: BLE001  boundary: the engine refused or lost the request
-            return [_failed(job.plan, describe(error), job.task) for job in jobs]
+        if outcome.failure is not None:
+            return [_failed(job.plan, outcome.failure, job.task) for job in jobs]
         pairs = zip(jobs, outputs, strict=True)
         return list(await asyncio.gather(*(self._finish(job, output) for job, output in pairs)))
 
@@ -120,28 +122,23 @@ class EpisodeRunner:
         rollouts = tuple(response.rollout for response in responses)
         failure = next((rollout.error for rollout in rollouts if rollout.error is not None), None)
         if failure is None:
-            try:
+            with attempt() as outcome:
                 rollouts = score_group(job.task.reward, responses)
-            except Exception as error:  # noqa: BLE001  boundary: a reward's own code failed
-                failure = f"reward: {describe(error)}"
+            failure = outcome.failure and f"reward: {outcome.failure}"
         texts = tuple(response.text for response in responses)
         return GroupResult(job.plan, _group(job.plan, rollouts, job.task), texts, job.task, failure)
 
     async def _episode(self, job: _Job, completion: Completion) -> Response:
         """One rollout from its first completion to its end; errors are in the rollout."""
         transcript = Transcript(job.request.prompt_token_ids)
-        text, reason, error = completion.text, completion.finish_reason, None
-        try:
-            async with asyncio.timeout_at(job.deadline):
-                text, reason = await self._turns(job, transcript, completion)
-        except TimeoutError:
-            error = _timeout_text(job)
-        except Exception as caught:  # noqa: BLE001  boundary: an environment's own code failed
-            error = describe(caught)
-        rollout = transcript.rollout(temperature=self._temperature, stop_reason=reason, error=error)
+        text, stop_reason = completion.text, "error"
+        with attempt() as outcome:
+            async with _deadline(job):
+                text, stop_reason = await self._turns(job, transcript, completion)
+        rollout = transcript.rollout(temperature=self._temperature, stop_reason=stop_reason, error=outcome.failure)
         return Response(text, rollout)
 
-    async def _turns(self, job: _Job, transcript: Transcript, completion: Completion) -> tuple[str, Any]:
+    async def _turns(self, job: _Job, transcript: Transcript, completion: Completion) -> tuple[str, str]:
         environment = job.plan.source.environment(job.task)
         conversation = list(job.task.messages)
         for turn in range(1, self._max_token_length + 1):
@@ -171,9 +168,7 @@ class EpisodeRunner:
             template_kwargs=self._template_kwargs,
         )
 
-    async def _next_turn(
-        self, job: _Job, transcript: Transcript, rollout: int, turn: int, room: int
-    ) -> Completion:
+    async def _next_turn(self, job: _Job, transcript: Transcript, rollout: int, turn: int, room: int) -> Completion:
         params = dataclasses.replace(
             job.request.params,
             n=1,
@@ -185,14 +180,38 @@ class EpisodeRunner:
         return dataclasses.replace(output.completions[0], index=rollout)
 
 
+@dataclass(slots=True)
+class Outcome:
+    failure: str | None = None
+
+
+@contextmanager
+def attempt() -> Iterator[Outcome]:
+    """The boundary around everything that is not ours: environments, rewards, the engine's refusal of a request."""
+    outcome = Outcome()
+    try:
+        yield outcome
+    except Exception as error:  # noqa: BLE001  boundary: a failed episode is a recorded result
+        outcome.failure = describe(error)
+
+
 def describe(error: BaseException) -> str:
     """One line: our own errors speak for themselves, foreign ones are named."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ParallmError) else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
-def _timeout_text(job: _Job) -> str:
-    return f"not finished within timeout_s = {job.plan.source.config.timeout_s:g} s"
+@asynccontextmanager
+async def _deadline(job: _Job) -> AsyncIterator[None]:
+    limit = asyncio.timeout_at(job.deadline)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if limit.expired():  # and not some other time-out inside the environment
+            allowed = f"timeout_s = {job.plan.source.config.timeout_s:g} s"
+            raise RolloutRejectedError(f"not finished within {allowed}") from error
+        raise
 
 
 def _failed(plan: GroupPlan, reason: str, task: Task | None = None) -> GroupResult:
@@ -200,7 +219,7 @@ def _failed(plan: GroupPlan, reason: str, task: Task | None = None) -> GroupResu
 
 
 def _group(plan: GroupPlan, rollouts: tuple[Rollout, ...], task: Task | None) -> RolloutGroup:
-    metadata = {"task_index": plan.task_index}
+    metadata: dict[str, Any] = {"task_index": plan.task_index}
     if task is not None:
         metadata |= {"key": task.key, "answer": task.answer}
     return RolloutGroup(plan.group_id, plan.source.name, rollouts, index=plan.index, metadata=metadata)

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from mlx_parallm.config import EnvironmentConfig
-from mlx_parallm.environments.base import EnvironmentSource, Split, Task
-from mlx_parallm.environments.tasks import split_of
+from mlx_parallm.environments.base import EnvironmentSource, Task
+from mlx_parallm.environments.tasks import Split, split_of
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards.verifiers import verifier
 
@@ -76,7 +76,9 @@ def _create(name: str, options: dict[str, Any]) -> Any:
     except ImportError as error:
         raise ConfigError(f'environments: kind = "reasoning_gym" needs the package: {INSTALL} ({error})') from error
     if name not in DATASETS:
-        raise ConfigError(f"environments: reasoning-gym has no data set {name!r}; did you mean {_near(name, DATASETS)}?")
+        raise ConfigError(
+            f"environments: reasoning-gym has no data set {name!r}; did you mean {_near(name, DATASETS)}?"
+        )
     known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
     for option in options:
         if option not in known:

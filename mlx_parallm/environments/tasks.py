@@ -43,10 +43,8 @@ def _letters(rng: random.Random, shortest: int, longest: int, alphabet: str = st
 
 
 def _sum(rng: random.Random) -> Problem:
-    """A number of one digit and one of up to two. `a + b` and `b + a` are one problem."""
-    a, b = rng.randrange(10), rng.randrange(100)
-    if rng.random() < 0.5:
-        a, b = b, a
+    """Two numbers of up to two digits. `a + b` and `b + a` are one problem."""
+    a, b = rng.randrange(100), rng.randrange(100)
     return _problem("sum", f"Add {a} and {b}.", str(a + b), f"{min(a, b)}+{max(a, b)}")
 
 

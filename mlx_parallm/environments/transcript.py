@@ -1,4 +1,4 @@
-"""A conversation as the tokens that really went through the engine: nothing that was sampled is ever tokenised again."""
+"""A conversation as the tokens that really went through the engine: what was sampled is never tokenised again."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -180,7 +180,7 @@ class RolloutStore:
             return {group_id for (group_id,) in rows}
 
     def wait_for_groups(self, timeout_s: float, *, at_least: int = 1) -> bool:
-        """Blocks until `at_least` groups wait (True), or the time is up, `wake` or `close` was called (False if fewer)."""
+        """Blocks until `at_least` groups wait (True); False when the time is up, or after `wake` or `close`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             wakes = self._wakes
@@ -222,7 +222,8 @@ class RolloutStore:
         """What waits, for each source that has something waiting."""
         with self._reading() as connection:
             rows = connection.execute(
-                "SELECT source, COUNT(*), SUM(rollouts), MAX(rollouts) FROM groups WHERE state = 'waiting' GROUP BY source"
+                "SELECT source, COUNT(*), SUM(rollouts), MAX(rollouts) FROM groups"
+                " WHERE state = 'waiting' GROUP BY source"
             ).fetchall()
         return {source: WaitingSource(*numbers) for source, *numbers in rows}
 
@@ -276,7 +277,7 @@ class RolloutStore:
             connection.executescript(statements)
         elif version != SCHEMA_VERSION:
             raise StoreError(
-                f"{self.path}: schema {version} was written by a newer mlx_parallm; this one reads up to {SCHEMA_VERSION}"
+                f"{self.path}: schema {version} is a newer mlx_parallm's; this one reads up to {SCHEMA_VERSION}"
             )
 
     def _mark(self, group_ids: Collection[str], state: str, step: int, reason: str | None) -> None:

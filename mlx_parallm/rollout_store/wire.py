@@ -14,7 +14,7 @@ import hashlib
 from array import array
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
@@ -26,7 +26,7 @@ GIVEN = -100  # the label of a token that is not trained on
 MISSING_LOGPROB = 1.0
 _DUMMY_TOKENS = list(range(128))  # what atroposlib's DummyManagedServer invents for servers without token ids
 _DUMMY_LOGPROB = -0.5
-_KEPT_AS_METADATA = ("messages", "generation_params", "overrides", "group_overrides", "env_id")
+_KEPT_AS_METADATA = ("messages", "generation_params", "env_id")
 _IGNORED = ("ref_logprobs", "distill_token_ids", "distill_logprobs")
 
 
@@ -92,11 +92,8 @@ def from_scored_data(
 
 def to_scored_data(group: RolloutGroup) -> dict[str, Any]:
     """The group as Atropos' API hands it out: every field present, null when unset. [G] advantages become rows."""
-    temperatures = [rollout.temperature for rollout in group.rollouts]
-    overrides: list[dict[str, Any]] = [dict(entry or {}) for entry in group.metadata.get("overrides") or []]
-    overrides += [{} for _ in range(len(group.rollouts) - len(overrides))]
+    overrides: list[dict[str, Any]] = [{"temperature": rollout.temperature} for rollout in group.rollouts]
     for entry, rollout in zip(overrides, group.rollouts, strict=True):
-        entry["temperature"] = rollout.temperature
         if rollout.zero_advantage:
             entry["set_advantage_to_zero"] = True
     return dict.fromkeys(ScoredData.model_fields) | {
@@ -107,14 +104,16 @@ def to_scored_data(group: RolloutGroup) -> dict[str, Any]:
         ],
         "scores": [rollout.reward for rollout in group.rollouts],
         "inference_logprobs": [
-            [value if sampled else MISSING_LOGPROB for value, sampled in zip(rollout.logprobs, rollout.mask, strict=True)]
+            [
+                value if sampled else MISSING_LOGPROB
+                for value, sampled in zip(rollout.logprobs, rollout.mask, strict=True)
+            ]
             for rollout in group.rollouts
         ],
         "advantages": _advantage_rows(group),
         "messages": group.metadata.get("messages"),
-        "generation_params": group.metadata.get("generation_params") or {"temperature": max(temperatures)},
+        "generation_params": group.metadata.get("generation_params"),
         "overrides": overrides,
-        "group_overrides": group.metadata.get("group_overrides"),
         "env_id": group.metadata.get("env_id"),
         "group_id": group.group_id,
         "environment": group.environment,
@@ -170,7 +169,9 @@ def _refuse_what_is_not_supported(wire: ScoredData) -> None:
         raise RolloutRejectedError("the group carries images; the policy reads text only")
     for where in (*(entry or {} for entry in wire.overrides or []), wire.group_overrides or {}):
         if where.get("sft"):
-            raise RolloutRejectedError("the group asks for supervised training (sft), which this trainer does not mix in")
+            raise RolloutRejectedError(
+                "the group asks for supervised training (sft), which this trainer does not mix in"
+            )
     if wire.inference_logprobs is None:
         raise RolloutRejectedError(
             "no inference_logprobs: the environment must collect through atroposlib's ManagedServer"
@@ -211,7 +212,7 @@ def _content_hash(wire: ScoredData) -> str:
 def _advantage_rows(group: RolloutGroup) -> list[list[float]] | None:
     if group.advantages is None:
         return None
-    return [
-        list(entry) if isinstance(entry, tuple) else [entry] * len(rollout.tokens)
-        for entry, rollout in zip(group.advantages, group.rollouts, strict=True)
-    ]
+    rows: list[list[float]] = []
+    for entry, rollout in zip(group.advantages, group.rollouts, strict=True):
+        rows.append(list(entry) if isinstance(entry, tuple) else [cast(float, entry)] * len(rollout.tokens))
+    return rows

@@ -1,7 +1,7 @@
 """What every request body has in common: null means default, unknown means error, and what sampling fields mean.
 
-Three kinds of field beside the ones that are declared: those that cannot change the answer (accepted and dropped), those
-that would and that this server lacks (400 naming the field, unless they hold their neutral value), and unknown ones (400).
+Three kinds of field beside the declared ones: those that cannot change the answer (accepted and dropped), those that
+would and that this server lacks (400 naming the field, unless they hold their neutral value), and unknown ones (400).
 """
 
 from typing import Annotated, Any, ClassVar
@@ -12,7 +12,7 @@ from mlx_parallm.errors import RequestError
 from mlx_parallm.types import SamplingParams
 
 MAX_TOP_LOGPROBS = 20
-MAX_CHOICES = 128
+MAX_CHOICES = 1024
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -110,14 +110,14 @@ class SamplingFields(Body):
     min_tokens: int = Field(0, ge=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: str | list[str] = []
-    stop_token_ids: list[TokenId] = []
+    stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0)
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     prompt_logprobs: LogprobCount | None = None
 
     @field_validator("stop")

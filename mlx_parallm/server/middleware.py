@@ -3,6 +3,7 @@
 Plain ASGI callables: Starlette's BaseHTTPMiddleware would hide the client's hang-up from the handlers.
 """
 
+import asyncio
 import re
 import time
 import uuid
@@ -46,7 +47,10 @@ class RequestContextMiddleware:
         with structlog.contextvars.bound_contextvars(request_id=request_id.decode("ascii")):
             try:
                 await self._app(scope, receive, send_with_id)
-            except Exception:  # the HTTP boundary: one request's bug must not reach another's
+            except asyncio.CancelledError:  # the drain's time is over; nothing is outside this layer but uvicorn
+                if status == 0:
+                    await error_response("the server is shutting down", 503)(scope, receive, send_with_id)
+            except Exception:  # noqa: BLE001  the HTTP boundary: one request's bug must not reach another's
                 _log.exception("request failed", method=scope["method"], path=scope["path"])
                 if status == 0:
                     response = error_response("the server had an error while processing the request", 500)

@@ -51,17 +51,9 @@ class CompletionBody(GenerationBody):
             raise RequestError("'echo' with 'logprobs' is not available when stream = true", param="echo")
         return self
 
-    @property
-    def scores_only(self) -> bool:
-        """max_tokens = 0: the prompt's log-probabilities are wanted, nothing is generated."""
-        return self.max_tokens == 0
-
     def to_params(self) -> SamplingParams:
-        """Scoring runs as one generated token that is not shown, as vLLM does it."""
+        """`echo` with `logprobs` wants the prompt scored too; with max_tokens = 0 that is all there is."""
         scored = self.logprobs if self.echo else None
-        if self.scores_only:
-            wanted = scored if scored is not None else self.prompt_logprobs
-            return SamplingParams(max_tokens=1, temperature=0.0, n=self.n, prompt_logprobs=wanted)
         asked = [count for count in (scored, self.prompt_logprobs) if count is not None]
         return self.sampling_params(
             max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=max(asked, default=None)
@@ -82,7 +74,7 @@ class Conversation(Body):
     messages: list[Message] = Field(min_length=1)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def render_options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Options of `Tokenizer.render_chat`. A trailing assistant message is gone on with only when
@@ -125,8 +117,11 @@ def _flat_text(content: str | list[Any] | None, position: int) -> str:
             text = part
         if not isinstance(text, str):
             where = f"messages.{position}.content.{index}"
-            raise RequestError(f"{where}: this server takes only text parts (got {kind or type(part).__name__!r})",
-                               param=where, code="unsupported_content")
+            raise RequestError(
+                f"{where}: this server takes only text parts (got {kind or type(part).__name__!r})",
+                param=where,
+                code="unsupported_content",
+            )
         texts.append(text)
     return "".join(texts)
 
@@ -158,7 +153,7 @@ class TokenizeBody(Body):
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

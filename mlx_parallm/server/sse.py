@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from mlx_parallm.errors import ParallmError, RequestError
 from mlx_parallm.log import get_logger
@@ -72,31 +72,36 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await until_hangup(receive, self._send_all(send))
         except ClientDisconnectedError:
             _log.debug("client hung up")
+        except asyncio.CancelledError:  # shutdown: say so rather than break off
+            await send(_body(event(error_body("the server is shutting down", 503))))
+            await send(_body(DONE, more=False))
         finally:
             await self._events.aclose()
 
     async def _send_all(self, send: Send) -> None:
-        async def send_body(body: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             data = self._first
             while data is not None:
-                await send_body(event(data))
+                await send(_body(event(data)))
                 data = await self._next()
         except ParallmError as error:
-            await send_body(event(_error_event(error)))
-        except Exception:  # the headers are out: all that is left is to say so in the stream
+            await send(_body(event(_error_event(error))))
+        except Exception:  # noqa: BLE001  the headers are out: all that is left is to say so in the stream
             _log.exception("stream failed")
-            await send_body(event(error_body("the server had an error while processing the request", 500)))
-        await send_body(DONE, more=False)
+            failure = error_body("the server had an error while processing the request", 500)
+            await send(_body(event(failure)))
+        await send(_body(DONE, more=False))
 
     async def _next(self) -> dict[str, Any] | None:
         return await anext(self._events, None)
+
+
+def _body(data: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
 
 
 def _error_event(error: ParallmError) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from mlx_parallm import __version__
@@ -47,7 +48,7 @@ def run() -> int:
     console.print(_table(report))
     found = advice(report)
     for line in found:
-        console.print(f"[yellow]to mend:[/yellow] {line}", soft_wrap=True, highlight=False)
+        console.print(f"[yellow]to mend:[/yellow] {escape(line)}", soft_wrap=True, highlight=False)
     if not found:
         console.print("[green]nothing to mend[/green]")
     return 1 if found else 0
@@ -141,12 +142,14 @@ def _compiler_words(report: Report) -> str:
 
 def _compile_error() -> str | None:
     """Why compiled kernels fail here; None when they work or, without a compiler, are not needed."""
-    fresh = time.time_ns() % 1_000_000 / 1e6  # a constant of its own: MLX keeps compiled kernels in the temporary folder
+    fresh = time.time_ns() % 1_000_000 / 1e6  # a new constant: MLX keeps compiled kernels in the temporary folder
     scaled = mx.compile(lambda x: mx.exp(x) * fresh + 1.0)
     try:
         mx.eval(scaled(mx.ones(7)))
     except RuntimeError as error:
-        return str(error).strip().splitlines()[0]
+        output = str(error).partition("the output is: ")[2] or str(error)
+        lines = output.strip().splitlines() or ["no output"]
+        return next((line for line in lines if "error" in line), lines[0])
     return None
 
 

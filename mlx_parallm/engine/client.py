@@ -1,0 +1,236 @@
+"""The engine's face for asyncio code: requests in, outputs and streams out. No MLX; any number of threads and loops.
+
+    server, environments → EngineClient → commands (a queue) → EngineThread → Engine
+                              ▲                                    │ one call_soon_threadsafe per loop and step
+                              └────────── Mailbox.deliver ─────────┘
+
+A `Mailbox` belongs to one request and one asyncio loop. Only that loop's thread touches its future and queue.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_parallm.engine.events import Event, Failed, Finished, StreamDelta
+from mlx_parallm.engine.served_models import ServedModels
+from mlx_parallm.engine.validation import RequestLimits, check_request, check_tokens
+from mlx_parallm.errors import EngineUnavailableError
+from mlx_parallm.types import CompletionDelta, EngineStats, PromptLogprobs, Request, RequestOutput, ServedModel
+
+
+class Mailbox:
+    """Where the events of one request arrive, in the loop that asked."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.loop = asyncio.get_running_loop()
+        self.result: asyncio.Future[Any] = self.loop.create_future()
+        self.deltas: asyncio.Queue[CompletionDelta | None] = asyncio.Queue()  # None: the result is there
+
+    def deliver(self, event: Event) -> None:
+        """In the loop's thread."""
+        if isinstance(event, StreamDelta):
+            self.deltas.put_nowait(event.delta)
+            return
+        if not self.result.done():
+            if isinstance(event, Failed):
+                self.result.set_exception(event.error)
+            else:
+                self.result.set_result(event.output if isinstance(event, Finished) else event.result)
+        self.deltas.put_nowait(None)
+
+
+def deliver_all(letters: list[tuple[Mailbox, Event]]) -> None:
+    """Everything that a step has for one loop, in one callback."""
+    for mailbox, event in letters:
+        mailbox.deliver(event)
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Requests that enter the queue together."""
+
+    letters: tuple[tuple[Request, Mailbox], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitScore:
+    token_ids: tuple[int, ...]
+    adapter: str | None
+    top_count: int
+    mailbox: Mailbox
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetAdmission:
+    open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NotifyIdle:
+    """`event` is set once nothing runs (whatever waits while admission is paused)."""
+
+    event: threading.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Runs `function(engine)` on the engine thread between two steps."""
+
+    function: Callable[[Any], Any]
+    future: "Future[Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+Command = Submit | SubmitScore | Abort | SetAdmission | NotifyIdle | Call | Stop
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What the client knows of an engine that is ready."""
+
+    limits: RequestLimits
+    models: ServedModels
+
+
+class EngineClient:
+    """Made by `EngineThread`; usable before the engine is ready (calls raise EngineUnavailableError until then)."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._stats = stats
+        self._info: EngineInfo | None = None
+        self._closed: str | None = None
+        self._lock = threading.Lock()  # no command may enter the queue after `close`
+
+    # The engine thread's side.
+
+    def open(self, info: EngineInfo) -> None:
+        self._info = info
+
+    def close(self, reason: str) -> None:
+        """From now on every call raises EngineUnavailableError with this reason."""
+        with self._lock:
+            self._closed = reason
+
+    # Everyone else's side.
+
+    @property
+    def max_model_len(self) -> int:
+        return self._ready().limits.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._ready().limits.vocab_size
+
+    def stats(self) -> EngineStats:
+        return self._stats()
+
+    def models(self) -> tuple[ServedModel, ...]:
+        return self._ready().models.list()
+
+    def resolve_model(self, name: str | None) -> ServedModel:
+        """Raises ModelNotFoundError."""
+        return self._ready().models.resolve(name)
+
+    async def generate(self, request: Request) -> RequestOutput:
+        """Runs a request to its end. Cancelling it aborts the request and frees its rows.
+
+        Raises RequestError (nothing was run) and EngineUnavailableError. What fails while it runs is in the output:
+        finish_reason "error" and its text.
+        """
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """As `generate`; the requests enter the queue together, so identical prompts are computed once."""
+        limits = self._ready().limits
+        for request in requests:
+            check_request(request, limits)
+        letters = tuple((replace(request, stream=False), Mailbox(request.request_id)) for request in requests)
+        self._send(Submit(letters))
+        try:
+            return [await mailbox.result for _, mailbox in letters]
+        finally:
+            for request, mailbox in letters:
+                if not mailbox.result.done() or mailbox.result.cancelled():
+                    self.abort(request.request_id)
+                elif mailbox.result.exception():
+                    pass  # seen: asyncio must not report it as never retrieved
+
+    async def stream(self, request: Request) -> AsyncIterator[CompletionDelta]:
+        """Yields deltas until every choice has finished. Leaving early aborts the request. Raises as `generate`."""
+        check_request(request, self._ready().limits)
+        mailbox = Mailbox(request.request_id)
+        self._send(Submit(((replace(request, stream=True), mailbox),)))
+        try:
+            while (delta := await mailbox.deltas.get()) is not None:
+                yield delta
+            await mailbox.result
+        finally:
+            if not mailbox.result.done():
+                self.abort(request.request_id)
+
+    async def score(
+        self, request_id: str, token_ids: Sequence[int], adapter: str | None, top_count: int = 0
+    ) -> PromptLogprobs:
+        """Log-probabilities (temperature 1) of a given text under an adapter. Raises as `generate`."""
+        check_tokens(token_ids, self._ready().limits)
+        mailbox = Mailbox(request_id)
+        self._send(SubmitScore(tuple(token_ids), adapter, top_count, mailbox))
+        try:
+            result = await mailbox.result
+        finally:
+            if not mailbox.result.done() or mailbox.result.cancelled():
+                self.abort(request_id)
+        assert isinstance(result, PromptLogprobs)
+        return result
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request with finish_reason "abort". Unknown or finished ones are ignored, and so is a dead engine."""
+        with self._lock:
+            if self._closed is None:
+                self.commands.put(Abort(request_id))
+
+    def pause_admission(self) -> None:
+        """Requests are still accepted, and wait; running ones go on."""
+        self._send(SetAdmission(open=False))
+
+    def resume_admission(self) -> None:
+        self._send(SetAdmission(open=True))
+
+    def wait_idle(self, timeout_s: float | None = None) -> bool:
+        """Blocks (not for use in a loop's thread) until nothing runs; False when the time ran out."""
+        event = threading.Event()
+        self._send(NotifyIdle(event))
+        return event.wait(timeout_s)
+
+    def call(self, function: Callable[[Any], Any]) -> "Future[Any]":
+        """Runs `function(engine)` on the engine thread between two steps."""
+        future: Future[Any] = Future()
+        self._send(Call(function, future))
+        return future
+
+    def _ready(self) -> EngineInfo:
+        if self._closed is not None:
+            raise EngineUnavailableError(self._closed)
+        if self._info is None:
+            raise EngineUnavailableError("the model is loading")
+        return self._info
+
+    def _send(self, command: Command) -> None:
+        with self._lock:
+            self._ready()
+            self.commands.put(command)

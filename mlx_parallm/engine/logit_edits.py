@@ -1,0 +1,105 @@
+"""What a request changes in its logits, kept sparse: a few hundred (token, bias, penalties) entries a row. No MLX.
+
+Penalties, bias and forbidden tokens touch the tokens that were seen or named, never the whole vocabulary, so a step
+gathers those logits, edits and writes them back. Order and formulas are vLLM's: forbidden (min_tokens) and bias first,
+then repetition (over prompt and output; Keskar et al. 2019, arXiv:1909.05858), then frequency and presence (output).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlx_parallm.types import SamplingParams
+
+_COLUMNS = 16
+
+
+@dataclass(frozen=True)
+class EditTable:
+    """The edits of R rows, padded to K entries each by repeating an entry: the write back is then idempotent.
+
+    tokens [R, K] int32 · bias [R, K] float32 (-inf = forbidden) · repetition [R, K] float32, 1 = none ·
+    subtract [R, K] float32: frequency × count + presence.
+    """
+
+    tokens: np.ndarray
+    bias: np.ndarray
+    repetition: np.ndarray
+    subtract: np.ndarray
+
+
+class LogitEdits:
+    """One sequence's edits; `add_output` after every token, O(1)."""
+
+    def __init__(self, params: SamplingParams, prompt: tuple[int, ...], forbidden: frozenset[int]) -> None:
+        self._params = params
+        self._min_tokens = params.min_tokens if forbidden else 0
+        self._place: dict[int, int] = {}
+        self._outputs = 0
+        self._tokens = np.zeros(_COLUMNS, np.int32)
+        self._bias = np.zeros(_COLUMNS, np.float32)
+        self._seen = np.zeros(_COLUMNS, bool)
+        self._count = np.zeros(_COLUMNS, np.float32)
+        self._forbidden = np.zeros(_COLUMNS, bool)
+        for token, bias in params.logit_bias.items():
+            self._bias[self._entry(token)] = bias
+        for token in forbidden if self._min_tokens else ():
+            self._forbidden[self._entry(token)] = True
+        if params.repetition_penalty != 1.0:
+            for token in set(prompt):
+                self._seen[self._entry(token)] = True
+
+    @staticmethod
+    def needed(params: SamplingParams) -> bool:
+        return bool(
+            params.logit_bias
+            or params.min_tokens
+            or params.repetition_penalty != 1.0
+            or params.presence_penalty
+            or params.frequency_penalty
+        )
+
+    def add_output(self, token: int) -> None:
+        self._outputs += 1
+        params = self._params
+        if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+            place = self._entry(token)
+            self._seen[place] = True
+            self._count[place] += 1
+
+    @property
+    def size(self) -> int:
+        return len(self._place)
+
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """tokens, bias, repetition, subtract; each [size]."""
+        n, params = self.size, self._params
+        bias = self._bias[:n]
+        if self._outputs < self._min_tokens:
+            bias = np.where(self._forbidden[:n], -np.inf, bias).astype(np.float32)
+        repetition = np.where(self._seen[:n], params.repetition_penalty, 1.0).astype(np.float32)
+        count = self._count[:n]
+        subtract = params.frequency_penalty * count + params.presence_penalty * (count > 0)
+        return self._tokens[:n], bias, repetition, subtract.astype(np.float32)
+
+    def _entry(self, token: int) -> int:
+        place = self._place.get(token)
+        if place is None:
+            place = self._place[token] = len(self._place)
+            if place == len(self._tokens):
+                for name in ("_tokens", "_bias", "_seen", "_count", "_forbidden"):
+                    old = getattr(self, name)
+                    setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
+            self._tokens[place] = token
+        return place
+
+
+def stack_edits(edits: list[LogitEdits]) -> EditTable:
+    """The table of several rows, each with at least one entry."""
+    width = -(-max(edit.size for edit in edits) // _COLUMNS) * _COLUMNS
+    columns = [edit.columns() for edit in edits]
+    stacked = [
+        np.stack([np.concatenate([row[c], np.repeat(row[c][:1], width - len(row[c]))]) for row in columns])
+        for c in range(4)
+    ]
+    return EditTable(*stacked)

@@ -1,0 +1,199 @@
+"""Draws one token for every row in one vectorised call; each row has its own parameters and its own random stream.
+
+`SamplingBatch` holds the rows' parameters as arrays and is made again only when the rows change. The order is vLLM's:
+forbidden tokens and bias → penalties → temperature → min_p → top_k → top_p → draw.
+
+Every row draws with the key f(random stream of the sequence, number of the token), so a seeded request gives the same
+tokens whatever else is in the batch. Its log-probability is that of softmax(logits / temperature) before all filters;
+rows that reshape the distribution get the log-probability of the distribution that was really drawn from beside it.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.engine.logit_edits import LogitEdits, stack_edits
+from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.models.logprobs import token_logprobs
+from mlx_parallm.types import SamplingParams, TopLogprob
+
+_OFF = 2.0  # a top_p that keeps everything, beyond what rounding of the cumulated sum can reach
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Pending arrays of one step; `arrays` are what the host reads. n rows.
+
+    tokens [n] int32 · logprobs [n] float32 · processed [p] float32 for the rows `SamplingBatch.reshaped` ·
+    top_tokens, top_logprobs [t, K] for the rows `SamplingBatch.wants_top`, unordered.
+    """
+
+    tokens: mx.array
+    logprobs: mx.array
+    processed: mx.array | None
+    top_tokens: mx.array | None
+    top_logprobs: mx.array | None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        every = [self.tokens, self.logprobs, self.processed, self.top_tokens, self.top_logprobs]
+        return [array for array in every if array is not None]
+
+
+class SamplingBatch:
+    """The parameters of the rows of a step, as arrays."""
+
+    def __init__(self, rows: tuple[Sequence, ...], edits: list[LogitEdits | None]) -> None:
+        params = [sequence.params for sequence in rows]
+        temperatures = np.array([p.temperature or 1.0 for p in params], np.float32)
+        greedy = np.array([p.temperature == 0.0 for p in params])
+        self.temperature: mx.array | float = 1.0 if (temperatures == 1.0).all() else mx.array(temperatures)
+        self.all_greedy, self.any_greedy = bool(greedy.all()), bool(greedy.any())
+        self.greedy = mx.array(greedy)
+        self.streams = np.array([sequence.random_stream for sequence in rows], np.uint64)
+        self.edits = edits
+        self.reshaped = [i for i, p in enumerate(params) if p.reshapes_distribution]
+        self.filter = _Filter(params)
+        self.wants_top = [i for i, p in enumerate(params) if p.logprobs]
+        self.top_count = max((p.logprobs or 0 for p in params), default=0)
+
+    def keys(self, positions: list[int]) -> mx.array:
+        """[n, 2] uint32 keys for drawing token number positions[i] of each row."""
+        return mx.array(random_keys(self.streams, np.array(positions, np.uint64)))
+
+
+def sample(logits: mx.array, batch: SamplingBatch, positions: list[int]) -> Sampled:
+    """Draws a token for each row.
+
+    Args:
+        logits: [n, V].
+        positions: how many tokens each row has drawn so far.
+    """
+    edited = _edit(logits.astype(mx.float32), batch)
+    scaled = edited if isinstance(batch.temperature, float) else edited / batch.temperature[:, None]
+    scaled = batch.filter.apply(scaled)
+    if batch.all_greedy:
+        tokens = mx.argmax(edited, axis=-1)
+    else:
+        tokens = _draw(scaled, batch.keys(positions))
+        if batch.any_greedy:
+            tokens = mx.where(batch.greedy, mx.argmax(edited, axis=-1).astype(tokens.dtype), tokens)
+    tokens = tokens.astype(mx.int32)
+    processed = None
+    if batch.reshaped:
+        index = mx.array(batch.reshaped)
+        processed = token_logprobs(scaled[index], tokens[index])
+    top_tokens, top_logprobs = _alternatives(logits, batch)
+    return Sampled(tokens, token_logprobs(logits, tokens, batch.temperature), processed, top_tokens, top_logprobs)
+
+
+def random_keys(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """[n, 2] uint32: output number `positions` of the splitmix64 generators started at `streams` (both [n] uint64)."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    with np.errstate(over="ignore"):
+        x = streams + (positions + np.uint64(1)) * golden
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return x.view(np.uint32).reshape(-1, 2)
+
+
+def _draw_row(logits: mx.array, key: mx.array) -> mx.array:
+    return mx.random.categorical(logits, key=key)
+
+
+_draw = mx.vmap(_draw_row)
+
+
+def _edit(logits: mx.array, batch: SamplingBatch) -> mx.array:
+    """Bias and penalties on the few entries that they touch."""
+    rows = [i for i, edit in enumerate(batch.edits) if edit is not None and edit.size]
+    if not rows:
+        return logits
+    table = stack_edits([edit for i in rows if (edit := batch.edits[i]) is not None])
+    index, tokens = mx.array(rows)[:, None], mx.array(table.tokens)
+    repetition = mx.array(table.repetition)
+    chosen = logits[index, tokens] + mx.array(table.bias)
+    chosen = mx.where(chosen > 0, chosen / repetition, chosen * repetition) - mx.array(table.subtract)
+    edited = logits * 1.0  # the raw logits stay: the plain log-probability is theirs
+    edited[index, tokens] = chosen
+    return edited
+
+
+def _alternatives(logits: mx.array, batch: SamplingBatch) -> tuple[mx.array | None, mx.array | None]:
+    if not batch.wants_top:
+        return None, None
+    index = mx.array(batch.wants_top)
+    rows = logits[index].astype(mx.float32)
+    if not isinstance(batch.temperature, float):
+        rows = rows / batch.temperature[index][:, None]
+    return top_logprobs(rows, batch.top_count)
+
+
+def top_logprobs(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """The `count` likeliest tokens and their log-probabilities, unordered: [..., V] float32 → two [..., count]."""
+    count = min(count, logits.shape[-1])
+    tokens = mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count]
+    chosen = mx.take_along_axis(logits, tokens, axis=-1)
+    return tokens.astype(mx.int32), chosen - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def ordered_alternatives(tokens: mx.array, logprobs: mx.array) -> list[tuple[TopLogprob, ...]]:
+    """[t, K] alternatives, likeliest first."""
+    ids, values = np.array(tokens), np.array(logprobs)
+    order = np.argsort(-values, axis=-1, kind="stable")
+    ids, values = np.take_along_axis(ids, order, -1), np.take_along_axis(values, order, -1)
+    return [
+        tuple(TopLogprob(token, value) for token, value in zip(row_ids, row_values, strict=True))
+        for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True)
+    ]
+
+
+class _Filter:
+    """min_p, top_k and top_p of the rows that have any of them."""
+
+    def __init__(self, params: list[SamplingParams]) -> None:
+        filtered = [i for i, p in enumerate(params) if p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0]
+        self._all = len(filtered) == len(params)
+        self._some = bool(filtered)
+        self._index = mx.array(filtered or [0])
+        chosen = [params[i] for i in filtered]
+        self._has_min_p = any(p.min_p > 0.0 for p in chosen)
+        self._has_rank = any(p.top_p < 1.0 or p.top_k > 0 for p in chosen)
+        self._every_top_k = all(p.top_k > 0 for p in chosen)
+        self._largest_top_k = max((p.top_k for p in chosen), default=0)
+        with np.errstate(divide="ignore"):
+            self._log_min_p = mx.array(np.log(np.array([p.min_p for p in chosen], np.float32)))[:, None]
+        self._top_k = mx.array([p.top_k if p.top_k > 0 else np.iinfo(np.int32).max for p in chosen])[:, None]
+        self._top_p = mx.array([p.top_p if p.top_p < 1.0 else _OFF for p in chosen], dtype=mx.float32)[:, None]
+
+    def apply(self, scaled: mx.array) -> mx.array:
+        """Sets what is filtered out to -inf; [n, V] logits divided by the temperature."""
+        if not self._some:
+            return scaled
+        if self._all:
+            return self._keep(scaled)
+        filtered = scaled * 1.0
+        filtered[self._index] = self._keep(scaled[self._index])
+        return filtered
+
+    def _keep(self, x: mx.array) -> mx.array:
+        if self._has_min_p:
+            x = mx.where(x < x.max(axis=-1, keepdims=True) + self._log_min_p, -mx.inf, x)
+        return mx.where(x < self._threshold(x), -mx.inf, x) if self._has_rank else x
+
+    def _threshold(self, x: mx.array) -> mx.array:
+        """[m, 1]: the smallest logit kept. Tokens tied with it are kept too, so the order of a sort does not matter.
+
+        A token is kept when its rank is below top_k and the tokens before it have less than top_p of the mass.
+        """
+        vocab = x.shape[-1]
+        if self._every_top_k and self._largest_top_k < vocab:  # a partition is 8 times cheaper than a sort
+            x = mx.topk(x, self._largest_top_k, axis=-1)
+        ordered = mx.sort(x, axis=-1)[:, ::-1]
+        in_top_k = mx.arange(ordered.shape[-1])[None] < self._top_k
+        mass = mx.softmax(mx.where(in_top_k, ordered, -mx.inf), axis=-1)
+        kept = in_top_k & (mx.cumsum(mass, axis=-1) - mass < self._top_p)
+        last = mx.maximum(kept.sum(axis=-1, keepdims=True) - 1, 0)
+        return mx.take_along_axis(ordered, last, axis=-1)

@@ -1,0 +1,86 @@
+"""Log-probabilities of a given text (`prompt_logprobs`, echo, `EngineClient.score`): a forward of its own, by chunks.
+
+One chunk is computed a step, so decoding rows wait for one chunk at most, and logits of one chunk exist at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.engine.kv_cache import new_prefill_cache
+from mlx_parallm.engine.sampler import ordered_alternatives, top_logprobs
+from mlx_parallm.models.logprobs import token_logprobs
+from mlx_parallm.types import PromptLogprobs, TopLogprob
+from mlx_parallm.weights import WeightsView
+
+CHUNK_LOGITS = 1 << 24  # logits of one chunk: 64 MB of float32
+
+
+@dataclass
+class Score:
+    """A text being scored. Entry 0 of the results is None: nothing precedes it."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    adapter: str | None
+    top_count: int
+    caches: list[Any] = field(default_factory=list)
+    done: int = 0
+    logprobs: list[float | None] = field(default_factory=lambda: [None])
+    top_logprobs: list[tuple[TopLogprob, ...] | None] = field(default_factory=lambda: [None])
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= len(self.tokens) - 1
+
+    def result(self) -> PromptLogprobs:
+        return PromptLogprobs(tuple(self.logprobs), tuple(self.top_logprobs))
+
+
+class Scorer:
+    """
+    Args:
+        model: the serving tree.
+        activate: tells its linear layers which adapter each row uses (`ModelRunner.activate`).
+        chunk: most tokens of one chunk.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        activate: Callable[[Sequence[str | None], WeightsView], None],
+        chunk: int,
+        vocab_size: int,
+    ) -> None:
+        self._model = model
+        self._activate = activate
+        self._chunk = max(16, min(chunk, CHUNK_LOGITS // vocab_size))
+
+    def launch(self, score: Score, view: WeightsView) -> list[mx.array]:
+        """Builds the next chunk under the read lock: [C] log-probabilities, then alternatives [C, K] if wanted."""
+        if score.finished:
+            return []
+        if score.done == 0:
+            score.caches = new_prefill_cache(self._model, len(score.tokens) - 1)
+        start, stop = score.done, min(score.done + self._chunk, len(score.tokens) - 1)
+        self._activate([score.adapter], view)
+        logits = self._model(mx.array(score.tokens[start:stop], dtype=mx.int32)[None], cache=score.caches)[0]
+        targets = mx.array(score.tokens[start + 1 : stop + 1], dtype=mx.int32)
+        score.done = stop
+        arrays = [token_logprobs(logits, targets)]
+        if score.top_count:
+            arrays += top_logprobs(logits.astype(mx.float32), score.top_count)
+        return arrays
+
+    def collect(self, score: Score, arrays: list[mx.array]) -> None:
+        """Waits for a chunk and appends its values."""
+        if not arrays:
+            return
+        mx.eval(arrays, [cache.state for cache in score.caches])
+        values = np.array(arrays[0]).tolist()
+        score.logprobs += values
+        score.top_logprobs += ordered_alternatives(arrays[1], arrays[2]) if score.top_count else [None] * len(values)

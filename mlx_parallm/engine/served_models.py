@@ -1,0 +1,68 @@
+"""Under which names the engine answers: the base, the policy being trained, adapters. No MLX.
+
+While training, the base's id, its last path component, `default` and the configured names all mean the policy; the
+untouched base is `<id>:base`. Otherwise they mean the base. An adapter's own name always means that adapter.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+
+from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.types import ServedModel
+
+DEFAULT = "default"
+BASE_SUFFIX = ":base"
+
+
+class ServedModels:
+    """
+    Args:
+        base_id: id of the base model as configured (hub id, directory, `builtin:tiny`).
+        policy_adapter: name of the adapter being trained, None when there is none.
+        trains_base: all weights are being trained: the base is the policy.
+        aliases: `server.served_model_names`.
+        adapter_versions: present adapters and the policy version under which each was put there.
+        version: the present policy version.
+    """
+
+    def __init__(
+        self,
+        base_id: str,
+        *,
+        adapter_versions: Callable[[], Mapping[str, int]],
+        version: Callable[[], int],
+        policy_adapter: str | None = None,
+        trains_base: bool = False,
+        aliases: tuple[str, ...] = (),
+    ) -> None:
+        self.base_id = base_id
+        self._adapter_versions = adapter_versions
+        self._version = version
+        self._policy_adapter = policy_adapter
+        self._trains_base = trains_base
+        self._aliases = (base_id, PurePath(base_id).name, DEFAULT, *aliases)
+
+    def list(self) -> tuple[ServedModel, ...]:
+        """The first is what `default` means."""
+        version, base = self._version(), self.base_id
+        models = [self._main(version)]
+        if self._policy_adapter is not None:
+            models.append(ServedModel(base + BASE_SUFFIX, None, base, None, version))
+        for name, adapter_version in sorted(self._adapter_versions().items()):
+            is_policy = name == self._policy_adapter
+            models.append(ServedModel(name, name, base, base, version if is_policy else adapter_version, is_policy))
+        return tuple(models)
+
+    def resolve(self, name: str | None) -> ServedModel:
+        """The model of a request; None or "" mean the default. Raises ModelNotFoundError with what there is."""
+        models = self.list()
+        for model in models:
+            if model.id == name:
+                return model
+        if not name or name in self._aliases:
+            return models[0]
+        raise ModelNotFoundError(name, [model.id for model in models])
+
+    def _main(self, version: int) -> ServedModel:
+        is_policy = self._policy_adapter is not None or self._trains_base
+        return ServedModel(self.base_id, self._policy_adapter, self.base_id, None, version, is_policy)

@@ -1,0 +1,248 @@
+"""The engine thread: takes commands between steps, steps while there is work, delivers each step's events.
+
+Everything MLX that serves runs here. `build` makes the engine on this thread from a model that was evaluated where it
+was loaded (DESIGN §1). The loop blocks on the command queue when idle. A step that raises fails the requests that took
+part and the engine goes on; several in a row, and it is dead and says so in `stats`.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_parallm.engine.client import (
+    Abort,
+    Call,
+    Command,
+    EngineClient,
+    EngineInfo,
+    Mailbox,
+    NotifyIdle,
+    SetAdmission,
+    Stop,
+    Submit,
+    SubmitScore,
+    deliver_all,
+)
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.events import Event, Failed, StreamDelta
+from mlx_parallm.engine.served_models import ServedModels
+from mlx_parallm.errors import EngineUnavailableError, ParallmError, RequestError
+from mlx_parallm.log import get_logger
+from mlx_parallm.types import EngineStats
+
+IDLE_TURN_S = 1.0  # an idle thread shows that it lives this often
+IDLE_TURNS_BEFORE_RELEASE = 5  # idle turns after which the KV cache is given back
+MAX_FAILED_STEPS = 3  # in a row
+
+
+class EngineThread:
+    """
+    Args:
+        build: makes the engine; runs on the new thread. What it raises is raised by `start`.
+        models: names under which the engine answers.
+    """
+
+    def __init__(self, build: Callable[[], Engine], models: ServedModels) -> None:
+        self.client = EngineClient(self.stats)
+        self._build = build
+        self._models = models
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._started = threading.Event()
+        self._engine: Engine | None = None
+        self._build_error: BaseException | None = None
+        self._error: str | None = None
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._idle_waiters: list[threading.Event] = []
+        self._failed_steps = 0
+        self._last_turn = time.monotonic()
+        self._stopping = False
+
+    def start(self) -> None:
+        """Starts the thread and waits until the engine is built. Raises what `build` raised."""
+        self._thread.start()
+        self._started.wait()
+        if self._build_error is not None:
+            self._thread.join()
+            raise self._build_error
+
+    def stop(self, timeout_s: float | None = 30.0) -> None:
+        """Ends the thread between two steps and joins it; unfinished requests get EngineUnavailableError."""
+        if not self._thread.is_alive():
+            return
+        self.client.commands.put(Stop())
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise EngineUnavailableError(f"the engine thread did not end within {timeout_s} s")
+
+    def stats(self) -> EngineStats:
+        """A snapshot without a lock: single reads of plain numbers."""
+        engine, alive = self._engine, self._thread.is_alive() and self._error is None
+        if engine is None:
+            return EngineStats(alive, False, 0, self._last_turn, 0, 0, 0, 0, 0, 0, 0, 0, 0, self._error)
+        counters = engine.counters
+        return EngineStats(
+            alive=alive,
+            ready=alive and not self._stopping,
+            steps=counters.steps,
+            last_step_time=self._last_turn,
+            running=counters.running,
+            waiting=len(engine.scheduler.waiting),
+            prompt_tokens=counters.prompt_tokens,
+            prefill_tokens=counters.prefill_tokens,
+            generation_tokens=counters.generation_tokens,
+            requests_finished=counters.requests_finished,
+            requests_failed=counters.requests_failed,
+            requests_aborted=counters.requests_aborted,
+            policy_version=engine.weights.version,
+            error=self._error,
+        )
+
+    def _main(self) -> None:
+        reason = "the engine has stopped"
+        try:
+            engine = self._engine = self._build()
+            self.client.open(EngineInfo(engine.limits, self._models))
+            self._started.set()
+            while not self._stopping:
+                self._turn(engine)
+        except BaseException as error:  # noqa: BLE001 - boundary: the thread's end must be told to whoever waits
+            self._error = reason = f"the engine thread died: {error!r}"
+            if self._started.is_set():
+                get_logger(__name__).exception("engine_died")
+            else:
+                self._build_error = error
+        finally:
+            self._shut_down(reason)
+            mx.synchronize()
+            mx.clear_streams()
+            self._started.set()
+
+    def _turn(self, engine: Engine) -> None:
+        self._take_commands(engine)
+        self._last_turn = time.monotonic()
+        self._deliver(engine.take_events())
+        if engine.has_work and not self._stopping:
+            self._step(engine)
+        if self._idle_waiters and engine.idle:
+            for event in self._idle_waiters:
+                event.set()
+            self._idle_waiters.clear()
+
+    def _step(self, engine: Engine) -> None:
+        try:
+            events = engine.step()
+            self._failed_steps = 0
+        except Exception as error:  # boundary: a failed forward ends its requests, not the engine
+            get_logger(__name__).exception("engine_step_failed")
+            self._failed_steps += 1
+            events = engine.fail_active(f"the engine's step failed: {error!r}")
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                self._deliver(events)
+                raise
+        self._deliver(events)
+
+    def _take_commands(self, engine: Engine) -> None:
+        """Everything in the queue; when there is nothing to do, blocks until there is."""
+        idle_turns = 0
+        while not self._stopping:
+            busy = engine.has_work or bool(self._idle_waiters)
+            try:
+                command = self.client.commands.get(block=not busy, timeout=IDLE_TURN_S)
+            except queue.Empty:
+                if busy:
+                    return
+                self._last_turn = time.monotonic()
+                idle_turns += 1
+                if idle_turns == IDLE_TURNS_BEFORE_RELEASE:
+                    engine.release_memory()
+                continue
+            self._execute(engine, command)
+
+    def _execute(self, engine: Engine, command: Command) -> None:
+        match command:
+            case Submit(letters):
+                for request, mailbox in letters:
+                    self._accept(mailbox, engine.add, request)
+            case SubmitScore(token_ids, adapter, top_count, mailbox):
+                self._accept(mailbox, engine.score, mailbox.request_id, token_ids, adapter, top_count)
+            case Abort(request_id):
+                engine.abort(request_id)
+            case SetAdmission(is_open):
+                engine.scheduler.paused = not is_open
+            case NotifyIdle(event):
+                self._idle_waiters.append(event)
+            case Call(function, future):
+                _call(function, engine, future)
+            case Stop():
+                self._stopping = True
+
+    def _accept(self, mailbox: Mailbox, add: Callable[..., None], *arguments: Any) -> None:
+        try:
+            add(*arguments)
+        except ParallmError as error:
+            self._send([(mailbox, Failed(mailbox.request_id, error))])
+        except Exception as error:  # noqa: BLE001 - boundary: one request's bad values must not end the engine
+            get_logger(__name__).exception("request_refused")
+            failure = RequestError(f"the request cannot be run: {error!r}")
+            self._send([(mailbox, Failed(mailbox.request_id, failure))])
+        else:
+            self._mailboxes[mailbox.request_id] = mailbox
+
+    def _deliver(self, events: list[Event]) -> None:
+        letters = []
+        for event in events:
+            mailbox = self._mailboxes.get(event.request_id)
+            if mailbox is None:
+                continue
+            letters.append((mailbox, event))
+            if not isinstance(event, StreamDelta):
+                del self._mailboxes[event.request_id]
+        self._send(letters)
+
+    def _send(self, letters: list[tuple[Mailbox, Event]]) -> None:
+        """One callback per loop, not per token."""
+        by_loop: dict[Any, list[tuple[Mailbox, Event]]] = {}
+        for letter in letters:
+            by_loop.setdefault(letter[0].loop, []).append(letter)
+        for loop, batch in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(deliver_all, batch)
+            except RuntimeError:  # that loop has ended: nobody waits there any more
+                for mailbox, _ in batch:
+                    if self._mailboxes.pop(mailbox.request_id, None):
+                        self.client.abort(mailbox.request_id)
+
+    def _shut_down(self, reason: str) -> None:
+        """Nobody is left waiting: requests, queued commands, idle waiters."""
+        self.client.close(reason)
+        unheard = list(self._mailboxes.values())
+        while True:
+            try:
+                command = self.client.commands.get_nowait()
+            except queue.Empty:
+                break
+            match command:
+                case Submit(letters):
+                    unheard += [mailbox for _, mailbox in letters]
+                case SubmitScore(mailbox=mailbox):
+                    unheard.append(mailbox)
+                case NotifyIdle(event):
+                    event.set()
+                case Call(future=future):
+                    future.set_exception(EngineUnavailableError(reason))
+        self._mailboxes.clear()
+        self._send([(m, Failed(m.request_id, EngineUnavailableError(reason))) for m in unheard])
+        for event in self._idle_waiters:
+            event.set()
+
+
+def _call(function: Callable[[Engine], Any], engine: Engine, future: "Future[Any]") -> None:
+    try:
+        future.set_result(function(engine))
+    except Exception as error:  # noqa: BLE001 - boundary: the caller's function fails in the caller
+        future.set_exception(error)

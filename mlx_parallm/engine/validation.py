@@ -1,0 +1,80 @@
+"""Refuses requests that cannot be run, before they reach the engine thread (and there again). No MLX."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_parallm.errors import ContextLengthError, RequestError
+from mlx_parallm.types import Request, SamplingParams
+
+MAX_CHOICES = 1024
+MAX_ALTERNATIVES = 1024
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    max_model_len: int
+    vocab_size: int
+
+
+def check_request(request: Request, limits: RequestLimits) -> None:
+    """Raises RequestError naming the parameter, or ContextLengthError."""
+    params = request.params
+    check_tokens(request.prompt_token_ids, limits)
+    _check_length(len(request.prompt_token_ids), params.max_tokens, limits)
+    _check_sampling(params)
+    _check_stops(params, limits)
+    for token, bias in params.logit_bias.items():
+        _require(0 <= token < limits.vocab_size, "logit_bias", f"token id {token} is not in the vocabulary")
+        _require(math.isfinite(bias), "logit_bias", "values must be finite")
+
+
+def check_tokens(tokens: Sequence[int], limits: RequestLimits) -> None:
+    """Raises RequestError: no tokens, or an id outside the vocabulary; ContextLengthError: too many."""
+    _require(len(tokens) > 0, "prompt", "the prompt is empty")
+    if len(tokens) > limits.max_model_len:
+        raise ContextLengthError(len(tokens), limits.max_model_len)
+    if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
+        raise RequestError(f"the prompt has token ids outside of 0..{limits.vocab_size - 1}", param="prompt")
+
+
+def _check_length(prompt: int, max_tokens: int | None, limits: RequestLimits) -> None:
+    if max_tokens is None:
+        if prompt >= limits.max_model_len:
+            raise ContextLengthError(prompt, limits.max_model_len)
+        return
+    _require(max_tokens >= 0, "max_tokens", "must be at least 0")
+    if prompt + max_tokens > limits.max_model_len:
+        raise ContextLengthError(prompt, limits.max_model_len, max_tokens)
+
+
+def _check_sampling(params: SamplingParams) -> None:
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        _require(math.isfinite(getattr(params, name)), name, "must be finite")
+    _require(params.temperature >= 0, "temperature", "must be at least 0")
+    # Below this logits / temperature leaves float32; the distribution is one-hot long before.
+    _require(params.temperature == 0 or params.temperature >= 1e-5, "temperature", "must be 0 or at least 1e-5")
+    _require(0 < params.top_p <= 1, "top_p", "must be in (0, 1]")
+    _require(params.top_k >= -1, "top_k", "must be at least -1 (-1 and 0 switch it off)")
+    _require(0 <= params.min_p <= 1, "min_p", "must be in [0, 1]")
+    _require(-2 <= params.presence_penalty <= 2, "presence_penalty", "must be in [-2, 2]")
+    _require(-2 <= params.frequency_penalty <= 2, "frequency_penalty", "must be in [-2, 2]")
+    _require(params.repetition_penalty > 0, "repetition_penalty", "must be above 0")
+    _require(1 <= params.n <= MAX_CHOICES, "n", f"must be in 1..{MAX_CHOICES}")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        _require(value is None or 0 <= value <= MAX_ALTERNATIVES, name, f"must be in 0..{MAX_ALTERNATIVES}")
+
+
+def _check_stops(params: SamplingParams, limits: RequestLimits) -> None:
+    _require(all(params.stop), "stop", "a stop string is empty")
+    for token in params.stop_token_ids:
+        _require(0 <= token < limits.vocab_size, "stop_token_ids", f"token id {token} is not in the vocabulary")
+    _require(params.min_tokens >= 0, "min_tokens", "must be at least 0")
+    if params.max_tokens is not None:
+        _require(params.min_tokens <= params.max_tokens, "min_tokens", "must not exceed max_tokens")
+
+
+def _require(condition: bool, param: str, message: str) -> None:
+    if not condition:
+        raise RequestError(f"{param}: {message}", param=param)

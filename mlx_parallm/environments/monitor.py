@@ -1,0 +1,145 @@
+"""What the environments did and whether they are well: counters behind a lock, filled by `RolloutManager`."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mlx_parallm.environments.episodes import GroupPlan, GroupResult
+
+RECENT_GROUPS = 32
+WORST_HEALTHY_FAILURE_RATE = 0.2
+FEWEST_FAILURES = 3  # below it a rate says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentStatistics:
+    groups: int = 0  # delivered
+    failed: int = 0
+    reward_sum: float = 0.0
+    rollouts: int = 0
+
+    @property
+    def reward_mean(self) -> float | None:
+        return self.reward_sum / self.rollouts if self.rollouts else None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStatistics:
+    """Counts since the start of the process; times in seconds."""
+
+    groups_started: int
+    groups_delivered: int
+    groups_failed: int
+    groups_known: int  # played, and found in the store already
+    rollouts: int  # of delivered groups
+    sampled_tokens: int  # of delivered groups
+    in_flight: int  # started, not finished
+    held: int  # finished, waiting for an earlier group
+    demand: int  # allowed, not started
+    waiting_s: float  # time with nothing in flight
+    environments: Mapping[str, EnvironmentStatistics] = field(default_factory=dict)
+
+
+class RolloutMonitor:
+    def __init__(
+        self, names: Sequence[str], *, stall_after_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._stall_after_s = stall_after_s
+        self._in_flight: dict[str, tuple[str, float]] = {}  # group id → environment, start
+        self._recent: deque[tuple[str, str | None]] = deque(maxlen=RECENT_GROUPS)  # environment, failure
+        self._per_environment = dict.fromkeys(names, EnvironmentStatistics())
+        self._started = self._known = self._sampled_tokens = 0
+        self._last_progress = self._idle_since = clock()
+        self._waiting_s = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def started(self, plans: Sequence[GroupPlan]) -> None:
+        with self._lock:
+            now = self._clock()
+            if not self._in_flight:
+                self._waiting_s += now - self._idle_since
+                self._last_progress = now
+            self._started += len(plans)
+            self._in_flight |= {plan.group_id: (plan.source.name, now) for plan in plans}
+
+    def finished(self, results: Sequence[GroupResult]) -> None:
+        with self._lock:
+            for result in results:
+                del self._in_flight[result.plan.group_id]
+            self._last_progress = self._idle_since = self._clock()
+
+    def delivered(self, result: GroupResult, *, known: bool) -> None:
+        name, rollouts = result.plan.source.name, result.group.rollouts
+        with self._lock:
+            self._recent.append((name, None))
+            if known:
+                self._known += 1
+                return
+            before = self._per_environment[name]
+            self._per_environment[name] = EnvironmentStatistics(
+                groups=before.groups + 1,
+                failed=before.failed,
+                reward_sum=before.reward_sum + sum(rollout.reward for rollout in rollouts),
+                rollouts=before.rollouts + len(rollouts),
+            )
+            self._sampled_tokens += sum(rollout.sampled_tokens for rollout in rollouts)
+
+    def failed(self, result: GroupResult, reason: str) -> None:
+        name = result.plan.source.name
+        with self._lock:
+            self._recent.append((name, reason))
+            before = self._per_environment[name]
+            self._per_environment[name] = EnvironmentStatistics(
+                before.groups, before.failed + 1, before.reward_sum, before.rollouts
+            )
+
+    def health(self) -> str | None:
+        """In words: nothing finishes, or too many groups of an environment fail. None when neither is so."""
+        with self._lock:
+            return self._stalled() or self._failing()
+
+    def statistics(self, *, demand: int, held: int) -> RolloutStatistics:
+        with self._lock:
+            parts = dict(self._per_environment)
+            idle = self._clock() - self._idle_since if not self._in_flight else 0.0
+            return RolloutStatistics(
+                groups_started=self._started,
+                groups_delivered=sum(part.groups for part in parts.values()),
+                groups_failed=sum(part.failed for part in parts.values()),
+                groups_known=self._known,
+                rollouts=sum(part.rollouts for part in parts.values()),
+                sampled_tokens=self._sampled_tokens,
+                in_flight=len(self._in_flight),
+                held=held,
+                demand=demand,
+                waiting_s=self._waiting_s + idle,
+                environments=parts,
+            )
+
+    def _stalled(self) -> str | None:
+        silent_s = self._clock() - self._last_progress
+        if not self._in_flight or silent_s <= self._stall_after_s:
+            return None
+        oldest = min(self._in_flight, key=lambda group: self._in_flight[group][1])
+        return (
+            f"environment {self._in_flight[oldest][0]} stalled: nothing finished for {silent_s:.0f} s with"
+            f" {len(self._in_flight)} groups in flight (oldest: {oldest})"
+        )
+
+    def _failing(self) -> str | None:
+        for name in self._per_environment:
+            outcomes = [failure for environment, failure in self._recent if environment == name]
+            failures = [failure for failure in outcomes if failure is not None]
+            if len(failures) >= max(FEWEST_FAILURES, WORST_HEALTHY_FAILURE_RATE * len(outcomes)):
+                return (
+                    f"environment {name}: {len(failures)} of its last {len(outcomes)} groups failed,"
+                    f" the last one: {failures[-1]}"
+                )
+        return None

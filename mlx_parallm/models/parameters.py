@@ -1,0 +1,51 @@
+"""The trainable arrays of a module tree as one flat, named list, and where each of them is bound.
+
+Functions that MLX differentiates bind tracers into the tree; `bound` puts the real arrays back. Binding a reference is
+all that ever happens to a slot: augmented or indexed assignment would change an array that the serving tree shares.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+
+class ParameterSlots:
+    """Slots of a module's trainable parameters, in the order of `names` (dotted paths, sorted)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: tuple[str, ...] = tuple(sorted(name for name, _ in tree_flatten(model.trainable_parameters())))
+        self._owners: list[tuple[Any, Any]] = [_owner(model, name) for name in self.names]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def read(self, indices: Sequence[int] | None = None) -> list[mx.array]:
+        owners = self._owners if indices is None else [self._owners[i] for i in indices]
+        return [owner[key] for owner, key in owners]
+
+    def write(self, arrays: Sequence[mx.array], indices: Sequence[int] | None = None) -> None:
+        owners = self._owners if indices is None else [self._owners[i] for i in indices]
+        for (owner, key), array in zip(owners, arrays, strict=True):
+            owner[key] = array
+
+    @contextmanager
+    def bound(self, arrays: Sequence[mx.array], indices: Sequence[int] | None = None) -> Iterator[None]:
+        """Binds `arrays` for the length of the block."""
+        before = self.read(indices)
+        self.write(arrays, indices)
+        try:
+            yield
+        finally:
+            self.write(before, indices)
+
+
+def _owner(model: nn.Module, name: str) -> tuple[Any, Any]:
+    *path, leaf = name.split(".")
+    node: Any = model
+    for part in path:
+        node = node[int(part)] if isinstance(node, list) else node[part]
+    return node, int(leaf) if isinstance(node, list) else leaf

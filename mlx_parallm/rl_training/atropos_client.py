@@ -1,0 +1,367 @@
+"""Groups from an external Atropos API (`api_url = "http://…"`): register, poll /batch, check, store.
+
+`AtroposPoller` runs in a thread with a loop of its own; the trainer makes it over the run's `RolloutStore`, starts it
+before the first step and shows `health()`. `AtroposClient` is the HTTP side. Wire conventions: `rollout_store.wire`.
+
+What atroposlib 0.4.0's server does to a trainer, and the answer to each (measured; atropos.md §1):
+* environments wait until the first GET /batch: the poller asks once right after registering, room or not;
+* /batch hands a batch out once: no poll while the store already holds a batch, the client's timeout is 120 s, and
+  when the disk is full the batch in hand is tried again until it is kept;
+* null for minutes is normal; a constant queue with null is not (group sizes that never add up): `health` says so;
+* after an unhandled error it answers 500 and closes the socket: a transport error is tried again on a new one;
+* an error comes as 200 with `"batch": []`, and after a restart nobody is registered: register again;
+* a second /register is ignored, and one after stray data is too ("poisoned"): /info tells. A reset throws queued
+  groups away and ends running environments, so it is done only where nothing can be lost.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import httpx
+
+from mlx_parallm.errors import ConfigError, RolloutRejectedError, StoreError
+from mlx_parallm.log import get_logger
+from mlx_parallm.rollout_store.checks import check_group
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.rollout_store.wire import from_scored_data
+
+REQUEST_TIMEOUT_S = 120.0  # a 52 MB batch takes the server 12 s, and it blocks meanwhile
+STALLED_AFTER_S = 60.0
+STATUS_EVERY_S = 10.0  # how often /status is asked while /batch is null
+MAX_RETRY_PAUSE_S = 15.0
+RESET_ATTEMPTS = 3
+
+T = TypeVar("T")
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRegistration:
+    """The body of POST /register; every field is required there. `batch_size` counts sequences."""
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int  # 0, or the step that a resumed run goes on from
+    num_steps: int  # absolute, also after a resume
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReply:
+    """One answer of /batch: `groups` is None for null; `registered` False asks for a registration."""
+
+    groups: list[dict[str, Any]] | None
+    registered: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _ApiQueue:
+    """What /status said: so many groups, a number that has stood since `since`; last asked at `asked` (monotonic)."""
+
+    size: int
+    since: float
+    asked: float
+
+
+class AtroposClient:
+    """One Atropos API. Every method raises httpx.HTTPError (unreachable, bad status) or ValueError (not its JSON)."""
+
+    def __init__(self, api_url: str, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+        self.url = api_url.rstrip("/")
+        # identity: on a loopback connection gzip makes a large batch three times slower
+        self._http = httpx.AsyncClient(timeout=timeout_s, headers={"Accept-Encoding": "identity"})
+
+    async def register(self, registration: TrainerRegistration) -> int:
+        """Returns the uuid, a 128-bit integer that no later call wants."""
+        return int((await self._json("POST", "/register", json=asdict(registration)))["uuid"])
+
+    async def info(self) -> tuple[int, int]:
+        """(batch_size, max_token_len) that environments are told; -1 where unset."""
+        info = await self._json("GET", "/info")
+        return int(info["batch_size"]), int(info["max_token_len"])
+
+    async def queue_size(self) -> int:
+        """Groups that wait; 0 also when nobody is registered."""
+        return int((await self._json("GET", "/status"))["queue_size"])
+
+    async def has_environments(self) -> bool:
+        """Whether an environment ever registered: /status-env of the first id fails without one."""
+        reply = await self._send("GET", "/status-env", json={"env_id": 0})
+        return reply.status_code == httpx.codes.OK
+
+    async def reset(self) -> None:
+        """Throws away the queue, the environments and the registration."""
+        (await self._send("GET", "/reset_data")).raise_for_status()
+
+    async def batch(self) -> BatchReply:
+        """Takes the next batch: it is handed out once."""
+        reply = await self._json("GET", "/batch")
+        if reply.get("status") == "error":
+            return BatchReply(None, registered=False)
+        return BatchReply(reply["batch"] or None)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        reply = await self._send(method, path, **options)
+        reply.raise_for_status()
+        value = reply.json()
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.url}{path} answered {str(value)[:80]!r}: is this an Atropos API?")
+        return value
+
+    async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            return await self._http.request(method, self.url + path, **options)
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+            # a kept-alive connection that the server closed after its last error
+            return await self._http.request(method, self.url + path, **options)
+
+
+class AtroposPoller:
+    """Fetches batches into the store in a thread of its own. `start`, `health`, `stop`."""
+
+    def __init__(
+        self,
+        client: AtroposClient,
+        store: RolloutStore,
+        registration: TrainerRegistration,
+        *,
+        vocab_size: int,
+        policy_version: Callable[[], int],
+        temperature: float = 1.0,
+        poll_interval_s: float = 1.0,
+        stalled_after_s: float = STALLED_AFTER_S,
+        status_every_s: float = STATUS_EVERY_S,
+    ) -> None:
+        self._client = client
+        self._store = store
+        self._registration = registration
+        self._vocab_size = vocab_size
+        self._policy_version = policy_version
+        self._temperature = temperature
+        self._poll_interval_s = poll_interval_s
+        self._stalled_after_s = stalled_after_s
+        self._status_every_s = status_every_s
+        # a daemon thread, so that a crash of the main thread still ends the process; `stop` joins it
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="atropos-poller", daemon=True)
+        self._started = threading.Event()
+        self._registered = threading.Event()  # set once for good, by success or by `_fatal`
+        self._fatal: ConfigError | None = None
+        self._problem: str | None = None
+        self._hungry_since: float | None = None  # since when there is room and /batch is null
+        self._queue = _ApiQueue(size=0, since=0.0, asked=0.0)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._grace_s = 0.0
+        self.groups_received = 0
+        self.groups_rejected = 0
+
+    @property
+    def source(self) -> str:
+        """The name of this source in the store."""
+        return f"atropos:{self._client.url}"
+
+    def start(self) -> None:
+        """Starts the thread, which registers and polls. An API that is not up yet is waited for."""
+        self._thread.start()
+        self._started.wait()
+
+    def wait_until_registered(self, timeout_s: float) -> bool:
+        """False when the time is up. Raises ConfigError when the API is registered for another run (what to do)."""
+        done = self._registered.wait(timeout_s)
+        if self._fatal is not None:
+            raise self._fatal
+        return done
+
+    def stop(self, *, grace_s: float = 2.0) -> None:
+        """Ends and joins the thread. A request in flight gets `grace_s`: its batch would not be handed out again."""
+        if self._loop is None or self._stop is None:  # never started
+            return
+        self._grace_s = grace_s
+        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def health(self) -> str | None:
+        """What is wrong, in words; None when nothing is."""
+        if self._fatal is not None:
+            return str(self._fatal)
+        if self._problem is not None:
+            return self._problem
+        if self._started.is_set() and not self._thread.is_alive() and not self._stopping:
+            return f"the thread that polls {self._client.url} has died; its error is in the log"
+        hungry_since, queue, now = self._hungry_since, self._queue, time.monotonic()
+        if hungry_since is None or queue.asked < hungry_since or now - hungry_since < self._stalled_after_s:
+            return None
+        if queue.size == 0:
+            return f"no environment has sent a group to {self._client.url} for {now - hungry_since:.0f} s"
+        if now - queue.since < self._stalled_after_s:
+            return None  # it grows: environments are slow, not stuck
+        return (
+            f"the Atropos API at {self._client.url} has {queue.size} groups queued but makes no batch of"
+            f" {self._registration.batch_size} sequences: group sizes must divide the batch size"
+        )
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._started.set()
+        work = asyncio.create_task(self._work())
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                await asyncio.wait({work}, timeout=self._grace_s)
+        finally:
+            work.cancel()
+            stopped.cancel()
+            await asyncio.gather(stopped, return_exceptions=True)
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+            await self._client.close()
+
+    async def _work(self) -> None:
+        try:
+            await self._persistently(self._register)
+            self._registered.set()
+            must_ask = True  # the first /batch starts the environments
+            while not self._stopping:
+                if must_ask or self._has_room():
+                    must_ask = False
+                    if await self._persistently(self._fetch):
+                        continue
+                else:
+                    self._hungry_since = None
+                await self._pause(self._poll_interval_s)
+        except ConfigError as error:
+            self._fatal = error
+            logger.error("atropos_registration_failed", error=str(error))
+        finally:
+            self._registered.set()
+
+    async def _persistently(self, action: Callable[[], Awaitable[T]]) -> T | None:
+        """Runs `action` until the API answers it; says in `health` what is in the way meanwhile."""
+        pause = min(self._poll_interval_s, MAX_RETRY_PAUSE_S)
+        while not self._stopping:
+            try:
+                result = await action()
+            except (httpx.HTTPError, ValueError, KeyError) as error:
+                self._set_problem(f"the Atropos API at {self._client.url} does not answer: {error or repr(error)}")
+            else:
+                self._set_problem(None)
+                return result
+            await self._pause(pause)
+            pause = min(2 * pause, MAX_RETRY_PAUSE_S)
+        return None
+
+    async def _register(self) -> None:
+        """Registers and makes sure that it counted. Raises ConfigError when another run's registration is in force."""
+        wanted = (self._registration.batch_size, self._registration.max_token_len)
+        for _ in range(RESET_ATTEMPTS):
+            await self._client.register(self._registration)
+            found = await self._client.info()
+            if found == wanted:
+                logger.info("atropos_registered", url=self._client.url, starting_step=self._registration.starting_step)
+                return
+            poisoned = found[0] == -1  # data came before any trainer: nothing of it can ever be fetched
+            if not poisoned and (await self._client.queue_size() or await self._client.has_environments()):
+                break
+            await self._client.reset()
+        raise ConfigError(
+            f"rl_training.atropos.api_url: {self._client.url} serves another run (batch_size {found[0]}, max_token_len"
+            f" {found[1]}; this run wants {wanted[0]} and {wanted[1]}). Set rollout_batch_size and max_token_length to"
+            f" its values, or stop its environments, call {self._client.url}/reset_data and start again"
+        )
+
+    async def _fetch(self) -> bool:
+        """One /batch; True when it brought groups."""
+        try:
+            reply = await self._client.batch()
+        except httpx.HTTPStatusError as error:
+            if (await self._client.info())[0] != -1:
+                logger.warning("atropos_batch_lost", url=self._client.url, status=error.response.status_code)
+                raise
+            reply = BatchReply(None, registered=False)  # /reset_data was called: 500 until someone registers
+        if not reply.registered:
+            logger.warning("atropos_registering_again", url=self._client.url)
+            await self._register()
+            reply = await self._client.batch()  # environments wait for this one
+        if reply.groups is None:
+            await self._watch_queue()
+            return False
+        self._hungry_since = None
+        for data in reply.groups:
+            await self._keep(data)
+        return True
+
+    async def _keep(self, data: dict[str, Any]) -> None:
+        """Into the store or into quarantine; a full disk is waited out, for the API has forgotten the group."""
+        while True:
+            try:
+                self._store_group(data)
+            except StoreError as error:
+                self._set_problem(str(error))
+                if self._stopping:
+                    logger.error("atropos_group_lost", error=str(error))
+                    return
+                await self._pause(self._poll_interval_s)
+            else:
+                self._set_problem(None)
+                return
+
+    def _store_group(self, data: dict[str, Any]) -> None:
+        env_id = data.get("env_id") if isinstance(data, dict) else None
+        try:
+            group = from_scored_data(
+                data,
+                policy_version=self._policy_version(),
+                environment="external" if env_id is None else f"env_{env_id}",
+                temperature=self._temperature,
+            )
+            check_group(group, vocab_size=self._vocab_size, max_token_length=self._registration.max_token_len)
+            self._store.add(group, source=self.source)
+        except RolloutRejectedError as error:
+            self._store.reject(data, source=self.source, reason=str(error))
+            self.groups_rejected += 1
+            logger.warning("atropos_group_rejected", reason=str(error))
+        else:
+            self.groups_received += 1
+
+    async def _watch_queue(self) -> None:
+        """While /batch is null: how many groups wait at the API, and since when that has not changed."""
+        now = time.monotonic()
+        if self._hungry_since is None:
+            self._hungry_since = now
+        if now - max(self._hungry_since, self._queue.asked) < self._status_every_s:
+            return
+        size = await self._client.queue_size()
+        unchanged = size == self._queue.size and self._queue.asked >= self._hungry_since
+        self._queue = _ApiQueue(size, self._queue.since if unchanged else now, now)
+
+    def _has_room(self) -> bool:
+        """False while a batch waits in the store: what stays at the API tells environments to slow down."""
+        return self._store.waiting_sequences() < self._registration.batch_size
+
+    @property
+    def _stopping(self) -> bool:
+        return self._stop is not None and self._stop.is_set()
+
+    def _set_problem(self, problem: str | None) -> None:
+        if problem is not None and problem != self._problem:
+            logger.warning("atropos_problem", problem=problem)
+        self._problem = problem
+
+    async def _pause(self, seconds: float) -> None:
+        assert self._stop is not None  # made in `_main`
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), seconds)

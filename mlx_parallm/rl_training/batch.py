@@ -1,0 +1,53 @@
+"""What a training step is made of: `RolloutBuffer` → TrainBatch → `collate` → mini-batches → trainer. No MLX."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mlx_parallm.types import Rollout, RolloutGroup
+
+
+@dataclass(frozen=True)
+class TrainSequence:
+    """One rollout with what the trainer adds. `fresh[t]`: sampled by the very weights that this step starts from."""
+
+    rollout: Rollout
+    advantages: tuple[float, ...]  # [T]
+    fresh: tuple[bool, ...]  # [T]
+
+
+@dataclass(frozen=True)
+class BatchStatistics:
+    """Numbers about every group that the step consumed by its own choice: trained on, or dropped for want of variance.
+
+    Groups that were dropped as too old say nothing about today's policy: only their number is kept.
+    """
+
+    groups: int = 0
+    sequences: int = 0
+    reward_mean: float | None = None
+    reward_std: float | None = None  # population, over sequences
+    groups_without_variance: float = 0.0  # fraction
+    truncated_fraction: float = 0.0
+    completion_tokens_mean: float = 0.0
+    staleness: float = 0.0  # mean over the groups that are trained on, in steps
+    staleness_max: int = 0
+    dropped_stale: int = 0  # groups
+    reward_by_environment: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """The rollouts of one step. `gave_up`: why it holds fewer sequences than asked for (perhaps none)."""
+
+    step: int
+    groups: tuple[RolloutGroup, ...]
+    sequences: tuple[TrainSequence, ...]
+    statistics: BatchStatistics
+    gave_up: str = ""
+
+    @property
+    def group_ids(self) -> tuple[str, ...]:
+        return tuple(group.group_id for group in self.groups)

@@ -1,0 +1,280 @@
+"""What a person sees of a run: a live panel on a terminal, one structlog line a step elsewhere.
+
+The trainer calls `start`, `update` once a step, `tick` while it waits for rollouts, and `stop`. A display never ends a
+run: an error inside it turns it into the plain one. It installs no signal handler and swallows no KeyboardInterrupt.
+"""
+
+import functools
+import itertools
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from mlx_parallm.log import get_logger
+from mlx_parallm.rl_training.health import HEALTHY, WINDOW, diagnose
+
+log = get_logger("display")
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 40
+PACE_STEPS = 20
+"""Steps that the ETA is taken from."""
+REFRESHES_PER_SECOND = 2
+NOTES = 3
+UNKNOWN = "–"
+LINE_KEYS = ("step", "policy_version", "reward_mean", "kl", "entropy", "publish_ms")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Sources = Callable[[], Sequence[str | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What does not change during a run."""
+
+    run_name: str
+    model: str
+    base_url: str  # of the server, without /v1
+    total_steps: int
+    example_prompt: str
+    start_step: int = 0
+    model_name: str = "default"
+    needs_key: bool = False
+
+
+def curl_line(info: RunInfo) -> str:
+    """A command that talks to the model, broken so that it can be copied from a terminal of 80 columns."""
+    body = {"model": info.model_name, "messages": [{"role": "user", "content": info.example_prompt}]}
+    quoted = json.dumps(body, separators=(",", ":"), ensure_ascii=False).replace("'", "'\\''")
+    key = '  -H "Authorization: Bearer $MLX_PARALLM_API_KEY" \\\n' if info.needs_key else ""
+    return (
+        f"curl {info.base_url}/v1/chat/completions \\\n  -H 'Content-Type: application/json' \\\n{key}  -d '{quoted}'"
+    )
+
+
+def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
+    """Values as block characters, at most `width`, each the mean of its share. Rewards within [0, 1] use that scale."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    edges = [round(position * len(finite) / count) for position in range(count + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    if low >= 0.0 and high <= 1.0:
+        low, high = 0.0, 1.0
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((value - low) * scale)] for value in means)
+
+
+def attempt(action: Callable[[], T]) -> T | Exception:
+    """The boundary: a display must not end a run."""
+    try:
+        return action()
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def _guarded(
+    method: Callable[Concatenate["TrainingDisplay", P], None],
+) -> Callable[Concatenate["TrainingDisplay", P], None]:
+    """Whatever a terminal does, training goes on with the plain display."""
+
+    @functools.wraps(method)
+    def guarded(self: "TrainingDisplay", *args: P.args, **kwargs: P.kwargs) -> None:
+        if isinstance(error := attempt(lambda: method(self, *args, **kwargs)), Exception):
+            self._fall_back(error)
+
+    return guarded
+
+
+class TrainingDisplay:
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        interactive: bool | None = None,
+        sources: Sources = tuple,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            interactive: live panel or lines; default: what the console's terminal can do.
+            sources: asked for the health of the rollout sources (`RolloutManager.health`) whenever something is shown.
+        """
+        self._console = console or Console(stderr=True)
+        self._interactive = self._console.is_terminal if interactive is None else interactive
+        self._sources = sources
+        self._clock = clock
+        self._info: RunInfo | None = None
+        self._live: Live | None = None
+        self._rewards: list[float] = []
+        self._window: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
+        self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
+        self._notes: deque[str] = deque(maxlen=NOTES)
+        self._told = HEALTHY
+
+    @_guarded
+    def start(self, info: RunInfo) -> None:
+        self._info = info
+        self._pace.append((info.start_step, self._clock()))
+        if not self._interactive:
+            log.info("training", run=info.run_name, model=info.model, steps=info.total_steps)
+            log.info("talk to the model", command=curl_line(info).replace(" \\\n ", ""))
+            return
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._render,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            vertical_overflow="visible",
+        )
+        self._live.start(refresh=True)
+
+    @_guarded
+    def update(self, metrics: Mapping[str, Any]) -> None:
+        """One finished step: a line of metrics.jsonl."""
+        self._window.append(metrics)
+        self._pace.append((int(metrics["step"]), self._clock()))
+        if isinstance(reward := metrics.get("reward_mean"), int | float):
+            self._rewards.append(float(reward))
+        if self._live is None:
+            self._log_step(metrics)
+
+    @_guarded
+    def tick(self) -> None:
+        """Called while the trainer waits: without a terminal, a change of the health line is a line of its own."""
+        if self._live is None and (health := self.health()) != self._told:
+            self._told = health
+            (log.info if health == HEALTHY else log.warning)("health", health=health)
+
+    @_guarded
+    def note(self, text: str) -> None:
+        """An event that is not a step: a checkpoint, an evaluation."""
+        if self._live is None:
+            log.info(text)
+        else:
+            self._notes.append(text)
+
+    @_guarded
+    def stop(self) -> None:
+        """Leaves the last picture on the terminal and the cursor visible. May be called again."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def health(self) -> str:
+        return diagnose(list(self._window), self._sources())
+
+    def _fall_back(self, error: Exception) -> None:
+        log.warning("display failed, going on with plain lines", error=f"{type(error).__name__}: {error}")
+        live, self._live, self._interactive = self._live, None, False
+        if live is not None and isinstance(again := attempt(live.stop), Exception):
+            log.warning("the terminal is gone", error=str(again))
+
+    def _log_step(self, metrics: Mapping[str, Any]) -> None:
+        shown = {key: _rounded(metrics[key]) for key in LINE_KEYS if key in metrics}
+        self._told = self.health()
+        log.info(
+            "step",
+            **shown,
+            served_tok_s=_rounded(metrics.get("serve_tok_s")),
+            trained_tok_s=_rounded(trained_tokens_per_s(metrics)),
+            eta=self._eta(),
+            health=self._told,
+        )
+
+    def _eta(self) -> str:
+        if self._info is None or len(self._pace) < 2 or self._pace[-1][0] <= self._pace[0][0]:
+            return UNKNOWN
+        (first, begin), (last, end) = self._pace[0], self._pace[-1]
+        seconds = round((self._info.total_steps - last) * (end - begin) / (last - first))
+        minutes, seconds = divmod(max(0, seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+    def _render(self) -> RenderableType:
+        """The panel; runs on the refresh thread too."""
+        if self._info is None:
+            return Text("")
+        info, last = self._info, dict(self._window[-1]) if self._window else {}
+        panel = attempt(lambda: self._panel(info, last))  # the refresh thread would print a traceback
+        return Text(f"display: {panel!r}", style="red") if isinstance(panel, Exception) else panel
+
+    def _panel(self, info: RunInfo, last: Mapping[str, Any]) -> RenderableType:
+        health = self.health()
+        rows = Table.grid(padding=(0, 1))
+        rows.add_column(style="dim", no_wrap=True)
+        rows.add_column(overflow="fold")
+        rows.add_row("step", self._progress(info, int(last.get("step", info.start_step))))
+        rows.add_row("reward", self._reward())
+        facts = (
+            ("KL", _number(last, "kl", ".4f")),
+            ("entropy", _number(last, "entropy", ".3f")),
+            ("publish", _number(last, "publish_ms", ".2f", " ms")),
+            ("policy version", _number(last, "policy_version", ".0f")),
+        )
+        rows.add_row("policy", _facts(facts))
+        speeds = (
+            ("served", _number(last, "serve_tok_s", ",.0f")),
+            ("trained", _number({"x": trained_tokens_per_s(last)}, "x", ",.0f")),
+        )
+        rows.add_row("tokens/s", _facts(speeds))
+        rows.add_row("health", Text(health, style="green" if health == HEALTHY else "bold red"))
+        for note in list(self._notes):
+            rows.add_row("", Text(note, style="dim"))
+        title = Rule(Text(f"mlx_parallm · {info.run_name} · {info.model}"), align="left", style="cyan")
+        talk = Text(curl_line(info), style="cyan", overflow="fold")
+        return Group(title, rows, Text("talk to it while it learns:", style="dim"), talk)
+
+    def _progress(self, info: RunInfo, step: int) -> RenderableType:
+        line = Table.grid(padding=(0, 1))
+        line.add_row(
+            Text(f"{step}/{info.total_steps}", style="bold"),
+            ProgressBar(total=max(1, info.total_steps), completed=step, width=CURVE_WIDTH - 8),
+            Text(f"ETA {self._eta()}"),
+        )
+        return line
+
+    def _reward(self) -> Text:
+        rewards = list(self._rewards)
+        if not rewards:
+            return Text("waiting for the first step", style="dim")
+        began = sum(rewards[:5]) / len(rewards[:5])
+        now = sum(rewards[-5:]) / len(rewards[-5:])
+        text = Text(f"{rewards[-1]:.3f} ", style="bold")
+        text.append(sparkline(rewards), style="green")
+        return text.append(f" {began:.2f} → {now:.2f}", style="dim")
+
+
+def trained_tokens_per_s(metrics: Mapping[str, Any]) -> float | None:
+    """Tokens of the step for each second of training (rollout and publish time not counted)."""
+    tokens, seconds = metrics.get("tokens"), metrics.get("time_train_s")
+    return tokens / seconds if tokens and seconds else None
+
+
+def _facts(pairs: Sequence[tuple[str, str]]) -> Text:
+    text = Text()
+    for name, value in pairs:
+        text.append(" · " if text else "", style="dim").append(f"{name} ", style="dim").append(value)
+    return text
+
+
+def _number(metrics: Mapping[str, Any], key: str, form: str, unit: str = "") -> str:
+    value = metrics.get(key)
+    return f"{value:{form}}{unit}" if isinstance(value, int | float) else UNKNOWN
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value

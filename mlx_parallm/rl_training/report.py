@@ -1,0 +1,183 @@
+"""What a run leaves for people: the reward curve as a PNG, the same prompts before and after, and what to do next."""
+
+import itertools
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mlx_parallm.environments.evaluate import SOLVED, Answer, Evaluation
+
+SMOOTHING = 10  # steps on each side of the mean line, fewer in a short run
+SHOWN_PER_ENVIRONMENT = 3
+SHOWN_CHARACTERS = 60
+INK, RAW, SECOND, THIRD = "#1b3a57", "#9dbad5", "#b3541e", "#4b7f52"
+
+
+def write_reward_curve(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> Path:
+    """Draws `reward_mean` over the steps, raw and smoothed, with KL and entropy below; replaces `path` atomically.
+
+    Raises ValueError: no step has a reward. OSError: `path` cannot be written.
+    """
+    steps, rewards = _series(metrics, "reward_mean")
+    if not steps:
+        raise ValueError("no step has a reward_mean: nothing to draw")
+    from matplotlib.figure import Figure  # here, because it takes a second and only this needs it
+
+    figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(3, 1.2))
+    top = figure.add_subplot(grid[0, :])
+    top.plot(steps, rewards, color=RAW, linewidth=1, label="each step")
+    window = min(SMOOTHING, max(1, len(steps) // 8))
+    top.plot(steps, smooth(rewards, window), color=INK, linewidth=2.4, label=f"mean of ±{window} steps")
+    top.set_title(title, loc="left", fontsize=13, fontweight="bold")
+    top.set_ylabel("mean reward of the rollouts")
+    top.set_xlabel("training step")
+    if min(rewards) >= 0 and max(rewards) <= 1:
+        top.set_ylim(-0.02, 1.02)
+    top.legend(frameon=False, loc="best")
+    for position, (key, label, color) in enumerate(
+        (("kl", "KL to the reference\n(nats a token)", SECOND), ("entropy", "entropy\n(nats a token)", THIRD))
+    ):
+        small = figure.add_subplot(grid[1, position])
+        x, y = _series(metrics, key)
+        small.plot(x, y, color=color, linewidth=1.4)
+        small.set_ylabel(label, fontsize=9)
+        small.set_xlabel("training step", fontsize=9)
+        if not x:
+            small.text(0.5, 0.5, "not measured", ha="center", va="center", transform=small.transAxes, color="grey")
+    for axes in figure.axes:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        figure.savefig(temporary, format="png")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Centred moving mean over up to `window` neighbours on each side; the ends use those that there are."""
+    return [
+        sum(part) / len(part)
+        for part in (values[max(0, position - window) : position + window + 1] for position in range(len(values)))
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One environment's held-out tasks before and after."""
+
+    environment: str
+    pairs: tuple[tuple[Answer, Answer], ...]
+
+    @property
+    def accuracies(self) -> tuple[float, float]:
+        """Share of full rewards before and after."""
+        before, after = (
+            sum(pair[side].reward >= SOLVED for pair in self.pairs) / max(1, len(self.pairs)) for side in (0, 1)
+        )
+        return before, after
+
+
+def compare(before: Iterable[Evaluation], after: Iterable[Evaluation]) -> list[Comparison]:
+    """Pairs the answers to the same prompts; a prompt that was answered only once is left out."""
+    then = {evaluation.environment: {answer.prompt: answer for answer in evaluation.answers} for evaluation in before}
+    comparisons = []
+    for evaluation in after:
+        earlier = then.get(evaluation.environment, {})
+        pairs = [(earlier[answer.prompt], answer) for answer in evaluation.answers if answer.prompt in earlier]
+        comparisons.append(Comparison(evaluation.environment, tuple(pairs)))
+    return comparisons
+
+
+def accuracy_table(comparisons: Sequence[Comparison]) -> Table:
+    """Held-out accuracy of each environment, before and after."""
+    table = Table(title="greedy answers to held-out problems", title_justify="left")
+    table.add_column("environment")
+    for name in ("problems", "before", "after", "change"):
+        table.add_column(name, justify="right")
+    for row in comparisons:
+        before, after = row.accuracies
+        style = "green" if after >= before else "red"
+        change = Text(f"{after - before:+.3f}", style=style)
+        table.add_row(row.environment, str(len(row.pairs)), f"{before:.3f}", f"{after:.3f}", change)
+    return table
+
+
+def answers_table(comparisons: Sequence[Comparison], shown: int = SHOWN_PER_ENVIRONMENT) -> Table:
+    """The first answers of each environment, not picked ones."""
+    table = Table(title="the same prompts, before and after", title_justify="left")
+    for name in ("prompt", "expected", "before", "after"):
+        table.add_column(name, overflow="fold")
+    for row in comparisons:
+        for before, after in row.pairs[:shown]:
+            table.add_row(Text(_short(after.prompt)), Text(_short(after.expected or "")), _mark(before), _mark(after))
+    return table
+
+
+def plain_report(comparisons: Sequence[Comparison], shown: int = SHOWN_PER_ENVIRONMENT) -> str:
+    """Both tables as text without colours or lines, for logs and files."""
+    lines = []
+    for row in comparisons:
+        before, after = row.accuracies
+        lines.append(
+            f"{row.environment}: {before:.3f} -> {after:.3f} ({after - before:+.3f}) on {len(row.pairs)} problems"
+        )
+        for then, now in row.pairs[:shown]:
+            lines.append(f"  {_short(now.prompt)}  [{_short(now.expected or '')}]  {_plain(then)} -> {_plain(now)}")
+    return "\n".join(lines)
+
+
+def next_commands(run_dir: Path, base_path: str, *, lora: bool) -> list[str]:
+    """What to try with what the run left: (`mlx_parallm_serve`, `mlx_parallm_merge_lora`) lines for a shell."""
+    final, base = shlex.quote(str(run_dir / "final")), shlex.quote(base_path)
+    if not lora:
+        return [f"mlx_parallm_serve --model-path {final}"]
+    merged = shlex.quote(str(run_dir / "merged"))
+    return [
+        f"mlx_parallm_serve --model-path {base} --lora-path {final}",
+        f"mlx_parallm_merge_lora --base-model {base} --lora-path {final} --output-path {merged}",
+    ]
+
+
+def print_report(
+    console: Console, comparisons: Sequence[Comparison], commands: Sequence[str], curve: Path | None
+) -> None:
+    """The end of a run."""
+    if any(row.pairs for row in comparisons):
+        if console.is_terminal:
+            console.print(answers_table(comparisons))
+            console.print(accuracy_table(comparisons))
+        else:
+            console.print(plain_report(comparisons), soft_wrap=True, markup=False, highlight=False)
+    if curve is not None:
+        console.print(f"reward curve: {curve}", soft_wrap=True, markup=False, highlight=False)
+    for lead, command in zip(itertools.chain(["next:"], itertools.repeat("  or:")), commands, strict=False):
+        console.print(f"{lead} {command}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    points = [(int(line["step"]), float(line[key])) for line in metrics if isinstance(line.get(key), int | float)]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _mark(answer: Answer) -> Text:
+    right = answer.reward >= SOLVED
+    return Text(f"{'✓' if right else '✗'} {_short(answer.error or answer.text)}", style="green" if right else "red")
+
+
+def _plain(answer: Answer) -> str:
+    return f"{_short(answer.error or answer.text)} ({'right' if answer.reward >= SOLVED else 'wrong'})"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN_CHARACTERS else line[: SHOWN_CHARACTERS - 1] + "…"

@@ -1,0 +1,265 @@
+"""RolloutBuffer: waiting groups of the store → the TrainBatch of a step. No MLX.
+
+    request(step)    allows the in-process source to start what the step still lacks (nothing, when groups come by HTTP)
+    collect(step)    takes whole groups until `rollout_batch_size` sequences are together; None = not yet
+
+On the way it drops, in the store and with the reason, groups that are too old and groups whose rewards are all equal,
+and asks for as many again. What it takes is marked `taken(step)`; a checkpoint older than that brings it back.
+
+Order: "fifo" oldest first · "uniform" at random by (seed, step) · "priority" largest mean |advantage| first. In
+deterministic mode it waits until everything asked for has arrived, and goes by the groups' own index.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl_training.advantages import Estimator, token_advantages
+from mlx_parallm.rl_training.batch import TrainBatch, TrainSequence
+from mlx_parallm.rl_training.batch_statistics import StatisticsCollector
+from mlx_parallm.rl_training.versions import VersionSteps
+from mlx_parallm.types import RolloutGroup
+
+NO_VARIANCE = "no variance: all rewards of the group are equal"
+TOO_OLD = "too old: sampled more than max_staleness steps ago"
+
+Advantages = tuple[tuple[float, ...], ...]
+
+
+class GroupStore(Protocol):
+    """What the buffer needs of `rollout_store.store.RolloutStore`."""
+
+    def waiting(self, limit: int | None = None, *, exclude: set[str]) -> list[RolloutGroup]: ...
+
+    def groups(self, group_ids: Sequence[str]) -> list[RolloutGroup]: ...
+
+    def take(self, group_ids: Sequence[str], step: int) -> None: ...
+
+    def drop(self, group_ids: Sequence[str], step: int, reason: str) -> None: ...
+
+    def wait_for_groups(self, timeout_s: float, *, at_least: int = 1) -> bool: ...
+
+
+class RolloutBuffer:
+    """One thread's. `collect` of a step is called until it gives a batch, then for the next step.
+
+    Args:
+        estimate: rewards of a group → advantages, or None without variance.
+        group_sizes: of the in-process environments, one entry each; empty = groups come by HTTP only.
+        request_groups: allows the in-process source n more groups; each brings exactly one.
+        max_empty_rounds: refills in a row without one trainable group before a step is given up.
+
+    Raises ConfigError: no mix of these group sizes makes `rollout_batch_size` sequences.
+    """
+
+    def __init__(
+        self,
+        store: GroupStore,
+        versions: VersionSteps,
+        estimate: Estimator,
+        *,
+        rollout_batch_size: int,
+        group_sizes: Sequence[int] = (),
+        request_groups: Callable[[int], None] | None = None,
+        sampling: Literal["fifo", "uniform", "priority"] = "fifo",
+        max_staleness: int = 1,
+        max_empty_rounds: int = 8,
+        seed: int = 0,
+        deterministic: bool = False,
+    ) -> None:
+        if group_sizes and not reachable(rollout_batch_size, set(group_sizes)):
+            sizes = ", ".join(map(str, sorted(set(group_sizes))))
+            raise ConfigError(
+                f"rl_training.atropos.rollout_batch_size = {rollout_batch_size} cannot be made of whole groups:"
+                f" the environments' group sizes are {sizes}"
+            )
+        self._store, self._versions, self._estimate = store, versions, estimate
+        self._target = rollout_batch_size
+        self._nominal_sizes = set(group_sizes)
+        self._mean_size = sum(group_sizes) / len(group_sizes) if group_sizes else 1.0
+        self._request_groups = request_groups
+        self._sampling, self._max_staleness, self._max_empty_rounds = sampling, max_staleness, max_empty_rounds
+        self._seed, self._deterministic = seed, deterministic
+        self._held: dict[str, RolloutGroup] = {}  # waiting in the store, read already; in the store's order
+        self._outstanding = 0  # in-process groups asked for and not seen yet
+        self._poll()  # what a former process left is not an answer to our requests
+        self._outstanding = 0
+        self._restored = frozenset(self._held)  # perhaps sampled by weights that were lost with that process
+        self._begin()
+
+    def _begin(self) -> None:
+        self._chosen: list[tuple[RolloutGroup, Advantages, int]] = []
+        self._statistics = StatisticsCollector()
+        self._empty_rounds = 0
+
+    # ------------------------------------------------------------------ demand
+
+    def request(self, step: int) -> None:
+        """Asks for what `step` lacks, beyond what waits (and is not too old for it) and what was asked for already."""
+        self._poll()
+        waiting = sum(len(g.rollouts) for g in self._held.values() if self._age(g, step) <= self._max_staleness)
+        self._ask(self._target - waiting - self._outstanding * self._mean_size)
+
+    def _ask(self, sequences: float) -> None:
+        groups = math.ceil(sequences / self._mean_size)
+        if self._request_groups is not None and groups > 0:
+            self._outstanding += groups
+            self._request_groups(groups)
+
+    # ------------------------------------------------------------------ the batch
+
+    def collect(self, step: int, *, timeout_s: float) -> TrainBatch | None:
+        """The batch of `step`, or None after `timeout_s` (or a wake-up of the store) without enough groups.
+
+        Rounds of groups that cannot be trained on end with a smaller batch, perhaps an empty one, that says so.
+        """
+        self._poll()
+        while True:
+            self._choose(step)
+            missing = self._target - sum(len(group.rollouts) for group, _, _ in self._chosen)
+            if missing == 0:
+                return self._finish(step)
+            if gave_up := self._give_up(missing):
+                return self._finish(step, gave_up)
+            if not self._store.wait_for_groups(timeout_s, at_least=len(self._held) + len(self._chosen) + 1):
+                self._poll()  # the count above is of the store; one of ours may have been dropped from it by others
+                return None
+            self._poll()
+
+    def _give_up(self, missing: int) -> str:
+        """Asks for what is missing once everything asked for has come; says why when that has gone on for too long."""
+        if self._chosen and sum(len(group.rollouts) for group in self._held.values()) >= 2 * self._target:
+            return f"no mix of the waiting groups' sizes fills the last {missing} places"
+        if self._outstanding > 0 or self._request_groups is None:
+            return ""
+        if self._empty_rounds >= self._max_empty_rounds:
+            return (
+                f"{self._empty_rounds} refills in a row brought no group with different rewards: the problems are all"
+                " too easy or all too hard for this policy, or the reward does not tell answers apart"
+            )
+        self._empty_rounds += 1
+        self._ask(missing)
+        return ""
+
+    def _poll(self) -> None:
+        """Reads groups that are new in the store."""
+        known = {*self._held, *(group.group_id for group, _, _ in getattr(self, "_chosen", ()))}
+        for group in self._store.waiting(max(4 * self._target - len(known), 1), exclude=known):
+            self._held[group.group_id] = group
+            if group.index is not None and self._outstanding > 0:
+                self._outstanding -= 1
+
+    def _choose(self, step: int) -> None:
+        if self._deterministic and self._outstanding > 0:
+            return
+        room = self._target - sum(len(group.rollouts) for group, _, _ in self._chosen)
+        sizes = self._nominal_sizes | {len(group.rollouts) for group in self._held.values()}
+        stale: list[str] = []
+        constant: list[str] = []
+        trainable: list[tuple[RolloutGroup, Advantages, int]] = []
+        for group in self._ordered():
+            if room == 0 and self._sampling == "fifo":
+                break
+            age = self._age(group, step)
+            if age > self._max_staleness:
+                stale.append(group.group_id)
+                self._statistics.add_stale()
+            elif (advantages := token_advantages(group, self._estimate)) is None:
+                constant.append(group.group_id)
+                self._statistics.add_without_variance(group)
+            elif self._sampling != "fifo":
+                trainable.append((group, advantages, age))
+            elif reachable(room - len(group.rollouts), sizes):
+                self._take(group, advantages, age)
+                room -= len(group.rollouts)
+        self._discard(stale, step, TOO_OLD)
+        self._discard(constant, step, NO_VARIANCE)
+        if trainable:
+            self._choose_among(trainable, room, sizes, step)
+
+    def _choose_among(
+        self, trainable: list[tuple[RolloutGroup, Advantages, int]], room: int, sizes: set[int], step: int
+    ) -> None:
+        """Not first come first served: waits until there is enough to choose from."""
+        if sum(len(group.rollouts) for group, _, _ in trainable) < room:
+            return
+        if self._sampling == "uniform":
+            order = np.random.default_rng([self._seed & 0xFFFFFFFF, step]).permutation(len(trainable))
+            trainable = [trainable[i] for i in order]
+        else:
+            trainable = sorted(trainable, key=lambda entry: -_weight(entry[1]))
+        for group, advantages, age in trainable:
+            if room and reachable(room - len(group.rollouts), sizes):
+                self._take(group, advantages, age)
+                room -= len(group.rollouts)
+
+    def _ordered(self) -> list[RolloutGroup]:
+        groups = list(self._held.values())
+        if self._deterministic:
+            groups.sort(key=lambda group: math.inf if group.index is None else group.index)
+        return groups
+
+    def _take(self, group: RolloutGroup, advantages: Advantages, age: int) -> None:
+        del self._held[group.group_id]
+        self._chosen.append((group, advantages, age))
+        self._statistics.add_trained(group, age)
+        self._empty_rounds = 0
+
+    def _discard(self, group_ids: list[str], step: int, reason: str) -> None:
+        if group_ids:
+            self._store.drop(group_ids, step, reason)
+        for group_id in group_ids:
+            del self._held[group_id]
+
+    def _age(self, group: RolloutGroup, step: int) -> int:
+        return self._versions.staleness(group.sampled_versions, step)
+
+    def _finish(self, step: int, gave_up: str = "") -> TrainBatch:
+        self._store.take([group.group_id for group, _, _ in self._chosen], step)
+        batch = TrainBatch(
+            step=step,
+            groups=tuple(group for group, _, _ in self._chosen),
+            sequences=self._sequences([(group, advantages) for group, advantages, _ in self._chosen], step),
+            statistics=self._statistics.result(),
+            gave_up=gave_up,
+        )
+        self._begin()
+        return batch
+
+    def resume(self, step: int, group_ids: Sequence[str]) -> TrainBatch:
+        """The batch of a step that was interrupted. Its statistics are the checkpoint's to know. Raises StoreError."""
+        groups = self._store.groups(group_ids)
+        chosen = [(group, token_advantages(group, self._estimate) or _zeros(group)) for group in groups]
+        self._store.take(list(group_ids), step)
+        for group_id in group_ids:
+            self._held.pop(group_id, None)
+        return TrainBatch(step, tuple(groups), self._sequences(chosen, step), StatisticsCollector().result())
+
+    def _sequences(self, chosen: list[tuple[RolloutGroup, Advantages]], step: int) -> tuple[TrainSequence, ...]:
+        sequences = []
+        for group, advantages in chosen:
+            known = group.group_id not in self._restored or self._deterministic
+            for rollout, row in zip(group.rollouts, advantages, strict=True):
+                fresh = tuple(known and self._versions.steps(v) == step - 1 for v in rollout.policy_versions)
+                sequences.append(TrainSequence(rollout, row, fresh))
+        return tuple(sequences)
+
+
+def reachable(total: int, sizes: set[int]) -> bool:
+    """True when `total` (0 included) is a sum of these sizes, each used any number of times."""
+    sums = [True] + [False] * max(total, 0)
+    for value in range(1, total + 1):
+        sums[value] = any(size <= value and sums[value - size] for size in sizes)
+    return total >= 0 and sums[total]
+
+
+def _weight(advantages: Advantages) -> float:
+    values = [abs(value) for row in advantages for value in row]
+    return sum(values) / max(len(values), 1)
+
+
+def _zeros(group: RolloutGroup) -> Advantages:
+    return tuple((0.0,) * len(rollout.tokens) for rollout in group.rollouts)

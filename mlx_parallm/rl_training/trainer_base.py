@@ -1,0 +1,242 @@
+"""Trainer: TrainBatch → optimizer updates. Blind to the algorithm, which is a loss and an advantage.
+
+    step = update_epochs × mini-batches (one optimizer update each) × micro-batches (one backward pass each)
+
+A mini-batch is normalised by its own token count over all its micro-batches, so how it is cut changes nothing. A
+mini-batch with a non-finite loss or gradient is skipped and counted. Training stops between two micro-batches when it
+is asked to; what the mini-batch in work had gathered is dropped, and `StepPosition` says where to go on.
+
+No host sync beyond the evaluations of the backward pass: numbers are read once a mini-batch.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import structlog
+
+from mlx_parallm.config import RLTrainingConfig
+from mlx_parallm.losses.types import LossInputs, LossOutputs
+from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
+from mlx_parallm.rl_training.advantages import Estimator
+from mlx_parallm.rl_training.batch import TrainBatch
+from mlx_parallm.rl_training.collate import MicroBatch, MiniBatch, collate, epoch_order
+from mlx_parallm.rl_training.optimizer import PolicyOptimizer, learning_rate_at
+from mlx_parallm.rl_training.policy import TrainedPolicy
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """All that a training algorithm is. `advantages`: rewards of one group → one number each, None = nothing to learn."""
+
+    name: str
+    loss: Callable[[LossInputs], LossOutputs]
+    advantages: Estimator
+    needs_reference: bool = False
+
+
+@dataclass(frozen=True)
+class StepPosition:
+    """Where inside a step training stands; JSON by `asdict`. `totals`: sums of the metrics of finished mini-batches."""
+
+    epoch: int = 0
+    order: tuple[int, ...] = ()  # of the sequences, in this epoch
+    next_mini_batch: int = 0
+    updates: int = 0
+    skipped: int = 0
+    totals: dict[str, float] = field(default_factory=dict)
+    logprob_diff: tuple[float, float] | None = None  # max, mean; measured before the step's first update
+    tokens: int = 0
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "StepPosition":
+        diff = data["logprob_diff"]
+        return cls(**data | {"order": tuple(data["order"]), "logprob_diff": None if diff is None else tuple(diff)})
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`finished`: false when it was asked to stop. `metrics`: means over the step's mini-batches, None = not known."""
+
+    finished: bool
+    position: StepPosition
+    metrics: dict[str, float | None]
+    seconds: float
+
+
+class Trainer:
+    """Owns the optimizer. One thread's, the one that owns the policy's tree.
+
+    `between_blocks` is called after each evaluation of a few blocks (the serving thread's turn).
+    """
+
+    def __init__(
+        self,
+        policy: TrainedPolicy,
+        config: RLTrainingConfig,
+        algorithm: Algorithm,
+        *,
+        between_blocks: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.policy, self.algorithm, self._config = policy, algorithm, config
+        self.model = BlockwiseModel(
+            policy.model, blocks_per_eval=config.blocks_per_eval, between_blocks=between_blocks
+        )
+        if self.model.fallback and config.blocks_per_eval:
+            log.info("not trained block by block", reason=self.model.fallback)
+        self.optimizer = PolicyOptimizer(policy.slots, config)
+        self._reference_logprobs: dict[int, np.ndarray] = {}  # sequence of this step → its scored tokens'
+        if config.lora.dropout > 0:
+            log.warning("lora.dropout is off in RL: every pass yields a log-probability that is compared")
+
+    # ------------------------------------------------------------------ a step
+
+    def train_step(
+        self,
+        batch: TrainBatch,
+        *,
+        position: StepPosition | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> StepResult:
+        """Trains on a batch, from `position` on when a former process was interrupted in it."""
+        started = time.perf_counter()
+        self._reference_logprobs.clear()
+        learning_rate = learning_rate_at(batch.step, self._config)
+        at = position or StepPosition()
+        size, count = self._config.batch_size, len(batch.sequences)
+        for epoch in range(at.epoch, self._config.update_epochs):
+            if not at.order:
+                at = replace(at, order=tuple(epoch_order(count, seed=self._config.seed, step=batch.step, epoch=epoch)))
+            for number in range(at.next_mini_batch, math.ceil(count / size)):
+                rows = at.order[number * size : (number + 1) * size]
+                mini_batch = collate(batch.sequences, rows, token_budget=self._config.token_budget)
+                after = self._mini_batch(batch, mini_batch, at, learning_rate, should_stop)
+                if after is None:
+                    return self._result(at, learning_rate, started, finished=False)
+                at = replace(after, next_mini_batch=number + 1)
+            at = replace(at, epoch=epoch + 1, order=(), next_mini_batch=0)
+        return self._result(at, learning_rate, started, finished=True)
+
+    def _mini_batch(
+        self,
+        batch: TrainBatch,
+        mini_batch: MiniBatch,
+        at: StepPosition,
+        learning_rate: float,
+        should_stop: Callable[[], bool],
+    ) -> StepPosition | None:
+        """One optimizer update; None when asked to stop before it."""
+        gradients: list[mx.array] | None = None
+        parts: list[tuple[mx.array, ...]] = []
+        names: list[str] = []
+        for micro_batch in mini_batch.micro_batches:
+            if should_stop():
+                return None
+            if len(micro_batch.positions) == 0:
+                continue
+            objective = self._objective(micro_batch, mini_batch, names)
+            tokens = _token_batch(micro_batch)
+            loss, extras, gradients = self.model.loss_and_gradients(tokens, objective, gradients)
+            parts.append((loss, *extras))
+        if gradients is None:
+            return at
+        losses, values, diff_max, diff_sum = zip(*parts, strict=True)
+        totals = dict(zip(["loss", *names], [_total(losses), *np.sum([np.array(v) for v in values], 0)], strict=True))
+        if not math.isfinite(totals["loss"]):
+            log.warning("non-finite loss: mini-batch skipped", step=batch.step)
+            return replace(at, skipped=at.skipped + 1)
+        update = self.optimizer.update(gradients, learning_rate)
+        if not update.applied:
+            log.warning("non-finite gradient: mini-batch skipped", step=batch.step)
+            return replace(at, skipped=at.skipped + 1)
+        totals |= {"grad_norm": update.grad_norm}
+        diff = at.logprob_diff
+        fresh = sum(int(part.fresh.sum()) for part in mini_batch.micro_batches)
+        if at.updates == 0 and at.skipped == 0 and fresh:
+            diff = (max(value.item() for value in diff_max), _total(diff_sum) / fresh)
+        return replace(
+            at,
+            updates=at.updates + 1,
+            totals={name: at.totals.get(name, 0.0) + float(value) for name, value in totals.items()},
+            logprob_diff=diff,
+            tokens=at.tokens + mini_batch.tokens,
+        )
+
+    def _objective(self, micro_batch: MicroBatch, mini_batch: MiniBatch, names: list[str]) -> Any:
+        """Scores [N] → (loss, (metrics [K], max |logprobs - rollout_logprobs|, its sum)), the last two of fresh tokens."""
+        scatter = mx.array(micro_batch.scatter)
+        mask, fresh = mx.array(micro_batch.mask), mx.array(micro_batch.fresh)
+        rollout_logprobs = mx.array(micro_batch.rollout_logprobs)
+        advantages = mx.array(micro_batch.advantages)
+        reference = self._reference(micro_batch) if self.algorithm.needs_reference else None
+
+        def spread(scores: mx.array) -> mx.array:
+            return mx.concatenate([scores, mx.zeros((1,))])[scatter]
+
+        def objective(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
+            rows = spread(logprobs)
+            inputs = LossInputs(
+                logprobs=rows,
+                rollout_logprobs=rollout_logprobs,
+                advantages=advantages,
+                mask=mask,
+                token_normalizer=float(mini_batch.tokens),
+                sequence_normalizer=float(mini_batch.sequences),
+                ref_logprobs=None if reference is None else spread(reference),
+                entropy=spread(entropy),
+            )
+            outputs = self.algorithm.loss(inputs)
+            names[:] = sorted(outputs.metrics)
+            difference = mx.where(fresh, mx.abs(mx.stop_gradient(rows) - rollout_logprobs), 0.0)
+            metrics = mx.stack([mx.stop_gradient(outputs.metrics[name]) for name in names])
+            return outputs.loss, (metrics, difference.max(), difference.sum())
+
+        return objective
+
+    def _reference(self, micro_batch: MicroBatch) -> mx.array:
+        """Reference log-probabilities [N]; computed once a step for each sequence, whatever the number of epochs."""
+        cache = self._reference_logprobs
+        counts = micro_batch.mask.sum(axis=1)
+        if any(row not in cache for row in micro_batch.rows):
+            with self.policy.reference():
+                logprobs, _ = self.model.score(_token_batch(micro_batch))
+            cache.update(zip(micro_batch.rows, np.split(np.array(logprobs), np.cumsum(counts)[:-1]), strict=True))
+        return mx.array(np.concatenate([cache[row] for row in micro_batch.rows]))
+
+    def _result(self, at: StepPosition, learning_rate: float, started: float, *, finished: bool) -> StepResult:
+        known: dict[str, float | None] = {name: total / at.updates for name, total in at.totals.items()}
+        diff_max, diff_mean = at.logprob_diff or (None, None)
+        metrics = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction", "ratio_mean", "grad_norm")) | known
+        metrics |= {
+            "learning_rate": learning_rate,
+            "logprob_diff_max": diff_max,
+            "logprob_diff_mean": diff_mean,
+            "tokens": at.tokens,
+            "optimizer_updates": at.updates,
+            "skipped_steps": at.skipped,
+        }
+        return StepResult(finished, at, metrics, time.perf_counter() - started)
+
+
+def _token_batch(micro_batch: MicroBatch) -> TokenBatch:
+    temperatures = micro_batch.temperatures
+    same = float(temperatures[0]) if len(temperatures) and (temperatures == temperatures[0]).all() else None
+    return TokenBatch(
+        inputs=mx.array(micro_batch.inputs),
+        positions=mx.array(micro_batch.positions),
+        targets=mx.array(micro_batch.targets),
+        temperature=mx.array(temperatures) if same is None else same,
+    )
+
+
+def _total(values: Sequence[mx.array]) -> float:
+    return math.fsum(value.item() for value in values)

@@ -1,0 +1,260 @@
+"""The Atropos API's state without HTTP: registered environments, and the way of a scored group into the store.
+
+`server/routes_atropos.py` turns requests into calls of `AtroposQueue`; the daemon makes the queue over the run's
+`RolloutStore`, from which the trainer of the same process learns. Hence what differs from atroposlib's server, all on
+purpose: the trainer is registered from the start, so no environment waits for it; batches are not handed out; every
+group waits whole and in order of arrival, whatever its size; a group that could never be trained on is refused at once
+with the reason; and environments keep their ids when the daemon is started again.
+
+An environment tells its load by `queue_size`: groups of *its own* size that wait, from all sources together, because it
+stops generating when `queue_size * group_size >= max_batches_offpolicy * batch_size`.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.rollout_store.checks import check_group
+from mlx_parallm.rollout_store.store import RolloutStore, WaitingSource
+from mlx_parallm.rollout_store.wire import from_scored_data
+from mlx_parallm.types import RolloutGroup
+
+SOURCE = "atropos"
+SILENT_AFTER_S = 60.0  # environments ask for their status ten times a second
+STALLED_AFTER_S = 600.0  # without a group although environments are there
+RECENT = 20  # submissions that `health` judges by
+MIN_ENV_WEIGHT = 0.01  # atroposlib's floor, so that no environment is starved
+_NOTE = "atropos_environments"
+
+
+@dataclass(frozen=True, slots=True)
+class AtroposSettings:
+    """What environments are told, and what their groups are checked against. `batch_size` counts sequences."""
+
+    batch_size: int
+    max_token_length: int
+    vocab_size: int
+    checkpoint_dir: str
+    checkpoint_interval: int
+    total_steps: int
+    wandb_group: str = ""
+    wandb_project: str = ""
+    temperature: float = 1.0  # of groups that do not name theirs
+    other_group_sizes: tuple[int, ...] = ()  # of the in-process environments that fill the same batches
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentEntry:
+    """One registered environment. `name` is the desired name and a number, as in atroposlib."""
+
+    env_id: int
+    desired_name: str
+    name: str
+    max_token_length: int
+    weight: float
+    group_size: int
+    connected: bool = True
+
+    @property
+    def source(self) -> str:
+        return f"{SOURCE}:{self.env_id}"
+
+
+class AtroposQueue:
+    """Thread-safe. `current_step` and `policy_version` are asked at each request; they must not block."""
+
+    def __init__(
+        self,
+        store: RolloutStore,
+        settings: AtroposSettings,
+        *,
+        current_step: Callable[[], int],
+        policy_version: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = store
+        self.settings = settings
+        self._current_step = current_step
+        self._policy_version = policy_version
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._environments = [EnvironmentEntry(**entry) for entry in store.recall(_NOTE) or []]
+        self._last_seen: dict[int, float] = {}  # no entry: not heard of since this process started
+        self._last_group = clock()
+        self._recent: deque[str | None] = deque(maxlen=RECENT)  # None = accepted, else why not
+        self._latest: RolloutGroup | None = None
+
+    @property
+    def current_step(self) -> int:
+        return self._current_step()
+
+    def environments(self) -> tuple[EnvironmentEntry, ...]:
+        """All that ever registered with this run; those that are away too."""
+        with self._lock:
+            return tuple(self._environments)
+
+    def register_environment(
+        self, desired_name: str, *, max_token_length: int, weight: float, group_size: int
+    ) -> EnvironmentEntry:
+        """Gives an environment its id and name.
+
+        One that comes back (same desired name, an earlier registration that is disconnected or silent) gets its old
+        id and name, and so finds the checkpoints that it saved under that name.
+        """
+        with self._lock:
+            namesakes = [entry for entry in self._environments if entry.desired_name == desired_name]
+            former = next((entry for entry in namesakes if not self._is_present(entry)), None)
+            env_id = former.env_id if former else len(self._environments)
+            name = former.name if former else f"{desired_name}_{len(namesakes)}"
+            entry = EnvironmentEntry(env_id, desired_name, name, max_token_length, weight, group_size)
+            self._environments[env_id : env_id + 1] = [entry]
+            self._last_seen[env_id] = self._clock()
+            self._save()
+            return entry
+
+    def disconnect_environment(self, env_id: int) -> bool:
+        """False when no environment has that id."""
+        with self._lock:
+            if not 0 <= env_id < len(self._environments):
+                return False
+            self._environments[env_id] = replace(self._environments[env_id], connected=False)
+            self._save()
+            return True
+
+    def status(self) -> dict[str, int]:
+        """`queue_size` counts waiting groups of all sources."""
+        return {"current_step": self._current_step(), "queue_size": self.store.counts().waiting}
+
+    def environment_status(self, env_id: int) -> dict[str, float] | None:
+        """What an environment throttles itself by; None when no environment has that id."""
+        waiting = self.store.waiting_by_source()
+        with self._lock:
+            if not 0 <= env_id < len(self._environments):
+                return None
+            entry = self._environments[env_id]
+            self._last_seen[env_id] = self._clock()
+            if not entry.connected:
+                entry = self._environments[env_id] = replace(entry, connected=True)
+            weight = self._weight(entry)
+        own = waiting.get(entry.source, WaitingSource(0, 0, 0))
+        group_size = max(entry.group_size, own.largest, 1)
+        sequences = sum(source.sequences for source in waiting.values())
+        return {
+            "current_step": self._current_step(),
+            "queue_size": sequences // group_size,
+            "unallocated_fraction": 1.0,
+            "self_queue_size": own.sequences // group_size,
+            "max_group_size": max([1, *(source.largest for source in waiting.values())]),
+            "env_weight": weight,
+        }
+
+    def submit(self, data: Any) -> bool:
+        """Takes one scored group off the wire; on the disk when this returns. False: it was sent before.
+
+        Raises RolloutRejectedError when it may not be trained on (it lies in quarantine then, with the reason), and
+        StoreError when it cannot be kept: the sender should try again.
+        """
+        entry = self._sender(data)
+        source = entry.source if entry else SOURCE
+        try:
+            group = from_scored_data(
+                _mapping(data),
+                policy_version=self._policy_version(),
+                environment=entry.name if entry else "external",
+                temperature=self.settings.temperature,
+            )
+            check_group(group, vocab_size=self.settings.vocab_size, max_token_length=self.settings.max_token_length)
+            if len(group.rollouts) > self.settings.batch_size:
+                raise RolloutRejectedError(
+                    f"{len(group.rollouts)} sequences in one group, but a batch has {self.settings.batch_size}"
+                    " (rollout_batch_size) and groups are never split"
+                )
+            added = self.store.add(group, source=source)
+        except RolloutRejectedError as error:
+            self.store.reject(data, source=source, reason=str(error))
+            self._note_submission(str(error), None)
+            raise
+        self._note_submission(None, group)
+        return added
+
+    def latest_example(self) -> RolloutGroup | None:
+        """The group that was accepted last since this process started."""
+        return self._latest
+
+    def reset(self) -> int:
+        """Drops what waits from environments, recorded as such; registrations stay. Returns how many groups."""
+        return self.store.drop_waiting(SOURCE, self._current_step(), "dropped by /atropos/reset_data")
+
+    def health(self) -> str | None:
+        """What is wrong with the environments that come over HTTP, in words; None when nothing is."""
+        now = self._clock()
+        with self._lock:
+            seen = [(entry, self._last_seen.get(entry.env_id)) for entry in self._environments if entry.connected]
+            reasons = [reason for reason in self._recent if reason is not None]
+            recent = len(self._recent)
+            quiet_s = now - self._last_group
+        for entry, last in seen:
+            if last is not None and now - last > SILENT_AFTER_S:
+                return f"environment {entry.name} has not called for {now - last:.0f} s: is it still running?"
+        present = [entry for entry, last in seen if last is not None]
+        if reasons and 2 * len(reasons) >= recent:
+            return f"{len(reasons)} of the last {recent} groups from environments were rejected: {reasons[-1]}"
+        if fault := self._unreachable_batch(present):
+            return fault
+        if present and quiet_s > STALLED_AFTER_S:
+            return f"{len(present)} environments are registered, but none has sent a group for {quiet_s:.0f} s"
+        return None
+
+    def _unreachable_batch(self, present: list[EnvironmentEntry]) -> str | None:
+        """Batches are whole groups: some mix of the group sizes must add up to the batch size."""
+        sizes = {entry.group_size for entry in present} | set(self.settings.other_group_sizes)
+        total = self.settings.batch_size
+        reachable = {0}
+        for amount in range(1, total + 1):
+            if any(amount - size in reachable for size in sizes):
+                reachable.add(amount)
+        if not present or total in reachable:
+            return None
+        listed = ", ".join(map(str, sorted(sizes)))
+        return f"no mix of groups of {listed} sequences makes a batch of {total} (rollout_batch_size)"
+
+    def _sender(self, data: Any) -> EnvironmentEntry | None:
+        env_id = data.get("env_id") if isinstance(data, Mapping) else None
+        with self._lock:
+            if not isinstance(env_id, int) or not 0 <= env_id < len(self._environments):
+                return None
+            self._last_seen[env_id] = self._clock()
+            return self._environments[env_id]
+
+    def _note_submission(self, reason: str | None, group: RolloutGroup | None) -> None:
+        with self._lock:
+            self._recent.append(reason)
+            if group is not None:
+                self._latest = group
+                self._last_group = self._clock()
+
+    def _weight(self, entry: EnvironmentEntry) -> float:
+        """atroposlib's share of an environment: context length x weight, over the environments that are there."""
+        total = sum(
+            other.max_token_length * max(0.0, other.weight)
+            for other in self._environments
+            if self._is_present(other) or other.env_id == entry.env_id
+        )
+        return max(MIN_ENV_WEIGHT, entry.max_token_length * entry.weight / total) if total > 0 else MIN_ENV_WEIGHT
+
+    def _is_present(self, entry: EnvironmentEntry) -> bool:
+        last = self._last_seen.get(entry.env_id)
+        return entry.connected and last is not None and self._clock() - last <= SILENT_AFTER_S
+
+    def _save(self) -> None:
+        self.store.remember(_NOTE, [asdict(entry) for entry in self._environments])
+
+
+def _mapping(data: Any) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise RolloutRejectedError(f"a scored group is a JSON object, not {type(data).__name__}")
+    return data

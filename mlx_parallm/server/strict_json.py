@@ -1,0 +1,37 @@
+"""A route class that reads request bodies as JSON proper: Python's `json` would let NaN and Infinity through."""
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+
+class StrictJSONRequest(Request):
+    async def json(self) -> Any:
+        """The body's value. Raises HTTPException 400: not UTF-8, not JSON, NaN or Infinity, nested too deep."""
+        try:
+            return json.loads((await self.body()).decode(), parse_constant=_refuse_constant)
+        except UnicodeDecodeError as error:
+            raise HTTPException(400, f"the body is not valid UTF-8: {error.reason} at byte {error.start}") from error
+        except RecursionError as error:
+            raise HTTPException(400, "the body is nested too deeply") from error
+        except ValueError as error:
+            raise HTTPException(400, f"the body is not valid JSON: {error}") from error
+
+
+class StrictJSONRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def strict_handler(request: Request) -> Response:
+            return await handler(StrictJSONRequest(request.scope, request.receive))
+
+        return strict_handler
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

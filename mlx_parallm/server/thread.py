@@ -1,0 +1,123 @@
+"""The HTTP thread: uvicorn with an asyncio loop of its own, on a socket that main has bound.
+
+Bound in main, because uvicorn in a thread answers a taken port with a silent SystemExit; without uvicorn's signal
+handlers, because the daemon takes signals itself.
+"""
+
+import asyncio
+import errno
+import socket
+import threading
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from mlx_parallm.errors import ConfigError, ParallmError
+
+BACKLOG = 2048
+# Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s): whoever closes first while the other sends
+# makes a request fail.
+KEEP_ALIVE_SECONDS = 75
+STARTUP_SECONDS = 30.0
+JOIN_MARGIN_SECONDS = 5.0  # after the drain: cancelled handlers and the lifespan
+
+
+class ServerThreadError(ParallmError):
+    """The HTTP thread did not start or did not end."""
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one (`socket.getsockname()[1]` says which).
+
+    Raises ConfigError: port taken or not allowed, no such address.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"server.host = {host!r} is not an address of this machine: {error.strerror}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_bind_problem(host, port, error)) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _bind_problem(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} on {host} is already in use: stop the process that has it, or choose another with "
+            "--port or server.port (0 takes a free one)"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"port {port} on {host} needs privileges: choose one above 1023 with --port or server.port"
+    return f"cannot listen on {host}:{port}: {error.strerror}"
+
+
+class ServerThread:
+    """Serves `app` on `listener` from `start` to `stop`, in a thread of its own. Single use."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,  # the app writes its own
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
+        self._server = _Server(config)
+        self._listener = listener
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Returns once requests are answered. Raises ServerThreadError."""
+        self._thread.start()
+        self._server.settled.wait(STARTUP_SECONDS)
+        if not self._server.started:
+            raise ServerThreadError("the HTTP server did not start")
+
+    def stop(self, drain_timeout: float) -> None:
+        """Accepts nothing more, lets running requests end for `drain_timeout` seconds, cancels the rest, joins."""
+        self._server.config.timeout_graceful_shutdown = drain_timeout  # type: ignore[assignment]  # wait_for's seconds
+        self._server.should_exit = True
+        self._thread.join(drain_timeout + JOIN_MARGIN_SECONDS)
+        self._listener.close()
+        if self._thread.is_alive():
+            raise ServerThreadError("the HTTP thread did not end")
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._server.serve(sockets=[self._listener]))
+        finally:
+            self._server.settled.set()
+
+
+class _Server(uvicorn.Server):
+    """Says when it is up, and waits for cancelled handlers, so that each aborts its generation before the loop ends."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.settled = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.settled.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets=sockets)
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=JOIN_MARGIN_SECONDS)

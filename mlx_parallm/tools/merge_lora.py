@@ -1,0 +1,219 @@
+"""`mlx_parallm_merge_lora`: a base model with an adapter added to its weights, saved as a model of its own.
+
+Two layouts. `safetensors` keeps the base checkpoint's own files, tensor names and shapes (Hugging Face's, for a model
+from there) and changes only the adapted tensors: transformers and mlx-lm load it. `mlx` writes what mlx-lm holds after
+loading: its names, its stacked experts, tensors it does not use left out, `format = "mlx"` in the metadata; for most
+dense architectures the names are the same. A quantised base is dequantised to the dtype of its scales and never
+quantised again; mlx-lm's quantised checkpoints carry mlx-lm's names already, so there both layouts use those, and
+`safetensors` refuses an architecture whose experts mlx-lm stacks.
+
+Everything is written to a directory beside the output and renamed at the end.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_parallm.errors import ModelError
+from mlx_parallm.models.loading import resolve_model_path
+from mlx_parallm.models.lora import LoraPair, check_adapter, linear_layers, load_adapter
+from mlx_parallm.models.mlx_lm_api import (
+    QuantizedSwitchLinear,
+    SwitchLinear,
+    dequantize_model,
+    load_hf_model,
+    save_model,
+)
+
+Layout = Literal["safetensors", "mlx"]
+COMPANION_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
+NOT_COMPANIONS = {"config.json", "hf_quant_config.json", "quantize_config.json", "adapter_config.json"}
+QUANTIZATION_KEYS = ("quantization", "quantization_config")
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    path: Path
+    layers: int
+    dtype: str
+    dequantized: bool
+    url: str | None = None
+
+
+def merge(
+    base_model: str,
+    lora_path: str | Path,
+    output_path: Path,
+    *,
+    layout: Layout = "safetensors",
+    push_to_hub: str | None = None,
+) -> MergeReport:
+    """Writes base + adapter to `output_path`, a new directory, and uploads it if asked.
+
+    Raises ModelError: the output exists, the base cannot be read or has no tensor under the adapted layer's name, the
+    result cannot be written or uploaded; AdapterError: the adapter cannot be read or does not fit the base.
+    """
+    if output_path.exists() or output_path.is_symlink():
+        raise ModelError(f"{output_path} exists already: merged models are never written over anything")
+    if push_to_hub is not None:
+        _check_upload(push_to_hub)
+    base = resolve_model_path(base_model)
+    adapter = load_adapter(lora_path)
+    model, config = _load(base)
+    check_adapter(model, adapter.layers, str(adapter.path))
+    merged = merged_weights(model, adapter.layers)
+    dequantized = _is_quantized(model, config)
+    if dequantized:
+        model = _dequantize(model, base)
+
+    partial = output_path.parent / f".{output_path.name}.partial-{os.getpid()}"
+    try:
+        partial.mkdir(parents=True)
+        if layout == "mlx" or dequantized:
+            _save_from_model(model, merged, partial, layout)
+        else:
+            _save_from_checkpoint(base, model, merged, partial)
+        _copy_companions(base, partial)
+        partial.rename(output_path)
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"{output_path} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    dtype = str(next(iter(merged.values())).dtype).removeprefix("mlx.core.")
+    url = _upload(output_path, push_to_hub) if push_to_hub is not None else None
+    return MergeReport(output_path, len(merged), dtype, dequantized, url)
+
+
+def merged_weights(model: nn.Module, layers: Mapping[str, LoraPair]) -> dict[str, mx.array]:
+    """Path → W + scale · (AB)ᵀ, [out, in], summed in float32 and rounded once to the base's dtype. Lazy."""
+    linear = linear_layers(model)
+    merged = {}
+    for path, pair in layers.items():
+        weight, dtype = _full_weight(linear[path])
+        update = pair.scale * (pair.a.astype(mx.float32) @ pair.b.astype(mx.float32)).T
+        merged[path] = (weight.astype(mx.float32) + update).astype(dtype)
+    return merged
+
+
+def _full_weight(layer: nn.Module) -> tuple[mx.array, mx.Dtype]:
+    """The weight before any rounding, and the dtype to save it in (a quantised layer's: that of its scales)."""
+    if not isinstance(layer, nn.QuantizedLinear):
+        return layer.weight, layer.weight.dtype
+    if layer.mode != "affine":  # the scales are not floating point
+        weight = mx.dequantize(layer.weight, layer.scales, None, layer.group_size, layer.bits, layer.mode)
+        return weight, weight.dtype
+    scales, biases = layer.scales.astype(mx.float32), layer.biases.astype(mx.float32)
+    return mx.dequantize(layer.weight, scales, biases, layer.group_size, layer.bits), layer.scales.dtype
+
+
+def _load(base: Path) -> tuple[nn.Module, dict[str, Any]]:
+    try:
+        model, config = load_hf_model(base, lazy=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{base} cannot be loaded: {error}") from error
+    return model, config
+
+
+def _is_quantized(model: nn.Module, config: Mapping[str, Any]) -> bool:
+    quantized = nn.QuantizedLinear | nn.QuantizedEmbedding | QuantizedSwitchLinear
+    return any(key in config for key in QUANTIZATION_KEYS) or any(isinstance(m, quantized) for m in model.modules())
+
+
+def _dequantize(model: nn.Module, base: Path) -> nn.Module:
+    model = dequantize_model(model)
+    left = [name for name, array in tree_flatten(model.parameters()) if not mx.issubdtype(array.dtype, mx.floating)]
+    if left:
+        raise ModelError(f"{base}: {left[0]} is quantised in a way that cannot be undone here: use the original base")
+    return model
+
+
+def _save_from_model(model: nn.Module, merged: Mapping[str, mx.array], directory: Path, layout: Layout) -> None:
+    """The loaded tree with the merged weights, under mlx-lm's names."""
+    if layout == "safetensors" and any(isinstance(module, SwitchLinear) for module in model.modules()):
+        raise ModelError("this quantised base has its experts stacked in mlx-lm's layout: use --format mlx")
+    model.update(tree_unflatten([(f"{path}.weight", weight) for path, weight in merged.items()]))
+    save_model(directory, model)
+    if layout == "safetensors":
+        for file in directory.glob("*.safetensors"):
+            _save(file, dict(_load_tensors(file)))  # the same tensors, not marked as mlx-lm's
+
+
+def _save_from_checkpoint(base: Path, model: nn.Module, merged: Mapping[str, mx.array], directory: Path) -> None:
+    """The base's files, one by one, with the adapted tensors replaced."""
+    linear = linear_layers(model)
+    waiting = {f"{path}.weight": path for path in merged}
+    for file in sorted(base.glob("model*.safetensors")):
+        tensors = dict(_load_tensors(file))
+        for name in [name for name in tensors if name in waiting]:
+            path = waiting.pop(name)
+            loaded = linear[path].weight
+            if loaded.shape != tensors[name].shape or not mx.array_equal(loaded, tensors[name]).item():
+                raise ModelError(f"mlx-lm changes {name!r} when it loads it: use --format mlx")
+            tensors[name] = merged[path]
+        _save(directory / file.name, tensors)
+    if waiting:
+        raise ModelError(f"{base} has no tensor {next(iter(waiting))!r} (mlx-lm renames it): use --format mlx")
+    for index in base.glob("*.safetensors.index.json"):
+        shutil.copy(index, directory / index.name)
+
+
+def _load_tensors(file: Path) -> dict[str, mx.array]:
+    tensors = mx.load(str(file))
+    assert isinstance(tensors, dict)
+    return tensors
+
+
+def _save(file: Path, tensors: dict[str, mx.array]) -> None:
+    unfinished = file.with_name("unfinished.safetensors")  # the tensors may still be read lazily from `file` itself
+    mx.save_safetensors(str(unfinished), tensors, metadata={"format": "pt"})
+    unfinished.rename(file)
+
+
+def _copy_companions(base: Path, directory: Path) -> None:
+    """config.json without quantisation; tokenizer, chat template, generation_config, code, licence as they are."""
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    for section in (config, config.get("text_config", {})):
+        for key in QUANTIZATION_KEYS:
+            section.pop(key, None)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for file in sorted(base.iterdir()):
+        wanted = file.suffix in COMPANION_SUFFIXES and not file.name.endswith(".index.json")
+        if file.is_file() and file.name not in NOT_COMPANIONS and (wanted or file.stem in ("LICENSE", "NOTICE")):
+            shutil.copy(file, directory / file.name)
+
+
+def _check_upload(repo: str) -> None:
+    """Fails before the work when the upload could not succeed."""
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ModelError(f"--push-to-hub {repo!r}: {error}") from error
+    if get_token() is None:
+        raise ModelError("--push-to-hub needs a hub token: run `hf auth login`, or set HF_TOKEN")
+
+
+def _upload(directory: Path, repo: str) -> str:
+    from httpx import HTTPError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repo, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=directory)
+    except (HfHubHTTPError, HTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"the merged model is at {directory}, but its upload to {repo!r} failed: {reason}") from error
+    return str(url)

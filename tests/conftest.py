@@ -1,0 +1,83 @@
+"""Shared fixtures: the shipped tiny model's tokenizer, a real engine thread on that model, a server over it.
+
+The engine serves at most TINY_CONTEXT tokens a sequence, so that tests of the limit are quick.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from openai import OpenAI
+
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.engine.client import EngineClient
+from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.served_models import ServedModels
+from mlx_parallm.engine.thread import EngineThread
+from mlx_parallm.log import configure_logging
+from mlx_parallm.models.loading import load_model, load_tokenizer, resolve_model_path
+from mlx_parallm.models.lora import prepare_for_serving
+from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.weights import SharedWeights
+from tests.server.serving import RunningServer, running_server
+
+TINY = ModelConfig(base_path="builtin:tiny")
+TINY_CONTEXT = 256
+configure_logging(level="error")
+
+
+def pytest_sessionfinish() -> None:
+    """A thread that has used MLX ends so; otherwise MLX with MKL may abort at exit (DESIGN §1)."""
+    mx.synchronize()
+    mx.clear_streams()
+
+
+@dataclass(frozen=True)
+class TinyEngine:
+    """A running engine and what it was made of (`model` is the serving tree)."""
+
+    client: EngineClient
+    thread: EngineThread
+    weights: SharedWeights
+    model: nn.Module
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Tokenizer:
+    """The main thread's tokenizer."""
+    return load_tokenizer(resolve_model_path(TINY.base_path), TINY)
+
+
+@pytest.fixture(scope="session")
+def tiny_engine() -> Iterator[TinyEngine]:
+    """One engine thread for all tests that only ask it things."""
+    loaded = load_model(TINY)
+    weights = SharedWeights(loaded.model)
+    lora = prepare_for_serving(loaded.model)
+    options = EngineOptions(max_model_len=TINY_CONTEXT, vocab_size=loaded.vocab_size, max_rows=16, prefill_chunk=64)
+    models = ServedModels(
+        "builtin:tiny",
+        adapter_versions=lambda: {name: adapter.version for name, adapter in weights.adapters().items()},
+        version=lambda: weights.version,
+    )
+    thread = EngineThread(
+        lambda: Engine(loaded.model, load_tokenizer(loaded.path, TINY), weights, lora, options), models
+    )
+    thread.start()
+    yield TinyEngine(thread.client, thread, weights, loaded.model)
+    thread.stop()
+
+
+@pytest.fixture(scope="session")
+def server(tiny_engine: TinyEngine) -> Iterator[RunningServer]:
+    """An HTTP server over `tiny_engine`, with a tokenizer of its own."""
+    with running_server(tiny_engine.client, load_tokenizer(resolve_model_path(TINY.base_path), TINY)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(server: RunningServer) -> Iterator[OpenAI]:
+    with server.openai() as openai:
+        yield openai

@@ -1,0 +1,221 @@
+"""Tiny random models made on the spot, engines over them, and the naive twin: plain mlx-lm, one sequence at a time."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import llama, qwen3
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.events import Failed, Finished, StreamDelta
+from mlx_parallm.models.loading import evaluate_module
+from mlx_parallm.models.lora import LoraContext, LoraPair, linear_layers, linear_shape, prepare_for_serving
+from mlx_parallm.types import CompletionDelta, Request, RequestOutput, SamplingParams
+from mlx_parallm.weights import SharedWeights
+
+VOCAB = 300
+EOS = 299
+
+
+class ByteTokenizer:
+    """Token i is the byte i; 256.. are pieces of several characters; the last one is EOS. Same face as `Tokenizer`."""
+
+    eos_token_ids = frozenset({EOS})
+    vocab_size = VOCAB
+
+    def token_bytes(self, token: int) -> bytes:
+        if token < 256:
+            return bytes([token])
+        return b"" if token == EOS else f"<{token}>".encode()
+
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(self.token_bytes(i) for i in ids).decode(errors="replace")
+
+    def detokenizer(self) -> "ByteDetokenizer":
+        return ByteDetokenizer(self)
+
+
+class ByteDetokenizer:
+    def __init__(self, tokenizer: ByteTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = b""
+
+    def add(self, token_id: int) -> str:
+        self._bytes += self._tokenizer.token_bytes(token_id)
+        try:
+            text = self._bytes.decode()
+        except UnicodeDecodeError:
+            return ""
+        self._bytes = b""
+        return text
+
+    def finish(self) -> str:
+        rest, self._bytes = self._bytes, b""
+        return rest.decode(errors="replace")
+
+
+def qwen3_model(seed: int = 0, *, vocab: int = VOCAB, hidden: int = 64, layers: int = 2, max_len: int = 2048) -> nn.Module:
+    """A random Qwen3 whose logits are spread enough that greedy tokens vary."""
+    mx.random.seed(seed)
+    arguments = qwen3.ModelArgs(
+        model_type="qwen3",
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=2 * hidden,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-6,
+        vocab_size=vocab,
+        max_position_embeddings=max_len,
+        rope_theta=10000.0,
+        head_dim=16,
+        tie_word_embeddings=False,
+    )
+    return _spread(qwen3.Model(arguments))
+
+
+LLAMA3_CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": EOS,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+def save_llama3_checkpoint(directory: Path, seed: int = 0) -> Path:
+    """A checkpoint in Hugging Face's layout (without a tokenizer) whose rope frequencies are a hidden array."""
+    import json
+
+    mx.random.seed(seed)
+    model = _spread(llama.Model(llama.ModelArgs.from_dict(LLAMA3_CONFIG)))
+    directory.mkdir(parents=True, exist_ok=True)
+    from mlx.utils import tree_flatten
+
+    mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (directory / "config.json").write_text(json.dumps(LLAMA3_CONFIG))
+    return directory
+
+
+def _spread(model: nn.Module) -> nn.Module:
+    model.apply(lambda array: array * 3.0 if array.ndim == 2 else array)
+    model.freeze()
+    evaluate_module(model)
+    return model
+
+
+@dataclass
+class Served:
+    """An engine and what it was made of. `plain` is a second tree with the same arrays, for the naive twin."""
+
+    engine: Engine
+    plain: nn.Module
+    weights: SharedWeights
+    lora: LoraContext
+    layers: dict[str, nn.Module] = field(default_factory=dict)
+
+
+def serve(model: nn.Module, *, policy: str | None = None, tokenizer: Any = None, **options: Any) -> Served:
+    import copy
+
+    plain = copy.deepcopy(model)
+    layers = linear_layers(plain)
+    weights = SharedWeights(model, policy=policy)
+    lora = prepare_for_serving(model)
+    settings = {"max_model_len": 2048, "vocab_size": VOCAB, "max_rows": 64, "prefill_chunk": 256} | options
+    engine = Engine(model, tokenizer or ByteTokenizer(), weights, lora, EngineOptions(**settings))
+    return Served(engine, plain, weights, lora, layers)
+
+
+def random_adapter(served: Served, seed: int, scale: float = 1.0, rank: int = 4) -> dict[str, LoraPair]:
+    """An adapter on every linear layer, strong enough to change what is generated."""
+    keys = mx.random.split(mx.random.key(seed), 2 * len(served.layers))
+    layers = {}
+    for i, (path, layer) in enumerate(served.layers.items()):
+        in_features, out_features = linear_shape(layer)
+        a = mx.random.normal((in_features, rank), key=keys[2 * i]) / in_features**0.5
+        b = mx.random.normal((rank, out_features), key=keys[2 * i + 1]) / rank**0.5
+        layers[path] = LoraPair(a, b, scale)
+    mx.eval([array for pair in layers.values() for array in (pair.a, pair.b)])
+    return layers
+
+
+def request(name: str, prompt: list[int] | tuple[int, ...], *, adapter: str | None = None, stream: bool = False, **params: Any) -> Request:
+    return Request(name, tuple(prompt), SamplingParams(**params), adapter=adapter, stream=stream)
+
+
+def ragged_prompts(count: int, seed: int = 0, shortest: int = 1, longest: int = 60) -> list[list[int]]:
+    import random
+
+    generator = random.Random(seed)
+    return [
+        [generator.randrange(VOCAB - 1) for _ in range(generator.randint(shortest, longest))] for _ in range(count)
+    ]
+
+
+def run(engine: Engine, requests: list[Request], max_steps: int = 5000) -> dict[str, RequestOutput]:
+    """Adds all, steps to the end, checks that nothing is left over."""
+    for item in requests:
+        engine.add(item)
+    outputs = collect(engine, max_steps)
+    engine.check_integrity()
+    assert not engine.scheduler.rows and not engine.scheduler.waiting
+    return outputs
+
+
+def collect(engine: Engine, max_steps: int = 5000) -> dict[str, RequestOutput]:
+    outputs: dict[str, RequestOutput] = {}
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return outputs
+        for event in engine.step():
+            assert not isinstance(event, Failed), event
+            if isinstance(event, Finished):
+                outputs[event.request_id] = event.output
+    raise AssertionError("the engine does not come to an end")
+
+
+def collect_deltas(engine: Engine, max_steps: int = 5000) -> dict[str, list[CompletionDelta]]:
+    deltas: dict[str, list[CompletionDelta]] = {}
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return deltas
+        for event in engine.step():
+            if isinstance(event, StreamDelta):
+                deltas.setdefault(event.request_id, []).append(event.delta)
+    raise AssertionError("the engine does not come to an end")
+
+
+def naive_greedy(model: nn.Module, prompt: list[int], max_tokens: int) -> list[int]:
+    """The twin: mlx-lm's model with mlx-lm's cache, alone, argmax, stopping after EOS."""
+    cache = make_prompt_cache(model)
+    inputs, tokens = mx.array(prompt)[None], []
+    while len(tokens) < max_tokens:
+        token = int(mx.argmax(model(inputs, cache=cache)[0, -1]).item())
+        tokens.append(token)
+        if token == EOS:
+            break
+        inputs = mx.array([[token]])
+    return tokens
+
+
+def full_logits(model: nn.Module, tokens: list[int]) -> mx.array:
+    """[T, V] float32 of one forward over the whole sequence, no cache."""
+    return model(mx.array(tokens)[None])[0].astype(mx.float32)

@@ -1,0 +1,225 @@
+import asyncio
+import dataclasses
+
+import pytest
+from scripted_client import ScriptedClient, finished
+
+from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.environments.base import Environment, EnvironmentSource, Task
+from mlx_parallm.environments.episodes import EpisodeRunner, GroupPlan
+from mlx_parallm.errors import EngineUnavailableError
+from mlx_parallm.rewards.verifiers import exact_match
+
+
+class Echo(EnvironmentSource):
+    """Task i asks for the number i."""
+
+    def task(self, index, split="train"):
+        messages = self.open_with(({"role": "user", "content": f"Say {index}"},))
+        return Task(f"say/{index}", messages, exact_match(str(index)), str(index))
+
+
+class Persistent(Environment):
+    """Asks again, once, when the answer is wrong; remembers, so it must be made anew for each rollout."""
+
+    def __init__(self):
+        self.asked = 0
+
+    async def step(self, text):
+        self.asked += 1
+        return ({"role": "user", "content": "Again."},) if self.asked == 1 and text != "3" else None
+
+
+class TwoTurns(Echo):
+    def environment(self, task):
+        return Persistent()
+
+
+def source(kind=Echo, **fields):
+    return kind(EnvironmentConfig(kind="echo", name="echo", **fields), seed=0)
+
+
+def plan(built, task=3, size=2):
+    return GroupPlan(f"echo-0-{task}", built, task, size, seed=11, index=task)
+
+
+def runner(tokenizer, client, **options):
+    return EpisodeRunner(client, tokenizer, **{"temperature": 1.0, "max_token_length": 256, **options})
+
+
+async def test_a_group_is_one_request_of_n_and_keeps_every_token(tokenizer):
+    client = ScriptedClient(tokenizer, lambda request, choice: ["3", "4"][choice])
+    client.version = 6
+    built = source(max_tokens=9, stop=("\n",), system_prompt="Be brief.")
+    [result] = await runner(tokenizer, client, adapter="policy", temperature=0.8).run([plan(built)])
+    [request] = client.requests
+    assert (request.params.n, request.params.seed, request.params.max_tokens) == (2, 11, 9)
+    assert (request.params.stop, request.params.temperature, request.adapter) == (("\n",), 0.8, "policy")
+    assert not request.params.reshapes_distribution
+    prompt = tuple(tokenizer.render_chat(built.task(3).messages))
+    assert request.prompt_token_ids == prompt
+    assert result.failure is None
+    assert result.texts == ("3", "4")
+    group = result.group
+    assert (group.group_id, group.environment, group.index) == ("echo-0-3", "echo", 3)
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0]
+    for rollout in group.rollouts:
+        sampled = len(rollout.tokens) - len(prompt)
+        assert rollout.tokens[: len(prompt)] == prompt
+        assert rollout.tokens[-1] in tokenizer.eos_token_ids
+        assert rollout.mask == (0,) * len(prompt) + (1,) * sampled
+        assert rollout.logprobs[: len(prompt)] == (0.0,) * len(prompt)
+        assert all(logprob < 0 for logprob in rollout.logprobs[len(prompt) :])
+        assert rollout.policy_versions[len(prompt) :] == (6,) * sampled
+        assert (rollout.temperature, rollout.stop_reason) == (0.8, "stop")
+    assert group.sampled_versions == (6,) * sum(rollout.sampled_tokens for rollout in group.rollouts)
+
+
+async def test_template_options_reach_the_template(tokenizer):
+    class Recording:
+        eos_token_ids = tokenizer.eos_token_ids
+
+        def render_chat(self, messages, **options):
+            self.options = options
+            return [1, 2, 3]
+
+    recording = Recording()
+    client = ScriptedClient(tokenizer, lambda *_: "3")
+    await runner(recording, client, template_kwargs={"enable_thinking": False}).run([plan(source())])
+    assert recording.options == {"template_kwargs": {"enable_thinking": False}}
+
+
+async def test_the_answer_never_makes_the_sequence_longer_than_allowed(tokenizer):
+    client = ScriptedClient(tokenizer, lambda *_: "3")
+    built = source(max_tokens=100)
+    prompt = len(tokenizer.render_chat(built.task(3).messages))
+    await runner(tokenizer, client, max_token_length=prompt + 4).run([plan(built)])
+    assert client.requests[0].params.max_tokens == 4
+    [result] = await runner(tokenizer, client, max_token_length=prompt).run([plan(built)])
+    assert result.failure == f"the prompt has {prompt} tokens, max_token_length is {prompt}"
+    assert len(client.requests) == 1
+
+
+async def test_several_turns_are_token_exact(tokenizer):
+    def answer(request, choice):
+        return "3" if "/" in request.request_id or choice == 1 else "4"
+
+    client = ScriptedClient(tokenizer, answer)
+    built = source(TwoTurns)
+    [result] = await runner(tokenizer, client).run([plan(built)])
+    long, short = result.group.rollouts
+    assert (long.reward, short.reward) == (1.0, 1.0)
+    first, second = client.requests
+    assert second.params.n == 1
+    assert second.prompt_token_ids == long.tokens[: len(second.prompt_token_ids)]
+    assert second.params.seed not in (None, first.params.seed)
+    text = tokenizer.render_chat_text(
+        [
+            {"role": "user", "content": "Say 3"},
+            {"role": "assistant", "content": "4"},
+            {"role": "user", "content": "Again."},
+        ]
+    )
+    assert tokenizer.decode(second.prompt_token_ids, skip_special_tokens=False) == text
+    spans = "".join(map(str, long.mask)).strip("0").split("0")
+    assert [len(span) for span in spans if span] == [2, 2]  # "4" EOS, then "3" EOS
+    assert short.sampled_tokens == 2
+
+
+async def test_an_episode_of_many_turns_ends_at_the_length_limit(tokenizer):
+    client = ScriptedClient(tokenizer, lambda *_: "4")
+    built = source(TwoTurns)
+    prompt = len(tokenizer.render_chat(built.task(3).messages))
+    [result] = await runner(tokenizer, client, max_token_length=prompt + 5).run([plan(built)])
+    assert result.failure is None
+    assert {rollout.stop_reason for rollout in result.group.rollouts} == {"length"}
+    assert all(len(rollout.tokens) <= prompt + 5 for rollout in result.group.rollouts)
+    assert len(client.requests) == 1
+
+
+async def test_an_error_finish_is_a_recorded_result_with_its_tokens(tokenizer):
+    broken = finished(1, "", [7], reason="error", error="NaN in the logits")
+    client = ScriptedClient(tokenizer, lambda request, choice: broken if choice else "3")
+    [result] = await runner(tokenizer, client).run([plan(source())])
+    assert result.failure == "NaN in the logits"
+    whole, half = result.group.rollouts
+    assert (whole.error, half.error) == (None, "NaN in the logits")
+    assert half.sampled_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (EngineUnavailableError("the engine is draining"), "the engine is draining"),
+        (KeyError("slot"), "KeyError: 'slot'"),
+        (TimeoutError(), "TimeoutError"),  # somebody else's, not the episode's limit
+    ],
+)
+async def test_a_request_that_raises_is_a_recorded_result(tokenizer, error, reason):
+    client = ScriptedClient(tokenizer, lambda *_: error)
+    [result] = await runner(tokenizer, client).run([plan(source())])
+    assert result.failure == reason
+    assert result.group.rollouts == ()
+    assert result.group.metadata["key"] == "say/3"
+
+
+async def test_environment_and_reward_errors_are_recorded_results(tokenizer):
+    class BadTask(Echo):
+        def task(self, index, split="train"):
+            raise RuntimeError("no more problems")
+
+    class BadStep(Echo):
+        def environment(self, task):
+            class Bad(Environment):
+                async def step(self, text):
+                    raise OSError("tool is gone")
+
+            return Bad()
+
+    class BadReward(Echo):
+        def task(self, index, split="train"):
+            def reward(responses):
+                raise ZeroDivisionError("division by zero")
+
+            return dataclasses.replace(super().task(index), reward=reward)
+
+    client = ScriptedClient(tokenizer, lambda *_: "3")
+    reasons = []
+    for kind in (BadTask, BadStep, BadReward):
+        [result] = await runner(tokenizer, client).run([plan(source(kind))])
+        reasons.append((result.failure, len(result.group.rollouts)))
+    assert reasons == [
+        ("RuntimeError: no more problems", 0),
+        ("OSError: tool is gone", 2),
+        ("reward: ZeroDivisionError: division by zero", 2),
+    ]
+
+
+async def test_a_timeout_aborts_the_request_and_is_a_recorded_result(tokenizer):
+    client = ScriptedClient(tokenizer, lambda *_: "3", gate=lambda request: None)
+    [result] = await runner(tokenizer, client).run([plan(source(timeout_s=0.02))])
+    assert result.failure == "not finished within timeout_s = 0.02 s"
+    assert client.aborted == ["echo-0-3"]
+
+
+async def test_a_slow_environment_times_out_on_its_own(tokenizer):
+    class Slow(Echo):
+        def environment(self, task):
+            class Hang(Environment):
+                async def step(self, text):
+                    await asyncio.Event().wait()
+
+            return Hang()
+
+    client = ScriptedClient(tokenizer, lambda *_: "3")
+    slow, quick = source(Slow, timeout_s=0.02), source()
+    first, second = await runner(tokenizer, client).run([plan(slow), plan(quick, task=4)])
+    assert first.failure == "not finished within timeout_s = 0.02 s"
+    assert second.failure is None
+
+
+async def test_groups_are_submitted_atomically_in_order(tokenizer):
+    client = ScriptedClient(tokenizer, lambda *_: "3")
+    results = await runner(tokenizer, client).run([plan(source(), task=task) for task in (5, 3, 4)])
+    assert client.calls == [["echo-0-5", "echo-0-3", "echo-0-4"]]
+    assert [result.plan.task_index for result in results] == [5, 3, 4]

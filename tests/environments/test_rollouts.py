@@ -1,0 +1,356 @@
+import threading
+import time
+
+import pytest
+from scripted_client import ScriptedClient
+
+from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.environments import rollouts
+from mlx_parallm.environments.base import EnvironmentSource, Task
+from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.environments.rollouts import RolloutManager
+from mlx_parallm.errors import CheckpointError, EnvironmentFailedError, RolloutRejectedError
+from mlx_parallm.rewards.verifiers import exact_match
+
+WAIT_S = 20.0
+
+
+class Inbox:
+    """The sink of a test: keeps groups and failures, and lets the test wait for a number of them."""
+
+    def __init__(self):
+        self.groups, self.failures = [], []
+        self.changed = threading.Condition()
+
+    def sink(self, group):
+        with self.changed:
+            self.groups.append(group)
+            self.changed.notify_all()
+
+    def failed(self, group, reason):
+        with self.changed:
+            self.failures.append((group.group_id, reason))
+            self.changed.notify_all()
+
+    def wait(self, groups=0, failures=0):
+        with self.changed:
+            enough = lambda: len(self.groups) >= groups and len(self.failures) >= failures  # noqa: E731
+            assert self.changed.wait_for(enough, WAIT_S), (len(self.groups), self.failures)
+        return self.groups
+
+    @property
+    def ids(self):
+        return [group.group_id for group in self.groups]
+
+
+@pytest.fixture
+def managed(tokenizer):
+    """Makes managers that are stopped at the end of the test."""
+    managers = []
+
+    def make(client, *, inbox=None, sources=None, start=True, **options):
+        inbox = inbox or Inbox()
+        entries = [EnvironmentConfig(kind="tasks", name="sum", group_size=4)]
+        options = {"seed": 0, "temperature": 1.0, "max_token_length": 256, "sink": inbox.sink, **options}
+        manager = RolloutManager(
+            client, sources or build_sources(entries, seed=0), tokenizer, on_failure=inbox.failed, **options
+        )
+        managers.append(manager)
+        if start:
+            manager.start()
+        return manager, inbox
+
+    yield make
+    for manager in managers:
+        manager.stop()
+
+
+def two_tasks(**weights):
+    entries = [
+        EnvironmentConfig(kind="tasks", name=name, weight=weight, group_size=2) for name, weight in weights.items()
+    ]
+    return build_sources(entries, seed=0)
+
+
+def test_nothing_starts_without_demand_and_exactly_the_demand_arrives(managed, tokenizer):
+    client = ScriptedClient(tokenizer, lambda *_: "12")
+    manager, inbox = managed(client)
+    assert manager.statistics().groups_started == 0
+    manager.request_groups(3)
+    manager.request_groups(2)
+    groups = inbox.wait(groups=5)
+    manager.stop()
+    assert [group.group_id for group in groups] == [f"sum-0-{index}" for index in range(5)]
+    assert {len(group.rollouts) for group in groups} == {4}
+    assert len({request.params.seed for request in client.requests}) == 5
+    statistics = manager.statistics()
+    assert (statistics.groups_delivered, statistics.rollouts, statistics.in_flight) == (5, 20, 0)
+    assert statistics.sampled_tokens == 5 * 4 * 3  # "1", "2", EOS
+    assert manager.cursor == 5
+
+
+def test_many_groups_are_in_flight_but_no_more_than_allowed(managed, tokenizer):
+    client = ScriptedClient(tokenizer, lambda *_: "1", gate=lambda request: None)
+    manager, _ = managed(client, max_in_flight_groups=3)
+    manager.request_groups(10)
+    deadline = time.monotonic() + WAIT_S
+    while manager.statistics().in_flight < 3 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert manager.statistics().in_flight == 3
+    assert manager.statistics().demand == 7
+
+
+def test_weights_are_respected(managed, tokenizer):
+    client = ScriptedClient(tokenizer, lambda *_: "1")
+    manager, inbox = managed(client, sources=two_tasks(sum=3.0, sort=1.0))
+    manager.request_groups(100)
+    groups = inbox.wait(groups=100)
+    assert sum(group.environment == "sum" for group in groups) == pytest.approx(75, abs=2)
+    assert manager.statistics().environments["sort"].groups == pytest.approx(25, abs=2)
+
+
+def test_short_answers_are_not_preferred(managed, tokenizer):
+    """Long answers take longer; what arrives first must still be a fair draw, in every stretch of the output."""
+
+    def length(request):
+        return 40 if int(request.request_id.rsplit("-", 1)[1]) % 2 else 1
+
+    client = ScriptedClient(
+        tokenizer, lambda request, _: "a" * length(request), gate=lambda request: 5 * length(request)
+    )
+    manager, inbox = managed(client, max_in_flight_groups=8)
+    manager.request_groups(40)
+    groups = list(inbox.wait(groups=16)[:16])
+    lengths = [group.rollouts[0].sampled_tokens for group in groups]
+    assert lengths.count(max(lengths)) == 8
+    assert inbox.wait(groups=40) and inbox.ids == [f"sum-0-{index}" for index in range(40)]
+
+
+def test_fixed_order_submits_each_demand_in_one_call_and_repeats_itself(managed, tokenizer):
+    def run():
+        client = ScriptedClient(
+            tokenizer, lambda request, choice: str(choice), gate=lambda request: request.params.seed % 7
+        )
+        manager, inbox = managed(client, fixed_order=True, sources=two_tasks(sum=1.0, sort=1.0))
+        manager.request_groups(4)
+        manager.request_groups(3)
+        inbox.wait(groups=7)
+        manager.stop()
+        requests = [(request.request_id, request.prompt_token_ids, request.params) for request in client.requests]
+        return client.calls, inbox.groups, requests
+
+    first, second = run(), run()
+    assert first == second
+    calls, groups, _ = first
+    assert [len(call) for call in calls] == [4, 3]
+    assert [group.index for group in groups] == list(range(7))
+    assert [name for call in calls for name in call] == [group.group_id for group in groups]
+
+
+def test_fixed_order_waits_for_the_call_before(managed, tokenizer):
+    client = ScriptedClient(tokenizer, lambda *_: "1", gate=lambda request: None)
+    manager, _ = managed(client, fixed_order=True)
+    manager.request_groups(2)
+    manager.request_groups(2)
+    deadline = time.monotonic() + WAIT_S
+    while not client.calls and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert client.calls == [["sum-0-0", "sum-0-1"]]
+    assert manager.statistics().demand == 2
+
+
+def test_a_restored_manager_goes_on_where_the_state_was_taken(managed, tokenizer):
+    def fresh():
+        return ScriptedClient(tokenizer, lambda request, choice: str(choice))
+
+    sources = two_tasks(sum=2.0, sort=1.0)
+    whole, everything = managed(fresh(), sources=sources)
+    whole.request_groups(12)
+    everything.wait(groups=12)
+    first, part = managed(fresh(), sources=sources)
+    first.request_groups(5)
+    part.wait(groups=5)
+    first.stop()
+    state = first.state()
+    second, rest = managed(fresh(), sources=sources, start=False)
+    second.restore(state)
+    second.start()
+    second.request_groups(7)
+    rest.wait(groups=7)
+    assert part.groups + rest.groups == everything.groups
+
+
+def test_groups_cut_off_by_stop_are_played_again(managed, tokenizer):
+    held = {"sum-0-1"}
+    client = ScriptedClient(tokenizer, lambda *_: "1", gate=lambda request: None if request.request_id in held else 0)
+    manager, inbox = managed(client)
+    manager.request_groups(3)
+    inbox.wait(groups=1)
+    manager.stop()
+    assert client.aborted == ["sum-0-1"]
+    assert inbox.ids == ["sum-0-0"]  # group 2 may be finished, but 1 is not settled
+    assert manager.state()["next_group"] == 1
+
+
+def test_groups_that_the_store_holds_are_not_played_again(managed, tokenizer):
+    client = ScriptedClient(tokenizer, lambda *_: "1")
+    manager, inbox = managed(client, start=False)
+    manager.skip({"sum-0-0", "sum-0-2", "elsewhere"})
+    manager.start()
+    manager.request_groups(3)
+    inbox.wait(groups=3)
+    assert inbox.ids == ["sum-0-1", "sum-0-3", "sum-0-4"]
+    assert [request.request_id for request in client.requests] == inbox.ids
+    assert manager.cursor == 5
+
+
+def test_a_group_that_the_sink_knows_is_replaced(managed, tokenizer):
+    inbox = Inbox()
+
+    def sink(group):
+        inbox.sink(group)
+        return group.group_id != "sum-0-1"
+
+    manager, _ = managed(ScriptedClient(tokenizer, lambda *_: "1"), inbox=inbox, sink=sink)
+    manager.request_groups(2)
+    inbox.wait(groups=3)
+    manager.stop()
+    assert inbox.ids == ["sum-0-0", "sum-0-1", "sum-0-2"]
+    assert manager.statistics().groups_known == 1
+
+
+def test_a_failed_group_is_recorded_and_replaced(managed, tokenizer):
+    def answer(request, choice):
+        return RuntimeError("row lost") if request.request_id == "sum-0-1" else "1"
+
+    manager, inbox = managed(ScriptedClient(tokenizer, answer))
+    manager.request_groups(3)
+    inbox.wait(groups=3, failures=1)
+    assert inbox.failures == [("sum-0-1", "RuntimeError: row lost")]
+    assert inbox.ids == ["sum-0-0", "sum-0-2", "sum-0-3"]
+    assert manager.statistics().groups_failed == 1
+    assert manager.health() is None  # one failure is no rate
+
+
+def test_a_group_that_the_sink_rejects_is_recorded_and_replaced(managed, tokenizer):
+    inbox = Inbox()
+
+    def sink(group):
+        if group.group_id == "sum-0-0":
+            raise RolloutRejectedError("token 999 is out of range")
+        inbox.sink(group)
+
+    manager, _ = managed(ScriptedClient(tokenizer, lambda *_: "1"), inbox=inbox, sink=sink)
+    manager.request_groups(1)
+    inbox.wait(groups=1, failures=1)
+    assert inbox.failures == [("sum-0-0", "token 999 is out of range")]
+    assert inbox.ids == ["sum-0-1"]
+
+
+def test_the_error_rate_is_told_in_words(managed, tokenizer):
+    def answer(request, choice):
+        return RuntimeError("row lost") if request.request_id in ("sum-0-0", "sum-0-1", "sum-0-2") else "1"
+
+    manager, inbox = managed(ScriptedClient(tokenizer, answer))
+    manager.request_groups(2)
+    inbox.wait(groups=2, failures=3)
+    assert manager.health() == ("environment sum: 3 of its last 5 groups failed, the last one: RuntimeError: row lost")
+
+
+def test_a_stalled_environment_is_told_in_words(managed, tokenizer):
+    now = [100.0]
+    client = ScriptedClient(tokenizer, lambda *_: "1", gate=lambda request: None)
+    manager, _ = managed(client, stall_after_s=60.0, clock=lambda: now[0])
+    manager.request_groups(2)
+    deadline = time.monotonic() + WAIT_S
+    while manager.statistics().in_flight < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    now[0] += 60.0
+    assert manager.health() is None
+    now[0] += 15.0
+    assert manager.health() == (
+        "environment sum stalled: nothing finished for 75 s with 2 groups in flight (oldest: sum-0-0)"
+    )
+
+
+def test_waiting_for_demand_is_no_stall(managed, tokenizer):
+    now = [0.0]
+    manager, inbox = managed(ScriptedClient(tokenizer, lambda *_: "1"), clock=lambda: now[0])
+    manager.request_groups(1)
+    inbox.wait(groups=1)
+    manager.stop()
+    now[0] = 1000.0
+    assert manager.health() is None
+    assert manager.statistics().waiting_s == pytest.approx(1000.0)
+
+
+def test_failure_after_failure_ends_the_manager(managed, tokenizer, monkeypatch):
+    monkeypatch.setattr(rollouts, "FAILURES_IN_A_ROW", 5)
+    manager, inbox = managed(ScriptedClient(tokenizer, lambda *_: RuntimeError("broken")))
+    manager.request_groups(1)
+    inbox.wait(failures=5)
+    manager._thread.join(WAIT_S)
+    assert "environments stopped: 5 groups in a row failed" in manager.health()
+    with pytest.raises(EnvironmentFailedError, match="the last one: RuntimeError: broken"):
+        manager.check()
+
+
+def test_a_sink_that_breaks_ends_the_manager_and_keeps_the_cursor(managed, tokenizer):
+    def full(group):
+        raise OSError(28, "No space left on device")
+
+    manager, _ = managed(ScriptedClient(tokenizer, lambda *_: "1"), sink=full)
+    manager.request_groups(1)
+    manager._thread.join(WAIT_S)
+    assert manager.cursor == 0
+    with pytest.raises(EnvironmentFailedError, match="No space left"):
+        manager.check()
+
+
+def test_pause_starts_nothing_and_resume_goes_on(managed, tokenizer):
+    client = ScriptedClient(tokenizer, lambda *_: "1")
+    manager, inbox = managed(client, start=False)
+    manager.pause()
+    manager.start()
+    manager.request_groups(2)
+    assert client.calls == []
+    assert manager.statistics().demand == 2
+    manager.resume()
+    inbox.wait(groups=2)
+
+
+def test_a_blocked_thread_is_told(managed, tokenizer):
+    release, blocked = threading.Event(), threading.Event()
+
+    class Blocking(EnvironmentSource):
+        def task(self, index, split="train"):
+            blocked.set()
+            release.wait()
+            return Task("k", ({"role": "user", "content": "x"},), exact_match("1"))
+
+    source = Blocking(EnvironmentConfig(kind="x", name="x"), seed=0)
+    manager, _ = managed(ScriptedClient(tokenizer, lambda *_: "1"), sources=[source])
+    manager.request_groups(1)
+    assert blocked.wait(WAIT_S)
+    with pytest.raises(EnvironmentFailedError, match="blocks its thread"):
+        manager.stop(timeout_s=0.05)
+    release.set()
+
+
+def test_states_that_are_not_ours_are_refused(managed, tokenizer):
+    manager, _ = managed(ScriptedClient(tokenizer, lambda *_: "1"), start=False)
+    for state in ({}, {"version": 99, "next_group": 1}, {"version": 1, "next_group": "x", "seed": 0}):
+        with pytest.raises(CheckpointError):
+            manager.restore(state)
+    manager.start()
+    with pytest.raises(RuntimeError, match="before start"):
+        manager.restore({"version": 1, "seed": 0, "next_group": 1})
+
+
+def test_stop_before_start_and_twice(managed, tokenizer):
+    manager, _ = managed(ScriptedClient(tokenizer, lambda *_: "1"), start=False)
+    manager.stop()
+    manager, _ = managed(ScriptedClient(tokenizer, lambda *_: "1"))
+    manager.stop()
+    manager.stop()
+    manager.request_groups(1)  # after the end: nobody listens, nothing breaks

@@ -1,0 +1,163 @@
+"""Real daemons in subprocesses: started on a free port, watched through their own /health, ended by signal."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+BIN = Path(sys.executable).parent
+
+BASE = """
+[server]
+port = {port}
+batch_size = 64
+
+[rl_training]
+learning_rate = 2e-3
+batch_size = 32
+token_budget = 4096
+blocks_per_eval = 0
+total_steps = {steps}
+checkpoint_interval = {interval}
+checkpoint_dir = "{directory}"
+run_name = "run"
+max_staleness = 0
+seed = 5
+{training}
+
+[rl_training.lora]
+rank = 4
+alpha = 8
+
+[rl_training.atropos]
+rollout_batch_size = 32
+max_token_length = 256
+{atropos}
+
+[[environments]]
+kind = "tasks"
+name = "reverse"
+group_size = 8
+max_tokens = 16
+
+[[environments]]
+kind = "tasks"
+name = "sort"
+group_size = 8
+max_tokens = 16
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def write_config(
+    tmp_path: Path,
+    *,
+    steps: int,
+    interval: int = 2,
+    training: str = "",
+    atropos: str = "",
+    directory: Path | None = None,
+) -> Path:
+    file = tmp_path / "run.toml"
+    text = BASE.format(
+        port=free_port(),
+        steps=steps,
+        interval=interval,
+        directory=directory or tmp_path / "checkpoints",
+        training=training,
+        atropos=atropos,
+    )
+    file.write_text(text)
+    return file
+
+
+class Daemon:
+    """One `mlx_parallm_train` or `mlx_parallm_serve` process. As a context manager it is killed on the way out."""
+
+    def __init__(self, command: str, *arguments: str, port: int, env: dict[str, str] | None = None) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.process = subprocess.Popen(
+            [str(BIN / command), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | (env or {}),
+        )
+        self.output = ""
+
+    def __enter__(self) -> "Daemon":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.wait()
+
+    def wait(self, timeout: float = 120) -> int:
+        """The exit code; `output` holds what was printed."""
+        text, _ = self.process.communicate(timeout=timeout)
+        self.output += text or ""
+        return self.process.returncode
+
+    def wait_until_ready(self, timeout: float = 60) -> "Daemon":
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                self.wait()
+                raise AssertionError(f"ended with {self.process.returncode} before it was ready:\n{self.output}")
+            try:
+                if httpx.get(self.url + "/health").status_code == 200:
+                    return self
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError("not ready in time")
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def train(config: Path, *arguments: str) -> Daemon:
+    port = next(int(line.split("=")[1]) for line in config.read_text().splitlines() if line.startswith("port"))
+    return Daemon("mlx_parallm_train", "--config", str(config), *arguments, port=port)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    file = run / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def wait_for_step(daemon: Daemon, run: Path, step: int, timeout: float = 90) -> None:
+    """Until the run has recorded `step`."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if any(line["step"] >= step for line in metrics(run)):
+            return
+        if daemon.process.poll() is not None:
+            daemon.wait()
+            raise AssertionError(f"ended with {daemon.process.returncode} before step {step}:\n{daemon.output}")
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached in time")
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics but for what a clock or the machine decides."""
+    moving = ("time", "publish", "tok_s", "memory")
+    return [{key: value for key, value in line.items() if not any(word in key for word in moving)} for line in lines]

@@ -1,0 +1,128 @@
+"""The training daemon as a whole: it serves while it learns, stops in order, and comes back where it was."""
+
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.integration.processes import metrics, train, wait_for_step, without_times, write_config
+
+pytestmark = pytest.mark.slow
+
+
+def test_answers_all_through_a_run_under_rising_versions(tmp_path: Path) -> None:
+    config = write_config(tmp_path, steps=8)
+    versions: list[int] = []
+    failures: list[str] = []
+    with train(config) as daemon:
+        client = daemon.wait_until_ready().client()
+        done = threading.Event()
+
+        def ask() -> None:
+            while not done.is_set():
+                try:
+                    answer = client.chat.completions.create(
+                        model="default", messages=[{"role": "user", "content": "Reverse: abc"}], max_tokens=8
+                    )
+                    versions.append(answer.model_extra["policy_version"])
+                except Exception as error:  # what is counted here is any failure at all
+                    if daemon.process.poll() is None and not done.is_set():
+                        failures.append(repr(error))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_for_step(daemon, tmp_path / "checkpoints" / "run", 7)
+        done.set()
+        asking.join()
+        assert daemon.wait() == 0, daemon.output
+    assert not failures
+    assert len(versions) >= 5
+    assert versions == sorted(versions)
+    assert versions[-1] > versions[0]
+    run = tmp_path / "checkpoints" / "run"
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert lines[-1]["policy_version"] == 8
+    assert max(line["logprob_diff_max"] for line in lines) < 1e-4
+    for name in ("config.toml", "rollouts.sqlite", "latest", "final/adapters.safetensors", "reward.png"):
+        assert (run / name).exists(), name
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves_and_exits_zero_within_ten_seconds(tmp_path: Path, number: signal.Signals) -> None:
+    config = write_config(tmp_path, steps=500, interval=400)
+    run = tmp_path / "checkpoints" / "run"
+    with train(config) as daemon:
+        daemon.wait_until_ready()
+        wait_for_step(daemon, run, 2)
+        started = time.monotonic()
+        daemon.send(number)
+        assert daemon.wait(timeout=20) == 0, daemon.output
+        assert time.monotonic() - started < 10
+    stopped_at = metrics(run)[-1]["step"]
+    assert (run / "latest").exists()
+    with train(config, "--resume", str(run), "--set", f"rl_training.total_steps={stopped_at + 2}") as daemon:
+        assert daemon.wait() == 0, daemon.output
+    assert [line["step"] for line in metrics(run)] == list(range(1, stopped_at + 3))
+
+
+def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
+    config = write_config(tmp_path, steps=500)
+    with train(config) as daemon:
+        daemon.wait_until_ready()
+        daemon.send(signal.SIGINT)
+        daemon.send(signal.SIGTERM)
+        assert daemon.wait(timeout=10) != 1
+
+
+def test_kill_9_then_two_resumes_write_the_same_metrics(tmp_path: Path) -> None:
+    config = write_config(tmp_path, steps=9, interval=2, training="deterministic = true")
+    run = tmp_path / "checkpoints" / "run"
+    with train(config) as daemon:
+        daemon.wait_until_ready()
+        wait_for_step(daemon, run, 5)
+        daemon.process.kill()
+        daemon.wait()
+    results = []
+    for name in ("first", "second"):
+        shutil.copytree(tmp_path / "checkpoints", tmp_path / name, symlinks=True)
+        copied = tmp_path / name / "run"
+        override = f"rl_training.checkpoint_dir={tmp_path / name}"
+        with train(config, "--resume", str(copied), "--set", override) as daemon:
+            assert daemon.wait() == 0, daemon.output
+        results.append(without_times(metrics(copied)))
+    assert [line["step"] for line in results[0]] == list(range(1, 10))
+    assert results[0] == results[1]
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
+    """What a resume restores is what an uninterrupted run would have had."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    whole.mkdir()
+    halves.mkdir()
+    config = write_config(whole, steps=6, interval=3, training="deterministic = true")
+    with train(config) as daemon:
+        assert daemon.wait() == 0, daemon.output
+    config = write_config(halves, steps=6, interval=3, training="deterministic = true")
+    with train(config, "--set", "rl_training.total_steps=3") as daemon:
+        assert daemon.wait() == 0, daemon.output
+    with train(config, "--resume", str(halves / "checkpoints" / "run")) as daemon:
+        assert daemon.wait() == 0, daemon.output
+    one, two = (without_times(metrics(path / "checkpoints" / "run")) for path in (whole, halves))
+    assert one == two
+
+
+def test_a_busy_port_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    config = write_config(tmp_path, steps=500)
+    with train(config) as daemon:
+        daemon.wait_until_ready()
+        with train(config, "--set", "rl_training.run_name=other") as second:
+            assert second.wait(timeout=60) == 2
+        assert str(daemon.port) in second.output
+        assert "Traceback" not in second.output
+        assert not (tmp_path / "checkpoints" / "other").exists()
+        assert httpx.get(daemon.url + "/health").status_code == 200

@@ -1,0 +1,228 @@
+"""Block by block = the whole graph, for several architectures, adapters, full weights and a 4-bit base."""
+
+import copy
+import threading
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_parallm.models import blockwise
+from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
+from mlx_parallm.models.logprobs import token_logprobs
+from mlx_parallm.models.lora import LoraSpec, inject_lora, trainer_lora_layers
+from tests.rl_training.tiny_models import make_model
+
+ARCHITECTURES = ["qwen3", "llama", "gemma2", "gemma3_text"]
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    inject_lora(model, LoraSpec(rank=4, alpha=8.0))
+    for layer in trainer_lora_layers(model).values():
+        layer.lora_b = 0.3 * mx.random.normal(layer.lora_b.shape)  # B = 0 would hide the gradients of A
+    mx.eval(model.parameters())
+    return model
+
+
+def with_full_weights(model: nn.Module) -> nn.Module:
+    model.unfreeze()
+    return model
+
+
+def with_4_bit_base(model: nn.Module) -> nn.Module:
+    nn.quantize(model, group_size=32, bits=4, class_predicate=lambda _, m: isinstance(m, nn.Linear))
+    return with_lora(model)
+
+
+def batch() -> TokenBatch:
+    rng = np.random.default_rng(0)
+    positions = np.sort(rng.choice(np.arange(4 * 12), 19, replace=False))
+    return TokenBatch(
+        inputs=mx.array(rng.integers(0, 40, (4, 12)), mx.int32),
+        positions=mx.array(positions, mx.int32),
+        targets=mx.array(rng.integers(0, 40, 19), mx.int32),
+        temperature=mx.array(rng.uniform(0.5, 2.0, 19).astype(np.float32)),
+    )
+
+
+WEIGHTS = mx.array(np.linspace(-1, 1, 19).astype(np.float32))
+
+
+def objective(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
+    return (mx.exp(0.1 * logprobs) * WEIGHTS + 0.3 * entropy).sum(), (logprobs,)
+
+
+def whole_graph(model: nn.Module, tokens: TokenBatch) -> tuple[mx.array, dict[str, mx.array]]:
+    """The naive twin: mlx's own value_and_grad over the model's own forward, logits at every position."""
+
+    def loss(model: nn.Module) -> mx.array:
+        logits = model(tokens.inputs).reshape(-1, 40)[tokens.positions] / tokens.temperature[:, None]
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        chosen = mx.take_along_axis(logprobs, tokens.targets[:, None], axis=-1)[:, 0]
+        return objective(chosen, -(mx.exp(logprobs) * logprobs).sum(-1))[0]
+
+    value, gradients = nn.value_and_grad(model, loss)(model)
+    return value, dict(nn.utils.tree_flatten(gradients))
+
+
+@pytest.mark.parametrize("prepare", [with_lora, with_full_weights, with_4_bit_base])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gradients_equal_the_whole_graphs(architecture: str, prepare: Callable[[nn.Module], nn.Module]) -> None:
+    model = prepare(make_model(architecture))
+    parts = BlockwiseModel(model, blocks_per_eval=1)
+    assert not parts.fallback
+    value, (logprobs,), gradients = parts.loss_and_gradients(batch(), objective)
+    expected, expected_gradients = whole_graph(model, batch())
+    assert value.item() == pytest.approx(expected.item(), abs=1e-5)
+    assert sorted(expected_gradients) == list(parts.slots.names)
+    for name, gradient in zip(parts.slots.names, gradients, strict=True):
+        scale = mx.abs(expected_gradients[name]).max().item()
+        np.testing.assert_allclose(gradient, expected_gradients[name], atol=1e-5 * scale + 1e-7, err_msg=name)
+    assert max(mx.abs(g).max().item() for g in gradients) > 1e-3
+    assert logprobs.shape == (19,)
+
+
+@pytest.mark.parametrize("prepare", [with_lora, with_full_weights])
+@pytest.mark.parametrize("blocks", [0, 2, 3])
+def test_any_number_of_blocks(blocks: int, prepare: Callable[[nn.Module], nn.Module]) -> None:
+    model = prepare(make_model())
+    _, _, one = BlockwiseModel(model, blocks_per_eval=1).loss_and_gradients(batch(), objective)
+    _, _, other = BlockwiseModel(model, blocks_per_eval=blocks).loss_and_gradients(batch(), objective)
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("prepare", [with_lora, with_full_weights])
+def test_head_in_chunks(prepare: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepare(make_model())
+    whole = BlockwiseModel(model)
+    value, _, gradients = whole.loss_and_gradients(batch(), objective)
+    logprobs, entropy = whole.score(batch())
+    chunked = BlockwiseModel(model)
+    monkeypatch.setattr(chunked, "_chunks", lambda _: [slice(0, 7), slice(7, 14), slice(14, 19)])
+    value_c, _, gradients_c = chunked.loss_and_gradients(batch(), objective)
+    assert value_c.item() == pytest.approx(value.item(), abs=1e-6)
+    for a, b in zip(gradients, gradients_c, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    for a, b in zip((logprobs, entropy), chunked.score(batch()), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_the_chunk_follows_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "HEAD_ELEMENTS", 40 * 64)
+    tokens = TokenBatch(mx.zeros((2, 60), mx.int32), mx.arange(100), mx.zeros(100, mx.int32))
+    chunks = BlockwiseModel(with_lora(make_model()))._chunks(tokens)
+    assert chunks == [slice(0, 64), slice(64, 100)]
+
+
+def test_score_is_the_token_logprob_of_the_plain_forward() -> None:
+    model, tokens = with_lora(make_model()), batch()
+    logprobs, _ = BlockwiseModel(model).score(tokens)
+    logits = model(tokens.inputs).reshape(-1, 40)[tokens.positions]
+    np.testing.assert_allclose(logprobs, token_logprobs(logits, tokens.targets, tokens.temperature), atol=1e-5)
+
+
+def test_gradients_add_up_over_micro_batches_in_float32() -> None:
+    parts = BlockwiseModel(with_lora(make_model()))
+    _, _, once = parts.loss_and_gradients(batch(), objective)
+    _, _, twice = parts.loss_and_gradients(batch(), objective, once)
+    for a, b in zip(once, twice, strict=True):
+        np.testing.assert_allclose(2 * np.array(a), b, rtol=1e-6)
+
+
+def test_a_bfloat16_tree_gives_float32_gradients() -> None:
+    model = make_model()
+    model.set_dtype(mx.bfloat16)
+    parts = BlockwiseModel(with_full_weights(model))
+    assert not parts.fallback
+    _, _, gradients = parts.loss_and_gradients(batch(), objective)
+    assert {g.dtype for g in gradients} == {mx.float32}
+
+
+def test_parameters_are_the_same_objects_afterwards() -> None:
+    """Tracers must not stay in the tree, and no array of it may be written to: the serving tree shares them."""
+    model = with_full_weights(make_model())
+    parts = BlockwiseModel(model)
+    before = parts.slots.read()
+    parts.loss_and_gradients(batch(), objective)
+    assert all(a is b for a, b in zip(before, parts.slots.read(), strict=True))
+
+
+def test_every_evaluation_gives_a_turn() -> None:
+    turns: list[int] = []
+    model = with_lora(make_model())
+    parts = BlockwiseModel(model, between_blocks=lambda: turns.append(1))
+    turns.clear()
+    parts.loss_and_gradients(batch(), objective)
+    assert len(turns) == 3 + 1 + 2  # three group inputs; the last group with head and loss; the two blocks below
+
+
+class Glued(nn.Module):
+    """A model that does something of its own between its blocks, or hands one block's work to another unseen."""
+
+    def __init__(self, glue: Callable[[mx.array, mx.array], mx.array]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 16)
+        self.layers = [nn.Linear(16, 16) for _ in range(3)]
+        self.head = nn.Linear(16, 40)
+        self._glue = glue
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        first = hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(self._glue(hidden, first))
+        return self.head(hidden + 0.5 * first if self._glue is identity else hidden)
+
+
+def identity(hidden: mx.array, _: mx.array) -> mx.array:
+    return hidden
+
+
+def residual(hidden: mx.array, first: mx.array) -> mx.array:
+    return hidden + first
+
+
+@pytest.mark.parametrize(
+    ("glue", "reason"),
+    [(residual, "between blocks"), (identity, "gradients")],  # identity: the head sees the embedding behind our back
+)
+def test_other_architectures_fall_back_to_the_whole_graph(glue: Callable, reason: str) -> None:
+    model = Glued(glue)
+    parts = BlockwiseModel(model)
+    assert reason in parts.fallback
+    value, _, gradients = parts.loss_and_gradients(batch(), objective)
+    expected, expected_gradients = whole_graph(model, batch())
+    assert value.item() == pytest.approx(expected.item(), abs=1e-5)
+    for name, gradient in zip(parts.slots.names, gradients, strict=True):
+        np.testing.assert_allclose(gradient, expected_gradients[name], atol=1e-6)
+    logits = model(batch().inputs).reshape(-1, 40)[batch().positions]
+    np.testing.assert_allclose(
+        parts.score(batch())[0], token_logprobs(logits, batch().targets, batch().temperature), atol=1e-6
+    )
+
+
+def test_training_beside_a_thread_that_computes() -> None:
+    """Another thread evaluates a tree that shares the base arrays, all the while."""
+    model = make_model()
+    serving = copy.deepcopy(model)
+    tokens = batch().inputs
+    expected = np.array(serving(tokens))
+    done, failures = threading.Event(), []
+
+    def serve() -> None:
+        while not done.is_set():
+            if not np.array_equal(np.array(serving(tokens)), expected):
+                failures.append("other logits")
+        mx.synchronize()
+        mx.clear_streams()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    parts = BlockwiseModel(with_lora(model))
+    for _ in range(10):
+        parts.loss_and_gradients(batch(), objective)
+    done.set()
+    thread.join()
+    assert not failures

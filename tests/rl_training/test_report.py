@@ -1,0 +1,160 @@
+import io
+import math
+import shlex
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from mlx_parallm.environments.evaluate import Answer, Evaluation
+from mlx_parallm.rl_training.report import (
+    accuracy_table,
+    answers_table,
+    compare,
+    next_commands,
+    plain_report,
+    print_report,
+    smooth,
+    write_reward_curve,
+)
+
+
+def lines(count=60):
+    return [
+        {
+            "step": number,
+            "reward_mean": 0.75 - 0.4 * math.exp(-number / 20) + 0.05 * math.sin(number * 1.7),
+            "kl": 0.001 * number,
+            "entropy": 0.5 + 0.4 * math.exp(-number / 15),
+        }
+        for number in range(1, count + 1)
+    ]
+
+
+def colours(path):
+    image = Image.open(path).convert("RGB")
+    assert image.size == (1080, 720)
+    return {colour for count, colour in image.getcolors(1 << 20) if count > 30}
+
+
+def test_the_curve_is_a_picture_with_every_line(tmp_path):
+    path = write_reward_curve(lines(), tmp_path / "reward.png", title="quickstart")
+    drawn = colours(path)
+    for ink in ((0x1B, 0x3A, 0x57), (0x9D, 0xBA, 0xD5), (0xB3, 0x54, 0x1E), (0x4B, 0x7F, 0x52)):
+        assert ink in drawn
+    assert [entry.name for entry in tmp_path.iterdir()] == ["reward.png"]
+
+
+def test_the_curve_shows_what_was_not_measured(tmp_path):
+    only_rewards = [{"step": line["step"], "reward_mean": line["reward_mean"], "kl": None} for line in lines(3)]
+    drawn = colours(write_reward_curve(only_rewards, tmp_path / "reward.png", title="short"))
+    assert (0xB3, 0x54, 0x1E) not in drawn
+
+
+def test_without_rewards_there_is_no_curve(tmp_path):
+    with pytest.raises(ValueError, match="no step has a reward_mean"):
+        write_reward_curve([{"step": 1}], tmp_path / "reward.png", title="x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_curve_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    path = tmp_path / "reward.png"
+    path.write_bytes(b"old")
+
+    def full(self, target, **_):
+        target.write_bytes(b"half a picture")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    with pytest.raises(OSError, match="No space"):
+        write_reward_curve(lines(), path, title="x")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_smoothing_is_a_centred_mean():
+    assert smooth([0.0, 3.0, 6.0, 3.0], 1) == [1.5, 3.0, 4.0, 4.5]
+    assert smooth([1.0, 2.0], 5) == [1.5, 1.5]
+
+
+def evaluation(name, texts, prompts=("Add 1 and 2.", "Add 2 and 2.", "Add 9 and 9.")):
+    expected = ("3", "4", "18")
+    answers = [
+        Answer(prompt, right, text, float(text == right))
+        for prompt, right, text in zip(prompts, expected, texts, strict=True)
+    ]
+    return Evaluation(name, tuple(answers))
+
+
+@pytest.fixture
+def comparisons():
+    before = [evaluation("sum", ("3", "5", "8"))]
+    after = [evaluation("sum", ("3", "4", "8"))]
+    return compare(before, after)
+
+
+def test_the_same_prompts_are_compared(comparisons):
+    [row] = comparisons
+    assert row.accuracies == pytest.approx((1 / 3, 2 / 3))
+    assert [(then.text, now.text) for then, now in row.pairs] == [("3", "3"), ("5", "4"), ("8", "8")]
+    moved = compare(
+        [evaluation("sum", ("3", "4", "18"), prompts=("a", "b", "Add 9 and 9."))], [evaluation("sum", ("3", "4", "18"))]
+    )
+    assert [now.prompt for _, now in moved[0].pairs] == ["Add 9 and 9."]
+    assert compare([], [evaluation("sum", ("3", "4", "18"))])[0].pairs == ()
+
+
+def test_tables_show_prompt_expected_before_and_after(comparisons):
+    console = Console(file=io.StringIO(), width=100)
+    console.print(answers_table(comparisons))
+    console.print(accuracy_table(comparisons))
+    text = console.file.getvalue()
+    [line] = [line for line in text.splitlines() if "Add 2 and 2." in line]
+    assert [part.strip() for part in line.strip("│").split("│")] == ["Add 2 and 2.", "4", "✗ 5", "✓ 4"]
+    [line] = [line for line in text.splitlines() if "0.333" in line]
+    assert [part.strip() for part in line.strip("│").split("│")] == ["sum", "3", "0.333", "0.667", "+0.333"]
+
+
+def test_an_answer_cannot_smuggle_in_markup(comparisons):
+    row = compare([evaluation("sum", ("[red]", "[/]", "x" * 500))], [evaluation("sum", ("3", "4", "18"))])
+    console = Console(file=io.StringIO(), width=160)
+    console.print(answers_table(row))
+    assert "✗ [red]" in console.file.getvalue()
+    assert "✗ [/]" in console.file.getvalue()
+    assert "xxx…" in console.file.getvalue()
+
+
+def test_the_plain_report_says_the_same(comparisons):
+    assert plain_report(comparisons, shown=2) == (
+        "sum: 0.333 -> 0.667 (+0.333) on 3 problems\n"
+        "  Add 1 and 2.  [3]  3 (right) -> 3 (right)\n"
+        "  Add 2 and 2.  [4]  5 (wrong) -> 4 (right)"
+    )
+
+
+def test_next_commands_are_shell_lines(tmp_path):
+    run = tmp_path / "my run"
+    serve, merge = next_commands(run, "builtin:tiny", lora=True)
+    assert shlex.split(serve) == [
+        "mlx_parallm_serve",
+        "--model-path",
+        "builtin:tiny",
+        "--lora-path",
+        str(run / "final"),
+    ]
+    assert shlex.split(merge)[0] == "mlx_parallm_merge_lora"
+    assert shlex.split(merge)[-2:] == ["--output-path", str(run / "merged")]
+    assert next_commands(run, "b", lora=False) == [f"mlx_parallm_serve --model-path {shlex.quote(str(run / 'final'))}"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_report_is_printed(comparisons, tmp_path, terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
+    print_report(console, comparisons, ["command one", "command two"], tmp_path / "reward.png")
+    text = console.file.getvalue()
+    assert f"reward curve: {tmp_path / 'reward.png'}" in text
+    assert "next: command one\n  or: command two" in text
+    assert ("│" in text) is terminal
+    assert "0.667" in text

@@ -1,0 +1,78 @@
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.rollout_store.checks import check_group
+from mlx_parallm.types import RolloutGroup
+from tests.rollout_store.groups import VOCAB_SIZE, groups, make_group, make_rollout
+
+NAN, INF = float("nan"), float("inf")
+
+
+def check(group: RolloutGroup) -> None:
+    check_group(group, vocab_size=VOCAB_SIZE, max_token_length=16)
+
+
+@given(groups())
+def test_what_can_be_trained_on_passes(group: RolloutGroup) -> None:
+    check_group(group, vocab_size=200_001, max_token_length=16)
+
+
+def test_a_logprob_a_hair_above_zero_is_rounding() -> None:
+    check(make_group(rollouts=(make_rollout(logprobs=(0.0, 0.0, 5e-4, -0.1, -0.2)),)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mask": (0, 0, 1, 1)}, "4 mask values for 5 tokens"),
+        ({"logprobs": (0.0,) * 6}, "6 logprobs for 5 tokens"),
+        ({"policy_versions": ()}, "0 policy versions for 5 tokens"),
+        ({"processed_logprobs": (0.0,)}, "1 processed logprobs for 5 tokens"),
+        ({"tokens": (1, 2, 3, 4, VOCAB_SIZE)}, f"token 4 has id {VOCAB_SIZE}, outside the vocabulary of {VOCAB_SIZE}"),
+        ({"tokens": (1, -1, 3, 4, 5)}, "token 1 has id -1"),
+        ({"mask": (0, 0, 2, 1, 1)}, "values other than 0 and 1"),
+        ({"mask": (0, 0, 0, 0, 0)}, "no token was sampled"),
+        ({"mask": (1, 1, 1, 1, 1)}, "nothing precedes it"),
+        ({"policy_versions": (0, 0, -1, 0, 0)}, "policy version -1 is negative"),
+        ({"logprobs": (0.0, 0.0, NAN, -0.1, -0.1)}, "the logprob of token 2 is nan"),
+        ({"logprobs": (0.0, 0.0, -0.1, -INF, -0.1)}, "the logprob of token 3 is -inf"),
+        ({"logprobs": (0.0, 0.0, -0.1, -0.1, 0.01)}, "the logprob of token 4 is 0.01, more than 0"),
+        ({"processed_logprobs": (0.0, 0.0, NAN, 0.0, 0.0)}, "processed logprob is not finite"),
+        ({"temperature": NAN}, "temperature nan"),
+        ({"temperature": -1.0}, "temperature -1.0"),
+        ({"scores": {"style": 1.0}}, "no score named 'reward'"),
+        ({"scores": {"reward": NAN}}, "the score 'reward' is nan"),
+        ({"scores": {"reward": 1.0, "style": INF}}, "the score 'style' is inf"),
+    ],
+)
+def test_a_faulty_rollout_is_named_with_its_fault(changes: dict[str, Any], reason: str) -> None:
+    group = make_group(rollouts=(make_rollout(), make_rollout(**changes)))
+    with pytest.raises(RolloutRejectedError, match="rollout 1: ") as caught:
+        check(group)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rollouts": ()}, "no rollouts"),
+        ({"group_id": ""}, "no id"),
+        ({"advantages": (1.0,)}, "1 advantages for 2 rollouts"),
+        ({"advantages": (1.0, NAN)}, "rollout 1: an advantage is not finite"),
+        ({"advantages": ((1.0,) * 5, (1.0,) * 4)}, "rollout 1: 4 advantages for 5 tokens"),
+        ({"advantages": ((1.0,) * 5, (INF,) * 5)}, "rollout 1: an advantage is not finite"),
+    ],
+)
+def test_a_faulty_group_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RolloutRejectedError) as caught:
+        check(make_group(**changes))
+    assert reason in str(caught.value)
+
+
+def test_the_longest_sequence_passes_and_one_more_token_does_not() -> None:
+    check(make_group(rollouts=(make_rollout(prompt=6, sampled=10),)))
+    with pytest.raises(RolloutRejectedError, match="17 tokens are more than max_token_length = 16"):
+        check(make_group(rollouts=(make_rollout(prompt=7, sampled=10),)))

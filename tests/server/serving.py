@@ -1,0 +1,51 @@
+"""A real server thread on a free port, for as long as a `with` block."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from openai import OpenAI
+
+from mlx_parallm.server.app import create_app
+from mlx_parallm.server.context import ServerDeps, ServerState
+from mlx_parallm.server.thread import ServerThread, bind_socket
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    url: str
+    app: FastAPI
+    state: ServerState
+    engine: Any
+    thread: ServerThread
+
+    def openai(self, api_key: str = "unused") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60)
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **options)
+
+
+@contextmanager
+def running_server(engine: Any, tokenizer: Any, *, loaded: bool = True, **deps: Any) -> Iterator[RunningServer]:
+    """Serves `engine`; `deps` are fields of ServerDeps. With loaded=False the server stays in its loading state."""
+    state = ServerState()
+    if loaded:
+        state.ready(engine, tokenizer)
+    listener = bind_socket("127.0.0.1", 0)
+    app = create_app(ServerDeps(state=state, **deps))
+    thread = ServerThread(app, listener)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    thread.start()
+    try:
+        yield RunningServer(url, app, state, engine, thread)
+    finally:
+        if thread.alive:
+            thread.stop(drain_timeout=5.0)
+
+
+def flat(lists: Iterable[list[Any]]) -> list[Any]:
+    return [item for each in lists for item in each]

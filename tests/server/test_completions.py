@@ -1,0 +1,254 @@
+"""/v1/completions with the real `openai` client against a real engine on the shipped model."""
+
+import pytest
+from openai import BadRequestError, NotFoundError
+
+from tests.server.serving import flat
+
+MODEL = "default"
+PROMPT = "<|im_start|>user\n12 + 7 =<|im_end|>\n<|im_start|>assistant\n"
+
+
+def create(client, prompt=PROMPT, **fields):
+    extra = {key: fields.pop(key) for key in list(fields) if key in EXTRA}
+    return client.completions.create(model=MODEL, prompt=prompt, extra_body=extra, **fields)
+
+
+EXTRA = {
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "prompt_logprobs",
+    "top_k",
+}
+
+
+def test_every_form_of_prompt_gives_the_same_answer(client, tiny_tokenizer):
+    ids = tiny_tokenizer.encode(PROMPT)
+    alone = create(client, temperature=0).choices[0].text
+    assert create(client, ids, temperature=0).choices[0].text == alone
+    other = create(client, "abc", temperature=0, max_tokens=8).choices[0].text
+    for prompts in ([PROMPT, "abc"], [ids, tiny_tokenizer.encode("abc")]):
+        answer = create(client, prompts, temperature=0)
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        assert answer.choices[0].text == alone and answer.choices[1].text.startswith(other)
+        assert answer.usage.prompt_tokens == len(ids) + len(tiny_tokenizer.encode("abc"))
+
+
+def test_choices_are_prompt_major_and_a_prompt_counts_once(client):
+    answer = create(client, [PROMPT, "abc"], n=3, max_tokens=4, ignore_eos=True, echo=True)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert [choice.text.startswith("abc") for choice in answer.choices] == [False] * 3 + [True] * 3
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.prompt_tokens == create(client, [PROMPT, "abc"], max_tokens=1).usage.prompt_tokens
+
+
+def test_the_default_length_is_16_tokens(client):
+    assert create(client, ignore_eos=True).usage.completion_tokens == 16
+
+
+@pytest.mark.parametrize("stream_options", [None, {"include_usage": True}])
+def test_a_stream_adds_up_to_the_whole_answer(client, stream_options):
+    fields = {"n": 2, "seed": 3, "max_tokens": 12, "logprobs": 2, "return_token_ids": True, "echo": False}
+    whole = create(client, [PROMPT, "abc"], **fields)
+    options = {"stream_options": stream_options} if stream_options else {}
+    chunks = list(create(client, [PROMPT, "abc"], stream=True, **options, **fields))
+    if stream_options:
+        last = chunks.pop()
+        assert last.choices == [] and last.usage == whole.usage
+        assert all(chunk.usage is None for chunk in chunks)
+    for choice in whole.choices:
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        assert "".join(part.text for part in mine) == choice.text
+        assert flat(part.token_ids for part in mine) == choice.token_ids
+        assert mine[0].prompt_token_ids == choice.prompt_token_ids
+        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            streamed = flat(getattr(part.logprobs, key) for part in mine)
+            assert streamed == getattr(choice.logprobs, key)
+        assert [part.finish_reason for part in mine][-1] == choice.finish_reason
+        assert mine[-1].weight_versions == choice.weight_versions
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+def test_a_streamed_echo_starts_with_the_prompt(client):
+    chunks = list(create(client, "abc", echo=True, stream=True, temperature=0, max_tokens=4))
+    whole = create(client, "abc", echo=True, temperature=0, max_tokens=4)
+    assert chunks[0].choices[0].text.startswith("abc")
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+
+
+def test_a_seed_repeats_and_another_differs(client):
+    texts = [create(client, "a", seed=seed, max_tokens=40, ignore_eos=True).choices[0].text for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_stop_strings_end_before_or_after_themselves(client):
+    fields = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    text = create(client, "a", **fields).choices[0].text
+    stop = text[8:10]
+    cut = text.index(stop)
+    stopped = create(client, "a", stop=["never\x00", stop], **fields).choices[0]
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == (text[:cut], "stop", stop)
+    kept = create(client, "a", stop=stop, include_stop_str_in_output=True, **fields).choices[0]
+    assert kept.text == text[: cut + len(stop)]
+
+
+def test_stop_token_ids_end_the_answer_and_are_kept_in_the_ids(client):
+    fields = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "return_token_ids": True}
+    ids = create(client, "a", **fields).choices[0].token_ids
+    stop = ids[10]
+    stopped = create(client, "a", stop_token_ids=[stop], **fields).choices[0]
+    assert stopped.token_ids == ids[: ids.index(stop) + 1]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
+
+
+def test_logprobs_are_parallel_lists_that_place_each_token(client):
+    choice = create(client, max_tokens=8, temperature=0, logprobs=3, ignore_eos=True, return_token_ids=True).choices[0]
+    lists = choice.logprobs
+    assert len(lists.tokens) == len(lists.token_logprobs) == len(lists.top_logprobs) == len(lists.text_offset) == 8
+    for token, logprob, top in zip(lists.tokens, lists.token_logprobs, lists.top_logprobs, strict=True):
+        assert logprob <= 0 and top[token] == logprob == max(top.values()) and len(top) == 3
+    assert lists.text_offset[0] == 0
+    assert lists.text_offset[1:] == [sum(map(len, lists.tokens[:end])) for end in range(1, 8)]
+    named = create(
+        client, max_tokens=8, temperature=0, logprobs=1, ignore_eos=True, return_tokens_as_token_ids=True
+    ).choices[0]
+    assert named.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
+    assert list(named.logprobs.top_logprobs[0]) == named.logprobs.tokens[:1]
+
+
+def test_scoring_a_text_gives_what_sampling_it_gave(client):
+    sampled = create(client, max_tokens=12, seed=5, logprobs=0, return_token_ids=True).choices[0]
+    ids = sampled.prompt_token_ids + sampled.token_ids
+    scored = create(client, ids, max_tokens=0, echo=True, logprobs=2)
+    lists = scored.choices[0].logprobs
+    assert lists.token_logprobs[0] is None and lists.top_logprobs[0] is None
+    assert len(lists.tokens) == len(ids) and scored.usage.completion_tokens == 0
+    assert lists.token_logprobs[len(sampled.prompt_token_ids) :] == pytest.approx(
+        sampled.logprobs.token_logprobs, abs=1e-4
+    )
+    assert scored.choices[0].text.startswith(PROMPT) and len(lists.top_logprobs[1]) in (2, 3)
+
+
+def test_echo_with_logprobs_covers_prompt_and_answer(client):
+    whole = create(client, "abc", echo=True, logprobs=0, max_tokens=5, temperature=0, return_token_ids=True)
+    choice = whole.choices[0]
+    assert len(choice.logprobs.tokens) == len(choice.prompt_token_ids) + len(choice.token_ids)
+    assert choice.text.startswith("abc")
+    assert choice.logprobs.token_logprobs[0] is None and None not in choice.logprobs.token_logprobs[1:]
+
+
+def test_prompt_logprobs_name_each_token_with_its_rank(client):
+    choice = create(client, "abcd", max_tokens=1, prompt_logprobs=2, return_token_ids=True).choices[0]
+    assert choice.prompt_logprobs[0] is None
+    for token_id, entry in zip(choice.prompt_token_ids[1:], choice.prompt_logprobs[1:], strict=True):
+        assert str(token_id) in entry and {1, 2} <= {shown["rank"] for shown in entry.values()}
+
+
+def test_token_ids_go_round_without_retokenising(client, server):
+    first = create(client, "ab", max_tokens=6, seed=1, ignore_eos=True, return_token_ids=True).choices[0]
+    again = create(client, first.prompt_token_ids + first.token_ids, max_tokens=1, return_token_ids=True).choices[0]
+    assert again.prompt_token_ids == first.prompt_token_ids + first.token_ids
+    with server.http() as http:
+        assert http.post("/detokenize", json={"tokens": first.prompt_token_ids}).json() == {"prompt": "ab"}
+
+
+def test_filters_send_the_renormalised_logprobs_too(client):
+    choice = create(client, max_tokens=4, top_k=1, logprobs=0, ignore_eos=True).choices[0]
+    assert choice.processed_logprobs == pytest.approx([0.0] * 4, abs=1e-5)
+    assert min(choice.logprobs.token_logprobs) < -1e-4
+
+
+def test_logit_bias_decides(client):
+    choice = create(client, "a", max_tokens=3, logit_bias={"9": 100}, return_token_ids=True).choices[0]
+    assert choice.token_ids == [9, 9, 9]
+
+
+def test_the_policy_version_is_in_every_answer(client):
+    answer = create(client, max_tokens=3, ignore_eos=True)
+    assert answer.policy_version == 0
+    assert answer.choices[0].weight_versions == [{"version": 0, "start": 0, "end": 3}]
+    last = list(create(client, max_tokens=3, ignore_eos=True, stream=True))[-1]
+    assert last.policy_version == 0 and last.choices[0].weight_versions == [{"version": 0, "start": 0, "end": 3}]
+
+
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "logit_bias", "presence_penalty")
+OTHER_FIELDS = ("logprobs", "echo", "stream", "stream_options", "suffix", "best_of", "tools", "model", "unheard_of")
+NULLABLE = (*SAMPLING_FIELDS, *OTHER_FIELDS, "max_tokens", "stop_token_ids", "return_token_ids")
+
+
+def test_nulls_mean_defaults(server):
+    with server.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": "a", "ignore_eos": True} | dict.fromkeys(NULLABLE))
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 16
+
+
+REFUSED = {
+    "unknown": ({"temprature": 1}, "temprature"),
+    "best_of": ({"best_of": 2}, "best_of"),
+    "suffix": ({"suffix": "x"}, "suffix"),
+    "beam search": ({"use_beam_search": True}, "use_beam_search"),
+    "response_format": ({"response_format": {"type": "json_object"}}, "response_format"),
+    "special tokens": ({"skip_special_tokens": False}, "skip_special_tokens"),
+    "temperature": ({"temperature": -1}, "temperature"),
+    "top_p": ({"top_p": 0}, "top_p"),
+    "n": ({"n": 0}, "n"),
+    "logprobs": ({"logprobs": 21}, "logprobs"),
+    "empty stop": ({"stop": ["a", ""]}, "stop"),
+    "empty prompt": ({"prompt": []}, "prompt"),
+    "empty text": ({"prompt": ""}, "prompt"),
+    "prompt of objects": ({"prompt": {"a": 1}}, "prompt"),
+    "token out of range": ({"prompt": [1_000_000]}, "prompt"),
+    "negative token": ({"prompt": [-1]}, "prompt"),
+    "bias of no token": ({"logit_bias": {"1000000": 1}}, "logit_bias"),
+    "zero max_tokens": ({"max_tokens": 0}, "max_tokens"),
+    "stream_options alone": ({"stream_options": {"include_usage": True}}, "stream_options"),
+    "unknown stream option": ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    "min over max": ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
+}
+
+
+@pytest.mark.parametrize("fields, param", REFUSED.values(), ids=REFUSED.keys())
+def test_a_request_that_cannot_be_honoured_is_a_400_naming_the_field(server, fields, param):
+    with server.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": "a"} | fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+        assert param.split(".")[0] in error["message"]
+
+
+def test_neutral_values_and_fields_without_effect_are_accepted(server):
+    neutral = {
+        "best_of": 1,
+        "suffix": "",
+        "response_format": {"type": "text"},
+        "user": "me",
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "prompt_cache_retention": "24h",
+        "top_k": -1,
+    }
+    with server.http() as http:
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1} | neutral).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_over_the_context_is_a_400_that_says_so(client, server, stream):
+    longest = server.engine.max_model_len
+    with pytest.raises(BadRequestError, match="maximum context length") as caught:
+        create(client, [5] * longest, max_tokens=1, stream=stream)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(BadRequestError, match="maximum context length"):
+        create(client, [5] * 10, max_tokens=longest, stream=stream)
+
+
+def test_an_unknown_model_is_a_404_with_the_list(client):
+    with pytest.raises(NotFoundError, match=r"Served models: .*tiny") as caught:
+        client.completions.create(model="gpt-4", prompt="a")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")

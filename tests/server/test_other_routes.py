@@ -1,0 +1,182 @@
+"""/v1/models, /health, /metrics, /generate, /tokenize, hang-ups: against a real engine on the shipped model."""
+
+import re
+import threading
+import time
+
+import httpx
+import pytest
+from openai import NotFoundError
+
+PROMPT = "<|im_start|>user\n12 + 7 =<|im_end|>\n<|im_start|>assistant\n"
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        threading.Event().wait(0.005)
+
+
+def test_models_are_listed_and_found(client, server):
+    [model, *_] = client.models.list().data
+    assert (model.object, model.parent, model.policy_version) == ("model", None, 0)
+    assert model.max_model_len == server.engine.max_model_len and model.owned_by and model.created
+    assert client.models.retrieve(model.id) == model
+    with pytest.raises(NotFoundError, match="Served models"):
+        client.models.retrieve("no/such")
+
+
+def test_health_is_ok_while_the_engine_steps(server):
+    with server.http() as http:
+        assert http.get("/health").json()["status"] == "ok"
+        assert http.head("/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_hangup_frees_the_slot(server, stream):
+    aborted = server.engine.stats().requests_aborted
+    body = {"prompt": "a", "max_tokens": 240, "ignore_eos": True, "n": 16, "stream": stream, "temperature": 1.5}
+    with server.http() as http:
+        if stream:
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/v1/completions", json=body, timeout=0.1)
+    until(lambda: server.engine.stats().running == 0)
+    assert server.engine.stats().requests_aborted == aborted + 1
+    with server.http() as http:
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_metrics_count_what_was_done(server):
+    def read(http):
+        text = http.get("/metrics").text
+        return {name: float(value) for name, value in re.findall(r"^(mlx_parallm_\w+) ([\d.e+]+)$", text, re.M)}, text
+
+    with server.http() as http:
+        before, _ = read(http)
+        http.post("/v1/completions", json={"prompt": [5] * 20, "n": 4, "max_tokens": 3, "ignore_eos": True})
+        until(lambda: server.engine.stats().running == 0)
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "stream": True})
+        server.state.metrics.observe_publish(0.0004)
+        after, text = read(http)
+    assert after["mlx_parallm_prefill_tokens_total"] - before["mlx_parallm_prefill_tokens_total"] == 21
+    assert after["mlx_parallm_generation_tokens_total"] - before["mlx_parallm_generation_tokens_total"] == 13
+    assert after["mlx_parallm_requests_finished_total"] - before["mlx_parallm_requests_finished_total"] == 2
+    assert after["mlx_parallm_prompt_tokens_total"] > before["mlx_parallm_prompt_tokens_total"]
+    for name in ("requests_running", "requests_waiting", "requests_failed_total", "requests_aborted_total"):
+        assert f"mlx_parallm_{name}" in after
+    assert after["mlx_parallm_policy_version"] == 0
+    assert after["mlx_parallm_weight_publish_seconds_count"] == before["mlx_parallm_weight_publish_seconds_count"] + 1
+    assert after["mlx_parallm_first_token_seconds_count"] == before["mlx_parallm_first_token_seconds_count"] + 1
+    assert 'mlx_parallm_http_request_seconds_count{route="/v1/completions",status="200"}' in text
+
+
+def test_generate_speaks_vllm(server, tiny_tokenizer):
+    ids = tiny_tokenizer.encode(PROMPT)
+    eos = max(tiny_tokenizer.eos_token_ids)
+    body = {
+        "prompt": {"prompt_token_ids": ids},
+        "logprobs": 0,
+        "n": 3,
+        "max_tokens": 20,
+        "temperature": 1.0,
+        "stop": [eos],
+        "seed": 7,
+        "timeout": 5,
+        "split": "train",
+        "top_p": None,
+    }
+    with server.http() as http:
+        answer = http.post("/generate", json=body).json()
+        assert answer["prompt_token_ids"] == ids
+        assert len(answer["text"]) == len(answer["finish_reasons"]) == len(answer["logprobs"]) == 3
+        assert set(answer["finish_reasons"]) <= {"stop", "length"}
+        for token_ids, positions in zip(answer["token_ids"], answer["logprobs"], strict=True):
+            assert all(len(position) == 1 for position in positions)
+            assert [int(next(iter(position[0]))) for position in positions] == token_ids
+            assert all(value <= 0 for position in positions for value in position[0].values())
+        wide = http.post("/generate", json=body | {"logprobs": 3}).json()
+        assert wide["token_ids"] == answer["token_ids"]
+        assert [int(next(iter(position[0]))) for position in wide["logprobs"][0]] == answer["token_ids"][0]
+        assert http.post("/generate", json=body | {"logprobs": None}).json().get("logprobs") is None
+        short = http.post("/generate", json={"prompt": {"prompt_token_ids": ids}, "ignore_eos": True, "logprobs": 0})
+        assert len(short.json()["token_ids"][0]) == 16 and short.json()["finish_reasons"] == ["length"]
+        text = http.post("/generate", json={"prompt": PROMPT, "temperature": 0, "stop": "\x00"}).json()
+        assert text["prompt"] == PROMPT and text["prompt_token_ids"] == ids
+
+
+def test_generate_scores_a_prompt(server, tiny_tokenizer):
+    ids = tiny_tokenizer.encode(PROMPT)
+    body = {"prompt": {"prompt_token_ids": ids}, "prompt_logprobs": 2, "max_tokens": 1, "temperature": 0.0}
+    with server.http() as http:
+        scores = http.post("/generate", json=body).json()["prompt_logprobs"]
+        echoed = http.post("/v1/completions", json={"prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 2}).json()
+    assert scores[0] is None and len(scores) == len(ids)
+    assert [int(next(iter(entry))) for entry in scores[1:]] == ids[1:]
+    given = [next(iter(entry.values())) for entry in scores[1:]]
+    assert given == pytest.approx(echoed["choices"][0]["logprobs"]["token_logprobs"][1:], abs=1e-5)
+
+
+def test_generate_speaks_sglang(server, tiny_tokenizer):
+    ids = tiny_tokenizer.encode(PROMPT)
+    sampling = {"temperature": 0, "max_new_tokens": 20}
+    body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "return_text_in_logprobs": False}
+    with server.http() as http:
+        one = http.post("/generate", json=body).json()
+        triples = one["meta_info"]["output_token_logprobs"]
+        assert [token_id for _, token_id, _ in triples] == one["output_ids"]
+        assert all(logprob <= 0 and text is None for logprob, _, text in triples)
+        assert one["meta_info"]["finish_reason"]["type"] in ("stop", "length")
+        assert one["meta_info"]["prompt_tokens"] == len(ids)
+        several = http.post("/generate", json=body | {"sampling_params": sampling | {"n": 2}}).json()
+        assert [each["output_ids"] for each in several] == [one["output_ids"]] * 2
+        batch = http.post("/generate", json=body | {"input_ids": [ids], "return_text_in_logprobs": True}).json()
+        assert len(batch) == 1 and "".join(entry[2] for entry in batch[0]["meta_info"]["output_token_logprobs"])
+        text = http.post("/generate", json={"text": PROMPT, "sampling_params": sampling}).json()
+        assert text["output_ids"] == one["output_ids"] and "output_token_logprobs" not in text["meta_info"]
+        scored = http.post("/generate", json=body | {"logprob_start_len": 1, "top_logprobs_num": 2}).json()
+        assert [token_id for _, token_id, _ in scored["meta_info"]["input_token_logprobs"]] == ids[1:]
+        assert [len(top) for top in scored["meta_info"]["output_top_logprobs"]] == [2] * len(one["output_ids"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"prompt": {}},
+        {"prompt": {"prompt_token_ids": []}},
+        {"input_ids": []},
+        {"prompt": "a", "stream": True},
+        {"prompt": "a", "temperature": "hot"},
+        {"input_ids": [5], "sampling_params": {"max_new_tokens": 0}},
+        {"input_ids": [5], "sampling_params": [{}, {}]},
+        {"prompt": {"prompt_token_ids": [1_000_000]}},
+    ],
+)
+def test_generate_refuses_what_it_cannot_run(server, body):
+    with server.http() as http:
+        answer = http.post("/generate", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_tokenize_and_detokenize_are_inverse(server, tiny_tokenizer):
+    with server.http() as http:
+        for prefix in ("", "/v1"):
+            tokens = http.post(f"{prefix}/tokenize", json={"prompt": "7 < 12 ü", "model": "default"}).json()["tokens"]
+            assert tokens == tiny_tokenizer.encode("7 < 12 ü")
+            assert http.post(f"{prefix}/detokenize", json={"tokens": tokens}).json() == {"prompt": "7 < 12 ü"}
+        assert http.post("/tokenize", json={}).status_code == 400
+        assert http.post("/tokenize", json={"prompt": "a", "messages": []}).status_code == 400
+        assert http.post("/tokenize", json={"prompt": "a", "model": "gpt-4"}).status_code == 404
+        assert http.post("/detokenize", json={"tokens": [10_000_000]}).status_code == 400
+        assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+def test_the_openapi_document_knows_the_bodies(server):
+    with server.http() as http:
+        document = http.get("/openapi.json").json()
+    schema = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert schema["$ref"].endswith("ChatBody")

@@ -1,0 +1,40 @@
+"""Defaults that follow from the machine, and their place below the configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.config import load_config
+from mlx_parallm.hardware import GIB, Hardware, defaults, detect, mlx_device, usable_cores
+
+
+def machine(backend: str = "cpu", memory: int = 64) -> Hardware:
+    return Hardware(backend, "x86_64", 2, memory * GIB, memory * GIB)  # type: ignore[arg-type]
+
+
+def test_a_large_cpu_machine_keeps_the_defaults() -> None:
+    assert defaults(machine()) == {}
+
+
+def test_a_gpu_prefills_in_larger_chunks() -> None:
+    assert defaults(machine("metal")) == {"server.prefill_chunk": 2048}
+
+
+@pytest.mark.parametrize(("memory", "tokens"), [(0, 1024), (2, 2048), (7, 7168)])
+def test_a_small_machine_trains_on_fewer_tokens_at_once(memory: int, tokens: int) -> None:
+    assert defaults(machine(memory=memory)) == {"rl_training.token_budget": tokens}
+
+
+def test_hardware_defaults_lie_below_file_and_command_line(tmp_path: Path) -> None:
+    found = defaults(machine("cuda", memory=2))
+    assert load_config(None, [], found).server.prefill_chunk == 2048
+    (tmp_path / "x.toml").write_text("[server]\nprefill_chunk = 64\n")
+    config = load_config(tmp_path / "x.toml", ["rl_training.token_budget=99"], found)
+    assert (config.server.prefill_chunk, config.rl_training.token_budget) == (64, 99)
+
+
+def test_this_machine() -> None:
+    hardware = detect()
+    assert hardware.cores == usable_cores() >= 1
+    assert 0 < hardware.available_bytes <= hardware.memory_bytes
+    assert mlx_device().startswith("gpu (" if hardware.backend != "cpu" else "cpu (")
