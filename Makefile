@@ -11,8 +11,9 @@ help:
 	@echo "make check        linter, formatter, types, architecture (under a minute)"
 
 install: .venv/.ready
+	@echo "ready: the commands are in .venv/bin (. .venv/bin/activate)"
 
-quickstart: install
+quickstart: .venv/.ready
 	@.venv/bin/mlx_parallm_train --config train_configs/quickstart.toml
 
 test: .venv/.ready-dev

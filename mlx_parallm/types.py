@@ -185,9 +185,7 @@ class Rollout:
     stop_reason: str | None = None  # "stop", "length", …
     processed_logprobs: tuple[float, ...] | None = None
     error: str | None = None
-    zero_advantage: bool = (
-        False  # the environment wants nothing learned from this one; its score still counts in the group
-    )
+    zero_advantage: bool = False  # learn nothing from this one (the environment's word); its score counts in the group
 
     @property
     def reward(self) -> float:

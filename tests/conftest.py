@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from openai import OpenAI
 
@@ -18,7 +17,7 @@ from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.log import configure_logging
 from mlx_parallm.models.loading import load_model, load_tokenizer, resolve_model_path
-from mlx_parallm.models.lora import prepare_for_serving
+from mlx_parallm.models.lora import linear_layers, linear_shape, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.weights import SharedWeights
 from tests.server.serving import RunningServer, running_server
@@ -36,12 +35,12 @@ def pytest_sessionfinish() -> None:
 
 @dataclass(frozen=True)
 class TinyEngine:
-    """A running engine and what it was made of (`model` is the serving tree)."""
+    """A running engine. `linear_shapes`: path → (in, out) of every layer that an adapter may target."""
 
     client: EngineClient
     thread: EngineThread
     weights: SharedWeights
-    model: nn.Module
+    linear_shapes: dict[str, tuple[int, int]]
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +54,7 @@ def tiny_engine() -> Iterator[TinyEngine]:
     """One engine thread for all tests that only ask it things."""
     loaded = load_model(TINY)
     weights = SharedWeights(loaded.model)
+    shapes = {path: linear_shape(layer) for path, layer in linear_layers(loaded.model).items()}
     lora = prepare_for_serving(loaded.model)
     options = EngineOptions(max_model_len=TINY_CONTEXT, vocab_size=loaded.vocab_size, max_rows=16, prefill_chunk=64)
     models = ServedModels(
@@ -66,7 +66,7 @@ def tiny_engine() -> Iterator[TinyEngine]:
         lambda: Engine(loaded.model, load_tokenizer(loaded.path, TINY), weights, lora, options), models
     )
     thread.start()
-    yield TinyEngine(thread.client, thread, weights, loaded.model)
+    yield TinyEngine(thread.client, thread, weights, shapes)
     thread.stop()
 
 

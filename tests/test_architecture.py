@@ -50,7 +50,18 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 LONG_FILES: dict[str, str] = {}  # "mlx_parallm/x.py": reason
 LONG_FUNCTIONS: dict[str, str] = {}  # "mlx_parallm/x.py:Class.method": reason
-BROAD_EXCEPTS: dict[str, str] = {}  # "mlx_parallm/x.py:Class.method": which boundary it is
+BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boundary it is
+    "mlx_parallm/engine/engine.py:_own_failure": "one request's text must not end the engine",
+    "mlx_parallm/engine/thread.py:EngineThread._accept": "one request's values must not end the engine",
+    "mlx_parallm/engine/thread.py:EngineThread._main": "the thread's end must be told to whoever waits",
+    "mlx_parallm/engine/thread.py:EngineThread._step": "a failed forward ends its requests, not the engine",
+    "mlx_parallm/engine/thread.py:_call": "a function run on the engine thread fails in its caller",
+    "mlx_parallm/environments/episodes.py:attempt": "a failed episode is a recorded result",
+    "mlx_parallm/environments/rollouts.py:RolloutManager._run": "the thread's end is kept for health() and check()",
+    "mlx_parallm/rl_training/display.py:attempt": "a display that fails must not stop the training",
+    "mlx_parallm/server/middleware.py:RequestContextMiddleware.__call__": "one HTTP request's bug stays its own",
+    "mlx_parallm/server/sse.py:EventStream._send_all": "the headers are out: the stream says what happened",
+}
 ENVIRONMENT_READERS = {
     "mlx_parallm/config.py": "secrets",
     "mlx_parallm/blas.py": "sets MKL's mode before MKL is used",

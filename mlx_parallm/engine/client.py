@@ -10,7 +10,7 @@ A `Mailbox` belongs to one request and one asyncio loop. Only that loop's thread
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -170,7 +170,7 @@ class EngineClient:
                 elif mailbox.result.exception():
                     pass  # seen: asyncio must not report it as never retrieved
 
-    async def stream(self, request: Request) -> AsyncIterator[CompletionDelta]:
+    async def stream(self, request: Request) -> AsyncGenerator[CompletionDelta, None]:
         """Yields deltas until every choice has finished. Leaving early aborts the request. Raises as `generate`."""
         check_request(request, self._ready().limits)
         mailbox = Mailbox(request.request_id)

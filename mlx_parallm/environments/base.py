@@ -27,6 +27,9 @@ DRAWS_PER_HELDOUT_TASK = 20
 class PolicyClient(Protocol):
     """What environments need of `engine.client.EngineClient`. Cancelling a call aborts its requests in the engine."""
 
+    @property
+    def max_model_len(self) -> int: ...
+
     async def generate(self, request: Request) -> RequestOutput: ...
 
     async def generate_many(self, requests: Sequence[Request]) -> list[RequestOutput]: ...

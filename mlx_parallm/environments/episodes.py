@@ -86,11 +86,10 @@ class EpisodeRunner:
         with attempt() as outcome:
             task = plan.task or plan.source.task(plan.task_index, plan.split)
             prompt = self._tokenizer.render_chat(task.messages, template_kwargs=self._template_kwargs)
-            room = self._max_token_length - len(prompt)
+            longest = min(self._max_token_length, self._client.max_model_len)
+            room = longest - len(prompt)
             if room < 1:
-                raise RolloutRejectedError(
-                    f"the prompt has {len(prompt)} tokens, max_token_length is {self._max_token_length}"
-                )
+                raise RolloutRejectedError(f"the prompt has {len(prompt)} tokens, at most {longest} are allowed")
         if outcome.failure is not None:
             return _failed(plan, outcome.failure)
         params = SamplingParams(
@@ -141,12 +140,13 @@ class EpisodeRunner:
     async def _turns(self, job: _Job, transcript: Transcript, completion: Completion) -> tuple[str, str]:
         environment = job.plan.source.environment(job.task)
         conversation = list(job.task.messages)
-        for turn in range(1, self._max_token_length + 1):
+        longest = min(self._max_token_length, self._client.max_model_len)
+        for turn in range(1, longest + 1):
             transcript.sample(completion)
             if completion.finish_reason not in ("stop", "length"):
                 raise RolloutRejectedError(completion.error or f"generation ended with {completion.finish_reason!r}")
             answer = await environment.step(completion.text)
-            room = self._max_token_length - len(transcript)
+            room = longest - len(transcript)
             if answer is None or completion.finish_reason == "length":
                 break
             given = self._continue(transcript, conversation, answer)

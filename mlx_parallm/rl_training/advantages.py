@@ -1,6 +1,6 @@
 """Group advantages: how much better each rollout of a group did than its siblings. Plain Python, no MLX.
 
-    rewards of a group → one number per rollout, or None when the group has nothing to say (all rewards equal)
+rewards of a group → one number per rollout, or None when the group has nothing to say (all rewards equal)
 """
 
 import math
@@ -34,18 +34,22 @@ def group_advantages(rewards: Sequence[float], kind: AdvantageKind = "std") -> t
 
 
 def token_advantages(group: RolloutGroup, estimate: Estimator) -> tuple[tuple[float, ...], ...] | None:
-    """Advantages [G][T] of every token of a group: the environment's own where it brings them, else `estimate`'s.
+    """Advantages [G][T] of every token of a group: the environment's own where it brings them, else `estimate`'s; zero
+    for a rollout marked `zero_advantage`, whose reward counts in the group's mean all the same.
 
     None: every advantage is zero, there is nothing to learn from.
     """
-    lengths = [len(rollout.tokens) for rollout in group.rollouts]
     if group.advantages is None:
         estimated = estimate([rollout.reward for rollout in group.rollouts])
         if estimated is None:
             return None
-        return tuple((value,) * length for value, length in zip(estimated, lengths, strict=True))
+        values: Sequence[float | tuple[float, ...]] = estimated
+    else:
+        values = group.advantages
     rows = tuple(
-        tuple(value) if isinstance(value, Sequence) else (value,) * length
-        for value, length in zip(group.advantages, lengths, strict=True)
+        (0.0,) * len(rollout.tokens)
+        if rollout.zero_advantage
+        else (tuple(value) if isinstance(value, Sequence) else (value,) * len(rollout.tokens))
+        for value, rollout in zip(values, group.rollouts, strict=True)
     )
     return rows if any(value != 0 for row in rows for value in row) else None

@@ -349,8 +349,11 @@ class AtroposPoller:
         self._queue = _ApiQueue(size, self._queue.since if unchanged else now, now)
 
     def _has_room(self) -> bool:
-        """False while a batch waits in the store: what stays at the API tells environments to slow down."""
-        return self._store.waiting_sequences() < self._registration.batch_size
+        """False while a batch waits in the store: what stays at the API tells environments to slow down.
+
+        True all the same when the trainer waits for more: the sizes of what lies there do not add up to its batch.
+        """
+        return self._store.waiting_sequences() < self._registration.batch_size or self._store.starved()
 
     @property
     def _stopping(self) -> bool:

@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -58,10 +59,8 @@ def curl_line(info: RunInfo) -> str:
     """A command that talks to the model, broken so that it can be copied from a terminal of 80 columns."""
     body = {"model": info.model_name, "messages": [{"role": "user", "content": info.example_prompt}]}
     quoted = json.dumps(body, separators=(",", ":"), ensure_ascii=False).replace("'", "'\\''")
-    key = '  -H "Authorization: Bearer $MLX_PARALLM_API_KEY" \\\n' if info.needs_key else ""
-    return (
-        f"curl {info.base_url}/v1/chat/completions \\\n  -H 'Content-Type: application/json' \\\n{key}  -d '{quoted}'"
-    )
+    key = ' -H "Authorization: Bearer $MLX_PARALLM_API_KEY" \\\n' if info.needs_key else ""
+    return f"curl {info.base_url}/v1/chat/completions \\\n -H 'Content-Type: application/json' \\\n{key} -d '{quoted}'"
 
 
 def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
@@ -125,6 +124,8 @@ class TrainingDisplay:
         self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
         self._notes: deque[str] = deque(maxlen=NOTES)
         self._told = HEALTHY
+        self._ended = threading.Event()
+        self._refresher = threading.Thread(target=self._refresh, name="display", daemon=True)
 
     @_guarded
     def start(self, info: RunInfo) -> None:
@@ -132,15 +133,11 @@ class TrainingDisplay:
         self._pace.append((info.start_step, self._clock()))
         if not self._interactive:
             log.info("training", run=info.run_name, model=info.model, steps=info.total_steps)
-            log.info("talk to the model", command=curl_line(info).replace(" \\\n ", ""))
+            log.info("talk to the model", command=curl_line(info).replace("\\\n ", ""))
             return
-        self._live = Live(
-            console=self._console,
-            get_renderable=self._render,
-            refresh_per_second=REFRESHES_PER_SECOND,
-            vertical_overflow="visible",
-        )
+        self._live = Live(console=self._console, get_renderable=self._render, auto_refresh=False)
         self._live.start(refresh=True)
+        self._refresher.start()
 
     @_guarded
     def update(self, metrics: Mapping[str, Any]) -> None:
@@ -170,18 +167,27 @@ class TrainingDisplay:
     @_guarded
     def stop(self) -> None:
         """Leaves the last picture on the terminal and the cursor visible. May be called again."""
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
+        self._ended.set()
+        if self._refresher.is_alive():
+            self._refresher.join()
+        if self._live is not None:
+            self._live.stop()
+        self._live = None
 
     def health(self) -> str:
         return diagnose(list(self._window), self._sources())
+
+    def _refresh(self) -> None:
+        """A thread of our own: rich's prints a traceback and dies when the terminal goes away."""
+        while not self._ended.wait(1 / REFRESHES_PER_SECOND) and (live := self._live) is not None:
+            if isinstance(error := attempt(live.refresh), Exception):
+                self._fall_back(error)
 
     def _fall_back(self, error: Exception) -> None:
         log.warning("display failed, going on with plain lines", error=f"{type(error).__name__}: {error}")
         live, self._live, self._interactive = self._live, None, False
         if live is not None and isinstance(again := attempt(live.stop), Exception):
-            log.warning("the terminal is gone", error=str(again))
+            log.warning("terminal not restored", error=str(again))
 
     def _log_step(self, metrics: Mapping[str, Any]) -> None:
         shown = {key: _rounded(metrics[key]) for key in LINE_KEYS if key in metrics}
@@ -205,12 +211,10 @@ class TrainingDisplay:
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
     def _render(self) -> RenderableType:
-        """The panel; runs on the refresh thread too."""
-        if self._info is None:
+        """The panel, on whatever thread refreshes."""
+        if self._info is None or self._live is None:  # no panel after a failure of the panel
             return Text("")
-        info, last = self._info, dict(self._window[-1]) if self._window else {}
-        panel = attempt(lambda: self._panel(info, last))  # the refresh thread would print a traceback
-        return Text(f"display: {panel!r}", style="red") if isinstance(panel, Exception) else panel
+        return self._panel(self._info, dict(self._window[-1]) if self._window else {})
 
     def _panel(self, info: RunInfo, last: Mapping[str, Any]) -> RenderableType:
         health = self.health()
@@ -239,10 +243,11 @@ class TrainingDisplay:
         return Group(title, rows, Text("talk to it while it learns:", style="dim"), talk)
 
     def _progress(self, info: RunInfo, step: int) -> RenderableType:
+        width = max(8, min(CURVE_WIDTH - 8, self._console.width - 40))
         line = Table.grid(padding=(0, 1))
         line.add_row(
             Text(f"{step}/{info.total_steps}", style="bold"),
-            ProgressBar(total=max(1, info.total_steps), completed=step, width=CURVE_WIDTH - 8),
+            ProgressBar(total=max(1, info.total_steps), completed=step, width=width),
             Text(f"ETA {self._eta()}"),
         )
         return line

@@ -58,8 +58,9 @@ def _check_tokens(rollout: Rollout, vocab_size: int) -> None:
         raise RolloutRejectedError("no token was sampled by the policy: there is nothing to train on")
     if rollout.mask[0] == 1:
         raise RolloutRejectedError("token 0 counts as sampled, but nothing precedes it: its prompt is missing")
-    if min(rollout.policy_versions) < 0:
-        raise RolloutRejectedError(f"policy version {min(rollout.policy_versions)} is negative")
+    oldest = min(version for version, sampled in zip(rollout.policy_versions, rollout.mask, strict=True) if sampled)
+    if oldest < 0:
+        raise RolloutRejectedError(f"policy version {oldest} of a sampled token is negative")
 
 
 def _check_logprobs(rollout: Rollout) -> None:

@@ -143,6 +143,8 @@ class AtroposQueue:
         own = waiting.get(entry.source, WaitingSource(0, 0, 0))
         group_size = max(entry.group_size, own.largest, 1)
         sequences = sum(source.sequences for source in waiting.values())
+        if sequences >= self.settings.batch_size and self.store.starved():
+            sequences = 0  # a batch and more, and yet none can be made of it: full queues would wait for each other
         return {
             "current_step": self._current_step(),
             "queue_size": sequences // group_size,

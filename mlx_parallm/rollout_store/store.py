@@ -93,6 +93,7 @@ class RolloutStore:
         self.path = path
         self._changed = threading.Condition()
         self._wakes = 0
+        self._wanted: list[int] = []  # `at_least` of every thread that is in `wait_for_groups`
         self._connection: sqlite3.Connection | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,15 +185,23 @@ class RolloutStore:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             wakes = self._wakes
-            while True:
-                if self._connection is None:
-                    return False
-                if self._waiting_groups() >= at_least:
-                    return True
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or wakes != self._wakes:
-                    return False
-                self._changed.wait(remaining)
+            self._wanted.append(at_least)
+            try:
+                while self._connection is not None:
+                    if self._waiting_groups() >= at_least:
+                        return True
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0 or wakes != self._wakes:
+                        return False
+                    self._changed.wait(remaining)
+                return False
+            finally:
+                self._wanted.remove(at_least)
+
+    def starved(self) -> bool:
+        """True while a thread waits for more groups than there are: what lies here does not serve the trainer."""
+        with self._changed:
+            return bool(self._wanted) and self._waiting_groups() < max(self._wanted)
 
     def _waiting_groups(self) -> int:
         with self._reading() as connection:

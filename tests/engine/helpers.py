@@ -1,20 +1,20 @@
 """Tiny random models made on the spot, engines over them, and the naive twin: plain mlx-lm, one sequence at a time."""
 
+import copy
+import random
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import llama, qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.events import Failed, Finished, StreamDelta
-from mlx_parallm.models.loading import evaluate_module
 from mlx_parallm.models.lora import LoraContext, LoraPair, linear_layers, linear_shape, prepare_for_serving
 from mlx_parallm.types import CompletionDelta, Request, RequestOutput, SamplingParams
 from mlx_parallm.weights import SharedWeights
+from tests.tiny_models import QWEN3, make_model
 
 VOCAB = 300
 EOS = 299
@@ -57,68 +57,9 @@ class ByteDetokenizer:
         return rest.decode(errors="replace")
 
 
-def qwen3_model(seed: int = 0, *, vocab: int = VOCAB, hidden: int = 64, layers: int = 2, max_len: int = 2048) -> nn.Module:
+def qwen3_model(seed: int = 0, **changes: Any) -> nn.Module:
     """A random Qwen3 whose logits are spread enough that greedy tokens vary."""
-    mx.random.seed(seed)
-    arguments = qwen3.ModelArgs(
-        model_type="qwen3",
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        intermediate_size=2 * hidden,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rms_norm_eps=1e-6,
-        vocab_size=vocab,
-        max_position_embeddings=max_len,
-        rope_theta=10000.0,
-        head_dim=16,
-        tie_word_embeddings=False,
-    )
-    return _spread(qwen3.Model(arguments))
-
-
-LLAMA3_CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "eos_token_id": EOS,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-}
-
-
-def save_llama3_checkpoint(directory: Path, seed: int = 0) -> Path:
-    """A checkpoint in Hugging Face's layout (without a tokenizer) whose rope frequencies are a hidden array."""
-    import json
-
-    mx.random.seed(seed)
-    model = _spread(llama.Model(llama.ModelArgs.from_dict(LLAMA3_CONFIG)))
-    directory.mkdir(parents=True, exist_ok=True)
-    from mlx.utils import tree_flatten
-
-    mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    (directory / "config.json").write_text(json.dumps(LLAMA3_CONFIG))
-    return directory
-
-
-def _spread(model: nn.Module) -> nn.Module:
-    model.apply(lambda array: array * 3.0 if array.ndim == 2 else array)
-    model.freeze()
-    evaluate_module(model)
-    return model
+    return make_model(QWEN3 | {"vocab_size": VOCAB, "tie_word_embeddings": False} | changes, seed=seed)
 
 
 @dataclass
@@ -133,8 +74,6 @@ class Served:
 
 
 def serve(model: nn.Module, *, policy: str | None = None, tokenizer: Any = None, **options: Any) -> Served:
-    import copy
-
     plain = copy.deepcopy(model)
     layers = linear_layers(plain)
     weights = SharedWeights(model, policy=policy)
@@ -157,17 +96,15 @@ def random_adapter(served: Served, seed: int, scale: float = 1.0, rank: int = 4)
     return layers
 
 
-def request(name: str, prompt: list[int] | tuple[int, ...], *, adapter: str | None = None, stream: bool = False, **params: Any) -> Request:
+def request(
+    name: str, prompt: list[int] | tuple[int, ...], *, adapter: str | None = None, stream: bool = False, **params: Any
+) -> Request:
     return Request(name, tuple(prompt), SamplingParams(**params), adapter=adapter, stream=stream)
 
 
 def ragged_prompts(count: int, seed: int = 0, shortest: int = 1, longest: int = 60) -> list[list[int]]:
-    import random
-
     generator = random.Random(seed)
-    return [
-        [generator.randrange(VOCAB - 1) for _ in range(generator.randint(shortest, longest))] for _ in range(count)
-    ]
+    return [[generator.randrange(VOCAB - 1) for _ in range(generator.randint(shortest, longest))] for _ in range(count)]
 
 
 def run(engine: Engine, requests: list[Request], max_steps: int = 5000) -> dict[str, RequestOutput]:

@@ -10,6 +10,8 @@ Answer = Callable[[Request, int], str | Exception | Completion]
 
 
 class ScriptedClient:
+    max_model_len = 2048
+
     def __init__(self, tokenizer, answer: Answer, *, gate: Callable[[Request], float | None] | None = None) -> None:
         """`answer(request, choice)` is the text; `gate(request)` the turns of the loop to wait, None = for ever."""
         self.tokenizer, self.answer, self.gate = tokenizer, answer, gate

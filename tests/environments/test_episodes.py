@@ -96,8 +96,11 @@ async def test_the_answer_never_makes_the_sequence_longer_than_allowed(tokenizer
     await runner(tokenizer, client, max_token_length=prompt + 4).run([plan(built)])
     assert client.requests[0].params.max_tokens == 4
     [result] = await runner(tokenizer, client, max_token_length=prompt).run([plan(built)])
-    assert result.failure == f"the prompt has {prompt} tokens, max_token_length is {prompt}"
+    assert result.failure == f"the prompt has {prompt} tokens, at most {prompt} are allowed"
     assert len(client.requests) == 1
+    client.max_model_len = prompt + 2
+    await runner(tokenizer, client).run([plan(built)])
+    assert client.requests[1].params.max_tokens == 2
 
 
 async def test_several_turns_are_token_exact(tokenizer):

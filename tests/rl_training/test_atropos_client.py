@@ -125,6 +125,16 @@ def test_the_first_batch_call_comes_even_with_a_full_store(api, url, store):
     assert len(api.state.formed) == 1
 
 
+def test_a_starved_trainer_gets_more_than_one_batch(api, url, store):
+    """Its batch cannot be made of the sizes that wait."""
+    store.add(make_group("odd", size=5), source="local")
+    with polling(url, store) as poller:
+        assert poller.wait_until_registered(20)
+        for group in groups(2):
+            api.post_group(group)
+        assert store.wait_for_groups(20, at_least=3)
+
+
 def test_batches_of_several_rounds_newest_first(api, url, store):
     with polling(url, store) as poller:
         assert poller.wait_until_registered(20)

@@ -13,6 +13,7 @@ from rich.console import Console
 from structlog.testing import capture_logs
 
 from mlx_parallm.log import configure_logging
+from mlx_parallm.rl_training import display as display_module
 from mlx_parallm.rl_training.display import RunInfo, TrainingDisplay, curl_line, sparkline, trained_tokens_per_s
 
 INFO = RunInfo(
@@ -52,9 +53,9 @@ def on_a_terminal(width=100, **options):
 
 
 def picture(display, console):
-    with console.capture() as capture:
-        console.print(display._render())
-    return capture.get()
+    paper = Console(file=io.StringIO(), width=console.width)
+    paper.print(display._render())
+    return paper.file.getvalue()
 
 
 @pytest.fixture
@@ -200,7 +201,6 @@ def test_a_display_that_fails_becomes_the_plain_one():
     file = Broken()
     display = TrainingDisplay(Console(file=file, force_terminal=True, width=80))
     display.start(INFO)
-    display._live.auto_refresh = False
     file.broken = True
     with capture_logs() as logs:
         display.stop()
@@ -215,10 +215,31 @@ def test_a_display_that_fails_becomes_the_plain_one():
     ]
 
 
+def test_a_terminal_that_goes_away_between_steps_is_noticed_by_the_refresh(monkeypatch):
+    monkeypatch.setattr(display_module, "REFRESHES_PER_SECOND", 200)
+    display, _ = on_a_terminal()
+    with capture_logs() as logs:
+        display.start(INFO)
+        display._sources = lambda: 1 / 0
+        display._refresher.join(20)
+    assert [entry["event"] for entry in logs] == ["display failed, going on with plain lines"]
+    display.stop()
+
+
+def test_a_display_that_cannot_start_leaves_the_streams_alone():
+    before = sys.stdout, sys.stderr
+    display, _ = on_a_terminal(sources=lambda: 1 / 0)
+    display.start(INFO)
+    assert (sys.stdout, sys.stderr) == before
+    assert not display._refresher.is_alive()
+    display.stop()
+
+
 PROGRAM = """
 import sys, time
 from tests.rl_training.test_display import INFO, step
 from mlx_parallm.log import configure_logging
+from mlx_parallm.rl_training import display as display_module
 from mlx_parallm.rl_training.display import TrainingDisplay
 display = TrainingDisplay()
 try:

@@ -24,6 +24,10 @@ def test_a_logprob_a_hair_above_zero_is_rounding() -> None:
     check(make_group(rollouts=(make_rollout(logprobs=(0.0, 0.0, 5e-4, -0.1, -0.2)),)))
 
 
+def test_versions_of_given_tokens_mean_nothing() -> None:
+    check(make_group(rollouts=(make_rollout(policy_versions=(-1, -1, 0, 0, 0)),)))
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -36,7 +40,7 @@ def test_a_logprob_a_hair_above_zero_is_rounding() -> None:
         ({"mask": (0, 0, 2, 1, 1)}, "values other than 0 and 1"),
         ({"mask": (0, 0, 0, 0, 0)}, "no token was sampled"),
         ({"mask": (1, 1, 1, 1, 1)}, "nothing precedes it"),
-        ({"policy_versions": (0, 0, -1, 0, 0)}, "policy version -1 is negative"),
+        ({"policy_versions": (0, 0, -1, 0, 0)}, "policy version -1 of a sampled token is negative"),
         ({"logprobs": (0.0, 0.0, NAN, -0.1, -0.1)}, "the logprob of token 2 is nan"),
         ({"logprobs": (0.0, 0.0, -0.1, -INF, -0.1)}, "the logprob of token 3 is -inf"),
         ({"logprobs": (0.0, 0.0, -0.1, -0.1, 0.01)}, "the logprob of token 4 is 0.01, more than 0"),

@@ -170,6 +170,19 @@ def test_a_group_larger_than_registered_raises_the_unit(queue):
     assert queue.environment_status(env_id)["queue_size"] == 2
 
 
+def test_a_trainer_that_cannot_use_what_waits_gets_more(queue, store, monkeypatch):
+    """Sizes that do not add up must not end with environments and trainer waiting for each other."""
+    env_id = register(queue, group_size=3).env_id
+    monkeypatch.setattr(store, "starved", lambda: True)
+    for number in range(2):
+        queue.submit(scored_data(env_id=env_id, size=3, first_token=50 * number))
+    assert queue.environment_status(env_id)["queue_size"] == 2  # less than a batch: simply not enough yet
+    queue.submit(scored_data(env_id=env_id, size=3, first_token=100))
+    assert queue.environment_status(env_id)["queue_size"] == 0
+    monkeypatch.undo()
+    assert queue.environment_status(env_id)["queue_size"] == 3
+
+
 def test_weights_are_shares_of_the_environments_that_are_there(queue, clock):
     register(queue, "a", weight=3.0), register(queue, "b", weight=1.0), register(queue, "c", weight=0.0)
     weights = [queue.environment_status(env_id)["env_weight"] for env_id in range(3)]

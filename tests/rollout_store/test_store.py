@@ -151,6 +151,21 @@ def test_waiting_for_groups_ends_with_the_add_that_suffices(store):
     assert results[0][1] < 30
 
 
+def test_starved_means_that_someone_waits_for_more_than_there_is(store):
+    fill(store, "a")
+    assert not store.starved()
+    waiter = threading.Thread(target=store.wait_for_groups, args=(60.0,), kwargs={"at_least": 2})
+    waiter.start()
+    deadline = time.monotonic() + 30
+    while not store.starved() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert store.starved()
+    fill(store, "b")
+    assert not store.starved()
+    waiter.join()
+    assert not store.starved()
+
+
 @pytest.mark.parametrize("end", ["wake", "close"])
 def test_wake_and_close_end_a_wait(store, end):
     results: list[bool] = []

@@ -9,6 +9,9 @@ MODEL = "default"
 PROMPT = "<|im_start|>user\n12 + 7 =<|im_end|>\n<|im_start|>assistant\n"
 
 
+VARIED = {"temperature": 4.0, "seed": 11, "max_tokens": 60, "ignore_eos": True}  # many distinct tokens
+
+
 def create(client, prompt=PROMPT, **fields):
     extra = {key: fields.pop(key) for key in list(fields) if key in EXTRA}
     return client.completions.create(model=MODEL, prompt=prompt, extra_body=extra, **fields)
@@ -81,14 +84,15 @@ def test_a_streamed_echo_starts_with_the_prompt(client):
 
 
 def test_a_seed_repeats_and_another_differs(client):
-    texts = [create(client, "a", seed=seed, max_tokens=40, ignore_eos=True).choices[0].text for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
+    fields = VARIED | {"return_token_ids": True}
+    ids = [create(client, "a", **fields | {"seed": seed}).choices[0].token_ids for seed in (1, 1, 2)]
+    assert ids[0] == ids[1] != ids[2] and len(set(ids[0])) >= 20
 
 
 def test_stop_strings_end_before_or_after_themselves(client):
-    fields = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    fields = VARIED
     text = create(client, "a", **fields).choices[0].text
-    stop = text[8:10]
+    stop = text[20:24]
     cut = text.index(stop)
     stopped = create(client, "a", stop=["never\x00", stop], **fields).choices[0]
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == (text[:cut], "stop", stop)
@@ -97,7 +101,7 @@ def test_stop_strings_end_before_or_after_themselves(client):
 
 
 def test_stop_token_ids_end_the_answer_and_are_kept_in_the_ids(client):
-    fields = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "return_token_ids": True}
+    fields = VARIED | {"return_token_ids": True}
     ids = create(client, "a", **fields).choices[0].token_ids
     stop = ids[10]
     stopped = create(client, "a", stop_token_ids=[stop], **fields).choices[0]
@@ -167,12 +171,15 @@ def test_logit_bias_decides(client):
     assert choice.token_ids == [9, 9, 9]
 
 
-def test_the_policy_version_is_in_every_answer(client):
+def test_the_policy_version_is_in_every_answer(client, server):
+    version = server.engine.stats().policy_version
     answer = create(client, max_tokens=3, ignore_eos=True)
-    assert answer.policy_version == 0
-    assert answer.choices[0].weight_versions == [{"version": 0, "start": 0, "end": 3}]
+    assert answer.policy_version == version
+    assert answer.choices[0].weight_versions == [{"version": version, "start": 0, "end": 3}]
     last = list(create(client, max_tokens=3, ignore_eos=True, stream=True))[-1]
-    assert last.policy_version == 0 and last.choices[0].weight_versions == [{"version": 0, "start": 0, "end": 3}]
+    assert last.policy_version == version and last.choices[0].weight_versions == [
+        {"version": version, "start": 0, "end": 3}
+    ]
 
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "n", "stop", "seed", "logit_bias", "presence_penalty")
@@ -252,3 +259,14 @@ def test_an_unknown_model_is_a_404_with_the_list(client):
     with pytest.raises(NotFoundError, match=r"Served models: .*tiny") as caught:
         client.completions.create(model="gpt-4", prompt="a")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+def test_a_publish_in_the_middle_of_a_stream_shows_in_its_spans(client, tiny_engine):
+    chunks = create(client, "a", stream=True, max_tokens=200, ignore_eos=True)
+    first = next(chunks)
+    old, new = tiny_engine.weights.version, tiny_engine.weights.publish_parameters({}).version
+    last = [first, *chunks][-1]
+    before, after = last.choices[0].weight_versions
+    assert (before["version"], after["version"], last.policy_version) == (old, new, new)
+    assert before["start"] == 0 and before["end"] == after["start"] and after["end"] == 200
+    assert client.models.list().data[0].policy_version == new

@@ -20,7 +20,7 @@ def until(condition, seconds=20.0):
 
 def test_models_are_listed_and_found(client, server):
     [model, *_] = client.models.list().data
-    assert (model.object, model.parent, model.policy_version) == ("model", None, 0)
+    assert (model.object, model.parent, model.policy_version) == ("model", None, server.engine.stats().policy_version)
     assert model.max_model_len == server.engine.max_model_len and model.owned_by and model.created
     assert client.models.retrieve(model.id) == model
     with pytest.raises(NotFoundError, match="Served models"):
@@ -68,7 +68,7 @@ def test_metrics_count_what_was_done(server):
     assert after["mlx_parallm_prompt_tokens_total"] > before["mlx_parallm_prompt_tokens_total"]
     for name in ("requests_running", "requests_waiting", "requests_failed_total", "requests_aborted_total"):
         assert f"mlx_parallm_{name}" in after
-    assert after["mlx_parallm_policy_version"] == 0
+    assert after["mlx_parallm_policy_version"] == server.engine.stats().policy_version
     assert after["mlx_parallm_weight_publish_seconds_count"] == before["mlx_parallm_weight_publish_seconds_count"] + 1
     assert after["mlx_parallm_first_token_seconds_count"] == before["mlx_parallm_first_token_seconds_count"] + 1
     assert 'mlx_parallm_http_request_seconds_count{route="/v1/completions",status="200"}' in text

@@ -1,0 +1,100 @@
+"""The composition root of `mlx_parallm_train` and `mlx_parallm_serve`: builds the parts, starts and stops the threads.
+
+    main thread     trains (or waits), ends everything
+    http            uvicorn and its asyncio loop            serving.py, server/
+    engine          the serving model and its KV cache      serving.py, engine/
+    environments    in-process environments                 rl_training/train.py
+    shutdown        sigwait                                 signals.py
+
+`rl_training/train.py` builds the trainer's part.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+from rich.console import Console
+
+from mlx_parallm.config import Config
+from mlx_parallm.log import configure_logging, get_logger
+from mlx_parallm.models.lora import ADAPTER_FILE, SPECIFICATION_FILE, LoraPair, load_adapter
+from mlx_parallm.rl_training.train import TrainingRun
+from mlx_parallm.serving import Serving
+from mlx_parallm.signals import ShutdownWatcher
+from mlx_parallm.weights import SharedWeights
+
+log = get_logger("daemon")
+
+
+def run_server(config: Config, adapters: Mapping[str, str]) -> int:
+    """Serves until a signal. `adapters`: name → path, beside `model.lora_path`. Returns the exit code."""
+    configure_logging()
+    stop = _watch_signals()
+    serving = Serving(config)
+    try:
+        main_adapter, layers = _adapters_to_serve(config, adapters)
+        serving.listen()
+        loaded = serving.load(quantize=config.rl_training.lora.quantize_base)
+        weights = SharedWeights(loaded.model)
+        serving.open(loaded, weights, adapters=layers, main_adapter=main_adapter)
+        log.info("serving", url=f"{serving.url}/v1", models=[model.id for model in serving.client.models()])
+        stop.wait()
+        log.info("stopping")
+    finally:
+        with _mlx_released():
+            serving.close()
+    return 0
+
+
+def run_training(config: Config, *, resume: str | None) -> int:
+    """Serves and trains until `total_steps` or a signal. Returns the exit code."""
+    configure_logging()
+    stop = _watch_signals()
+    run = TrainingRun(config, resume=resume, stop=stop, console=Console(stderr=True))
+    try:
+        run.execute()
+    finally:
+        with _mlx_released():
+            run.close()
+    return 0
+
+
+def _watch_signals() -> threading.Event:
+    stop = threading.Event()
+
+    def on_first(name: str) -> None:
+        log.info("stopping in order; a second signal exits at once", signal=name)
+        stop.set()
+
+    ShutdownWatcher(on_first).start()
+    return stop
+
+
+@contextmanager
+def _mlx_released() -> Iterator[None]:
+    """A thread that has used MLX gives its streams back before the process leaves (DESIGN §1: MKL aborts otherwise)."""
+    try:
+        yield
+    finally:
+        mx.synchronize()
+        mx.clear_streams()
+
+
+def _adapters_to_serve(
+    config: Config, named: Mapping[str, str]
+) -> tuple[str | None, dict[str, Mapping[str, LoraPair]]]:
+    """The main adapter's name, and every adapter's layers. Raises AdapterError."""
+    paths = dict(named)
+    main_adapter = None
+    if config.model.lora_path is not None:
+        main_adapter = _adapter_name(config.model.lora_path)
+        paths.setdefault(main_adapter, config.model.lora_path)
+    return main_adapter, {name: load_adapter(path).layers for name, path in paths.items()}
+
+
+def _adapter_name(path: str) -> str:
+    """An adapter's directory names it; a file of an unusual name names itself."""
+    given = Path(path).expanduser()
+    return given.parent.name if given.name in (ADAPTER_FILE, SPECIFICATION_FILE) else given.stem

@@ -1,0 +1,209 @@
+"""Checkpoints: complete, atomic, and the truth about what was consumed.
+
+    checkpoints/<run>/step_000100/         an adapter (mlx-lm's format) or full weights (Hugging Face layout)
+                        optimizer.safetensors · trainer_state.json
+                     /step_000100_mb0003/  100 steps and 3 mini-batches of the next (a shutdown inside a step)
+                     /latest → step_…      /final/  the same, at total_steps
+    checkpoints/latest → <run>/latest      checkpoints/final → <run>/final   (of the run that saved last)
+
+`Checkpointer.save` writes a directory under a temporary name and renames it; a kill -9 or a full disk leaves the ones
+before it as they were. `find_checkpoint` says what `--resume` means. `Checkpointer.resume` puts everything back: weights,
+optimizer, random states, consumed groups to waiting, metrics lines cut. `TrainerState` is what a step needs besides.
+"""
+
+import os
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+import structlog
+
+from mlx_parallm.errors import CheckpointError
+from mlx_parallm.rl_training.files import point, remove_leftovers, write_directory
+from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.rl_training.optimizer import PolicyOptimizer
+from mlx_parallm.rl_training.policy import TrainedPolicy
+from mlx_parallm.rl_training.trainer_state import STATE_FILE, TrainerState
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+LATEST, FINAL = "latest", "final"
+_NAME = re.compile(r"step_(\d+)(?:_mb(\d+))?")
+
+log = structlog.get_logger(__name__)
+
+
+class ConsumedGroups(Protocol):
+    """What a resume needs of `rollout_store.store.RolloutStore`."""
+
+    def restore(self, consumed_up_to_step: int) -> int: ...
+
+
+class Checkpointer:
+    """Writes and restores the checkpoints of one run directory."""
+
+    def __init__(
+        self, run_directory: Path, policy: TrainedPolicy, optimizer: PolicyOptimizer, *, keep: int, config_hash: str = ""
+    ) -> None:
+        self.run_directory = run_directory
+        self._policy, self._optimizer = policy, optimizer
+        self._keep, self._config_hash = keep, config_hash
+        run_directory.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(run_directory)
+
+    # ------------------------------------------------------------------ save
+
+    def save(self, state: TrainerState, *, final: bool = False) -> Path:
+        """Writes the checkpoint of `state`, points `latest` at it, removes the oldest beyond `keep`.
+
+        Raises CheckpointError (a full disk, …): the checkpoints there were are still there and `latest` is one of them.
+        """
+        path = self.run_directory / state.checkpoint_name
+        state = state.with_random_state(random_state(), config_hash=self._config_hash)
+        if not (path.is_dir() and self._same(path, state)):
+            write_directory(path, lambda directory: self._fill(directory, state))
+        point(self.run_directory / LATEST, path.name)
+        self._point_beside(LATEST)
+        if final:
+            write_directory(self.run_directory / FINAL, lambda directory: _link_all(path, directory))
+            self._point_beside(FINAL)
+        for old in _steps(self.run_directory)[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def _fill(self, directory: Path, state: TrainerState) -> None:
+        self._policy.save(directory)
+        mx.save_safetensors(str(directory / OPTIMIZER_FILE), self._optimizer.state())
+        (directory / STATE_FILE).write_text(state.to_text(), encoding="utf-8")
+
+    def _same(self, path: Path, state: TrainerState) -> bool:
+        """A checkpoint of this very moment lies there already: it was resumed from, or just written."""
+        try:
+            there = TrainerState.read(path)
+        except CheckpointError:
+            return False
+        return there.same_moment(state)
+
+    def _point_beside(self, name: str) -> None:
+        """checkpoints/latest and checkpoints/final, the paths that the specification prints, mean the newest run's."""
+        link = self.run_directory.parent / name
+        if link.is_symlink() or not link.exists():
+            point(link, f"{self.run_directory.name}/{name}")
+
+    # ------------------------------------------------------------------ resume
+
+    def resume(self, checkpoint: Path, store: ConsumedGroups, metrics: MetricsFile) -> TrainerState:
+        """Puts everything back to the checkpoint's moment. Make the RolloutBuffer only afterwards.
+
+        Later checkpoints of this run are renamed `superseded_…`: their timeline ends here. Raises CheckpointError,
+        AdapterError: the checkpoint is damaged or of another model; weights may be half-loaded then.
+        """
+        state = TrainerState.read(checkpoint)
+        self._policy.load(checkpoint)
+        self._optimizer.restore(_load(checkpoint / OPTIMIZER_FILE))
+        restore_random_state(state.random_state)
+        store.restore(state.step)
+        metrics.cut(state.step)
+        if self._config_hash != state.config_hash:
+            log.warning("the configuration is not the one that this checkpoint was made with", checkpoint=str(checkpoint))
+        for later in _steps(self.run_directory):
+            if _order(later) > (state.step, state.mini_batches):
+                superseded = later.with_name(f"superseded_{later.name}")
+                shutil.rmtree(superseded, ignore_errors=True)
+                later.rename(superseded)
+        if (self.run_directory / state.checkpoint_name).is_dir():
+            point(self.run_directory / LATEST, state.checkpoint_name)
+        return state
+
+
+def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Path | None:
+    """The checkpoint that `--resume text` means; its parent is the run directory.
+
+    A run directory (its `latest`), one of its steps (step_5000 is step_005000), the specification's `checkpoints/latest`
+    and `checkpoints/step_5000/` (of run `run_name`, else of the run that saved last), or "auto": `latest` of
+    `run_name`, or None for a fresh start. Raises CheckpointError: nothing there, with what there is.
+    """
+    if text == "auto":
+        return _newest(checkpoint_dir / run_name) if run_name else None
+    given = Path(text).expanduser()
+    candidates = [given, given.with_name(_padded(given.name))]
+    runs = [checkpoint_dir / run_name] if run_name else []
+    if given.parent.resolve() == checkpoint_dir.resolve() or len(given.parts) == 1:
+        newest_run = (checkpoint_dir / LATEST).resolve().parent
+        candidates += [run / name for run in [*runs, newest_run] for name in (given.name, _padded(given.name))]
+        candidates += [checkpoint_dir / given.name]
+    for candidate in candidates:
+        if (candidate / STATE_FILE).is_file():
+            return candidate.resolve()
+        if (candidate.is_dir() or candidate.is_symlink()) and (newest := _newest(candidate)):
+            return newest
+    there = given if given.is_dir() else checkpoint_dir
+    names = ", ".join(sorted(path.name for path in there.iterdir())) if there.is_dir() else "it does not exist"
+    raise CheckpointError(f"--resume {text}: no checkpoint there ({there}: {names or 'empty'})")
+
+
+def _newest(run: Path) -> Path | None:
+    """What `latest` points at; should a kill have left it dangling, the newest complete step."""
+    if (run / LATEST / STATE_FILE).is_file():
+        return (run / LATEST).resolve()
+    complete = [path for path in _steps(run) if (path / STATE_FILE).is_file()]
+    return complete[-1].resolve() if complete else None
+
+
+def _steps(run: Path) -> list[Path]:
+    """The step_* directories, oldest first."""
+    return sorted((path for path in run.glob("step_*") if _NAME.fullmatch(path.name)), key=_order)
+
+
+def _order(path: Path) -> tuple[int, int]:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)
+
+
+def _padded(name: str) -> str:
+    match = _NAME.fullmatch(name)
+    return f"step_{int(match[1]):06d}" if match and match[2] is None else name
+
+
+def _link_all(source: Path, directory: Path) -> None:
+    """`final` shares its files with the last step: full weights are not written twice."""
+    for file in source.iterdir():
+        try:
+            os.link(file, directory / file.name)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(file, directory / file.name)
+
+
+def random_state() -> dict[str, Any]:
+    """The random states of MLX (this thread's), numpy and Python, as JSON."""
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    return {
+        "mlx": [array.tolist() for array in mx.random.state],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "python": [version, list(internal), gauss],
+    }
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """The counterpart of `random_state`; also of this thread."""
+    for index, key in enumerate(state["mlx"]):
+        mx.random.state[index] = mx.array(key, mx.uint32)
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+
+
+def _load(file: Path) -> dict[str, mx.array]:
+    try:
+        tensors = mx.load(str(file))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    assert isinstance(tensors, dict)
+    return tensors

@@ -1,0 +1,87 @@
+"""Files and directories that are either there completely or not at all, also after a kill -9 or a power cut."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from mlx_parallm.errors import CheckpointError
+
+TEMPORARY = ".tmp-"  # in the name of what is not finished; left-overs are removed at the next save
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file under a temporary name and renames it. Raises CheckpointError; `path` is then untouched."""
+    temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
+    """Makes a directory: `fill` writes into a temporary one, which is flushed to the disk and renamed.
+
+    An existing `path` is replaced (moved away, then removed). Raises CheckpointError: nothing half-written is left and
+    an existing `path` is untouched.
+    """
+    temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")
+    old = path.with_name(f"{path.name}{TEMPORARY}old")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        fill(temporary)
+        for file in temporary.iterdir():
+            sync(file)
+        sync(temporary)
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
+        temporary.rename(path)
+        sync(path.parent)
+    except (OSError, RuntimeError) as error:  # MLX says "Unable to write" by RuntimeError
+        shutil.rmtree(temporary, ignore_errors=True)
+        if old.exists() and not path.exists():
+            old.rename(path)
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def point(link: Path, target: str) -> None:
+    """Makes `link` a symbolic link to its neighbour `target`, in one rename. Raises CheckpointError."""
+    temporary = link.with_name(f"{link.name}{TEMPORARY}{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target)
+        temporary.replace(link)
+        sync(link.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"{link} cannot be written: {error.strerror or error}") from error
+
+
+def sync(path: Path) -> None:
+    """Flushes a file or directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes what a killed process left half-written, and puts back what it had moved away to replace it."""
+    for path in directory.glob(f"*{TEMPORARY}*"):
+        original = path.with_name(path.name.partition(TEMPORARY)[0])
+        if path.name.endswith(f"{TEMPORARY}old") and not original.exists():
+            path.rename(original)
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

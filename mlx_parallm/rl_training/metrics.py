@@ -1,0 +1,80 @@
+"""`metrics.jsonl`: one JSON object a training step, in the order of steps. No MLX.
+
+A step's line is on the disk before the step's checkpoint is, so a resume may find lines that its checkpoint does not
+know: `cut` removes them.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import CheckpointError
+from mlx_parallm.rl_training.files import write_atomically
+
+METRICS_FILE = "metrics.jsonl"
+
+KEYS = (
+    *("step", "policy_version", "reward_mean", "reward_std", "loss", "kl", "entropy", "clip_fraction", "ratio_mean"),
+    *("grad_norm", "learning_rate", "staleness", "staleness_max", "logprob_diff_max", "logprob_diff_mean", "tokens"),
+    *("groups", "sequences", "groups_without_variance", "truncated_fraction", "completion_tokens_mean"),
+    *("dropped_stale", "skipped_steps", "optimizer_updates", "publish_timeouts", "gave_up"),
+    *("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb"),
+    "reward_by_environment",
+)
+"""Every line has all of these (null = not known); further ones may follow. `kl`: mean estimate of KL(policy || reference),
+null unless kl_beta > 0. `groups*`, `sequences`, `reward*`: all groups the step consumed, those without variance too.
+`logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the very weights that the step starts from,
+before its first update; null when there are none. `skipped_steps`: mini-batches skipped as not finite."""
+
+TIMES = ("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb")
+"""Keys that differ between two otherwise equal runs."""
+
+
+def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+    """One line: all keys in their order, numbers that JSON cannot say as null."""
+    line = dict.fromkeys(KEYS) | dict(values)
+    return {key: _sayable(value) for key, value in line.items()}
+
+
+class MetricsFile:
+    """Appends lines; each is flushed to the disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Raises CheckpointError when the disk is full; a half-written line is taken back."""
+        before = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, allow_nan=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            os.truncate(self.path, before)
+            raise CheckpointError(f"{self.path} cannot be written: {error.strerror or error}") from error
+
+    def cut(self, step: int) -> None:
+        """Removes the lines of later steps, and a last line that a kill left unfinished."""
+        if self.path.exists():
+            kept = "".join(json.dumps(line) + "\n" for line in self.read() if line["step"] <= step)
+            write_atomically(self.path, kept.encode())
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The lines; an unfinished last one is left out. Raises CheckpointError: a damaged line before the last."""
+        if not self.path.exists():
+            return
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        for number, text in enumerate(lines, 1):
+            try:
+                yield json.loads(text)
+            except json.JSONDecodeError as error:
+                if number < len(lines):
+                    raise CheckpointError(f"{self.path}, line {number}: not JSON: {error}") from error
+
+
+def _sayable(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,142 @@
+"""The serving half of a daemon: socket, HTTP thread, model, weights, engine thread. Used by `daemon` for both commands.
+
+    Serving(config)        binds the port (a taken one fails before anything else is done)
+      .listen(routers)     HTTP answers, /health says 503 while loading
+      .load()              the base model, evaluated in this thread
+      .open(…)             engine thread; every route answers
+      .close()             HTTP drains, the engine ends, threads are joined
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fastapi import APIRouter
+
+from mlx_parallm.config import Config
+from mlx_parallm.engine.client import EngineClient
+from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.served_models import ServedModels
+from mlx_parallm.engine.thread import EngineThread
+from mlx_parallm.errors import ConfigError, ModelError
+from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer, resolve_model_path
+from mlx_parallm.models.lora import LoraPair, check_adapter, prepare_for_serving
+from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.server.app import create_app
+from mlx_parallm.server.auth import check_bind
+from mlx_parallm.server.context import ServerDeps, ServerState
+from mlx_parallm.server.thread import ServerThread, bind_socket
+from mlx_parallm.weights import SharedWeights
+
+
+class Serving:
+    """Single use; every method is called from the main thread. Raises ConfigError: the port, the key."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.api_key = config.resolve_api_key()
+        check_bind(config.server.host, self.api_key)
+        self._listener = bind_socket(config.server.host, config.server.port)
+        self.port: int = self._listener.getsockname()[1]
+        self.state = ServerState()
+        self._http: ServerThread | None = None
+        self._engine: EngineThread | None = None
+        self._path: Path | None = None
+
+    @property
+    def url(self) -> str:
+        host = self.config.server.host
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{self.port}"
+
+    @property
+    def model_path(self) -> Path:
+        """The base's local directory; a hub id is downloaded at the first access. Raises ModelError."""
+        if self._path is None:
+            self._path = resolve_model_path(self.config.model.base_path, self.config.model.revision)
+        return self._path
+
+    @property
+    def client(self) -> EngineClient:
+        assert self._engine is not None, "open() comes first"
+        return self._engine.client
+
+    def listen(self, routers: Sequence[APIRouter] = ()) -> None:
+        server = self.config.server
+        deps = ServerDeps(
+            state=self.state,
+            api_key=self.api_key,
+            chat_template_kwargs=self.config.model.chat_template_kwargs,
+            max_concurrent_requests=server.max_concurrent_requests,
+            extra_routers=routers,
+        )
+        self._http = ServerThread(create_app(deps), self._listener)
+        self._http.start()
+
+    def load(self, *, quantize: bool = False) -> LoadedModel:
+        """Loads the base. Raises ModelError; /health says so too."""
+        try:
+            return load_model(self.config.model, quantize=quantize)
+        except ModelError as error:
+            self.state.failed(str(error))
+            raise
+
+    def tokenizer(self) -> Tokenizer:
+        """A tokenizer for one thread."""
+        return load_tokenizer(self.model_path, self.config.model)
+
+    def open(
+        self,
+        loaded: LoadedModel,
+        weights: SharedWeights,
+        *,
+        adapters: Mapping[str, Mapping[str, LoraPair]],
+        main_adapter: str | None,
+        trains_base: bool = False,
+    ) -> None:
+        """Starts the engine on the loaded tree and lets every route answer.
+
+        Args:
+            weights: made from the tree before this call wraps it.
+            adapters: name → layers, served beside the base. Raises AdapterError when one does not fit.
+            main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
+        """
+        for name, layers in adapters.items():
+            check_adapter(loaded.model, layers, name)
+            weights.add_adapter(name, layers)
+        names = ServedModels(
+            self.config.model.base_path,
+            adapter_versions=lambda: {name: adapter.version for name, adapter in weights.adapters().items()},
+            version=lambda: weights.version,
+            policy_adapter=main_adapter,
+            trains_base=trains_base,
+            aliases=self.config.server.served_model_names,
+        )
+        options = self._engine_options(loaded)
+        lora = prepare_for_serving(loaded.model)
+        tokenizer = self.tokenizer()
+        self._engine = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), names)
+        self._engine.start()
+        self.state.ready(self.client, self.tokenizer())
+
+    def close(self) -> None:
+        """Drains HTTP, then ends the engine. May be called at any point."""
+        if self._http is not None:
+            self._http.stop(self.config.server.drain_timeout_s)
+        self._listener.close()
+        if self._engine is not None:
+            self._engine.stop()
+
+    def _engine_options(self, loaded: LoadedModel) -> EngineOptions:
+        server, own = self.config.server, loaded.max_model_len
+        if server.max_model_len is not None and server.max_model_len > own:
+            raise ConfigError(f"server.max_model_len = {server.max_model_len}, but the model's context is {own} tokens")
+        return EngineOptions(
+            max_model_len=server.max_model_len or own,
+            vocab_size=loaded.vocab_size,
+            max_rows=server.batch_size,
+            prefill_chunk=server.prefill_chunk,
+            seed=random.SystemRandom().getrandbits(63),
+            architecture=str(loaded.config.get("model_type", "this model")),
+        )
+

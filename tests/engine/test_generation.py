@@ -1,0 +1,256 @@
+"""Tokens and log-probabilities of the batched engine against the naive twin and a full recompute."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.errors import ContextLengthError, RequestError
+from mlx_parallm.models.logprobs import token_logprobs
+from tests.engine.helpers import (
+    EOS,
+    collect,
+    full_logits,
+    naive_greedy,
+    qwen3_model,
+    ragged_prompts,
+    request,
+    run,
+    serve,
+)
+from tests.tiny_models import LLAMA3_ROPE, make_model
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama3"])
+def test_greedy_in_a_batch_equals_alone(architecture):
+    model = qwen3_model() if architecture == "qwen3" else make_model(LLAMA3_ROPE | {"vocab_size": 300})
+    served = serve(model, max_rows=16, prefill_chunk=96)  # rows finish, move and are admitted all the time
+    prompts = ragged_prompts(64, longest=90)
+    lengths = [4 + 7 * (i % 6) for i in range(64)]
+    requests = [request(f"r{i}", p, temperature=0.0, max_tokens=lengths[i]) for i, p in enumerate(prompts)]
+    outputs = run(served.engine, requests)
+    distinct = set()
+    for i, prompt in enumerate(prompts):
+        alone = naive_greedy(served.plain, prompt, lengths[i])
+        assert list(outputs[f"r{i}"].completions[0].token_ids) == alone
+        distinct |= set(alone)
+    assert len(distinct) >= 20
+
+
+def test_seeded_in_a_batch_equals_alone():
+    served = serve(qwen3_model())
+    prompts = ragged_prompts(64)
+    filters = [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05, "temperature": 1.3}]
+
+    def make(i: int):
+        return request(f"r{i}", prompts[i], seed=1000 + i, max_tokens=12, ignore_eos=True, **filters[i % 4])
+
+    together = run(served.engine, [make(i) for i in range(64)])
+    alone: dict = {}
+    for i in range(0, 64, 5):
+        alone |= run(served.engine, [make(i)])
+    for name, output in alone.items():
+        assert output.completions[0].token_ids == together[name].completions[0].token_ids
+        np.testing.assert_allclose(output.completions[0].logprobs, together[name].completions[0].logprobs, atol=1e-5)
+    assert len({token for output in alone.values() for token in output.completions[0].token_ids}) >= 20
+
+
+def test_choices_differ_and_repeat_with_their_seed():
+    served = serve(qwen3_model())
+    first = run(served.engine, [request("a", [5, 6, 7], n=4, seed=3, max_tokens=12)])["a"]
+    again = run(served.engine, [request("b", [5, 6, 7], n=4, seed=3, max_tokens=12)])["b"]
+    other = run(served.engine, [request("c", [5, 6, 7], n=4, seed=4, max_tokens=12)])["c"]
+    tokens = [c.token_ids for c in first.completions]
+    assert [c.index for c in first.completions] == [0, 1, 2, 3]
+    assert len(set(tokens)) == 4
+    assert tokens == [c.token_ids for c in again.completions]
+    assert tokens != [c.token_ids for c in other.completions]
+
+
+def test_unseeded_requests_follow_the_engine_seed():
+    def tokens(seed: int) -> list[tuple[int, ...]]:
+        served = serve(qwen3_model(), seed=seed)
+        outputs = run(served.engine, [request(f"r{i}", [1, 2, 3], max_tokens=10) for i in range(3)])
+        return [outputs[f"r{i}"].completions[0].token_ids for i in range(3)]
+
+    one = tokens(1)
+    assert one == tokens(1) != tokens(2)
+    assert len(set(one)) == 3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_logprobs_equal_a_full_recompute(temperature):
+    served = serve(qwen3_model(), prefill_chunk=64)
+    prompts = ragged_prompts(64, longest=80)
+    requests = [request(f"r{i}", p, temperature=temperature, seed=i, max_tokens=24) for i, p in enumerate(prompts)]
+    outputs = run(served.engine, requests)
+    worst = 0.0
+    for i, prompt in enumerate(prompts):
+        completion = outputs[f"r{i}"].completions[0]
+        tokens = list(completion.token_ids)
+        logits = full_logits(served.plain, prompt + tokens)[len(prompt) - 1 : -1]
+        expected = np.array(token_logprobs(logits, mx.array(tokens), temperature or 1.0))
+        worst = max(worst, float(np.abs(expected - np.array(completion.logprobs)).max()))
+        assert completion.processed_logprobs is None
+    assert worst <= 1e-4
+
+
+def test_one_prefill_for_n_and_for_identical_requests():
+    served = serve(qwen3_model(), prefill_chunk=128)
+    prompt = ragged_prompts(1, seed=5, shortest=400, longest=400)[0]
+    served.engine.add(request("n", prompt, n=16, max_tokens=4, seed=1))
+    for i in range(8):
+        served.engine.add(request(f"same{i}", prompt, max_tokens=4, temperature=0.0))
+    outputs = collect(served.engine)
+    assert served.engine.counters.prefill_tokens == 400
+    assert served.engine.counters.prompt_tokens == 9 * 400
+    alone = naive_greedy(served.plain, prompt, 4)
+    assert all(list(outputs[f"same{i}"].completions[0].token_ids) == alone for i in range(8))
+
+
+def test_a_later_identical_request_copies_the_running_row():
+    served = serve(qwen3_model())
+    prompt = ragged_prompts(1, seed=6, shortest=50, longest=50)[0]
+    served.engine.add(request("first", prompt, temperature=0.0, max_tokens=20, ignore_eos=True))
+    for _ in range(5):
+        served.engine.step()
+    served.engine.add(request("second", prompt, temperature=0.0, max_tokens=20, ignore_eos=True))
+    outputs = collect(served.engine)
+    assert served.engine.counters.prefill_tokens == 50
+    assert outputs["first"].completions[0].token_ids == outputs["second"].completions[0].token_ids
+
+
+def test_choices_beyond_the_rows_still_share_the_prefill():
+    served = serve(qwen3_model(), max_rows=4)
+    prompt = ragged_prompts(1, seed=7, shortest=50, longest=50)[0]
+    output = run(served.engine, [request("n", prompt, n=14, temperature=0.0, max_tokens=3, ignore_eos=True)])["n"]
+    assert served.engine.counters.prefill_tokens == 50
+    assert {c.token_ids for c in output.completions} == {tuple(naive_greedy(served.plain, prompt, 3))}
+
+
+def test_another_prompt_is_not_shared():
+    served = serve(qwen3_model())
+    run(served.engine, [request("a", [1, 2, 3, 4], max_tokens=2), request("b", [1, 2, 3, 5], max_tokens=2)])
+    assert served.engine.counters.prefill_tokens == 8
+
+
+@pytest.mark.parametrize("chunk", [16, 33, 1024])
+def test_chunked_prefill_equals_unchunked(chunk):
+    served = serve(qwen3_model(), prefill_chunk=chunk)
+    prompts = ragged_prompts(6, seed=8, shortest=70, longest=200)
+    outputs = run(served.engine, [request(f"r{i}", p, temperature=0.0, max_tokens=12) for i, p in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        assert list(outputs[f"r{i}"].completions[0].token_ids) == naive_greedy(served.plain, prompt, 12)
+
+
+def test_decoding_goes_on_between_chunks_of_a_long_prompt():
+    served = serve(qwen3_model(), prefill_chunk=32)
+    served.engine.add(request("short", [1, 2, 3], max_tokens=40, ignore_eos=True))
+    served.engine.step()
+    served.engine.add(request("long", ragged_prompts(1, shortest=320, longest=320)[0], max_tokens=2))
+    before = served.engine.counters.generation_tokens
+    for _ in range(9):
+        served.engine.step()
+    assert served.engine.counters.generation_tokens - before == 9  # one each step, all of the short request
+    collect(served.engine)
+
+
+def test_context_end_and_its_errors():
+    served = serve(qwen3_model(), max_model_len=32)
+    output = run(served.engine, [request("r", [1] * 20, ignore_eos=True)])["r"]
+    assert (len(output.completions[0].token_ids), output.completions[0].finish_reason) == (12, "length")
+    with pytest.raises(ContextLengthError, match="maximum context length is 32"):
+        served.engine.add(request("x", [1] * 20, max_tokens=13))
+    with pytest.raises(ContextLengthError):
+        served.engine.add(request("x", [1] * 32))
+    with pytest.raises(RequestError, match="in use"):
+        served.engine.add(request("y", [1], max_tokens=2))
+        served.engine.add(request("y", [1], max_tokens=2))
+
+
+def test_no_tokens_asked():
+    served = serve(qwen3_model())
+    output = run(served.engine, [request("r", [1, 2], max_tokens=0, n=2)])["r"]
+    assert [(c.token_ids, c.finish_reason) for c in output.completions] == [((), "length")] * 2
+
+
+def test_abort_frees_the_rows():
+    served = serve(qwen3_model(), max_rows=2)
+    served.engine.add(request("a", [1, 2, 3], n=2, max_tokens=500, ignore_eos=True))
+    served.engine.add(request("b", [4, 5, 6], temperature=0.0, max_tokens=8))
+    for _ in range(3):
+        served.engine.step()
+    assert served.engine.counters.running == 2 and len(served.engine.scheduler.waiting) == 1
+    served.engine.abort("a")
+    outputs = collect(served.engine)
+    assert [c.finish_reason for c in outputs["a"].completions] == ["abort", "abort"]
+    assert len(outputs["a"].completions[0].token_ids) == 3
+    assert list(outputs["b"].completions[0].token_ids) == naive_greedy(served.plain, [4, 5, 6], 8)
+    assert served.engine.counters.requests_aborted == 1
+    served.engine.check_integrity()
+
+
+def test_abort_while_waiting_and_while_prefilling():
+    served = serve(qwen3_model(), max_rows=1, prefill_chunk=16)
+    served.engine.add(request("long", [7] * 100, max_tokens=5))
+    served.engine.add(request("queued", [1, 2], max_tokens=5))
+    served.engine.step()
+    served.engine.abort("queued")
+    served.engine.abort("long")
+    served.engine.abort("unknown")
+    outputs = collect(served.engine)
+    assert {o.completions[0].finish_reason for o in outputs.values()} == {"abort"}
+    assert not served.engine.has_work
+    served.engine.check_integrity()
+    assert served.engine.counters.prefill_tokens == 0
+
+
+def test_paused_admission_lets_running_rows_end():
+    served = serve(qwen3_model())
+    served.engine.add(request("a", [1, 2], max_tokens=5, ignore_eos=True))
+    served.engine.step()
+    served.engine.scheduler.paused = True
+    served.engine.add(request("b", [3, 4], max_tokens=5))
+    assert list(collect(served.engine)) == ["a"]
+    assert served.engine.idle and not served.engine.has_work
+    served.engine.scheduler.paused = False
+    assert list(collect(served.engine)) == ["b"]
+
+
+def test_top_logprobs_are_the_likeliest_of_the_plain_distribution():
+    served = serve(qwen3_model())
+    prompts = ragged_prompts(3)
+    requests = [
+        request("a", prompts[0], logprobs=5, temperature=0.5, top_k=3, seed=1, max_tokens=6, ignore_eos=True),
+        request("b", prompts[1], logprobs=2, seed=1, max_tokens=6, ignore_eos=True),
+        request("c", prompts[2], seed=1, max_tokens=6, ignore_eos=True),
+    ]
+    outputs = run(served.engine, requests)
+    assert outputs["c"].completions[0].top_logprobs is None
+    for name, prompt, count, temperature in (("a", prompts[0], 5, 0.5), ("b", prompts[1], 2, 1.0)):
+        completion = outputs[name].completions[0]
+        logits = full_logits(served.plain, prompt + list(completion.token_ids))[len(prompt) - 1 : -1] / temperature
+        expected = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        for row, alternatives in zip(expected, completion.top_logprobs, strict=True):
+            assert [a.token_id for a in alternatives] == np.argsort(-row)[:count].tolist()
+            np.testing.assert_allclose([a.logprob for a in alternatives], np.sort(row)[::-1][:count], atol=1e-4)
+
+
+def test_eos_is_kept_with_its_logprob_and_not_shown():
+    served = serve(qwen3_model())
+    force = {EOS: 100.0}
+    output = run(served.engine, [request("r", [1, 2, 3], logit_bias=force, max_tokens=10)])["r"].completions[0]
+    assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == ((EOS,), "", "stop", None)
+    expected = token_logprobs(full_logits(served.plain, [1, 2, 3])[-1:], mx.array([EOS]))
+    assert output.logprobs[0] == pytest.approx(expected.item(), abs=1e-4)
+    assert output.processed_logprobs[0] == pytest.approx(0.0, abs=1e-4)
+    ignoring = request("i", [1, 2, 3], logit_bias=force, max_tokens=4, ignore_eos=True)
+    assert run(served.engine, [ignoring])["i"].completions[0].token_ids == (EOS,) * 4
+
+
+def test_min_tokens_forbids_the_ends():
+    served = serve(qwen3_model())
+    force = {EOS: 100.0, 65: 90.0}
+    params = {"logit_bias": force, "stop_token_ids": (65,), "min_tokens": 5, "max_tokens": 10}
+    completion = run(served.engine, [request("r", [1, 2, 3], **params)])["r"].completions[0]
+    assert completion.token_ids[5:] == (EOS,)
+    assert not {EOS, 65} & set(completion.token_ids[:5])
