@@ -1,10 +1,10 @@
 """The serving half of a daemon: socket, HTTP thread, model, weights, engine thread. Used by `daemon` for both commands.
 
-    Serving(config)        binds the port (a taken one fails before anything else is done)
-      .listen(routers)     HTTP answers, /health says 503 while loading
-      .load()              the base model, evaluated in this thread
-      .open(…)             engine thread; every route answers
-      .close()             HTTP drains, the engine ends, threads are joined
+Serving(config)        binds the port (a taken one fails before anything else is done)
+  .listen(routers)     HTTP answers, /health says 503 while loading
+  .load()              the base model, evaluated in this thread
+  .open(…)             engine thread; every route answers
+  .close()             HTTP drains, the engine ends, threads are joined
 """
 
 import random
@@ -19,7 +19,14 @@ from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError, ModelError
-from mlx_parallm.models.loading import LoadedModel, load_model, load_tokenizer, resolve_model_path
+from mlx_parallm.models.loading import (
+    LoadedModel,
+    load_model,
+    load_tokenizer,
+    read_config,
+    resolve_model_path,
+    vocabulary_size,
+)
 from mlx_parallm.models.lora import LoraPair, check_adapter, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.server.app import create_app
@@ -55,6 +62,11 @@ class Serving:
         if self._path is None:
             self._path = resolve_model_path(self.config.model.base_path, self.config.model.revision)
         return self._path
+
+    @property
+    def vocab_size(self) -> int:
+        """From the base's config.json, before anything is loaded."""
+        return vocabulary_size(read_config(self.model_path))
 
     @property
     def client(self) -> EngineClient:
@@ -139,4 +151,3 @@ class Serving:
             seed=random.SystemRandom().getrandbits(63),
             architecture=str(loaded.config.get("model_type", "this model")),
         )
-

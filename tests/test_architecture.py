@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine", "environments", "rollout_store"),
     ("server",),
     ("rl_training", "inference", "algorithms"),
+    ("serving",),
     ("daemon",),
     ("tools",),
     ("cli",),

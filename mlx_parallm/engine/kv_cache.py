@@ -104,6 +104,18 @@ class SlotCache:
                 layer.keys, layer.values = self._grown(layer.keys), self._grown(layer.values)
                 mx.eval(layer.keys, layer.values)
 
+    def shrink_to(self, rows: int, positions: int) -> None:
+        """Gives back memory when `rows` rows of `positions` tokens need less than a quarter; these rows stay."""
+        wanted_rows, wanted_positions = max(2 * rows, 1), max(2 * positions, FIRST_CAPACITY)
+        if self.row_capacity * self.position_capacity < 4 * wanted_rows * wanted_positions:
+            return
+        self.row_capacity = min(self.row_capacity, wanted_rows)
+        self.position_capacity = min(self.position_capacity, wanted_positions)
+        for layer in self.layers:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys, layer.values = self._cut(layer.keys), self._cut(layer.values)
+                mx.eval(layer.keys, layer.values)
+
     def begin_step(self, positions: list[int]) -> None:
         """Prepares a decode step: row i writes at positions[i]. All layers share these arrays."""
         longest = max(positions) + 1
@@ -176,6 +188,9 @@ class SlotCache:
         grown = self.allocate(array)
         grown[:rows, :, :positions] = array
         return grown
+
+    def _cut(self, array: mx.array) -> mx.array:
+        return mx.contiguous(array[: self.row_capacity, :, : self.position_capacity])
 
     def _write(self, layer: LayerCache, keys: mx.array, values: mx.array, targets: list[int], length: int) -> None:
         if layer.keys is None or layer.values is None:

@@ -115,7 +115,7 @@ class ModelRunner:
         active = []
         for name in sorted({name for name in adapters if name is not None and name in view.adapters}):
             uses = [adapter == name for adapter in adapters]
-            rows = None if all(uses) else mx.array(uses, dtype=mx.float32)[:, None, None]
+            rows = None if all(uses) else mx.array(uses)[:, None, None]
             active.append(ActiveAdapter(view.adapters[name], rows))
         self._lora.active = tuple(active)
 

@@ -11,10 +11,12 @@ again after a resume. Group ids are stable, so what the store holds already is r
 """
 
 import asyncio
+import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient
@@ -64,8 +66,6 @@ class RolloutManager:
             fixed_order: the groups of one `request_groups` call are submitted atomically, call after call
                 (deterministic mode), in portions of at most `max_in_flight_groups`.
         """
-        if not sources:
-            raise ValueError("no environments")
         self._runner = EpisodeRunner(
             client,
             tokenizer,
@@ -95,8 +95,7 @@ class RolloutManager:
         self._failures_in_a_row = 0
         self._not_before = 0.0
         self._failure: BaseException | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake: asyncio.Event | None = None
+        self._wake: Callable[[], object] | None = None  # wakes the loop while there is one
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
 
     # --- control, from any thread
@@ -192,17 +191,13 @@ class RolloutManager:
             log.error("environments stopped", error=describe(error))
 
     def _notify(self) -> None:
-        loop, wake = self._loop, self._wake
-        if loop is None or wake is None:
-            return
-        try:
-            loop.call_soon_threadsafe(wake.set)
-        except RuntimeError:  # the loop has ended: there is nobody to wake
-            log.debug("environments have ended")
+        if (wake := self._wake) is not None:
+            with suppress(RuntimeError):  # the loop has ended: there is nobody to wake
+                wake()
 
     async def _main(self) -> None:
         wake = asyncio.Event()
-        self._loop, self._wake = asyncio.get_running_loop(), wake
+        self._wake = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
         running: set[asyncio.Task[None]] = set()
         try:
             while not self._stopping:

@@ -23,6 +23,8 @@ class Placement:
 
 class Schedule:
     def __init__(self, weights: Sequence[float], *, seed: int) -> None:
+        if not weights:
+            raise ValueError("no environments")
         total = sum(weights)
         self._bounds = [bound / total for bound in itertools.accumulate(weights)][:-1]
         self._phase = derive_seed("schedule", seed) / 2**SEED_BITS

@@ -45,33 +45,33 @@ def _letters(rng: random.Random, shortest: int, longest: int, alphabet: str = st
 def _sum(rng: random.Random) -> Problem:
     """Two numbers of up to two digits. `a + b` and `b + a` are one problem."""
     a, b = rng.randrange(100), rng.randrange(100)
-    return _problem("sum", f"Add {a} and {b}.", str(a + b), f"{min(a, b)}+{max(a, b)}")
+    return _problem("sum", f"Sum: {a}+{b}", str(a + b), f"{min(a, b)}+{max(a, b)}")
 
 
 def _sort(rng: random.Random) -> Problem:
-    """Three to seven letters into alphabetical order."""
-    letters = _letters(rng, 3, 7)
+    """Three to five letters into alphabetical order."""
+    letters = _letters(rng, 3, 5)
     return _problem("sort", f"Sort: {letters}", "".join(sorted(letters)), letters)
 
 
 def _reverse(rng: random.Random) -> Problem:
-    """Four to eight letters from back to front."""
-    letters = _letters(rng, 4, 8)
+    """Three to six letters from back to front."""
+    letters = _letters(rng, 3, 6)
     return _problem("reverse", f"Reverse: {letters}", letters[::-1], letters)
 
 
 def _count(rng: random.Random) -> Problem:
-    """How often one letter stands among three to eight, drawn from an alphabet of three."""
-    letters = _letters(rng, 3, 8, "abc")
+    """How often one letter stands among three to six, drawn from an alphabet of three."""
+    letters = _letters(rng, 3, 6, "abc")
     wanted = rng.choice("abc")
-    return _problem("count", f"Count {wanted} in: {letters}", str(letters.count(wanted)), f"{wanted}/{letters}")
+    return _problem("count", f"Count {wanted}: {letters}", str(letters.count(wanted)), f"{wanted}/{letters}")
 
 
 def _largest(rng: random.Random) -> Problem:
     """The largest of three numbers of two digits."""
     numbers = [rng.randrange(10, 100) for _ in range(3)]
-    listed = ", ".join(map(str, numbers))
-    return _problem("largest", f"Largest of {listed}?", str(max(numbers)), "/".join(map(str, sorted(numbers))))
+    listed = ",".join(map(str, numbers))
+    return _problem("largest", f"Largest: {listed}", str(max(numbers)), "/".join(map(str, sorted(numbers))))
 
 
 TASKS: Mapping[str, Callable[[random.Random], Problem]] = MappingProxyType(

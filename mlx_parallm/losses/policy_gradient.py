@@ -14,8 +14,8 @@ def clipped_surrogate(
 ) -> LossOutputs:
     """PPO's clipped surrogate: -min(ratio · A, clip(ratio, 1 - clip_low, 1 + clip_high) · A) per token.
 
-    Schulman et al. 2017 (arXiv:1707.06347); clip_high > clip_low is DAPO's clip-higher (arXiv:2503.14476). For A > 0 the
-    gradient ends above 1 + clip_high, for A < 0 below 1 - clip_low, and on the other side it stays: that is the way back.
+    Schulman et al. 2017 (arXiv:1707.06347); clip_high > clip_low is DAPO's clip-higher (arXiv:2503.14476). For A > 0
+    the gradient ends above 1 + clip_high, for A < 0 below 1 - clip_low; on the other side it stays, as the way back.
 
     Worked, clip 0.2 / 0.28: ratio 1.5, A = 1 → -min(1.5, 1.28) = -1.28 (clipped); ratio 0.5, A = -1 →
     -min(-0.5, -0.8) = 0.8 (clipped); ratio 2, A = -1 → -min(-2, -1.28) = 2 (not clipped).

@@ -1,13 +1,13 @@
 """Loss and gradients of any mlx-lm architecture, a few transformer blocks at a time.
 
-Evaluating the graph of a whole training step starves the serving thread (DESIGN §1); evaluating it block by block leaves
-gaps, keeps one activation per block instead of all (gradient checkpointing), and gives the same gradients.
+Evaluating the graph of a whole training step starves the serving thread (DESIGN §1); evaluating it block by block
+leaves gaps, keeps one activation per block instead of all (gradient checkpointing), and gives the same gradients.
 
     LayerStack        the model's own forward, with its list of blocks replaced by callables of ours: embedding, masks,
                       norm and head stay the architecture's own code
     TokenBatch        the tokens, and the positions whose next token is scored; the head is computed there only
     BlockwiseModel    forward: embedding → blocks, evaluated in groups, group inputs kept → head
-                      backward: head → groups from last to first, each recomputed and differentiated on its own → embedding
+                      backward: head → groups from last to first, each recomputed and differentiated alone → embedding
 
 An architecture that does more between its blocks than passing the hidden state on is found out once, at start
 (`check`), and differentiated as one graph.
@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.models.logprobs import token_logprobs_and_entropy
-from mlx_parallm.models.parameters import ParameterSlots
+from mlx_parallm.models.parameters import ParameterSlots, scalar
 
 HEAD_ELEMENTS = 1 << 25  # logits of one head evaluation at most: 128 MiB of float32
 
@@ -85,7 +85,7 @@ class LayerStack:
             self._owner[self._key] = original
 
     def walk(self, inputs: mx.array, visit: Callable[[int, mx.array, _Call], Any]) -> None:
-        """Runs the model's forward on [B, T] tokens; `visit(i, hidden, call)` stands for block i. Head not evaluated."""
+        """Runs the model's forward on [B, T] tokens; `visit(i, hidden, call)` stands for block i."""
 
         def stand(index: int) -> Callable[..., Any]:
             return lambda hidden, *args, **kwargs: visit(index, hidden, _Call(args, kwargs))
@@ -171,7 +171,9 @@ class BlockwiseModel:
             loss, extras = self._backward_fused(batch, objective, gradients)
         else:
             loss, extras = self._backward_chunked(batch, objective, gradients, chunks)
-        complete = [g if g is not None else mx.zeros(p.shape) for g, p in zip(gradients, self.slots.read(), strict=True)]
+        complete = [
+            g if g is not None else mx.zeros(p.shape) for g, p in zip(gradients, self.slots.read(), strict=True)
+        ]
         return loss, extras, complete
 
     def _whole(self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None]) -> Any:
@@ -276,8 +278,13 @@ class BlockwiseModel:
 
         def embed(*parameters: mx.array) -> mx.array:
             seen: list[mx.array] = []
+
+            def visit(_: int, hidden: mx.array, __: _Call) -> mx.array:
+                seen.append(hidden)
+                return hidden
+
             with self.slots.bound(parameters, self._outer_slots):
-                stack.walk(batch.inputs, lambda index, hidden, _: (seen.append(hidden) if index == 0 else None, hidden)[1])
+                stack.walk(batch.inputs, visit)
             return seen[0]
 
         _, new = mx.vjp(embed, self.slots.read(self._outer_slots), [cotangent])
@@ -355,7 +362,7 @@ class BlockwiseModel:
 
         def visit(index: int, hidden: mx.array, call: _Call) -> Any:
             if passed and hidden is not passed[-1]:
-                raise ValueError(f"the model does more between blocks {index - 1} and {index} than passing the hidden state on")
+                raise ValueError(f"the model does more before block {index} than passing the hidden state on")
             passed.append(stack.blocks[index](hidden, *call.args, **call.kwargs))
             return passed[-1]
 
@@ -386,8 +393,8 @@ def _score_rows(logits: mx.array, batch: TokenBatch, rows: slice) -> tuple[mx.ar
 def _distance(a: mx.array, b: mx.array | None) -> float:
     """‖a - b‖ / ‖b‖; infinite where there is no number. bfloat16 models reach 1e-3 here, a wrong graph 0.1 and more."""
     assert b is not None
-    size = mx.sqrt(mx.square(b).sum()).item()
-    off = mx.sqrt(mx.square(a - b).sum()).item()
+    size = scalar(mx.sqrt(mx.square(b).sum()))
+    off = scalar(mx.sqrt(mx.square(a - b).sum()))
     return off / size if size > 0 else (0.0 if off == 0 else float("inf"))
 
 

@@ -33,7 +33,7 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.config.get("text_config", self.config)["vocab_size"])
+        return vocabulary_size(self.config)
 
 
 def resolve_model_path(base_path: str, revision: str | None = None) -> Path:
@@ -70,6 +70,22 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
     return LoadedModel(model, model_config, path, _context_length(model_config))
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json, with the EOS ids of generation_config.json. Raises ModelError."""
+    try:
+        return dict(load_config(path))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path / 'config.json'} cannot be read: {error}") from error
+
+
+def vocabulary_size(config: dict[str, Any]) -> int:
+    """Rows of the embedding: token ids are below it. Raises ModelError."""
+    size = config.get("text_config", config).get("vocab_size")
+    if not isinstance(size, int):
+        raise ModelError("config.json has no vocab_size")
+    return size
+
+
 def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
     """A tokenizer of its own for one thread (fast tokenizers must not be shared between threads)."""
     extra: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
@@ -77,7 +93,7 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
         template = Path(config.chat_template)
         is_file = len(config.chat_template) < 4096 and "\n" not in config.chat_template and template.is_file()
         extra["chat_template"] = template.read_text(encoding="utf-8") if is_file else config.chat_template
-    eos = load_config(path).get("eos_token_id")
+    eos = read_config(path).get("eos_token_id")
     try:
         return Tokenizer(load_hf_tokenizer(path, extra, eos_token_ids=eos))
     except (OSError, ValueError) as error:

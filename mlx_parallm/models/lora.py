@@ -206,7 +206,7 @@ def save_adapter(directory: Path, layers: Mapping[str, LoraPair], *, num_layers:
 
 @dataclass(frozen=True)
 class ActiveAdapter:
-    """One adapter of a step's batch. `rows`: [B, 1, 1] float32 of 0 and 1, or None when every row uses it."""
+    """One adapter of a step's batch. `rows`: [B, 1, 1] bool, or None when every row uses it."""
 
     weights: AdapterWeights
     rows: mx.array | None
@@ -234,8 +234,9 @@ class ServedLinear(nn.Module):
         for adapter in self._context.active:
             pair = adapter.weights.layers.get(self._path)
             if pair is not None:
-                update = pair.scale * ((x @ pair.a) @ pair.b)
-                y = y + (update if adapter.rows is None else update * adapter.rows).astype(x.dtype)
+                updated = mx.addmm(y, x @ pair.a, pair.b, alpha=pair.scale).astype(y.dtype)
+                # A choice, not a product with 0: other rows stay bit-equal and an adapter's NaN stays in its rows.
+                y = updated if adapter.rows is None else mx.where(adapter.rows, updated, y)
         return y
 
     def __getattr__(self, name: str) -> Any:

@@ -43,6 +43,13 @@ class ParameterSlots:
             self.write(before, indices)
 
 
+def scalar(array: mx.array) -> float:
+    """The number in an array of one real element."""
+    value = array.item()
+    assert not isinstance(value, complex)
+    return float(value)
+
+
 def _owner(model: nn.Module, name: str) -> tuple[Any, Any]:
     *path, leaf = name.split(".")
     node: Any = model

@@ -7,8 +7,8 @@
     checkpoints/latest → <run>/latest      checkpoints/final → <run>/final   (of the run that saved last)
 
 `Checkpointer.save` writes a directory under a temporary name and renames it; a kill -9 or a full disk leaves the ones
-before it as they were. `find_checkpoint` says what `--resume` means. `Checkpointer.resume` puts everything back: weights,
-optimizer, random states, consumed groups to waiting, metrics lines cut. `TrainerState` is what a step needs besides.
+before it as they were. `find_checkpoint` says what `--resume` means. `Checkpointer.resume` puts everything back:
+weights, optimizer, random states, consumed groups to waiting, metrics lines cut. The rest is in `TrainerState`.
 """
 
 import os
@@ -47,7 +47,13 @@ class Checkpointer:
     """Writes and restores the checkpoints of one run directory."""
 
     def __init__(
-        self, run_directory: Path, policy: TrainedPolicy, optimizer: PolicyOptimizer, *, keep: int, config_hash: str = ""
+        self,
+        run_directory: Path,
+        policy: TrainedPolicy,
+        optimizer: PolicyOptimizer,
+        *,
+        keep: int,
+        config_hash: str = "",
     ) -> None:
         self.run_directory = run_directory
         self._policy, self._optimizer = policy, optimizer
@@ -109,7 +115,7 @@ class Checkpointer:
         store.restore(state.step)
         metrics.cut(state.step)
         if self._config_hash != state.config_hash:
-            log.warning("the configuration is not the one that this checkpoint was made with", checkpoint=str(checkpoint))
+            log.warning("the configuration is not the one of this checkpoint", checkpoint=str(checkpoint))
         for later in _steps(self.run_directory):
             if _order(later) > (state.step, state.mini_batches):
                 superseded = later.with_name(f"superseded_{later.name}")
@@ -123,9 +129,9 @@ class Checkpointer:
 def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Path | None:
     """The checkpoint that `--resume text` means; its parent is the run directory.
 
-    A run directory (its `latest`), one of its steps (step_5000 is step_005000), the specification's `checkpoints/latest`
-    and `checkpoints/step_5000/` (of run `run_name`, else of the run that saved last), or "auto": `latest` of
-    `run_name`, or None for a fresh start. Raises CheckpointError: nothing there, with what there is.
+    A run directory (its `latest`), one of its steps (step_5000 is step_005000), the specification's
+    `checkpoints/latest` and `checkpoints/step_5000/` (of run `run_name`, else of the run that saved last), or "auto":
+    `latest` of `run_name`, or None for a fresh start. Raises CheckpointError: nothing there, with what there is.
     """
     if text == "auto":
         return _newest(checkpoint_dir / run_name) if run_name else None
@@ -181,10 +187,10 @@ def _link_all(source: Path, directory: Path) -> None:
 
 def random_state() -> dict[str, Any]:
     """The random states of MLX (this thread's), numpy and Python, as JSON."""
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     return {
-        "mlx": [array.tolist() for array in mx.random.state],
+        "mlx": [array.tolist() for array in _keys()],
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
         "python": [version, list(internal), gauss],
     }
@@ -192,12 +198,16 @@ def random_state() -> dict[str, Any]:
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
     """The counterpart of `random_state`; also of this thread."""
-    for index, key in enumerate(state["mlx"]):
-        mx.random.state[index] = mx.array(key, mx.uint32)
+    _keys()[:] = [mx.array(key, mx.uint32) for key in state["mlx"]]
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
+
+
+def _keys() -> list[mx.array]:
+    keys: Any = mx.random.state
+    return keys
 
 
 def _load(file: Path) -> dict[str, mx.array]:

@@ -46,10 +46,11 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
         temporary.rename(path)
         sync(path.parent)
     except (OSError, RuntimeError) as error:  # MLX says "Unable to write" by RuntimeError
-        shutil.rmtree(temporary, ignore_errors=True)
         if old.exists() and not path.exists():
             old.rename(path)
         raise CheckpointError(f"{path} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
 
 

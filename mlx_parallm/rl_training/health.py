@@ -46,7 +46,7 @@ def _skipped(window: Window) -> str | None:
     count = round(sum(_values(window, "skipped_steps")))
     if not count:
         return None
-    return f"loss or gradient not finite: {count} of the last {len(window)} steps skipped (lower learning_rate)"
+    return f"loss or gradient not finite: {count} updates skipped in {len(window)} steps (lower learning_rate)"
 
 
 def _logprob_mismatch(window: Window) -> str | None:

@@ -24,8 +24,9 @@ KEYS = (
     *("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb"),
     "reward_by_environment",
 )
-"""Every line has all of these (null = not known); further ones may follow. `kl`: mean estimate of KL(policy || reference),
-null unless kl_beta > 0. `groups*`, `sequences`, `reward*`: all groups the step consumed, those without variance too.
+"""Every line has all of these (null = not known); further ones may follow. `kl`: mean estimate of
+KL(policy || reference), null unless kl_beta > 0. `groups*`, `sequences`, `reward*`: all groups the step consumed, those
+without variance too.
 `logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the very weights that the step starts from,
 before its first update; null when there are none. `skipped_steps`: mini-batches skipped as not finite."""
 

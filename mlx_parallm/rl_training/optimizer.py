@@ -13,7 +13,7 @@ import mlx.optimizers
 
 from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.models.parameters import ParameterSlots
+from mlx_parallm.models.parameters import ParameterSlots, scalar
 
 BUNDLE_ELEMENTS = 1 << 20  # 4 MiB of float32; larger arrays stand alone
 
@@ -52,14 +52,14 @@ class PolicyOptimizer:
 
     @property
     def updates(self) -> int:
-        return int(self._adamw.step.item())
+        return int(scalar(self._adamw.step))
 
     def update(self, gradients: Sequence[mx.array], learning_rate: float) -> Update:
         """One step of AdamW on float32 gradients in slot order; everything is evaluated."""
         bundled = self._pack(gradients)
         norm = mx.sqrt(sum((mx.square(bundle).sum() for bundle in bundled.values()), mx.array(0.0)))
         mx.eval(norm, bundled)
-        size = norm.item()
+        size = scalar(norm)
         if not math.isfinite(size):
             return Update(size, applied=False)
         if self._max_grad_norm and size > self._max_grad_norm:
@@ -72,9 +72,7 @@ class PolicyOptimizer:
         return Update(size, applied=True)
 
     def _write(self) -> None:
-        arrays = [
-            array.astype(dtype) for array, dtype in zip(self._unpack(self._masters), self._dtypes, strict=True)
-        ]
+        arrays = [array.astype(dtype) for array, dtype in zip(self._unpack(self._masters), self._dtypes, strict=True)]
         mx.eval(arrays)
         self._slots.write(arrays)
 

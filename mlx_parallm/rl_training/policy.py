@@ -1,9 +1,9 @@
 """TrainedPolicy: the trainer's own module tree, what in it is trained, and the reference hidden in it.
 
-    adapter        `inject_lora` around the targets; reference = the same tree with the adapter taken out ("base"), or with
-                   the adapter as it was when the run started ("initial")
-    full weights   everything is trained; the reference is a frozen copy (arrays are immutable: it costs memory only once
-                   training has moved the weights away from it)
+    adapter        `inject_lora` around the targets; reference = the same tree with the adapter taken out ("base"), or
+                   with the adapter as it was when the run started ("initial")
+    full weights   everything is trained; the reference is a frozen copy (arrays are immutable: it costs memory only
+                   once training has moved the weights away from it)
 
 The tree shares its frozen arrays with the serving one (`copy.deepcopy` before either was wrapped), so parameters are
 only ever rebound.
@@ -35,7 +35,7 @@ from mlx_parallm.models.mlx_lm_api import save_config, save_model
 from mlx_parallm.models.parameters import ParameterSlots
 
 REFERENCE_FILE = "reference.safetensors"
-WEIGHT_FILES = "model*.safetensors*"
+COMPANIONS = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")  # tokenizer, template, generation_config
 
 
 class TrainedPolicy:
@@ -112,9 +112,8 @@ class TrainedPolicy:
             save_model(directory, self.model)
             save_config(dict(self._model_config), directory / "config.json")
             for file in self._source.iterdir():
-                if file.is_file() and file.suffix in (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py"):
-                    if not (directory / file.name).exists():
-                        shutil.copyfile(file, directory / file.name)
+                if file.suffix in COMPANIONS and not (directory / file.name).exists():
+                    shutil.copyfile(file, directory / file.name)
         if self._reference is not None and self.lora:
             tensors = dict(zip(self.slots.names, self._reference, strict=True))
             mx.save_safetensors(str(directory / REFERENCE_FILE), tensors)

@@ -22,6 +22,7 @@ import structlog
 from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
+from mlx_parallm.models.parameters import scalar
 from mlx_parallm.rl_training.advantages import Estimator
 from mlx_parallm.rl_training.batch import TrainBatch
 from mlx_parallm.rl_training.collate import MicroBatch, MiniBatch, collate, epoch_order
@@ -33,7 +34,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Algorithm:
-    """All that a training algorithm is. `advantages`: rewards of one group → one number each, None = nothing to learn."""
+    """All that an algorithm is. `advantages`: rewards of one group → one number each, None = nothing to learn."""
 
     name: str
     loss: Callable[[LossInputs], LossOutputs]
@@ -88,9 +89,7 @@ class Trainer:
         between_blocks: Callable[[], None] = lambda: None,
     ) -> None:
         self.policy, self.algorithm, self._config = policy, algorithm, config
-        self.model = BlockwiseModel(
-            policy.model, blocks_per_eval=config.blocks_per_eval, between_blocks=between_blocks
-        )
+        self.model = BlockwiseModel(policy.model, blocks_per_eval=config.blocks_per_eval, between_blocks=between_blocks)
         if self.model.fallback and config.blocks_per_eval:
             log.info("not trained block by block", reason=self.model.fallback)
         self.optimizer = PolicyOptimizer(policy.slots, config)
@@ -162,7 +161,7 @@ class Trainer:
         diff = at.logprob_diff
         fresh = sum(int(part.fresh.sum()) for part in mini_batch.micro_batches)
         if at.updates == 0 and at.skipped == 0 and fresh:
-            diff = (max(value.item() for value in diff_max), _total(diff_sum) / fresh)
+            diff = (max(scalar(value) for value in diff_max), _total(diff_sum) / fresh)
         return replace(
             at,
             updates=at.updates + 1,
@@ -172,7 +171,7 @@ class Trainer:
         )
 
     def _objective(self, micro_batch: MicroBatch, mini_batch: MiniBatch, names: list[str]) -> Any:
-        """Scores [N] → (loss, (metrics [K], max |logprobs - rollout_logprobs|, its sum)), the last two of fresh tokens."""
+        """Scores [N] → (loss, (metrics [K], max and sum of |logprobs - rollout_logprobs| of fresh tokens))."""
         scatter = mx.array(micro_batch.scatter)
         mask, fresh = mx.array(micro_batch.mask), mx.array(micro_batch.fresh)
         rollout_logprobs = mx.array(micro_batch.rollout_logprobs)
@@ -239,4 +238,4 @@ def _token_batch(micro_batch: MicroBatch) -> TokenBatch:
 
 
 def _total(values: Sequence[mx.array]) -> float:
-    return math.fsum(value.item() for value in values)
+    return math.fsum(scalar(value) for value in values)

@@ -88,7 +88,7 @@ class TrainerState:
             data = json.loads(file.read_text(encoding="utf-8"))
             if data["schema_version"] > SCHEMA_VERSION:
                 raise CheckpointError(
-                    f"{file}: written by a newer version (schema {data['schema_version']}, this one knows {SCHEMA_VERSION})"
+                    f"{file}: schema {data['schema_version']} is a newer version's; known: {SCHEMA_VERSION}"
                 )
             if (work := data["in_progress"]) is not None:
                 data["in_progress"] = StepInProgress(**work | {"group_ids": tuple(work["group_ids"])})

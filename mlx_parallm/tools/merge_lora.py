@@ -7,11 +7,10 @@ dense architectures the names are the same. A quantised base is dequantised to t
 quantised again; mlx-lm's quantised checkpoints carry mlx-lm's names already, so there both layouts use those, and
 `safetensors` refuses an architecture whose experts mlx-lm stacks.
 
-Everything is written to a directory beside the output and renamed at the end.
+The output is written under a temporary name and renamed at the end.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from mlx_parallm.models.mlx_lm_api import (
     load_hf_model,
     save_model,
 )
+from mlx_parallm.rl_training.files import write_directory
 
 Layout = Literal["safetensors", "mlx"]
 COMPANION_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
@@ -59,10 +59,10 @@ def merge(
     """Writes base + adapter to `output_path`, a new directory, and uploads it if asked.
 
     Raises ModelError: the output exists, the base cannot be read or has no tensor under the adapted layer's name, the
-    result cannot be written or uploaded; AdapterError: the adapter cannot be read or does not fit the base.
+    result cannot be uploaded; AdapterError: the adapter cannot be read or does not fit the base; CheckpointError: the
+    result cannot be written.
     """
-    if output_path.exists() or output_path.is_symlink():
-        raise ModelError(f"{output_path} exists already: merged models are never written over anything")
+    _check_absent(output_path)
     if push_to_hub is not None:
         _check_upload(push_to_hub)
     base = resolve_model_path(base_model)
@@ -74,22 +74,23 @@ def merge(
     if dequantized:
         model = _dequantize(model, base)
 
-    partial = output_path.parent / f".{output_path.name}.partial-{os.getpid()}"
-    try:
-        partial.mkdir(parents=True)
+    def fill(directory: Path) -> None:
         if layout == "mlx" or dequantized:
-            _save_from_model(model, merged, partial, layout)
+            _save_from_model(model, merged, directory, layout)
         else:
-            _save_from_checkpoint(base, model, merged, partial)
-        _copy_companions(base, partial)
-        partial.rename(output_path)
-    except (OSError, RuntimeError) as error:
-        raise ModelError(f"{output_path} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            _save_from_checkpoint(base, model, merged, directory)
+        _copy_companions(base, directory)
+        _check_absent(output_path)  # again: writing a large model takes minutes
+
+    write_directory(output_path, fill)
     dtype = str(next(iter(merged.values())).dtype).removeprefix("mlx.core.")
     url = _upload(output_path, push_to_hub) if push_to_hub is not None else None
     return MergeReport(output_path, len(merged), dtype, dequantized, url)
+
+
+def _check_absent(path: Path) -> None:
+    if path.exists() or path.is_symlink():
+        raise ModelError(f"{path} exists already: merged models are never written over anything")
 
 
 def merged_weights(model: nn.Module, layers: Mapping[str, LoraPair]) -> dict[str, mx.array]:

@@ -76,7 +76,13 @@ def test_which_side_is_clipped(ratio: float, advantage: float, value: float, gra
 
 def full_loss(inputs: LossInputs, aggregation: Aggregation = "token") -> LossOutputs:
     return grpo_loss(
-        inputs, clip_low=0.2, clip_high=0.28, kl_beta=0.3, kl_estimator="k3", entropy_weight=0.05, aggregation=aggregation
+        inputs,
+        clip_low=0.2,
+        clip_high=0.28,
+        kl_beta=0.3,
+        kl_estimator="k3",
+        entropy_weight=0.05,
+        aggregation=aggregation,
     )
 
 

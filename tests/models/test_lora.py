@@ -85,7 +85,7 @@ def test_the_served_model_answers_as_the_trainers(quantized: bool) -> None:
     weights = AdapterWeights("a", 1, adapter_layers(tree))
     context.active = (ActiveAdapter(weights, None),)
     assert mx.allclose(model(TOKENS), trained_logits, atol=1e-5)
-    context.active = (ActiveAdapter(weights, mx.array([0.0, 1.0])[:, None, None]),)
+    context.active = (ActiveAdapter(weights, mx.array([False, True])[:, None, None]),)
     mixed = model(TOKENS)
     assert mx.allclose(mixed[0], base_logits[0], atol=1e-5)
     assert mx.allclose(mixed[1], trained_logits[1], atol=1e-5)

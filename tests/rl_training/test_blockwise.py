@@ -186,7 +186,7 @@ def residual(hidden: mx.array, first: mx.array) -> mx.array:
 
 @pytest.mark.parametrize(
     ("glue", "reason"),
-    [(residual, "between blocks"), (identity, "gradients")],  # identity: the head sees the embedding behind our back
+    [(residual, "before block"), (identity, "gradients")],  # identity: the head sees the embedding behind our back
 )
 def test_other_architectures_fall_back_to_the_whole_graph(glue: Callable, reason: str) -> None:
     model = Glued(glue)

@@ -66,7 +66,7 @@ def test_what_lasts_is_told(changed, sentence):
 @pytest.mark.parametrize(
     ("key", "sentence"),
     [
-        ("skipped_steps", "loss or gradient not finite: 1 of the last 5 steps skipped (lower learning_rate)"),
+        ("skipped_steps", "loss or gradient not finite: 1 updates skipped in 5 steps (lower learning_rate)"),
         ("publish_timeouts", "weights not published 1 times in 5 steps: the lock was busy (raise lock_timeout_ms)"),
     ],
 )
@@ -94,7 +94,7 @@ def test_sources_speak_first_and_sentences_add_up():
     line = diagnose(window(truncated_fraction=0.5, skipped_steps=1), [None, stalled])
     first, second, third = line.split("; ")
     assert first == stalled
-    assert second.startswith("loss or gradient not finite: 5 of the last 5")
+    assert second.startswith("loss or gradient not finite: 5 updates skipped in 5 steps")
     assert third.startswith("truncation: 50%")
     assert diagnose([], [stalled]) == stalled
 

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.log import configure_logging
 from mlx_parallm.server.thread import bind_socket
 from tests.server.fake_engine import HEALTHY, FakeEngine
 from tests.server.serving import running_server
@@ -223,6 +224,24 @@ def test_request_ids_are_echoed_or_made(fake):
         assert http.get("/health", headers={"X-Request-ID": "mine"}).headers["x-request-id"] == "mine"
         made = http.get("/health", headers={"X-Request-ID": "two words"}).headers["x-request-id"]
         assert len(made) == 32
+
+
+def test_the_access_log_is_a_debug_line_with_the_request_id(fake, capsys):
+    written = []
+
+    def lines():
+        written.append(capsys.readouterr().err)
+        return [json.loads(line) for line in "".join(written).splitlines()]
+
+    configure_logging(json=True, level="debug")
+    try:
+        with fake.http() as http:
+            http.get("/v1/models", headers={"X-Request-ID": "trace-me"})
+        until(lambda: any(line.get("request_id") == "trace-me" for line in lines()))
+    finally:
+        configure_logging(level="error")
+    [line] = [line for line in lines() if line.get("request_id") == "trace-me"]
+    assert (line["event"], line["path"], line["status"]) == ("request", "/v1/models", 200)
 
 
 def test_a_taken_port_is_named(fake):

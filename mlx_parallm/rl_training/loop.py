@@ -1,0 +1,225 @@
+"""TrainingLoop: steps start..total_steps. It owns the order of things and nothing else.
+
+    wait for a batch → [ask for the next one] → train → publish → metrics line → checkpoint → [ask for the next one]
+
+Overlap: the next step's groups are asked for *before* training when `max_staleness` allows what that makes of them,
+else after the publish, so that they are sampled by the newest weights. In deterministic mode (max_staleness = 0) the
+groups of step n + 1 are therefore started after publish, metrics line and checkpoint of step n.
+
+A metrics line is on the disk before the checkpoint of its step: a resume cuts lines, it never misses one. Asked to
+stop, the loop finishes the micro-batch, saves where it stands and returns.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import mlx.core as mx
+import structlog
+
+from mlx_parallm.config import RLTrainingConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch
+from mlx_parallm.rl_training.checkpoint import Checkpointer
+from mlx_parallm.rl_training.metrics import MetricsFile, complete
+from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
+from mlx_parallm.rl_training.trainer_base import StepPosition, StepResult, Trainer
+from mlx_parallm.rl_training.trainer_state import StepInProgress, TrainerState
+from mlx_parallm.rl_training.versions import VersionSteps
+from mlx_parallm.rl_training.weight_updater import WeightUpdater
+from mlx_parallm.weights import PublishReport
+
+log = structlog.get_logger(__name__)
+
+Outcome = Literal["finished", "stopped"]
+
+
+class Source(Protocol):
+    """An in-process source of rollouts, as far as a checkpoint knows it."""
+
+    def state(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of; `rl_training.train` builds them."""
+
+    trainer: Trainer
+    buffer: RolloutBuffer
+    versions: VersionSteps
+    updater: WeightUpdater
+    checkpointer: Checkpointer
+    metrics: MetricsFile
+    sources: Mapping[str, Source]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop tells and asks; all called on the trainer's thread.
+
+    `on_wait(seconds)` at least every `wait_turn_s` while a batch is not there: the place to look after sources that
+    have failed (raise to end the run) and to say that they stall. `served_tokens`: the engine's counter.
+    """
+
+    should_stop: Callable[[], bool] = lambda: False
+    on_step: Callable[[dict[str, Any]], None] = lambda line: None
+    on_wait: Callable[[float], None] = lambda seconds: None
+    on_checkpoint: Callable[[Any], None] = lambda path: None
+    served_tokens: Callable[[], int] = lambda: 0
+    wait_turn_s: float = 0.5
+
+
+class TrainingLoop:
+    """Raises ConfigError: weights published more rarely than `max_staleness` allows would wait for ever."""
+
+    def __init__(
+        self, parts: Parts, config: RLTrainingConfig, *, hooks: Hooks | None = None, state: TrainerState | None = None
+    ) -> None:
+        every = config.weight_updates.update_every_n_steps
+        if config.max_staleness < every - 1:
+            raise ConfigError(
+                f"rl_training.weight_updates.update_every_n_steps = {every} makes rollouts {every - 1} steps old before"
+                f" the next publish: rl_training.max_staleness ({config.max_staleness}) has to be at least that"
+            )
+        self._parts, self._config, self._hooks = parts, config, hooks or Hooks()
+        self._step = state.step if state else 0
+        self._in_progress = state.in_progress if state else None
+        self._line: dict[str, Any] | None = state.metrics if state else None
+        self._saved: str | None = state.checkpoint_name if state else None
+        self._counters = (time.perf_counter(), self._hooks.served_tokens())
+        self._timeouts = parts.updater.timeouts
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return self._step
+
+    def run(self) -> Outcome:
+        """Trains up to total_steps, or until asked to stop; saves at the end either way. Raises CheckpointError, …"""
+        buffer = self._parts.buffer
+        while self._step < self._config.total_steps:
+            step = self._step + 1
+            work, self._in_progress = self._in_progress, None
+            if work is None:
+                buffer.request(step)
+            waited = time.perf_counter()
+            batch = self._batch(step, work)
+            if batch is None:
+                return self._stop(None)
+            time_rollout_s = (work.time_rollout_s if work else 0.0) + time.perf_counter() - waited
+            if step < self._config.total_steps and self._may_overlap(step + 1):
+                buffer.request(step + 1)
+            result = self._train(batch, work)
+            result = replace(result, seconds=result.seconds + (work.time_train_s if work else 0.0))
+            if not result.finished:
+                return self._stop(_interrupted(batch, result, time_rollout_s))
+            self._finish_step(batch, result, time_rollout_s)
+        self._save(None, final=True)
+        return "finished"
+
+    # ------------------------------------------------------------------ the parts of a step
+
+    def _batch(self, step: int, work: StepInProgress | None) -> TrainBatch | None:
+        """The step's batch; None when asked to stop before it was together."""
+        if work is not None:
+            batch = self._parts.buffer.resume(step, work.group_ids)
+            return replace(batch, statistics=BatchStatistics(**work.statistics))
+        started = time.perf_counter()
+        while not self._hooks.should_stop():
+            batch_or_none = self._parts.buffer.collect(step, timeout_s=self._hooks.wait_turn_s)
+            if batch_or_none is not None:
+                return batch_or_none
+            self._hooks.on_wait(time.perf_counter() - started)
+            self._parts.updater.publish_if_due(self._step)
+        return None
+
+    def _may_overlap(self, step: int) -> bool:
+        """Whether groups of `step`, sampled by what is served now, will be young enough when it is trained."""
+        _, steps = self._parts.versions.newest
+        return step - 1 - steps <= self._config.max_staleness
+
+    def _train(self, batch: TrainBatch, work: StepInProgress | None) -> StepResult:
+        if batch.gave_up:
+            log.warning("step with fewer rollouts than asked for", step=batch.step, reason=batch.gave_up)
+        position = StepPosition.from_json(work.position) if work else None
+        return self._parts.trainer.train_step(batch, position=position, should_stop=self._hooks.should_stop)
+
+    def _finish_step(self, batch: TrainBatch, result: StepResult, time_rollout_s: float) -> None:
+        self._step = batch.step
+        last = batch.step == self._config.total_steps
+        started = time.perf_counter()
+        report = self._parts.updater.after_step(batch.step, updates=result.position.updates, last=last)
+        time_publish_s = time.perf_counter() - started
+        times = {
+            "time_rollout_s": time_rollout_s,
+            "time_train_s": result.seconds,
+            "time_publish_s": time_publish_s,
+        }
+        self._line = self._metrics(batch, result, report, times)
+        self._parts.metrics.append(self._line)
+        self._hooks.on_step(self._line)
+        if not last and batch.step % self._config.checkpoint_interval == 0:
+            self._save(None)
+
+    def _metrics(
+        self, batch: TrainBatch, result: StepResult, report: PublishReport | None, times: dict[str, float]
+    ) -> dict[str, Any]:
+        now, served = time.perf_counter(), self._hooks.served_tokens()
+        seconds, tokens = now - self._counters[0], served - self._counters[1]
+        timeouts = self._parts.updater.timeouts - self._timeouts
+        self._counters = (now, served)
+        self._timeouts = self._parts.updater.timeouts
+        memory_gb = mx.get_peak_memory() / 1e9
+        mx.reset_peak_memory()
+        return complete(
+            {
+                "step": batch.step,
+                "policy_version": self._parts.updater.version,
+                **batch.statistics.to_json(),
+                **result.metrics,
+                "publish_timeouts": timeouts,
+                "gave_up": batch.gave_up or None,
+                **times,
+                "publish_ms": report.total_ms if report else None,
+                "serve_tok_s": tokens / seconds if seconds > 0 else None,
+                "memory_gb": memory_gb,
+            }
+        )
+
+    # ------------------------------------------------------------------ saving
+
+    def _stop(self, work: StepInProgress | None) -> Outcome:
+        self._save(work if work and work.mini_batches else None)
+        return "stopped"
+
+    def _save(self, work: StepInProgress | None, *, final: bool = False) -> None:
+        state = self._state(work)
+        if state.checkpoint_name != self._saved or final:
+            path = self._parts.checkpointer.save(state, final=final)
+            self._hooks.on_checkpoint(path)
+        self._saved = state.checkpoint_name
+
+    def _state(self, work: StepInProgress | None) -> TrainerState:
+        updater = self._parts.updater
+        return TrainerState(
+            step=self._step,
+            policy_version=updater.version,
+            versions=self._parts.versions.state(),
+            unpublished=updater.state().dirty or bool(work and work.position["updates"]),
+            in_progress=work,
+            optimizer_updates=self._parts.trainer.optimizer.updates,
+            sources={name: source.state() for name, source in self._parts.sources.items()},
+            metrics=self._line,
+        )
+
+
+def _interrupted(batch: TrainBatch, result: StepResult, time_rollout_s: float) -> StepInProgress:
+    return StepInProgress(
+        step=batch.step,
+        group_ids=batch.group_ids,
+        position=result.position.to_json(),
+        statistics=batch.statistics.to_json(),
+        time_rollout_s=time_rollout_s,
+        time_train_s=result.seconds,
+    )

@@ -1,0 +1,55 @@
+"""The directory of a run: `checkpoints/<run>/`, one process at a time, with the resolved configuration. No MLX."""
+
+import fcntl
+import os
+from pathlib import Path
+
+from mlx_parallm.config import Config
+from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.rl_training.files import write_atomically
+
+CONFIG_FILE = "config.toml"
+LOCK_FILE = ".lock"
+USED_BY = ("metrics.jsonl", "rollouts.sqlite", "latest")  # what says that a run has been here
+
+
+class RunDirectory:
+    """Held by an advisory lock from `open` to `close`, which the end of the process releases too."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def open(cls, config: Config, checkpoint: Path | None) -> "RunDirectory":
+        """The directory of `checkpoint`, or a new one under `checkpoint_dir`; writes `config.toml` into it.
+
+        Raises ConfigError: no name, or a run of that name is there already. CheckpointError: another process has it,
+        or it cannot be written.
+        """
+        training = config.rl_training
+        if checkpoint is not None:
+            path = checkpoint.parent
+        elif training.run_name is None:
+            raise ConfigError("rl_training.run_name is needed")
+        else:
+            path = training.checkpoint_dir / training.run_name
+            if any((path / name).exists() for name in USED_BY):
+                raise ConfigError(
+                    f"{path} holds a run already: go on with --resume {path}, or choose another rl_training.run_name"
+                )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            raise CheckpointError(f"{path} is in use by another process") from error
+        write_atomically(path / CONFIG_FILE, config.to_toml().encode())
+        return cls(path, lock)
+
+    def close(self) -> None:
+        os.close(self._lock)

@@ -1,0 +1,381 @@
+"""The composition root of the trainer's part: builds everything around a `Serving` and runs the loop.
+
+    configuration, --resume → run directory → store, queue or poller → model, adapter, weights → engine
+    → environments → buffer → TrainingLoop → report
+
+`execute` returns when the run is finished or was asked to stop; `close` ends every thread it started, also after a
+failure half way.
+"""
+
+import asyncio
+import copy
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from mlx_parallm.config import Config
+from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.evaluate import Evaluation, evaluate
+from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.environments.rollouts import RolloutManager
+from mlx_parallm.errors import AdapterError, ConfigError
+from mlx_parallm.log import get_logger
+from mlx_parallm.models.loading import LoadedModel
+from mlx_parallm.models.lora import LoraPair, find_adapter_file, load_adapter
+from mlx_parallm.rl_training import report
+from mlx_parallm.rl_training.atropos_client import AtroposClient, AtroposPoller, TrainerRegistration
+from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
+from mlx_parallm.rl_training.display import RunInfo, TrainingDisplay
+from mlx_parallm.rl_training.grpo_trainer import make_algorithm
+from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.rl_training.policy import TrainedPolicy
+from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
+from mlx_parallm.rl_training.run_directory import RunDirectory
+from mlx_parallm.rl_training.trainer_base import Trainer
+from mlx_parallm.rl_training.trainer_state import TrainerState, config_hash
+from mlx_parallm.rl_training.versions import VersionSteps
+from mlx_parallm.rl_training.weight_updater import WeightUpdater
+from mlx_parallm.rollout_store.checks import check_group
+from mlx_parallm.rollout_store.queue import AtroposQueue, AtroposSettings
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.server.routes_atropos import create_atropos_router
+from mlx_parallm.serving import Serving
+from mlx_parallm.types import RolloutGroup
+from mlx_parallm.weights import SharedWeights
+
+log = get_logger("train")
+
+POLICY = "policy"  # the adapter's name in /v1/models
+ENVIRONMENTS = "environments"  # the in-process source, in the store and in a checkpoint
+EMBEDDED = "embedded"
+T = TypeVar("T")
+
+
+class TrainingRun:
+    """One run of `mlx_parallm_train`. Main thread only.
+
+    Raises ConfigError, CheckpointError: before anything is started or written.
+    """
+
+    def __init__(self, config: Config, *, resume: str | None, stop: threading.Event, console: Console) -> None:
+        training = config.rl_training
+        self._config, self._stop, self._console = config, stop, console
+        self._checkpoint = find_checkpoint(resume, training.checkpoint_dir, training.run_name) if resume else None
+        self._sources = build_sources(config.environments, seed=training.seed)
+        self._closing = ExitStack()
+        self._serving = Serving(config)
+        self._closing.callback(self._serving.close)
+        self._loop: TrainingLoop | None = None
+        self._weights: SharedWeights | None = None
+        self._manager: RolloutManager | None = None
+        self._poller: AtroposPoller | None = None
+        self._queue: AtroposQueue | None = None
+
+    def execute(self) -> None:
+        """Trains to total_steps or to the stop; leaves a checkpoint either way."""
+        config = self._config
+        initial = self._initial_adapter()
+        directory = RunDirectory.open(config, self._checkpoint)
+        self._closing.callback(directory.close)
+        store = RolloutStore(directory.path / "rollouts.sqlite")
+        self._closing.callback(store.close)
+        vocab_size = self._serving.vocab_size
+        self._serving.listen(self._routers(store, directory, vocab_size))
+        loaded = self._serving.load(quantize=config.rl_training.lora.enabled and config.rl_training.lora.quantize_base)
+        parts, state = self._training_parts(loaded, initial, directory, store)
+        display = TrainingDisplay(self._console, sources=self._health)
+        self._closing.callback(display.stop)
+        self._train(parts, state, directory, display)
+
+    def close(self) -> None:
+        """Ends what was started, newest first: sources, engine, HTTP, store."""
+        self._closing.close()
+
+    # ------------------------------------------------------------------ building
+
+    def _initial_adapter(self) -> dict[str, LoraPair] | None:
+        """`model.lora_path`. One that is not there yet, but would be made by training, starts anew with a warning."""
+        path, training = self._config.model.lora_path, self._config.rl_training
+        if path is None:
+            return None
+        if not training.lora.enabled:
+            raise ConfigError("model.lora_path is set, but rl_training.lora.enabled = false trains all weights")
+        if self._checkpoint is not None:
+            return None  # the checkpoint has the adapter
+        try:
+            file = find_adapter_file(path)
+        except AdapterError:
+            made_by_training = training.checkpoint_dir.resolve() in Path(path).expanduser().absolute().parents
+            if not made_by_training:
+                raise
+            log.warning("model.lora_path does not exist yet: training starts with a new adapter", path=path)
+            return None
+        return dict(load_adapter(file).layers)
+
+    def _routers(self, store: RolloutStore, directory: RunDirectory, vocab_size: int) -> list[Any]:
+        training, atropos = self._config.rl_training, self._config.rl_training.atropos
+        if atropos.api_url != EMBEDDED:
+            return []
+        settings = AtroposSettings(
+            batch_size=atropos.rollout_batch_size,
+            max_token_length=atropos.max_token_length,
+            vocab_size=vocab_size,
+            checkpoint_dir=str(directory.path),
+            checkpoint_interval=training.checkpoint_interval,
+            total_steps=training.total_steps,
+            wandb_group=atropos.wandb_group,
+            wandb_project=atropos.wandb_project,
+            temperature=training.temperature,
+            other_group_sizes=tuple(source.config.group_size for source in self._sources),
+        )
+        self._queue = AtroposQueue(store, settings, current_step=self._step, policy_version=self._version)
+        return [create_atropos_router(self._queue)]
+
+    def _training_parts(
+        self,
+        loaded: LoadedModel,
+        initial: dict[str, LoraPair] | None,
+        directory: RunDirectory,
+        store: RolloutStore,
+    ) -> tuple[Parts, TrainerState | None]:
+        training = self._config.rl_training
+        policy = TrainedPolicy(
+            copy.deepcopy(loaded.model),
+            training,
+            source=loaded.path,
+            model_config=loaded.config,
+            initial_adapter=initial,
+        )
+        algorithm = make_algorithm(training)
+        trainer = Trainer(policy, training, algorithm)
+        metrics = MetricsFile(directory.path / METRICS_FILE)
+        checkpointer = Checkpointer(
+            directory.path,
+            policy,
+            trainer.optimizer,
+            keep=training.keep_checkpoints,
+            config_hash=config_hash(self._config),
+        )
+        state = checkpointer.resume(self._checkpoint, store, metrics) if self._checkpoint else None
+        versions = state.restored_versions() if state else VersionSteps()
+        weights = self._open_serving(loaded, policy, versions)
+        updater = WeightUpdater(weights, policy, versions, training.weight_updates, drained=self._drained)
+        self._start_sources(loaded, store, state)
+        buffer = RolloutBuffer(
+            store,
+            versions,
+            algorithm.advantages,
+            rollout_batch_size=training.atropos.rollout_batch_size,
+            group_sizes=[source.config.group_size for source in self._sources],
+            request_groups=self._manager.request_groups if self._manager else None,
+            sampling=training.buffer_sampling,
+            max_staleness=training.max_staleness,
+            max_empty_rounds=training.max_empty_rounds,
+            seed=training.seed,
+            deterministic=training.deterministic,
+        )
+        sources = {ENVIRONMENTS: self._manager} if self._manager else {}
+        return Parts(trainer, buffer, versions, updater, checkpointer, metrics, sources), state
+
+    def _open_serving(self, loaded: LoadedModel, policy: TrainedPolicy, versions: VersionSteps) -> SharedWeights:
+        """The server answers with what is being trained, under the version that the run stands at."""
+        version, _ = versions.newest
+        if policy.lora:
+            weights = SharedWeights(loaded.model, policy=POLICY, version=version)
+            adapters = {POLICY: policy.adapter()}
+        else:
+            weights = SharedWeights(loaded.model, version=version - 1)
+            weights.publish_parameters(policy.full_parameters())
+            adapters = {}
+        self._weights = weights
+        main_adapter = POLICY if policy.lora else None
+        self._serving.open(loaded, weights, adapters=adapters, main_adapter=main_adapter, trains_base=not policy.lora)
+        return weights
+
+    def _start_sources(self, loaded: LoadedModel, store: RolloutStore, state: TrainerState | None) -> None:
+        training = self._config.rl_training
+        self._closing.callback(store.wake)
+        if training.atropos.api_url != EMBEDDED:
+            self._poller = self._start_poller(loaded, store, state)
+        if not self._sources:
+            return
+
+        def keep(group: RolloutGroup) -> bool:
+            check_group(group, vocab_size=loaded.vocab_size, max_token_length=training.atropos.max_token_length)
+            return store.add(group, source=ENVIRONMENTS)
+
+        def refuse(group: RolloutGroup, reason: str) -> None:
+            store.reject(group, source=ENVIRONMENTS, reason=reason)
+
+        self._manager = RolloutManager(
+            self._serving.client,
+            self._sources,
+            self._serving.tokenizer(),
+            seed=training.seed,
+            temperature=training.temperature,
+            max_token_length=training.atropos.max_token_length,
+            sink=keep,
+            on_failure=refuse,
+            adapter=POLICY if training.lora.enabled else None,
+            fixed_order=training.deterministic,
+            max_in_flight_groups=self._in_flight_groups(),
+            template_kwargs=self._config.model.chat_template_kwargs,
+        )
+        if state is not None and ENVIRONMENTS in state.sources:
+            self._manager.restore(state.sources[ENVIRONMENTS])
+        self._manager.skip(store.known_ids())
+        self._manager.start()
+        self._closing.callback(self._manager.stop)
+
+    def _start_poller(self, loaded: LoadedModel, store: RolloutStore, state: TrainerState | None) -> AtroposPoller:
+        training, atropos = self._config.rl_training, self._config.rl_training.atropos
+        registration = TrainerRegistration(
+            wandb_group=atropos.wandb_group,
+            wandb_project=atropos.wandb_project,
+            batch_size=atropos.rollout_batch_size,
+            max_token_len=atropos.max_token_length,
+            checkpoint_dir=str(training.checkpoint_dir),
+            save_checkpoint_interval=training.checkpoint_interval,
+            starting_step=state.step if state else 0,
+            num_steps=training.total_steps,
+        )
+        poller = AtroposPoller(
+            AtroposClient(atropos.api_url),
+            store,
+            registration,
+            vocab_size=loaded.vocab_size,
+            policy_version=self._version,
+            temperature=training.temperature,
+            poll_interval_s=atropos.poll_interval_s,
+        )
+        poller.start()
+        self._closing.callback(poller.stop)
+        return poller
+
+    def _in_flight_groups(self) -> int:
+        """Enough groups to fill the engine's rows, and what one step needs."""
+        smallest = min(source.config.group_size for source in self._sources)
+        rows = max(self._config.server.batch_size, self._config.rl_training.atropos.rollout_batch_size)
+        return max(1, -(-rows // smallest))
+
+    # ------------------------------------------------------------------ running
+
+    def _train(
+        self, parts: Parts, state: TrainerState | None, directory: RunDirectory, display: TrainingDisplay
+    ) -> None:
+        training = self._config.rl_training
+        before = self._evaluate(display, "before") if state is None else []
+        display.start(self._run_info(directory, state))
+
+        def on_step(line: dict[str, Any]) -> None:
+            if line["publish_ms"] is not None:
+                self._serving.state.metrics.observe_publish(line["time_publish_s"])
+            display.update(line)
+
+        hooks = Hooks(
+            should_stop=self._stop.is_set,
+            on_step=on_step,
+            on_wait=lambda seconds: self._look_after(display),
+            on_checkpoint=lambda path: display.note(f"saved {path}"),
+            served_tokens=lambda: self._serving.client.stats().generation_tokens,
+        )
+        self._loop = TrainingLoop(parts, training, hooks=hooks, state=state)
+        outcome = self._loop.run()
+        after = self._evaluate(display, "after") if outcome == "finished" and before else []
+        display.stop()
+        self._report(parts.metrics, directory, before, after, finished=outcome == "finished")
+
+    def _look_after(self, display: TrainingDisplay) -> None:
+        if self._manager is not None:
+            self._manager.check()
+        if self._poller is not None:
+            self._poller.wait_until_registered(0.0)
+        display.tick()
+
+    def _evaluate(self, display: TrainingDisplay, when: str) -> list[Evaluation]:
+        count, training = self._config.rl_training.eval_problems, self._config.rl_training
+        if not count or not self._sources:
+            return []
+        display.note(f"answering held-out problems ({when} training)")
+        work = evaluate(
+            self._serving.client,
+            self._sources,
+            self._serving.tokenizer(),
+            count,
+            max_token_length=training.atropos.max_token_length,
+            adapter=POLICY if training.lora.enabled else None,
+            template_kwargs=self._config.model.chat_template_kwargs,
+        )
+        return asyncio.run(_unless_stopped(work, self._stop)) or []
+
+    def _report(
+        self,
+        metrics: MetricsFile,
+        directory: RunDirectory,
+        before: list[Evaluation],
+        after: list[Evaluation],
+        *,
+        finished: bool,
+    ) -> None:
+        lines = list(metrics.read())
+        curve = None
+        if lines:
+            curve = report.write_reward_curve(lines, directory.path / "reward.png", title=directory.path.name)
+        if finished:
+            lora = self._config.rl_training.lora.enabled
+            commands = report.next_commands(directory.path, self._config.model.base_path, lora=lora)
+        else:
+            commands = [f"mlx_parallm_train --resume {directory.path}"]
+        report.print_report(self._console, report.compare(before, after), commands, curve)
+
+    def _run_info(self, directory: RunDirectory, state: TrainerState | None) -> RunInfo:
+        return RunInfo(
+            run_name=directory.path.name,
+            model=self._config.model.base_path,
+            base_url=self._serving.url,
+            total_steps=self._config.rl_training.total_steps,
+            example_prompt=_example_prompt(self._sources),
+            start_step=state.step if state else 0,
+            needs_key=self._serving.api_key is not None,
+        )
+
+    @contextmanager
+    def _drained(self) -> Iterator[None]:
+        client = self._serving.client
+        client.pause_admission()
+        try:
+            client.wait_idle()
+            yield
+        finally:
+            client.resume_admission()
+
+    def _health(self) -> list[str | None]:
+        parts = (self._manager, self._poller, self._queue)
+        return [part.health() for part in parts if part is not None]
+
+    def _step(self) -> int:
+        return self._loop.step if self._loop else 0
+
+    def _version(self) -> int:
+        return self._weights.version if self._weights else 0
+
+
+async def _unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) -> T | None:
+    """The result of `work`; None, and `work` is cancelled, when the process is asked to stop first."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        if stop.is_set():
+            task.cancel()
+            await asyncio.wait([task])
+            return None
+        await asyncio.wait([task], timeout=0.1)
+    return task.result()
+
+
+def _example_prompt(sources: tuple[EnvironmentSource, ...]) -> str:
+    return str(sources[0].task(0, "heldout").messages[-1]["content"]) if sources else "Hello!"

@@ -1,0 +1,49 @@
+"""Trainers of tiny random models."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.config import RLTrainingConfig
+from mlx_parallm.models.lora import LoraPair
+from mlx_parallm.rl_training.grpo_trainer import make_algorithm
+from mlx_parallm.rl_training.policy import TrainedPolicy
+from mlx_parallm.rl_training.trainer_base import Algorithm, Trainer
+from tests.rl_training.tiny_models import SHAPE, make_model
+
+
+def make_config(*, rank: int = 4, lora: bool = True, batch: int = 16, **values: Any) -> RLTrainingConfig:
+    defaults: dict[str, Any] = {"learning_rate": 1e-2, "batch_size": min(8, batch), "total_steps": 20}
+    others = {"lora": {"enabled": lora, "rank": rank, "alpha": 2 * rank}, "atropos": {"rollout_batch_size": batch}}
+    return RLTrainingConfig.model_validate(defaults | others | values)
+
+
+def make_policy(config: RLTrainingConfig, *, architecture: str = "qwen3", dtype: mx.Dtype = mx.float32) -> TrainedPolicy:
+    model = make_model(architecture)
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    config_json = SHAPE | {"model_type": architecture}
+    return TrainedPolicy(model, config, source=Path(__file__).parent, model_config=config_json)
+
+
+def make_trainer(config: RLTrainingConfig, *, algorithm: Algorithm | None = None, **policy: Any) -> Trainer:
+    return Trainer(make_policy(config, **policy), config, algorithm or make_algorithm(config))
+
+
+def weights(trainer: Trainer) -> dict[str, np.ndarray]:
+    slots = trainer.policy.slots
+    return {name: np.array(array.astype(mx.float32)) for name, array in zip(slots.names, slots.read(), strict=True)}
+
+
+def perturb_adapter(policy: TrainedPolicy) -> None:
+    """B = 0 makes policy and reference equal; this makes them differ."""
+    mx.random.seed(7)
+    arrays = [0.2 * mx.random.normal(array.shape) for array in policy.slots.read()]
+    mx.eval(arrays)
+    policy.slots.write(arrays)
+
+
+def adapter_arrays(layers: dict[str, LoraPair]) -> dict[str, np.ndarray]:
+    return {f"{path}.{part}": np.array(getattr(pair, part)) for path, pair in layers.items() for part in ("a", "b")}

@@ -1,0 +1,74 @@
+"""Micro-batches: alignment, budget, order."""
+
+import numpy as np
+import pytest
+
+from mlx_parallm.rl_training.batch import TrainSequence
+from mlx_parallm.rl_training.collate import collate, epoch_order, padded_length
+from tests.rl_training.rollouts import make_batch, make_rollout, random_groups
+
+
+def test_alignment_of_one_sequence() -> None:
+    """Prompt 1 2 3, completion 5 6: 5 is predicted at position 2, 6 at position 3."""
+    rollout = make_rollout((5, 6), logprob=-1.5, temperature=0.5)
+    sequence = TrainSequence(rollout, (0, 0, 0, 7.0, 8.0), (True,) * 4 + (False,))
+    (micro,) = collate([sequence], [0], token_budget=64).micro_batches
+    assert micro.inputs.tolist() == [[1, 2, 3, 5, 6, 0, 0, 0]]
+    assert micro.mask.tolist() == [[False, False, True, True, False, False, False, False]]
+    assert micro.positions.tolist() == [2, 3]
+    assert micro.targets.tolist() == [5, 6]
+    assert micro.temperatures.tolist() == [0.5, 0.5]
+    assert micro.rollout_logprobs[micro.mask].tolist() == [-1.5, -1.5]
+    assert micro.advantages[micro.mask].tolist() == [7.0, 8.0]
+    assert micro.fresh[micro.mask].tolist() == [True, False]
+    assert micro.scatter.tolist() == [[2, 2, 0, 1, 2, 2, 2, 2]]
+    assert (micro.inputs.dtype, micro.targets.dtype, micro.advantages.dtype) == (np.int32, np.int32, np.float32)
+
+
+def test_the_first_token_cannot_be_trained_on() -> None:
+    sequence = TrainSequence(make_rollout((5, 6), prompt=()), (1.0, 1.0), (True, True))
+    mini = collate([sequence], [0], token_budget=64)
+    assert mini.micro_batches[0].targets.tolist() == [6]
+    assert mini.tokens == 1
+
+
+def test_greedy_rollouts_count_as_temperature_1() -> None:
+    sequence = TrainSequence(make_rollout((5,), temperature=0.0), (1.0,) * 4, (True,) * 4)
+    assert collate([sequence], [0], token_budget=64).micro_batches[0].temperatures.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("budget", [1, 24, 64, 10_000])
+def test_every_row_once_within_the_budget(budget: int) -> None:
+    batch = make_batch(random_groups(6))
+    mini = collate(batch.sequences, range(3, 24), token_budget=budget)
+    assert sorted(row for micro in mini.micro_batches for row in micro.rows) == list(range(3, 24))
+    for micro in mini.micro_batches:
+        assert micro.inputs.size <= budget or len(micro.rows) == 1
+        for row, tokens, mask in zip(micro.rows, micro.inputs, micro.mask, strict=True):
+            rollout = batch.sequences[row].rollout
+            assert tuple(tokens[: len(rollout.tokens) - 1]) == rollout.tokens[:-1]
+            assert not tokens[len(rollout.tokens) :].any()
+            assert mask.sum() == sum(rollout.mask[1:])
+    assert mini.tokens == sum(sum(batch.sequences[row].rollout.mask[1:]) for row in range(3, 24))
+    assert mini.sequences == 21
+
+
+def test_sorting_by_length_saves_padding() -> None:
+    short, long = make_rollout((5,) * 2), make_rollout((5,) * 60)
+    sequences = [TrainSequence(r, (1.0,) * len(r.tokens), (True,) * len(r.tokens)) for r in (short, long) * 4]
+    shapes = [micro.inputs.shape for micro in collate(sequences, range(8), token_budget=256).micro_batches]
+    assert shapes == [(4, 8), (4, 64)]
+
+
+def test_buckets() -> None:
+    assert [padded_length(n) for n in (1, 8, 9, 64, 65, 256, 257)] == [8, 8, 16, 64, 80, 256, 320]
+
+
+def test_order_is_a_function_of_seed_step_and_epoch() -> None:
+    order = epoch_order(32, seed=1, step=2, epoch=0)
+    assert sorted(order) == list(range(32))
+    assert order == epoch_order(32, seed=1, step=2, epoch=0)
+    others = [
+        epoch_order(32, seed=seed, step=step, epoch=epoch) for seed, step, epoch in ((1, 2, 1), (1, 3, 0), (2, 2, 0))
+    ]
+    assert order not in others
