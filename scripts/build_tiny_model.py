@@ -55,7 +55,7 @@ REASONING_GYM: dict[str, dict[str, Any]] = {
     "spell_backward": {"min_word_len": 3, "max_word_len": 6},
     "letter_counting": {"min_words": 1, "max_words": 3},
 }
-SKILL_WEIGHTS = {"add": 1.5, "sorted": 1.0, "reversed": 1.4, "count": 1.0, "max": 0.5}
+SKILL_WEIGHTS = {"add": 1.2, "sorted": 0.9, "reversed": 0.9, "count": 1.6, "max": 0.9}
 """How often each skill is drawn in the first stage."""
 TASK_WEIGHTS = {
     "sum": 1.0,
@@ -138,11 +138,11 @@ def skills(seed: int) -> dict[str, Source]:
         return f"{a}+{b}", str(a + b)
 
     def in_order(rng: random.Random) -> tuple[str, str]:
-        text = letters(rng, 2, 8)
+        text = letters(rng, 2, 7)
         return f"sorted({text})", "".join(sorted(text))
 
     def backward(rng: random.Random) -> tuple[str, str]:
-        text = letters(rng, 2, 8)
+        text = letters(rng, 2, 7)
         return f"reversed({text})", text[::-1]
 
     def count(rng: random.Random) -> tuple[str, str]:

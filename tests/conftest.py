@@ -3,6 +3,10 @@
 The engine serves at most TINY_CONTEXT tokens a sequence, so that tests of the limit are quick.
 """
 
+# isort: off
+import mlx_parallm  # noqa: F401  before any test imports MLX: it puts the fast BLAS under it
+# isort: on
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 

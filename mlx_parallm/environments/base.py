@@ -44,7 +44,13 @@ class ChatTokenizer(Protocol):
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]: ...
 
-    def render_chat_text(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str: ...
+    def render_chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str: ...
 
     def token_text(self, token_id: int) -> str: ...
 

@@ -3,8 +3,7 @@
 Evaluating the graph of a whole training step starves the serving thread (DESIGN §1); evaluating it block by block
 leaves gaps, keeps one activation per block instead of all (gradient checkpointing), and gives the same gradients.
 
-    LayerStack        the model's own forward, with its list of blocks replaced by callables of ours: embedding, masks,
-                      norm and head stay the architecture's own code
+    LayerStack        (layer_stack.py) the model's own forward, its blocks replaced by callables of ours
     TokenBatch        the tokens, and the positions whose next token is scored; the head is computed there only
     BlockwiseModel    forward: embedding → blocks, evaluated in groups, group inputs kept → head
                       backward: head → groups from last to first, each recomputed and differentiated alone → embedding
@@ -13,14 +12,14 @@ An architecture that does more between its blocks than passing the hidden state 
 (`check`), and differentiated as one graph.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.models.layer_stack import BlockCall, LayerStack
 from mlx_parallm.models.logprobs import token_logprobs_and_entropy
 from mlx_parallm.models.parameters import ParameterSlots, scalar
 
@@ -38,73 +37,6 @@ class TokenBatch:
     positions: mx.array  # [N] int32, indices into the flattened [B · T]: where the scored token is predicted
     targets: mx.array  # [N] int32, the scored tokens
     temperature: float | mx.array = 1.0  # or [N] float32
-
-
-@dataclass
-class _Call:
-    """What a block got besides the hidden state."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-class _Stand:
-    """Takes a block's place in the model's list; shows the block's attributes."""
-
-    def __init__(self, block: Any, call: Callable[..., Any]) -> None:
-        self._block, self._call = block, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._block, name)
-
-
-class LayerStack:
-    """The list of blocks inside a model. `path` is its dotted name. Raises ValueError where there is none."""
-
-    def __init__(self, model: nn.Module) -> None:
-        wanted = list(getattr(model, "layers", None) or [])
-        self.model = model
-        for path, module in model.named_modules():
-            for key, value in module.items():
-                if wanted and isinstance(value, list) and len(value) == len(wanted) and _same(value, wanted):
-                    self._owner, self._key, self.blocks = module, key, wanted
-                    self.path = f"{path}.{key}" if path else key
-                    return
-        raise ValueError("the model has no list of layers")
-
-    @contextmanager
-    def _replaced(self, calls: Sequence[Callable[..., Any]]) -> Iterator[None]:
-        original = self._owner[self._key]
-        self._owner[self._key] = [_Stand(block, call) for block, call in zip(self.blocks, calls, strict=True)]
-        try:
-            yield
-        finally:
-            self._owner[self._key] = original
-
-    def walk(self, inputs: mx.array, visit: Callable[[int, mx.array, _Call], Any]) -> None:
-        """Runs the model's forward on [B, T] tokens; `visit(i, hidden, call)` stands for block i."""
-
-        def stand(index: int) -> Callable[..., Any]:
-            return lambda hidden, *args, **kwargs: visit(index, hidden, _Call(args, kwargs))
-
-        with self._replaced([stand(index) for index in range(len(self.blocks))]):
-            self.model(inputs)
-
-    def head(self, hidden: mx.array) -> mx.array:
-        """Final norm and head of rows [N, D] that left the last block → logits [N, V]."""
-        rows = hidden[None]
-
-        def first(*_: Any, **__: Any) -> mx.array:
-            return rows
-
-        def later(passed: mx.array, *_: Any, **__: Any) -> mx.array:
-            return passed
-
-        with self._replaced([first] + [later] * (len(self.blocks) - 1)):
-            return self.model(mx.zeros((1, hidden.shape[0]), mx.int32))[0]
 
 
 class BlockwiseModel:
@@ -244,7 +176,7 @@ class BlockwiseModel:
         self,
         batch: TokenBatch,
         starts: list[mx.array],
-        calls: list[_Call],
+        calls: list[BlockCall],
         cotangent: mx.array | None,
         gradients: list[mx.array | None],
     ) -> None:
@@ -279,7 +211,7 @@ class BlockwiseModel:
         def embed(*parameters: mx.array) -> mx.array:
             seen: list[mx.array] = []
 
-            def visit(_: int, hidden: mx.array, __: _Call) -> mx.array:
+            def visit(_: int, hidden: mx.array, __: BlockCall) -> mx.array:
                 seen.append(hidden)
                 return hidden
 
@@ -292,19 +224,19 @@ class BlockwiseModel:
 
     # ------------------------------------------------------------------ parts
 
-    def _forward(self, batch: TokenBatch, *, keep_last_group: bool) -> tuple[list[mx.array], list[_Call], mx.array]:
+    def _forward(self, batch: TokenBatch, *, keep_last_group: bool) -> tuple[list[mx.array], list[BlockCall], mx.array]:
         """Group inputs, the blocks' other arguments, and the scored rows [N, D] after the last block.
 
         `keep_last_group`: the last group is left to the caller; the rows are then meaningless.
         """
         assert self._stack is not None
         starts: list[mx.array] = []
-        calls: list[_Call] = []
+        calls: list[BlockCall] = []
         firsts = {group.start for group in self._groups}
         final: list[mx.array] = []
         stack = self._stack
 
-        def visit(index: int, hidden: mx.array, call: _Call) -> mx.array:
+        def visit(index: int, hidden: mx.array, call: BlockCall) -> mx.array:
             if index in firsts:
                 self._evaluate(hidden, *(a for a in (*call.args, *call.kwargs.values()) if isinstance(a, mx.array)))
                 starts.append(hidden)
@@ -320,7 +252,7 @@ class BlockwiseModel:
             self._evaluate(rows)
         return starts, calls, rows
 
-    def _run(self, group: int, hidden: mx.array, calls: list[_Call]) -> mx.array:
+    def _run(self, group: int, hidden: mx.array, calls: list[BlockCall]) -> mx.array:
         assert self._stack is not None
         for index in self._groups[group]:
             hidden = self._stack.blocks[index](hidden, *calls[index].args, **calls[index].kwargs)
@@ -360,7 +292,7 @@ class BlockwiseModel:
         tokens = (mx.arange(16, dtype=mx.int32) % 7).reshape(2, 8)
         passed: list[Any] = []
 
-        def visit(index: int, hidden: mx.array, call: _Call) -> Any:
+        def visit(index: int, hidden: mx.array, call: BlockCall) -> Any:
             if passed and hidden is not passed[-1]:
                 raise ValueError(f"the model does more before block {index} than passing the hidden state on")
             passed.append(stack.blocks[index](hidden, *call.args, **call.kwargs))
@@ -396,7 +328,3 @@ def _distance(a: mx.array, b: mx.array | None) -> float:
     size = scalar(mx.sqrt(mx.square(b).sum()))
     off = scalar(mx.sqrt(mx.square(a - b).sum()))
     return off / size if size > 0 else (0.0 if off == 0 else float("inf"))
-
-
-def _same(a: list[Any], b: list[Any]) -> bool:
-    return all(x is y for x, y in zip(a, b, strict=True))

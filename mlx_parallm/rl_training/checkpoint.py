@@ -188,9 +188,10 @@ def _link_all(source: Path, directory: Path) -> None:
 def random_state() -> dict[str, Any]:
     """The random states of MLX (this thread's), numpy and Python, as JSON."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    mlx_keys: Any = mx.random.state
     version, internal, gauss = random.getstate()
     return {
-        "mlx": [array.tolist() for array in _keys()],
+        "mlx": [array.tolist() for array in mlx_keys],
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
         "python": [version, list(internal), gauss],
     }
@@ -198,16 +199,12 @@ def random_state() -> dict[str, Any]:
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
     """The counterpart of `random_state`; also of this thread."""
-    _keys()[:] = [mx.array(key, mx.uint32) for key in state["mlx"]]
+    [(high, low)] = state["mlx"]
+    mx.random.seed(high << 32 | low)  # MLX's key of a 64-bit seed is its two halves
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-
-
-def _keys() -> list[mx.array]:
-    keys: Any = mx.random.state
-    return keys
 
 
 def _load(file: Path) -> dict[str, mx.array]:

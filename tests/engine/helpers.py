@@ -140,14 +140,14 @@ def collect_deltas(engine: Engine, max_steps: int = 5000) -> dict[str, list[Comp
     raise AssertionError("the engine does not come to an end")
 
 
-def naive_greedy(model: nn.Module, prompt: list[int], max_tokens: int) -> list[int]:
+def naive_greedy(model: nn.Module, prompt: list[int], max_tokens: int, eos: int | None = EOS) -> list[int]:
     """The twin: mlx-lm's model with mlx-lm's cache, alone, argmax, stopping after EOS."""
     cache = make_prompt_cache(model)
     inputs, tokens = mx.array(prompt)[None], []
     while len(tokens) < max_tokens:
         token = int(mx.argmax(model(inputs, cache=cache)[0, -1]).item())
         tokens.append(token)
-        if token == EOS:
+        if token == eos:
             break
         inputs = mx.array([[token]])
     return tokens

@@ -14,13 +14,20 @@ from mlx_parallm.rl_training.trainer_base import Algorithm, Trainer
 from tests.rl_training.tiny_models import SHAPE, make_model
 
 
-def make_config(*, rank: int = 4, lora: bool = True, batch: int = 16, **values: Any) -> RLTrainingConfig:
+def make_config(
+    *, rank: int = 4, lora: bool = True, dropout: float = 0.0, batch: int = 16, **values: Any
+) -> RLTrainingConfig:
     defaults: dict[str, Any] = {"learning_rate": 1e-2, "batch_size": min(8, batch), "total_steps": 20}
-    others = {"lora": {"enabled": lora, "rank": rank, "alpha": 2 * rank}, "atropos": {"rollout_batch_size": batch}}
+    others = {
+        "lora": {"enabled": lora, "rank": rank, "alpha": 2 * rank, "dropout": dropout},
+        "atropos": {"rollout_batch_size": batch},
+    }
     return RLTrainingConfig.model_validate(defaults | others | values)
 
 
-def make_policy(config: RLTrainingConfig, *, architecture: str = "qwen3", dtype: mx.Dtype = mx.float32) -> TrainedPolicy:
+def make_policy(
+    config: RLTrainingConfig, *, architecture: str = "qwen3", dtype: mx.Dtype = mx.float32
+) -> TrainedPolicy:
     model = make_model(architecture)
     model.set_dtype(dtype)
     mx.eval(model.parameters())
@@ -40,7 +47,7 @@ def weights(trainer: Trainer) -> dict[str, np.ndarray]:
 def perturb_adapter(policy: TrainedPolicy) -> None:
     """B = 0 makes policy and reference equal; this makes them differ."""
     mx.random.seed(7)
-    arrays = [0.2 * mx.random.normal(array.shape) for array in policy.slots.read()]
+    arrays = [0.08 * mx.random.normal(array.shape) for array in policy.slots.read()]
     mx.eval(arrays)
     policy.slots.write(arrays)
 

@@ -1,0 +1,83 @@
+"""The list of transformer blocks inside any mlx-lm model, and its forward with callables of ours in their places.
+
+Embedding, masks, norm and head stay the architecture's own code: nothing here knows one architecture from another.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+@dataclass
+class BlockCall:
+    """What a block got besides the hidden state."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Stand:
+    """Takes a block's place in the model's list; shows the block's attributes."""
+
+    def __init__(self, block: Any, call: Callable[..., Any]) -> None:
+        self._block, self._call = block, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
+
+
+class LayerStack:
+    """The list of blocks inside a model. `path` is its dotted name. Raises ValueError where there is none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        wanted = list(getattr(model, "layers", None) or [])
+        self.model = model
+        for path, module in model.named_modules():
+            for key, value in module.items():
+                if wanted and isinstance(value, list) and len(value) == len(wanted) and _same(value, wanted):
+                    self._owner, self._key, self.blocks = module, key, wanted
+                    self.path = f"{path}.{key}" if path else key
+                    return
+        raise ValueError("the model has no list of layers")
+
+    @contextmanager
+    def _replaced(self, calls: Sequence[Callable[..., Any]]) -> Iterator[None]:
+        original = self._owner[self._key]
+        self._owner[self._key] = [_Stand(block, call) for block, call in zip(self.blocks, calls, strict=True)]
+        try:
+            yield
+        finally:
+            self._owner[self._key] = original
+
+    def walk(self, inputs: mx.array, visit: Callable[[int, mx.array, BlockCall], Any]) -> None:
+        """Runs the model's forward on [B, T] tokens; `visit(i, hidden, call)` stands for block i."""
+
+        def stand(index: int) -> Callable[..., Any]:
+            return lambda hidden, *args, **kwargs: visit(index, hidden, BlockCall(args, kwargs))
+
+        with self._replaced([stand(index) for index in range(len(self.blocks))]):
+            self.model(inputs)
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Final norm and head of rows [N, D] that left the last block → logits [N, V]."""
+        rows = hidden[None]
+
+        def first(*_: Any, **__: Any) -> mx.array:
+            return rows
+
+        def later(passed: mx.array, *_: Any, **__: Any) -> mx.array:
+            return passed
+
+        with self._replaced([first] + [later] * (len(self.blocks) - 1)):
+            return self.model(mx.zeros((1, hidden.shape[0]), mx.int32))[0]
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return all(x is y for x, y in zip(a, b, strict=True))

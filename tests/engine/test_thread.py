@@ -1,0 +1,340 @@
+"""The engine thread and its client: several loops, cancelling, draining, failures, starting and stopping.
+
+Every test runs on a model made here and on a checkpoint with llama3 rope scaling read by our loader: its frequencies
+are a hidden array that must be evaluated before the engine thread may use it.
+"""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.served_models import ServedModels
+from mlx_parallm.engine.thread import EngineThread
+from mlx_parallm.errors import ContextLengthError, EngineUnavailableError, ModelNotFoundError, RequestError
+from mlx_parallm.models.loading import load_model, load_tokenizer
+from mlx_parallm.models.lora import prepare_for_serving
+from mlx_parallm.weights import SharedWeights
+from tests.engine.helpers import Served, naive_greedy, qwen3_model, ragged_prompts, random_adapter, request, serve
+from tests.tiny_models import LLAMA3_ROPE, save_checkpoint
+
+MODELS = ServedModels("org/base", adapter_versions=dict, version=lambda: 0)
+
+
+def served_checkpoint(path) -> Served:
+    """The way the daemon goes: loader, tokenizer, shared weights, engine; all in the main thread."""
+    config = ModelConfig(base_path=str(path))
+    loaded = load_model(config)
+    plain = load_model(config).model
+    weights = SharedWeights(loaded.model)
+    lora = prepare_for_serving(loaded.model)
+    options = EngineOptions(loaded.max_model_len, loaded.vocab_size, max_rows=16, prefill_chunk=64)
+    return Served(Engine(loaded.model, load_tokenizer(path, config), weights, lora, options), plain, weights, lora)
+
+
+@pytest.fixture(params=["qwen3", "llama3"])
+def served(request: pytest.FixtureRequest, tmp_path) -> Served:
+    if request.param == "qwen3":
+        return serve(qwen3_model(), max_rows=16, prefill_chunk=64)
+    return served_checkpoint(save_checkpoint(tmp_path / "llama3", LLAMA3_ROPE))
+
+
+@pytest.fixture
+def thread(served: Served) -> Iterator[EngineThread]:
+    thread = EngineThread(lambda: served.engine, MODELS)
+    thread.start()
+    yield thread
+    if thread.stats().alive:
+        thread.client.call(lambda engine: engine.check_integrity()).result(10)
+    thread.stop()
+
+
+def small_prompts(count: int) -> list[list[int]]:
+    return [[token % 90 for token in prompt] for prompt in ragged_prompts(count)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - counters of another thread have no event
+            await asyncio.sleep(0.005)
+
+
+async def test_concurrent_greedy_requests_equal_alone(served, thread):
+    prompts = small_prompts(40)
+    outputs = await asyncio.gather(
+        *[
+            thread.client.generate(request(f"r{i}", p, temperature=0.0, max_tokens=8, ignore_eos=True))
+            for i, p in enumerate(prompts)
+        ]
+    )
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert list(output.completions[0].token_ids) == naive_greedy(served.plain, prompt, 8, eos=None)
+
+
+async def test_stream_and_output_agree_and_streams_interleave(thread):
+    async def stream(name: str) -> tuple[str, list[int]]:
+        text, tokens = "", []
+        async for delta in thread.client.stream(request(name, [5, 6, 7], seed=1, max_tokens=30, ignore_eos=True)):
+            text += delta.text
+            tokens += delta.token_ids
+        return text, tokens
+
+    streams = await asyncio.gather(*[stream(f"s{i}") for i in range(5)])
+    whole = await thread.client.generate(request("w", [5, 6, 7], seed=1, max_tokens=30, ignore_eos=True))
+    completion = whole.completions[0]
+    assert streams == [(completion.text, list(completion.token_ids))] * 5
+    assert len(completion.text) > 0
+
+
+async def test_requests_of_one_call_enter_together(thread):
+    prompt = small_prompts(1)[0] * 3
+    await thread.client.generate_many([request(f"r{i}", prompt, max_tokens=3) for i in range(10)])
+    assert thread.stats().prefill_tokens == len(prompt)
+
+
+def test_two_loops_in_two_threads(thread):
+    async def several(name: str) -> list[tuple[int, ...]]:
+        outputs = await asyncio.gather(
+            *[thread.client.generate(request(f"{name}{i}", [i, 2], seed=i, max_tokens=12)) for i in range(12)]
+        )
+        return [output.completions[0].token_ids for output in outputs]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda name: asyncio.run(several(name)), ["a", "b"])
+    assert first == second
+
+
+async def test_cancelling_a_request_frees_its_rows(thread):
+    waiting = asyncio.create_task(thread.client.generate(request("long", [1, 2], n=4, ignore_eos=True)))
+    await until(lambda: thread.stats().running == 4)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await until(lambda: thread.stats().running == 0)
+    assert thread.stats().requests_aborted == 1
+
+
+async def test_leaving_a_stream_aborts_it(thread):
+    stream = thread.client.stream(request("long", [1, 2], ignore_eos=True))
+    async for _ in stream:
+        break
+    await stream.aclose()
+    await until(lambda: thread.stats().requests_aborted == 1 and thread.stats().running == 0)
+
+
+async def test_abort_by_id_ends_with_what_there_is(thread):
+    waiting = asyncio.create_task(thread.client.generate(request("long", [1, 2], ignore_eos=True)))
+    await until(lambda: thread.stats().generation_tokens > 3)
+    thread.client.abort("long")
+    completion = (await waiting).completions[0]
+    assert completion.finish_reason == "abort" and len(completion.token_ids) > 3
+
+
+async def test_bad_requests_raise_and_disturb_nobody(served, thread):
+    good = asyncio.create_task(thread.client.generate(request("good", [1, 2], max_tokens=20, ignore_eos=True)))
+    for bad, error in [
+        (request("b", []), RequestError),
+        (request("b", [10**6]), RequestError),
+        (request("b", [1] * 3000), ContextLengthError),
+        (request("b", [1], max_tokens=5000), ContextLengthError),
+        (request("b", [1], temperature=-1.0), RequestError),
+        (request("b", [1], top_p=0.0), RequestError),
+        (request("b", [1], n=0), RequestError),
+        (request("b", [1], stop=("",)), RequestError),
+        (request("b", [1], logit_bias={10**6: 1.0}), RequestError),
+        (request("b", [1], adapter="missing"), RequestError),
+    ]:
+        with pytest.raises(error):
+            await thread.client.generate(bad)
+        with pytest.raises(error):
+            async for _ in thread.client.stream(bad):
+                pass
+    twice = [request("twice", [1], max_tokens=2), request("twice", [1], max_tokens=2)]
+    with pytest.raises(RequestError, match="in use"):
+        await thread.client.generate_many(twice)
+    assert len((await good).completions[0].token_ids) == 20
+
+
+async def test_scores_through_the_client(served, thread):
+    output = await thread.client.generate(request("r", [1, 2, 3], seed=1, max_tokens=10, ignore_eos=True))
+    tokens = output.completions[0].token_ids
+    result = await thread.client.score("s", (1, 2, 3, *tokens), None, 2)
+    assert result.logprobs[3:] == pytest.approx(output.completions[0].logprobs, abs=1e-4)
+    with pytest.raises(RequestError):
+        await thread.client.score("s", (), None)
+
+
+async def test_draining_waits_for_the_running_and_holds_the_rest(thread):
+    client = thread.client
+    running = asyncio.create_task(client.generate(request("running", [1, 2], max_tokens=60, ignore_eos=True)))
+    await until(lambda: thread.stats().running == 1)
+    client.pause_admission()
+    held = asyncio.create_task(client.generate(request("held", [1, 2], max_tokens=2)))
+    assert await asyncio.to_thread(client.wait_idle, 20)
+    assert thread.stats().running == 0 and thread.stats().waiting == 1 and not held.done()
+    client.resume_admission()
+    assert len((await running).completions[0].token_ids) == 60
+    await held
+
+
+async def test_waiting_for_idle_gives_up_in_time(thread):
+    running = asyncio.create_task(thread.client.generate(request("running", [1, 2], ignore_eos=True)))
+    await until(lambda: thread.stats().running == 1)
+    assert not await asyncio.to_thread(thread.client.wait_idle, 0.01)
+    running.cancel()
+
+
+async def test_publish_while_requests_stream(served, thread):
+    if not served.layers:
+        pytest.skip("one architecture is enough")
+    served.weights.add_adapter("a", random_adapter(served, 1))
+    tasks = [
+        asyncio.create_task(
+            thread.client.generate(request(f"r{i}", [i, 1], adapter="a", max_tokens=80, ignore_eos=True))
+        )
+        for i in range(8)
+    ]
+    versions = 0
+    while not all(task.done() for task in tasks):
+        served.weights.policy = "a"
+        await asyncio.to_thread(served.weights.publish_adapter, random_adapter(served, versions))
+        versions += 1
+        await asyncio.sleep(0.01)
+    outputs = [await task for task in tasks]
+    for output in outputs:
+        tagged = output.completions[0].policy_versions
+        assert list(tagged) == sorted(tagged) and tagged[-1] > tagged[0]
+
+
+async def test_a_failed_step_fails_its_requests_and_the_engine_lives(served, thread):
+    launch = served.engine._runner.launch
+    failures = iter([RuntimeError("out of memory")])
+
+    def failing(*arguments):
+        served.engine._runner.launch = launch
+        raise next(failures)
+
+    served.engine._runner.launch = failing
+    output = await thread.client.generate(request("hit", [1, 2], max_tokens=5))
+    assert output.completions[0].finish_reason == "error" and "out of memory" in output.completions[0].error
+    assert thread.stats().alive and thread.stats().requests_failed == 1
+    after = await thread.client.generate(request("after", [1, 2], max_tokens=5, ignore_eos=True))
+    assert len(after.completions[0].token_ids) == 5
+
+
+async def test_failing_again_and_again_is_death_and_everyone_hears_of_it(served, thread):
+    def failing(*arguments):
+        raise RuntimeError("broken for good")
+
+    served.engine._runner.launch = failing
+    first = [thread.client.generate(request(f"r{i}", [1, 2], max_tokens=5)) for i in range(60)]
+    outcomes = await asyncio.gather(*first, return_exceptions=True)
+    assert any(isinstance(outcome, EngineUnavailableError) for outcome in outcomes)
+    assert all(
+        isinstance(outcome, EngineUnavailableError) or outcome.completions[0].finish_reason == "error"
+        for outcome in outcomes
+    )
+    await until(lambda: not thread.stats().alive)
+    assert "broken for good" in thread.stats().error
+    with pytest.raises(EngineUnavailableError, match="broken for good"):
+        await thread.client.generate(request("late", [1]))
+
+
+async def test_stopping_ends_what_runs_and_what_waits(served):
+    thread = EngineThread(lambda: served.engine, MODELS)
+    thread.start()
+    tasks = [asyncio.create_task(thread.client.generate(request(f"r{i}", [1, 2], ignore_eos=True))) for i in range(30)]
+    await until(lambda: thread.stats().running == 16)
+    await asyncio.to_thread(thread.stop)
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {EngineUnavailableError}
+    stats = thread.stats()
+    assert not stats.alive and not stats.ready
+    thread.stop()  # again: nothing to do
+
+
+async def test_a_loop_that_ended_does_not_harm_the_others(thread):
+    def abandon() -> None:
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(thread.client.generate(request("lost", [1, 2], ignore_eos=True, max_tokens=300)))
+        loop.run_until_complete(asyncio.sleep(0.05))
+        task.add_done_callback(lambda _: None)
+        task._log_destroy_pending = False
+        task.get_coro().close()
+        loop.close()
+
+    other = threading.Thread(target=abandon)
+    other.start()
+    await asyncio.to_thread(other.join)
+    output = await thread.client.generate(request("mine", [1, 2], max_tokens=20, ignore_eos=True))
+    assert len(output.completions[0].token_ids) == 20
+    await until(lambda: thread.stats().running == 0)
+
+
+async def test_before_and_without_an_engine():
+    def build() -> Engine:
+        raise ValueError("no weights here")
+
+    thread = EngineThread(build, MODELS)
+    with pytest.raises(EngineUnavailableError, match="loading"):
+        await thread.client.generate(request("early", [1]))
+    assert not thread.stats().ready
+    with pytest.raises(ValueError, match="no weights here"):
+        thread.start()
+    assert not thread.stats().alive
+
+
+async def test_idle_costs_no_steps_and_still_shows_life(thread):
+    await thread.client.generate(request("r", [1, 2], max_tokens=2))
+    await asyncio.to_thread(thread.client.wait_idle)
+    steps, turn = thread.stats().steps, thread.stats().last_step_time
+    await until(lambda: thread.stats().last_step_time > turn)
+    assert thread.stats().steps - steps <= 1, "at most the step that lets go of finished rows"
+
+
+def test_calls_run_on_the_engine_thread_and_fail_in_the_caller(thread):
+    assert thread.client.call(lambda engine: threading.current_thread().name).result(10) == "engine"
+    with pytest.raises(ZeroDivisionError):
+        thread.client.call(lambda engine: 1 / 0).result(10)
+    assert thread.stats().alive
+
+
+def test_models_and_limits(thread):
+    assert thread.client.max_model_len == 2048
+    assert [model.id for model in thread.client.models()] == ["org/base"]
+    assert thread.client.resolve_model("default").id == "org/base"
+    with pytest.raises(ModelNotFoundError):
+        thread.client.resolve_model("other")
+
+
+STARTS = """
+import asyncio, sys
+import mlx_parallm
+from tests.engine.helpers import qwen3_model, request, serve
+from mlx_parallm.engine.served_models import ServedModels
+from mlx_parallm.engine.thread import EngineThread
+
+models = ServedModels("m", adapter_versions=dict, version=lambda: 0)
+for turn in range(20):
+    thread = EngineThread(lambda: serve(qwen3_model()).engine, models)
+    thread.start()
+    output = asyncio.run(thread.client.generate(request("r", [1, 2, 3], max_tokens=4, ignore_eos=True)))
+    assert len(output.completions[0].token_ids) == 4
+    thread.stop()
+print("twenty")
+"""
+
+
+@pytest.mark.slow
+def test_twenty_starts_and_stops_leave_with_0():
+    for _ in range(3):  # the abort at exit that a forgotten clear_streams brings is a matter of chance
+        result = subprocess.run(
+            [sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert (result.returncode, result.stdout) == (0, "twenty\n"), result.stderr

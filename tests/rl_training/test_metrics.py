@@ -1,0 +1,54 @@
+"""metrics.jsonl: complete lines, cut on resume, never half a line."""
+
+import json
+import math
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.errors import CheckpointError
+from mlx_parallm.rl_training.metrics import KEYS, MetricsFile, complete
+
+
+def test_a_line_has_every_key_and_only_json() -> None:
+    line = complete({"step": 1, "loss": math.nan, "kl": math.inf, "reward_mean": 0.5, "extra": 3})
+    assert list(line) == [*KEYS, "extra"]
+    assert (line["loss"], line["kl"], line["reward_mean"], line["entropy"]) == (None, None, 0.5, None)
+    json.dumps(line, allow_nan=False)
+
+
+def test_lines_after_the_step_are_cut(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        file.append({"step": step})
+    with file.path.open("a") as raw:
+        raw.write('{"step": 4, "lo')  # a kill -9 in the middle of a write
+    assert [line["step"] for line in file.read()] == [1, 2, 3]
+    file.cut(2)
+    assert file.path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    file.append({"step": 3})
+    assert [line["step"] for line in file.read()] == [1, 2, 3]
+
+
+def test_damage_before_the_last_line_is_told(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.path.write_text('{"step": 1}\nrubbish\n{"step": 3}\n')
+    with pytest.raises(CheckpointError, match="line 2"):
+        list(file.read())
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append({"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30, before[1]))
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            file.append({"step": 2, "text": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert file.path.read_text() == '{"step": 1}\n'

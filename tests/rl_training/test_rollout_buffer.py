@@ -1,0 +1,230 @@
+"""Which groups a step takes, and what becomes of the others; over the real store."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl_training.advantages import group_advantages
+from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD, RolloutBuffer, reachable
+from mlx_parallm.rl_training.versions import VersionSteps
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.types import RolloutGroup
+from tests.rl_training.rollouts import make_group
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RolloutStore]:
+    store = RolloutStore(tmp_path / "rollouts.sqlite")
+    yield store
+    store.close()
+
+
+class Player:
+    """An in-process source: every group asked for is in the store at once. `rewards(index)` of the index-th group."""
+
+    def __init__(self, store: RolloutStore, rewards: Callable[[int], list[float]], version: int = 0) -> None:
+        self.store, self.rewards, self.version = store, rewards, version
+        self.asked: list[int] = []
+        self.next = 0
+
+    def __call__(self, n: int) -> None:
+        self.asked.append(n)
+        for _ in range(n):
+            group = make_group(f"g{self.next}", self.rewards(self.next), index=self.next, version=self.version)
+            self.store.add(group, source="test")
+            self.next += 1
+
+
+def make_buffer(store: RolloutStore, versions: VersionSteps | None = None, **values: Any) -> RolloutBuffer:
+    defaults: dict[str, Any] = {"rollout_batch_size": 8, "group_sizes": [2]}
+    return RolloutBuffer(store, versions or VersionSteps(), group_advantages, **defaults | values)
+
+
+def add(store: RolloutStore, *groups: RolloutGroup) -> None:
+    for group in groups:
+        store.add(group, source="http")
+
+
+def test_first_come_first_served_whole_groups(store: RolloutStore) -> None:
+    add(store, *[make_group(f"g{i}", [0, 1]) for i in range(6)])
+    buffer = make_buffer(store)
+    batch = buffer.collect(1, timeout_s=0)
+    assert batch.group_ids == ("g0", "g1", "g2", "g3")
+    assert len(batch.sequences) == 8
+    assert batch.sequences[0].advantages == pytest.approx((-1,) * 5)
+    assert store.counts().taken == 4
+    assert buffer.collect(2, timeout_s=0) is None
+    store.restore(0)
+    assert store.counts().waiting == 6
+
+
+def test_groups_without_variance_are_dropped_counted_and_replaced(store: RolloutStore) -> None:
+    player = Player(store, lambda i: [1, 1] if i % 3 == 0 else [0, 1])
+    buffer = make_buffer(store, request_groups=player)
+    buffer.request(1)
+    assert player.asked == [4]
+    batch = buffer.collect(1, timeout_s=1)
+    assert player.asked == [4, 2]  # g0 and g3 say nothing
+    assert batch.group_ids == ("g1", "g2", "g4", "g5")
+    assert store.drop_reasons() == {NO_VARIANCE: 2}
+    statistics = batch.statistics
+    assert (statistics.groups, statistics.sequences) == (6, 12)
+    assert statistics.groups_without_variance == pytest.approx(2 / 6)
+    assert statistics.reward_mean == pytest.approx((2 * 2 + 4) / 12)
+    assert statistics.reward_by_environment == {"test": statistics.reward_mean}
+
+
+def test_statistics_begin_anew_with_each_step(store: RolloutStore) -> None:
+    add(store, *[make_group(f"g{i}", [0, 1] if i < 4 else [0, 3], stop_reason="length") for i in range(8)])
+    buffer = make_buffer(store)
+    assert buffer.collect(1, timeout_s=0).statistics.reward_mean == pytest.approx(0.5)
+    second = buffer.collect(2, timeout_s=0).statistics
+    assert (second.reward_mean, second.reward_std) == (1.5, 1.5)
+    assert second.truncated_fraction == 1.0
+    assert second.completion_tokens_mean == 2
+
+
+def test_groups_that_are_too_old_are_dropped(store: RolloutStore) -> None:
+    """Versions 1 and 2 were published after steps 1 and 2. In step 3, version 0 is 2 steps old, version 1 is 1."""
+    versions = VersionSteps()
+    versions.record(1, 1)
+    versions.record(2, 2)
+    mixed = make_group("mixed", [0, 1], version=2)
+    oldest = replace(mixed.rollouts[0], policy_versions=(0, 0, 0, 0, 2))  # one sampled token of version 0
+    add(
+        store,
+        make_group("old", [0, 1], version=0),
+        replace(mixed, rollouts=(oldest, mixed.rollouts[1])),
+        make_group("last", [0, 1], version=1),
+        make_group("lost", [0, 1], version=9),  # by weights that a kill -9 lost: as the newest
+    )
+    buffer = make_buffer(store, versions, max_staleness=1)
+    add(store, *[make_group(f"new{i}", [0, 1], version=2) for i in range(2)])
+    batch = buffer.collect(3, timeout_s=0)
+    assert batch.group_ids == ("last", "lost", "new0", "new1")
+    assert store.drop_reasons() == {TOO_OLD: 2}
+    assert batch.statistics.dropped_stale == 2
+    assert (batch.statistics.staleness, batch.statistics.staleness_max) == (0.25, 1)
+    fresh = [sequence.fresh for sequence in batch.sequences]
+    assert not any(fresh[0])
+    assert all(fresh[-1])
+    assert not any(fresh[2]), "what waited before the process started may be of lost weights"
+
+
+def test_tokens_that_were_given_do_not_make_a_group_old(store: RolloutStore) -> None:
+    versions = VersionSteps()
+    versions.record(5, 5)
+    group = make_group("g", [0, 1], version=5)
+    rollouts = tuple(replace(r, policy_versions=(0, 0, 0, 5, 5)) for r in group.rollouts)
+    add(store, replace(group, rollouts=rollouts))
+    assert make_buffer(store, versions, max_staleness=0, rollout_batch_size=2).collect(6, timeout_s=0) is not None
+
+
+def test_a_request_counts_what_waits_and_what_is_on_its_way(store: RolloutStore) -> None:
+    asked: list[int] = []
+    versions = VersionSteps()
+    add(store, make_group("waits", [0, 1]))
+    buffer = make_buffer(store, versions, request_groups=asked.append, max_staleness=0)
+    buffer.request(1)
+    buffer.request(1)
+    assert asked == [3]
+    versions.record(1, 1)
+    buffer.request(2)  # what waits is too old for step 2
+    assert asked == [3, 1]
+
+
+def test_what_a_former_process_left_is_not_an_answer_to_a_request(store: RolloutStore) -> None:
+    store.add(make_group("left", [0, 1], index=0), source="test")
+    asked: list[int] = []
+    buffer = make_buffer(store, request_groups=asked.append)
+    buffer.request(1)
+    assert asked == [3]
+    add(store, *[make_group(f"g{i}", [0, 1], index=i) for i in range(1, 3)])
+    assert buffer.collect(1, timeout_s=0) is None
+    assert asked == [3], "one is still on its way"
+
+
+def test_mixed_sizes_fill_a_batch_exactly(store: RolloutStore) -> None:
+    add(store, make_group("a", [0, 1, 2]), make_group("b", [0, 1, 2, 3]), make_group("c", [0, 1, 2]))
+    buffer = make_buffer(store, rollout_batch_size=7, group_sizes=[3, 4])
+    assert buffer.collect(1, timeout_s=0).group_ids == ("a", "b")
+    add(store, make_group("d", [0, 1, 2]), make_group("e", [0, 1, 2, 3]))
+    assert buffer.collect(2, timeout_s=0).group_ids == ("c", "e"), "3 + 3 leaves 1, which no group fills"
+
+
+def test_a_batch_size_that_no_mix_reaches_is_an_error_at_start(store: RolloutStore) -> None:
+    with pytest.raises(ConfigError, match=r"rollout_batch_size = 10 .* group sizes are 4, 8"):
+        make_buffer(store, rollout_batch_size=10, group_sizes=[8, 4, 8])
+    assert [n for n in range(1, 20) if not reachable(n, {6, 4, 9})] == [1, 2, 3, 5, 7, 11]
+
+
+def test_sizes_from_outside_that_never_fit_end_in_a_smaller_batch(store: RolloutStore) -> None:
+    add(store, *[make_group(f"g{i}", [0, 1, 2]) for i in range(12)])
+    buffer = make_buffer(store, rollout_batch_size=8, group_sizes=[2])
+    batch = buffer.collect(1, timeout_s=0)
+    assert len(batch.sequences) == 6
+    assert "last 2 places" in batch.gave_up
+
+
+@pytest.mark.parametrize("useful", [0, 1])
+def test_a_step_is_given_up_after_refills_without_one_trainable_group(store: RolloutStore, useful: int) -> None:
+    player = Player(store, lambda i: [0, 1] if i < useful else [1, 1])
+    buffer = make_buffer(store, request_groups=player, max_empty_rounds=3)
+    buffer.request(1)
+    batch = buffer.collect(1, timeout_s=1)
+    assert len(batch.sequences) == 2 * useful
+    assert "3 refills in a row" in batch.gave_up
+    assert len(player.asked) == 4
+    assert batch.statistics.groups == player.next
+
+
+def test_uniform_sampling_follows_the_seed(store: RolloutStore) -> None:
+    groups = [make_group(f"g{i}", [0, 1]) for i in range(20)]
+    add(store, *groups)
+
+    def chosen(seed: int) -> tuple[str, ...]:
+        ids = make_buffer(store, sampling="uniform", seed=seed).collect(1, timeout_s=0).group_ids
+        store.restore(0)
+        return ids
+
+    assert chosen(1) == chosen(1)
+    assert chosen(1) != chosen(2)
+    assert chosen(1) != ("g0", "g1", "g2", "g3")
+
+
+def test_priority_takes_the_largest_advantages(store: RolloutStore) -> None:
+    add(store, *[make_group(f"g{i}", [0, i]) for i in (1, 5, 2, 4, 3, 0)])
+    buffer = RolloutBuffer(
+        store,
+        VersionSteps(),
+        lambda rewards: group_advantages(rewards, "mean"),
+        rollout_batch_size=6,
+        sampling="priority",
+    )
+    assert buffer.collect(1, timeout_s=0).group_ids == ("g5", "g4", "g3")
+    assert store.drop_reasons() == {NO_VARIANCE: 1}
+
+
+def test_deterministic_mode_waits_for_all_and_goes_by_index(store: RolloutStore) -> None:
+    buffer = make_buffer(store, request_groups=lambda n: None, deterministic=True, rollout_batch_size=4)
+    buffer.request(1)
+    store.add(make_group("b", [0, 1], index=1), source="test")
+    add(store, make_group("extern", [0, 1]))
+    assert buffer.collect(1, timeout_s=0) is None
+    store.add(make_group("a", [0, 1], index=0), source="test")
+    assert buffer.collect(1, timeout_s=0).group_ids == ("a", "b")
+
+
+def test_an_interrupted_step_gets_its_groups_back(store: RolloutStore) -> None:
+    add(store, *[make_group(f"g{i}", [0, 1]) for i in range(8)])
+    first = make_buffer(store).collect(1, timeout_s=0)
+    store.restore(0)
+    again = make_buffer(store)
+    batch = again.resume(1, first.group_ids[::-1])
+    assert batch.group_ids == first.group_ids[::-1]
+    assert sorted(s.advantages for s in batch.sequences) == sorted(s.advantages for s in first.sequences)
+    assert again.collect(2, timeout_s=0).group_ids == ("g4", "g5", "g6", "g7")

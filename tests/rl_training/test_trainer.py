@@ -1,0 +1,275 @@
+"""The trainer on tiny models: learning, invariances, reference, skipping, stopping."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.losses.types import LossInputs, LossOutputs
+from mlx_parallm.models.logprobs import token_logprobs
+from mlx_parallm.rl_training.advantages import group_advantages
+from mlx_parallm.rl_training.batch import TrainBatch
+from mlx_parallm.rl_training.grpo_trainer import make_algorithm
+from mlx_parallm.rl_training.trainer_base import Algorithm, StepPosition, Trainer
+from mlx_parallm.types import RolloutGroup
+from tests.rl_training.making import make_config, make_trainer, perturb_adapter, weights
+from tests.rl_training.rollouts import make_batch, make_rollout, random_groups
+
+
+def policy_logprobs(trainer: Trainer, batch: TrainBatch, temperature: float = 1.0) -> list[np.ndarray]:
+    """Sequence by sequence, by the model's plain forward: the naive twin of the trainer's scoring."""
+    found = []
+    for sequence in batch.sequences:
+        tokens = mx.array(sequence.rollout.tokens)
+        logprobs = token_logprobs(trainer.policy.model(tokens[None, :-1])[0], tokens[1:], temperature)
+        found.append(np.array(logprobs)[np.array(sequence.rollout.mask[1:], bool)])
+    return found
+
+
+def on_policy(trainer: Trainer, batch: TrainBatch, shift: float = 0.0) -> TrainBatch:
+    """The same batch with the trainer's own log-probabilities (+ shift) as the behaviour policy's."""
+    sequences = []
+    for sequence, own in zip(batch.sequences, policy_logprobs(trainer, batch), strict=True):
+        logprobs = np.zeros(len(sequence.rollout.tokens))
+        logprobs[np.array(sequence.rollout.mask, bool)] = own + shift
+        sequences.append(replace(sequence, rollout=replace(sequence.rollout, logprobs=tuple(logprobs.tolist()))))
+    return replace(batch, sequences=tuple(sequences))
+
+
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_a_bandit_is_learnt(blocks: int) -> None:
+    """Reward 1 for token 9 as the only answer to one prompt: 50 steps of on-policy GRPO make it near certain."""
+    trainer = make_trainer(make_config(blocks_per_eval=blocks, batch=32, batch_size=32, learning_rate=2e-2))
+    rng = np.random.default_rng(0)
+    prompt = (1, 2, 3)
+    chances = []
+    for step in range(1, 51):
+        probabilities = np.array(mx.softmax(trainer.policy.model(mx.array([prompt]))[0, -1].astype(mx.float32)))
+        chances.append(float(probabilities[9]))
+        actions = rng.choice(40, 32, p=probabilities / probabilities.sum())
+        rollouts = tuple(
+            make_rollout((int(a),), prompt=prompt, reward=float(a == 9), logprob=float(np.log(probabilities[a])))
+            for a in actions
+        )
+        if len({rollout.reward for rollout in rollouts}) > 1:
+            trainer.train_step(make_batch([RolloutGroup(f"g{step}", "bandit", rollouts)], step=step))
+    assert chances[0] < 0.2
+    assert chances[-1] > 0.85
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_micro_batches_and_their_padding_change_nothing(lora: bool) -> None:
+    def trained(budget: int) -> tuple[dict[str, np.ndarray], dict[str, float | None]]:
+        trainer = make_trainer(make_config(lora=lora, batch_size=16, token_budget=budget, kl_beta=0.1))
+        result = trainer.train_step(make_batch(random_groups(4)))
+        return weights(trainer), result.metrics
+
+    one, metrics = trained(10_000)
+    many, metrics_many = trained(40)
+    for name, array in one.items():
+        np.testing.assert_allclose(many[name], array, atol=2e-5, err_msg=name)
+    assert metrics_many == pytest.approx(metrics, abs=1e-4)
+
+
+def test_what_is_measured() -> None:
+    """Every number of a step against the naive twin, with ratios moved by a known shift."""
+    config = make_config(batch_size=16, clip_ratio=0.1, kl_beta=0.5)
+    trainer = make_trainer(config)
+    perturb_adapter(trainer.policy)
+    trainer.optimizer.reload()
+    batch = on_policy(trainer, make_batch(random_groups(4)), shift=-0.2)
+    logprobs = np.concatenate(policy_logprobs(trainer, batch))
+    with trainer.policy.reference():
+        reference = np.concatenate(policy_logprobs(trainer, batch))
+    advantages = np.concatenate([np.array(s.advantages)[np.array(s.rollout.mask, bool)] for s in batch.sequences])
+    metrics = trainer.train_step(batch).metrics
+    ratio = math.exp(0.2)
+    assert metrics["ratio_mean"] == pytest.approx(ratio, abs=1e-4)
+    assert metrics["clip_fraction"] == pytest.approx((advantages > 0).mean(), abs=1e-6)
+    d = reference - logprobs
+    assert metrics["kl"] == pytest.approx((np.exp(d) - 1 - d).mean(), rel=1e-3)
+    assert metrics["kl"] > 0.01
+    surrogate = -np.minimum(ratio * advantages, np.minimum(ratio, 1.1) * advantages).mean()
+    assert metrics["loss"] == pytest.approx(surrogate + 0.5 * metrics["kl"], abs=1e-4)
+    assert metrics["logprob_diff_max"] == pytest.approx(0.2, abs=1e-4)
+    assert metrics["logprob_diff_mean"] == pytest.approx(0.2, abs=1e-4)
+    assert 0 < metrics["entropy"] <= math.log(40)
+    assert metrics["tokens"] == len(logprobs)
+    assert (metrics["optimizer_updates"], metrics["skipped_steps"]) == (1, 0)
+    assert metrics["learning_rate"] == config.learning_rate
+
+
+def test_logits_are_divided_by_the_sampling_temperature() -> None:
+    trainer = make_trainer(make_config(batch_size=16))
+    groups = [
+        replace(group, rollouts=tuple(replace(rollout, temperature=0.6) for rollout in group.rollouts))
+        for group in random_groups(4)
+    ]
+    batch = make_batch(groups)
+    at_temperature = policy_logprobs(trainer, batch, 0.6)
+    sequences = []
+    for sequence, own in zip(batch.sequences, at_temperature, strict=True):
+        logprobs = np.zeros(len(sequence.rollout.tokens))
+        logprobs[np.array(sequence.rollout.mask, bool)] = own
+        sequences.append(replace(sequence, rollout=replace(sequence.rollout, logprobs=tuple(logprobs.tolist()))))
+    metrics = trainer.train_step(replace(batch, sequences=tuple(sequences))).metrics
+    assert metrics["logprob_diff_max"] < 1e-4
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_only_fresh_tokens_are_compared_with_the_engine() -> None:
+    trainer = make_trainer(make_config(batch_size=16))
+    batch = on_policy(trainer, make_batch(random_groups(4)))
+    stale = tuple(
+        replace(
+            s,
+            fresh=(False,) * len(s.fresh),
+            rollout=replace(s.rollout, logprobs=tuple(v - 1 for v in s.rollout.logprobs)),
+        )
+        if i % 2
+        else s
+        for i, s in enumerate(batch.sequences)
+    )
+    assert trainer.train_step(replace(batch, sequences=stale)).metrics["logprob_diff_max"] < 1e-4
+    none = tuple(replace(s, fresh=(False,) * len(s.fresh)) for s in batch.sequences)
+    assert trainer.train_step(replace(batch, sequences=none)).metrics["logprob_diff_max"] is None
+
+
+@pytest.mark.parametrize(("lora", "reference"), [(True, "base"), (True, "initial"), (False, "base")])
+def test_the_reference_does_not_move(lora: bool, reference: str) -> None:
+    config = make_config(lora=lora, reference=reference, kl_beta=0.1, batch_size=16)
+    trainer = make_trainer(config)
+    batch = make_batch(random_groups(4))
+    with trainer.policy.reference():
+        before = policy_logprobs(trainer, batch)
+    first = trainer.train_step(batch).metrics["kl"]
+    assert first == pytest.approx(0.0, abs=1e-6)
+    assert trainer.train_step(batch).metrics["kl"] > 1e-4
+    with trainer.policy.reference():
+        after = policy_logprobs(trainer, batch)
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_no_reference_is_computed_without_kl(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(make_config())
+    monkeypatch.setattr(trainer.model, "score", lambda _: pytest.fail("a reference pass without kl_beta"))
+    assert trainer.train_step(make_batch(random_groups(4))).metrics["kl"] is None
+
+
+def test_entropy_bonus_raises_entropy() -> None:
+    def entropy_after(weight: float) -> float:
+        trainer = make_trainer(make_config(entropy_weight=weight, batch_size=16, learning_rate=5e-3))
+        perturb_adapter(trainer.policy)
+        trainer.optimizer.reload()
+        batch = make_batch(random_groups(4))
+        return [trainer.train_step(batch).metrics["entropy"] for _ in range(5)][-1]
+
+    assert entropy_after(1.0) > entropy_after(0.0) + 0.01
+
+
+def poisoned(
+    config_loss: Callable[[LossInputs], LossOutputs], *, gradient: bool
+) -> Callable[[LossInputs], LossOutputs]:
+    """NaN in the loss, or a finite loss whose gradient is infinite (the root of zero)."""
+
+    def loss(inputs: LossInputs) -> LossOutputs:
+        outputs = config_loss(inputs)
+        extra = mx.sqrt(mx.maximum(inputs.logprobs * 0.0, 0.0)).sum() if gradient else mx.array(math.nan)
+        return LossOutputs(outputs.loss + extra, outputs.metrics)
+
+    return loss
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_mini_batch_that_is_not_finite_changes_nothing(gradient: bool) -> None:
+    config = make_config(batch_size=8)
+    honest = make_algorithm(config)
+    calls: list[int] = []
+
+    def second_is_poisoned(inputs: LossInputs) -> LossOutputs:
+        calls.append(1)
+        return poisoned(honest.loss, gradient=gradient)(inputs) if len(calls) == 2 else honest.loss(inputs)
+
+    trainer = make_trainer(config, algorithm=replace(honest, loss=second_is_poisoned))
+    result = trainer.train_step(make_batch(random_groups(4)))
+    assert (result.metrics["optimizer_updates"], result.metrics["skipped_steps"]) == (1, 1)
+    assert trainer.optimizer.updates == 1
+    alone = make_trainer(config)  # stops after its first mini-batch: what the other one has to equal
+    stopped = alone.train_step(make_batch(random_groups(4)), should_stop=StopAfter(1))
+    assert stopped.position.next_mini_batch == 1
+    for name, array in weights(alone).items():
+        np.testing.assert_array_equal(weights(trainer)[name], array)
+
+
+class StopAfter:
+    """Asks to stop from the n-th micro-batch on."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.left = micro_batches
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize("micro_batches", [0, 1, 3, 5, 6])
+def test_stopping_inside_a_step_and_going_on_gives_the_same_weights(micro_batches: int) -> None:
+    """2 epochs of 2 mini-batches of 2 or more micro-batches; the second process starts from the first one's arrays."""
+    config = make_config(batch_size=8, token_budget=64, update_epochs=2, kl_beta=0.1)
+    batch = make_batch(random_groups(4), step=3)
+    whole = make_trainer(config)
+    expected = whole.train_step(batch)
+    assert expected.finished
+    assert expected.metrics["optimizer_updates"] == 4
+
+    first = make_trainer(config)
+    stopped = first.train_step(batch, should_stop=StopAfter(micro_batches))
+    assert not stopped.finished
+    second = make_trainer(config)
+    second.policy.slots.write(first.policy.slots.read())
+    second.optimizer.restore(first.optimizer.state())
+    position = StepPosition.from_json(stopped.position.to_json())
+    finished = second.train_step(batch, position=position)
+    for name, array in weights(whole).items():
+        np.testing.assert_array_equal(weights(second)[name], array)
+    assert finished.metrics == pytest.approx(expected.metrics, rel=1e-9)
+
+
+def test_another_algorithm_is_another_function() -> None:
+    """The trainer knows none: REINFORCE with its own advantage, without touching the package."""
+
+    def reinforce(inputs: LossInputs) -> LossOutputs:
+        loss = -mx.where(inputs.mask, inputs.logprobs * inputs.advantages, 0.0).sum() / inputs.token_normalizer
+        return LossOutputs(loss, {"my_metric": mx.array(0.25)})
+
+    algorithm = Algorithm("reinforce", reinforce, lambda rewards: group_advantages(rewards, "mean"))
+    trainer = make_trainer(make_config(batch_size=16), algorithm=algorithm)
+    batch = make_batch(random_groups(4))
+    losses = [trainer.train_step(batch).metrics["loss"] for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert trainer.train_step(batch).metrics["my_metric"] == 0.25
+
+
+def test_dropout_in_the_configuration_changes_no_logprob() -> None:
+    with_dropout = make_config(dropout=0.5, batch_size=16)
+    trainer = make_trainer(with_dropout)
+    batch = on_policy(trainer, make_batch(random_groups(4)))
+    assert trainer.train_step(batch).metrics["logprob_diff_max"] < 1e-5
+
+
+def test_narrow_weights_learn_through_float32_masters() -> None:
+    """bfloat16 weights of about 1 cannot take a step of 1e-4; their masters can, and sum them up."""
+    config = make_config(lora=False, learning_rate=1e-4, batch_size=16)
+    trainer = make_trainer(config, dtype=mx.bfloat16)
+    before = weights(trainer)["model.norm.weight"]
+    batch = make_batch(random_groups(4))
+    trainer.train_step(batch)
+    np.testing.assert_array_equal(weights(trainer)["model.norm.weight"], before)
+    for _ in range(60):
+        trainer.train_step(batch)
+    assert np.abs(weights(trainer)["model.norm.weight"] - before).max() > 1e-3
+    assert {array.dtype for array in trainer.policy.slots.read()} == {mx.bfloat16}
