@@ -24,6 +24,7 @@ from typing import Any
 
 import mlx_parallm  # noqa: F401  (puts a fast BLAS under MLX, so it comes before MLX)
 
+# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -36,7 +37,8 @@ from rich.progress import track
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_parallm.environments.tasks import TASKS, make_problem
+from mlx_parallm.environments.reasoning_gym_env import question_key
+from mlx_parallm.environments.tasks import TASKS, Split, make_problem, split_of
 
 VOCAB_SIZE = 320
 INSTRUCTION_SHARE = 0.2
@@ -101,25 +103,26 @@ class Example:
 Source = Callable[[int], Example]
 
 
-def sources(split: str, seed: int) -> dict[str, Source]:
+def sources(split: Split, seed: int) -> dict[str, Source]:
     """For each task the function from an index to an example of the split."""
 
     def built_in(task: str) -> Source:
         def draw(index: int) -> Example:
-            problem = make_problem(task, index, seed=seed, split="heldout" if split == "heldout" else "train")
+            problem = make_problem(task, index, seed=seed, split=split)
             return Example(problem.messages[0]["content"], problem.answer)
 
         return draw
 
     def gym(name: str) -> Source:
-        offset = 900_000_000 if split == "heldout" else 0
-        dataset = reasoning_gym.create_dataset(
-            name, seed=offset + seed * 10_000_000, size=10_000_000, **REASONING_GYM[name]
-        )
+        seed_of_split = seed * 10_000_000 + (900_000_000 if split == "heldout" else 0)
+        dataset = reasoning_gym.create_dataset(name, seed=seed_of_split, size=10_000_000, **REASONING_GYM[name])
 
         def draw(index: int) -> Example:
-            entry = dataset[index]
-            return Example(entry["question"], entry["answer"])
+            for item in range(index * 100, index * 100 + 100):
+                entry = dataset[item]
+                if split_of(question_key(name, entry["question"])) == split:
+                    return Example(entry["question"], entry["answer"])
+            raise SystemExit(f"no {split} question of {name} among a hundred")
 
         return draw
 
@@ -173,7 +176,8 @@ def build_tokenizer(draws: list[Source]) -> PreTrainedTokenizerFast:
     for draw in draws:
         share: Counter[str] = Counter()
         for index in range(1000):
-            share.update({piece for piece, _ in pre_tokenizer.pre_tokenize_str(draw(index).question) if len(piece.strip("Ġ")) > 1})
+            pieces = {piece for piece, _ in pre_tokenizer.pre_tokenize_str(draw(index).question)}
+            share.update(piece for piece in pieces if len(piece.strip("Ġ")) > 1)
         for piece, count in share.items():
             if count >= 1000 * INSTRUCTION_SHARE:
                 words[piece] += count
@@ -205,22 +209,28 @@ def encode(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> list[
     return list(zip(prompts, answers, strict=True))
 
 
-def batches(
-    tokenizer: PreTrainedTokenizerFast,
-    draws: dict[str, Source],
-    weights: dict[str, float],
-    *,
-    seed: int,
-    steps: int,
-    batch_size: int,
-) -> Iterator[tuple[mx.array, mx.array]]:
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the pretraining: what is drawn how often, and how it is learned."""
+
+    name: str
+    draws: dict[str, Source]
+    weights: dict[str, float]
+    steps: int
+    batch_size: int
+    learning_rate: float
+    decay: bool
+    """Cosine to zero over the steps; otherwise the learning rate stays."""
+
+
+def batches(tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: int) -> Iterator[tuple[mx.array, mx.array]]:
     """Tokens [B, T] and the mask [B, T - 1] of the answer tokens among the targets, for each step."""
     rng = random.Random(seed)
     drawn: Counter[str] = Counter()
-    for _ in range(steps):
+    for _ in range(stage.steps):
         examples = []
-        for name in rng.choices(list(weights), list(weights.values()), k=batch_size):
-            examples.append(draws[name](drawn[name]))
+        for name in rng.choices(list(stage.weights), list(stage.weights.values()), k=stage.batch_size):
+            examples.append(stage.draws[name](drawn[name]))
             drawn[name] += 1
         pairs = encode(tokenizer, examples)
         width = max(len(prompt) + len(answer) for prompt, answer in pairs)
@@ -232,17 +242,17 @@ def batches(
 
 def pretrain(
     model: Model,
-    stream: Iterator[tuple[mx.array, mx.array]],
+    tokenizer: PreTrainedTokenizerFast,
+    stage: Stage,
     *,
-    steps: int,
-    learning_rate: float,
-    decay: bool,
+    seed: int,
     console: Console,
     at_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> None:
-    """Next-token cross-entropy on the answers, AdamW; after a warm-up the learning rate is constant or falls to zero."""
-    final = optim.cosine_decay(learning_rate, steps - WARMUP) if decay else lambda _: mx.array(learning_rate)
-    schedule = optim.join_schedules([optim.linear_schedule(0.0, learning_rate, WARMUP), final], [WARMUP])
+    """Next-token cross-entropy on the answers, AdamW; `at_step` hears each step's number and loss."""
+    peak, steps = stage.learning_rate, stage.steps
+    final = optim.cosine_decay(peak, max(1, steps - WARMUP)) if stage.decay else lambda _: mx.array(peak)
+    schedule = optim.join_schedules([optim.linear_schedule(0.0, peak, WARMUP), final], [WARMUP])
     optimizer = optim.AdamW(schedule, betas=[0.9, 0.95], weight_decay=0.01, bias_correction=True)
 
     def loss_of(model: Model, tokens: mx.array, mask: mx.array) -> mx.array:
@@ -250,7 +260,8 @@ def pretrain(
         return (losses * mask).sum() / mask.sum()
 
     loss_and_grad = nn.value_and_grad(model, loss_of)
-    for step, (tokens, mask) in enumerate(track(stream, "pretraining", total=steps, console=console), start=1):
+    stream = batches(tokenizer, stage, seed)
+    for step, (tokens, mask) in enumerate(track(stream, stage.name, total=steps, console=console), start=1):
         loss, grads = loss_and_grad(model, tokens, mask)
         grads, _ = optim.clip_grad_norm(grads, 1.0)
         optimizer.update(model, grads)
@@ -345,23 +356,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("mlx_parallm/assets/tiny"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=700, help="pretraining steps: fewer leave more to learn")
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--skill-steps", type=int, default=1000, help="first stage: expressions, learned well")
+    parser.add_argument("--steps", type=int, default=60, help="second stage: questions; fewer leave more to learn")
     parser.add_argument("--problems", type=int, default=500, help="held-out problems a task to measure on")
     args = parser.parse_args()
 
     console = Console()
     mx.random.seed(args.seed)
-    draws = sources("train", args.seed)
-    tokenizer = build_tokenizer(draws)
+    expressions, questions = skills(args.seed), sources("train", args.seed)
+    tokenizer = build_tokenizer([*expressions.values(), *questions.values()])
     model = Model(ModelArgs.from_dict(MODEL))
-    stream = batches(tokenizer, draws, seed=args.seed, steps=args.steps, batch_size=args.batch_size)
-    pretrain(model, stream, steps=args.steps, learning_rate=args.learning_rate, console=console)
+    stages = [
+        Stage("skills", expressions, SKILL_WEIGHTS, args.skill_steps, batch_size=128, learning_rate=2e-3, decay=True),
+        Stage("questions", questions, TASK_WEIGHTS, args.steps, batch_size=64, learning_rate=1e-3, decay=False),
+    ]
+    for stage in stages:
+        pretrain(model, tokenizer, stage, seed=args.seed, console=console)
     halve(model)
-    for name, (greedy, sampled) in accuracies(
-        model, tokenizer, sources("heldout", args.seed), args.problems
-    ).items():
+    for name, (greedy, sampled) in accuracies(model, tokenizer, sources("heldout", args.seed), args.problems).items():
         console.print(f"{name:16} greedy {greedy:.3f}   temperature 1 {sampled:.3f}")
 
     unfinished = args.output.with_name(f".{args.output.name}.new")

@@ -50,10 +50,13 @@ def config_file(tmp_path: Path, text: str = "") -> str:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_quick(command: str) -> None:
-    started = time.perf_counter()
-    result = subprocess.run([BIN / f"mlx_parallm_{command}", "--help"], capture_output=True, text=True, check=True)
-    assert time.perf_counter() - started < 1.0
-    assert result.stdout.startswith(f"usage: mlx_parallm_{command}")
+    seconds = []
+    for _ in range(3):  # the best of three: the machine may be busy
+        started = time.perf_counter()
+        result = subprocess.run([BIN / f"mlx_parallm_{command}", "--help"], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - started)
+        assert result.stdout.startswith(f"usage: mlx_parallm_{command}")
+    assert min(seconds) < 1.0
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -18,9 +18,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.engine.events import Event, Failed, Finished, Scored, StreamDelta
-from mlx_parallm.engine.kv_cache import SlotCache, check_cache_kind
+from mlx_parallm.engine.kv_cache import SlotCache
 from mlx_parallm.engine.model_runner import ModelRunner, SampledToken
 from mlx_parallm.engine.output_text import OutputText
+from mlx_parallm.engine.probe import check_architecture
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.engine.scoring import Score, Scorer
 from mlx_parallm.engine.sequence import Sequence, random_stream
@@ -81,13 +82,13 @@ class Engine:
         lora: what the serving tree's linear layers read.
 
     Raises:
-        ModelError: the architecture needs another KV cache than full attention.
+        ModelError: the engine cannot batch the architecture (see probe.py).
     """
 
     def __init__(
         self, model: nn.Module, tokenizer: Tokenizer, weights: SharedWeights, lora: LoraContext, options: EngineOptions
     ) -> None:
-        layers = check_cache_kind(model, options.architecture)
+        layers = check_architecture(model, options.architecture)
         self.options = options
         self.limits = RequestLimits(options.max_model_len, options.vocab_size)
         self.counters = Counters()

@@ -12,8 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.errors import ModelError
-from mlx_parallm.models.mlx_lm_api import KVCache, make_prompt_cache
+from mlx_parallm.models.mlx_lm_api import make_prompt_cache
 
 POSITION_BLOCK = 32  # attention reads up to a multiple of this: few shapes, little padding
 FIRST_CAPACITY = 128  # positions of a fresh cache; doubles up to DOUBLING_LIMIT, then grows by that much
@@ -211,15 +210,3 @@ def new_prefill_cache(model: nn.Module, length: int) -> list[Any]:
     for cache in caches:
         cache.step = length
     return list(caches)
-
-
-def check_cache_kind(model: nn.Module, architecture: str) -> int:
-    """The number of layers' caches. Raises ModelError for architectures that want another cache than full attention."""
-    caches = make_prompt_cache(model)
-    other = sorted({type(cache).__name__ for cache in caches if type(cache) is not KVCache})
-    if other:
-        raise ModelError(
-            f"the architecture {architecture!r} cannot be served yet: it needs {', '.join(other)},"
-            " and the engine batches full-attention caches only"
-        )
-    return len(caches)

@@ -40,7 +40,7 @@ class ServedModels:
         self._version = version
         self._policy_adapter = policy_adapter
         self._trains_base = trains_base
-        self._aliases = (base_id, PurePath(base_id).name, DEFAULT, *aliases)
+        self._aliases = (base_id, PurePath(base_id.removeprefix("builtin:")).name, DEFAULT, *aliases)
 
     def list(self) -> tuple[ServedModel, ...]:
         """The first is what `default` means."""

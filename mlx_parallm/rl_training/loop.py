@@ -101,14 +101,12 @@ class TrainingLoop:
         while self._step < self._config.total_steps:
             step = self._step + 1
             work, self._in_progress = self._in_progress, None
-            if work is None:
-                buffer.request(step)
             waited = time.perf_counter()
             batch = self._batch(step, work)
             if batch is None:
                 return self._stop(None)
             time_rollout_s = (work.time_rollout_s if work else 0.0) + time.perf_counter() - waited
-            if step < self._config.total_steps and self._may_overlap(step + 1):
+            if step < self._config.total_steps and self._young_enough(step + 1):
                 buffer.request(step + 1)
             result = self._train(batch, work)
             result = replace(result, seconds=result.seconds + (work.time_train_s if work else 0.0))
@@ -125,16 +123,20 @@ class TrainingLoop:
         if work is not None:
             batch = self._parts.buffer.resume(step, work.group_ids)
             return replace(batch, statistics=BatchStatistics(**work.statistics))
-        started = time.perf_counter()
+        started, asked = time.perf_counter(), False
         while not self._hooks.should_stop():
-            batch_or_none = self._parts.buffer.collect(step, timeout_s=self._hooks.wait_turn_s)
-            if batch_or_none is not None:
-                return batch_or_none
+            if self._young_enough(step):
+                if not asked:
+                    self._parts.buffer.request(step)
+                asked = True
+                batch_or_none = self._parts.buffer.collect(step, timeout_s=self._hooks.wait_turn_s)
+                if batch_or_none is not None:
+                    return batch_or_none
             self._hooks.on_wait(time.perf_counter() - started)
-            self._parts.updater.publish_if_due(self._step)
+            self._parts.updater.publish_if_due(self._step)  # waits for the lock, so this loop does not spin
         return None
 
-    def _may_overlap(self, step: int) -> bool:
+    def _young_enough(self, step: int) -> bool:
         """Whether groups of `step`, sampled by what is served now, will be young enough when it is trained."""
         _, steps = self._parts.versions.newest
         return step - 1 - steps <= self._config.max_staleness

@@ -117,17 +117,18 @@ class RolloutBuffer:
         Rounds of groups that cannot be trained on end with a smaller batch, perhaps an empty one, that says so.
         """
         self._poll()
-        while True:
-            self._choose(step)
-            missing = self._target - sum(len(group.rollouts) for group, _, _ in self._chosen)
-            if missing == 0:
-                return self._finish(step)
-            if gave_up := self._give_up(missing):
-                return self._finish(step, gave_up)
-            if not self._store.wait_for_groups(timeout_s, at_least=len(self._held) + len(self._chosen) + 1):
-                self._poll()  # the count above is of the store; one of ours may have been dropped from it by others
-                return None
+        batch = self._try(step)
+        if batch is None:
+            self._store.wait_for_groups(timeout_s, at_least=len(self._held) + len(self._chosen) + 1)
             self._poll()
+            batch = self._try(step)
+        return batch
+
+    def _try(self, step: int) -> TrainBatch | None:
+        self._choose(step)
+        missing = self._target - sum(len(group.rollouts) for group, _, _ in self._chosen)
+        gave_up = self._give_up(missing) if missing else ""
+        return self._finish(step, gave_up) if gave_up or not missing else None
 
     def _give_up(self, missing: int) -> str:
         """Asks for what is missing once everything asked for has come; says why when that has gone on for too long."""

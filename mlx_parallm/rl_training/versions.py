@@ -27,6 +27,10 @@ class VersionSteps:
         assert version > self._entries[-1][0], "policy versions count upwards"
         self._entries = [*self._entries, (version, steps)][-KEPT:]
 
+    def still_newest(self, steps: int) -> None:
+        """A step ended without changing the weights: the newest version is what `steps` steps have made, too."""
+        self._entries = [*self._entries[:-1], (self._entries[-1][0], steps)]
+
     def steps(self, version: int) -> int:
         if version < 0 or version >= self._entries[-1][0]:
             return self._entries[-1][1]

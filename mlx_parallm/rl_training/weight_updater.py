@@ -63,6 +63,8 @@ class WeightUpdater:
         dirty = self._state.dirty or updates > 0
         due = dirty and (self._state.due or last or step % self._config.update_every_n_steps == 0)
         self._state = UpdaterState(dirty, due)
+        if not dirty:
+            self._versions.still_newest(step)
         return self.publish_if_due(step)
 
     def publish_if_due(self, step: int) -> PublishReport | None:

@@ -1,16 +1,12 @@
 """Slot cache: the protocol, rows in place, growth, the masks, and what it refuses to serve."""
 
-from types import SimpleNamespace
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.engine.kv_cache import SlotCache, check_cache_kind, new_prefill_cache
-from mlx_parallm.errors import ModelError
+from mlx_parallm.engine.kv_cache import SlotCache, new_prefill_cache
 from mlx_parallm.models.mlx_lm_api import KVCache
 from tests.engine.helpers import qwen3_model, ragged_prompts, request, serve
-from tests.tiny_models import QWEN3, make_model
 
 HEADS, WIDTH = 2, 8
 
@@ -155,17 +151,3 @@ def test_prefill_caches_are_allocated_at_once():
     for start in (0, 512):
         model(mx.zeros((1, min(512, 700 - start)), mx.int32), cache=caches)
     assert {cache.keys.shape[2] for cache in caches} == {700}
-
-
-def test_other_cache_kinds_are_refused_by_name():
-    model = make_model(QWEN3)
-    assert check_cache_kind(model, "qwen3") == 2
-
-    class Windowed:
-        layers = ()
-
-        def make_cache(self):
-            return [KVCache(), SimpleNamespace()]
-
-    with pytest.raises(ModelError, match=r"'gemma9'.*SimpleNamespace"):
-        check_cache_kind(Windowed(), "gemma9")

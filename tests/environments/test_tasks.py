@@ -27,7 +27,7 @@ def right_answer(task, text):
     if task == "reverse":
         return "".join(reversed(payload))
     if task == "count":
-        wanted = text.split()[1]
+        wanted = text.removeprefix("Count ")[0]
         return str(sum(letter == wanted for letter in payload))
     assert task == "largest"
     return max(re.findall(r"\d+", text), key=int)

@@ -110,7 +110,7 @@ class Daemon:
     def wait(self, timeout: float = 120) -> int:
         """The exit code; `output` holds what was printed."""
         text, _ = self.process.communicate(timeout=timeout)
-        self.output += text or ""
+        self.output = text or self.output  # a second call returns the same text again
         return self.process.returncode
 
     def wait_until_ready(self, timeout: float = 60) -> "Daemon":

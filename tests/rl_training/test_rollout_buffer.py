@@ -175,7 +175,9 @@ def test_a_step_is_given_up_after_refills_without_one_trainable_group(store: Rol
     player = Player(store, lambda i: [0, 1] if i < useful else [1, 1])
     buffer = make_buffer(store, request_groups=player, max_empty_rounds=3)
     buffer.request(1)
-    batch = buffer.collect(1, timeout_s=1)
+    batch = None
+    while batch is None:
+        batch = buffer.collect(1, timeout_s=1)
     assert len(batch.sequences) == 2 * useful
     assert "3 refills in a row" in batch.gave_up
     assert len(player.asked) == 4

@@ -1,0 +1,359 @@
+"""The loop with all its parts, over a source that plays a bandit with the policy's own probabilities."""
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.config import RLTrainingConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.losses.types import LossInputs, LossOutputs
+from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
+from mlx_parallm.rl_training.grpo_trainer import make_algorithm
+from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
+from mlx_parallm.rl_training.metrics import KEYS, TIMES, MetricsFile
+from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
+from mlx_parallm.rl_training.trainer_base import Trainer
+from mlx_parallm.rl_training.versions import VersionSteps
+from mlx_parallm.rl_training.weight_updater import WeightUpdater
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.types import RolloutGroup
+from mlx_parallm.weights import SharedWeights
+from tests.rl_training.making import assert_same_training, make_config, make_policy, weights
+from tests.rl_training.rollouts import make_rollout
+from tests.rl_training.tiny_models import make_model
+
+PROMPT = (1, 2, 3)
+GROUP = 8
+
+
+class Bandit:
+    """Asked for groups it plays them at once with the served weights. One token; `reward(token)`."""
+
+    def __init__(self, trainer: Trainer, weights: SharedWeights, store: RolloutStore, events: list[str]) -> None:
+        self.trainer, self.weights, self.store, self.events = trainer, weights, store, events
+        self.next = 0
+        self.reward: Callable[[int], float] = lambda token: float(token < 20)
+
+    def __call__(self, n: int) -> None:
+        self.events.append(f"ask {n} of v{self.weights.version}")
+        logits = self.trainer.policy.model(mx.array([PROMPT]))[0, -1].astype(mx.float32)
+        probabilities = np.array(mx.softmax(logits), np.float64)
+        probabilities /= probabilities.sum()
+        wanted = n
+        while wanted:
+            tokens = np.random.default_rng(self.next).choice(40, GROUP, p=probabilities)
+            rollouts = tuple(
+                make_rollout(
+                    (int(token),),
+                    prompt=PROMPT,
+                    reward=self.reward(int(token)),
+                    logprob=float(np.log(probabilities[token])),
+                    version=self.weights.version,
+                )
+                for token in tokens
+            )
+            wanted -= self.store.add(RolloutGroup(f"g{self.next}", "b", rollouts, index=self.next), source="bandit")
+            self.next += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+
+@dataclass
+class Run:
+    config: RLTrainingConfig
+    directory: Path
+    parts: Parts
+    bandit: Bandit
+    store: RolloutStore
+    shared: SharedWeights
+    loop: TrainingLoop
+    events: list[str] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return list(self.parts.metrics.read())
+
+
+def open_run(
+    directory: Path, *, resume: bool = False, poison: Any = None, hooks: Hooks | None = None, **values: Any
+) -> Run:
+    """Builds the parts as `rl_training.train` does; `poison` wraps the loss."""
+    config = make_config(**{"batch": 16, "total_steps": 6, "checkpoint_interval": 2, "max_staleness": 0} | values)
+    store = RolloutStore(directory / "rollouts.sqlite")
+    algorithm = make_algorithm(config)
+    if poison is not None:
+        algorithm = replace(algorithm, loss=poison(algorithm.loss))
+    trainer = Trainer(make_policy(config), config, algorithm)
+    metrics = MetricsFile(directory / "metrics.jsonl")
+    checkpointer = Checkpointer(directory, trainer.policy, trainer.optimizer, keep=config.keep_checkpoints)
+    state = None
+    if resume:
+        found = find_checkpoint(str(directory), directory.parent, None)
+        assert found is not None
+        state = checkpointer.resume(found, store, metrics)
+    versions = state.restored_versions() if state else VersionSteps()
+    shared = SharedWeights(make_model(), policy="policy", version=versions.newest[0])
+    events: list[str] = []
+    bandit = Bandit(trainer, shared, store, events)
+    bandit.next = state.sources["bandit"]["next"] if state else 0
+    updater = WeightUpdater(shared, trainer.policy, versions, config.weight_updates)
+    buffer = RolloutBuffer(
+        store,
+        versions,
+        algorithm.advantages,
+        rollout_batch_size=16,
+        group_sizes=[GROUP],
+        request_groups=bandit,
+        max_staleness=config.max_staleness,
+        max_empty_rounds=config.max_empty_rounds,
+        deterministic=config.deterministic,
+    )
+    parts = Parts(trainer, buffer, versions, updater, checkpointer, metrics, {"bandit": bandit})
+    told = Hooks(
+        should_stop=(hooks or Hooks()).should_stop,
+        on_step=lambda line: (events.append(f"line {line['step']}"), (hooks or Hooks()).on_step(line))[0],
+        on_wait=(hooks or Hooks()).on_wait,
+        on_checkpoint=lambda path: events.append(f"saved {path.name}"),
+        wait_turn_s=0.05,
+    )
+    loop = TrainingLoop(parts, config, hooks=told, state=state)
+    return Run(config, directory, parts, bandit, store, shared, loop, events)
+
+
+@contextmanager
+def running(directory: Path, **values: Any) -> Iterator[Run]:
+    directory.mkdir(exist_ok=True)
+    run = open_run(directory, **values)
+    try:
+        yield run
+    finally:
+        run.store.close()
+
+
+def test_a_run_learns_and_leaves_everything_behind(tmp_path: Path) -> None:
+    with running(tmp_path / "run", total_steps=12, checkpoint_interval=5, kl_beta=0.01) as run:
+        assert run.loop.run() == "finished"
+        lines = run.lines
+        assert [line["step"] for line in lines] == list(range(1, 13))
+        assert [line["policy_version"] for line in lines] == list(range(1, 13))
+        assert run.shared.version == 12
+        assert all(list(line) == [*KEYS, "policy_loss"] for line in lines)
+        rewards = [line["reward_mean"] for line in lines]
+        assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+        first = lines[0]
+        assert first["logprob_diff_max"] < 1e-5
+        assert lines[-1]["kl"] > first["kl"] > 0
+        assert {line["staleness"] for line in lines} == {0.0}
+        assert {line["optimizer_updates"] for line in lines} == {2}
+        assert all(line["publish_ms"] > 0 and line["time_train_s"] > 0 for line in lines)
+        names = sorted(path.name for path in run.directory.glob("step_*"))
+        assert names == ["step_000005", "step_000010", "step_000012"]
+        assert (run.directory / "final" / "adapters.safetensors").is_file()
+        served = run.shared.adapters()["policy"]
+        for path, pair in run.parts.trainer.policy.adapter().items():
+            assert mx.array_equal(served.layers[path].b, pair.b).item()
+
+
+def test_on_policy_order(tmp_path: Path) -> None:
+    """Rollouts of step n + 1 start after publish, metrics line and checkpoint of step n."""
+    with running(tmp_path / "run", total_steps=3) as run:
+        run.loop.run()
+        asks = [event for event in run.events if not (event.startswith("ask") and "ask 2" not in event)]
+        assert asks == [
+            "ask 2 of v0", "line 1", "ask 2 of v1", "line 2", "saved step_000002", "ask 2 of v2", "line 3",
+            "saved step_000003",
+        ]  # fmt: skip
+
+
+def test_overlapping_order(tmp_path: Path) -> None:
+    """With one step of staleness the next step's groups are asked for before this one is trained."""
+    with running(tmp_path / "run", total_steps=3, max_staleness=1, checkpoint_interval=9) as run:
+        run.loop.run()
+        asks = [event for event in run.events if not (event.startswith("ask") and "ask 2" not in event)]
+        assert asks == ["ask 2 of v0", "ask 2 of v0", "line 1", "ask 2 of v1", "line 2", "line 3", "saved step_000003"]
+        assert [line["staleness"] for line in run.lines] == [0, 1, 1]
+        assert [line["logprob_diff_max"] is None for line in run.lines] == [False, True, True]
+
+
+def test_publishing_every_second_step(tmp_path: Path) -> None:
+    values = {"weight_updates": {"update_every_n_steps": 2}, "max_staleness": 1, "total_steps": 5}
+    with running(tmp_path / "run", **values) as run:
+        run.loop.run()
+        assert [line["policy_version"] for line in run.lines] == [0, 1, 1, 2, 3]
+        assert [line["publish_ms"] is None for line in run.lines] == [True, False, True, False, False]
+        assert sum(line["dropped_stale"] for line in run.lines) == 0
+
+
+def test_publishing_too_rarely_for_the_staleness_limit_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"update_every_n_steps = 3 .*max_staleness \(1\)"),
+        running(tmp_path / "run", weight_updates={"update_every_n_steps": 3}, max_staleness=1),
+    ):
+        pass
+
+
+def test_a_busy_lock_keeps_the_old_weights_and_is_tried_again(tmp_path: Path) -> None:
+    """On-policy rollouts can only come after the publish, so it is tried again while waiting for them."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold(run: Run) -> None:
+        with run.shared.lock.read():
+            entered.set()
+            leave.wait(30)
+
+    waits: list[float] = []
+
+    def on_wait(seconds: float) -> None:
+        waits.append(seconds)
+        leave.set()
+
+    values = {"weight_updates": {"lock_timeout_ms": 20}, "total_steps": 2, "hooks": Hooks(on_wait=on_wait)}
+    with running(tmp_path / "run", **values) as run:
+        reader = threading.Thread(target=hold, args=(run,))
+        reader.start()
+        entered.wait(30)
+        run.loop.run()
+        reader.join()
+        first, second = run.lines
+        assert (first["policy_version"], first["publish_ms"], first["publish_timeouts"]) == (0, None, 1)
+        assert second["policy_version"] == 2
+        assert (second["staleness"], second["dropped_stale"]) == (0, 0)
+        assert waits
+
+
+def poisoned_from(step_calls: int) -> Any:
+    def wrap(loss: Callable[[LossInputs], LossOutputs]) -> Callable[[LossInputs], LossOutputs]:
+        calls: list[int] = []
+
+        def poisoned(inputs: LossInputs) -> LossOutputs:
+            calls.append(1)
+            outputs = loss(inputs)
+            return outputs if len(calls) <= step_calls else LossOutputs(outputs.loss * float("nan"), outputs.metrics)
+
+        return poisoned
+
+    return wrap
+
+
+def test_weights_that_did_not_change_are_not_published(tmp_path: Path) -> None:
+    with running(tmp_path / "run", total_steps=3, poison=poisoned_from(2)) as run:
+        run.loop.run()
+        assert [line["policy_version"] for line in run.lines] == [1, 1, 1]
+        assert [line["skipped_steps"] for line in run.lines] == [0, 2, 2]
+        assert [line["loss"] is None for line in run.lines] == [False, True, True]
+
+
+def test_a_solved_task_does_not_hang(tmp_path: Path) -> None:
+    with running(tmp_path / "run", total_steps=2, max_empty_rounds=2) as run:
+        run.bandit.reward = lambda token: 1.0
+        assert run.loop.run() == "finished"
+        for line in run.lines:
+            assert "2 refills in a row" in line["gave_up"]
+            assert (line["loss"], line["reward_mean"], line["groups_without_variance"]) == (None, 1.0, 1.0)
+        assert run.shared.version == 0
+
+
+class Interrupt(Exception):
+    """As good as a kill -9 for everything that is on the disk."""
+
+
+def interrupt_at(step: int) -> Hooks:
+    def on_step(line: dict[str, Any]) -> None:
+        if line["step"] == step:
+            raise Interrupt
+
+    return Hooks(on_step=on_step)
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def test_two_resumes_from_copies_write_the_same(tmp_path: Path) -> None:
+    values = {"deterministic": True, "total_steps": 6, "checkpoint_interval": 2}
+    with pytest.raises(Interrupt), running(tmp_path / "a", hooks=interrupt_at(3), **values) as run:
+        run.loop.run()
+    assert [line["step"] for line in run.lines] == [1, 2, 3]
+    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+    resumed = []
+    for name in ("a", "b"):
+        with running(tmp_path / name, resume=True, **values) as run:
+            assert run.loop.step == 2
+            assert run.loop.run() == "finished"
+            resumed.append(run)
+    a, b = resumed
+    assert [line["step"] for line in a.lines] == [1, 2, 3, 4, 5, 6]
+    for one, other in zip(without_times(a.lines), without_times(b.lines), strict=True):
+        assert one["reward_mean"] == other["reward_mean"]
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
+    assert_same_training(weights(a.parts.trainer), weights(b.parts.trainer))
+    with running(tmp_path / "straight", **values) as straight:
+        straight.loop.run()
+    assert_same_training(weights(a.parts.trainer), weights(straight.parts.trainer))
+    assert [line["reward_mean"] for line in straight.lines] == [line["reward_mean"] for line in a.lines]
+
+
+class StopAt:
+    """Asks to stop at the n-th time it is asked."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+def test_stopping_inside_a_step_saves_the_place_and_goes_on_there(tmp_path: Path) -> None:
+    values = {"total_steps": 4, "checkpoint_interval": 9, "token_budget": 32, "update_epochs": 2}
+    with running(tmp_path / "whole", **values) as whole:
+        whole.loop.run()
+    # it asks before each batch and each micro-batch: 1 + 8 times in a step of 2 epochs, 2 mini-batches of 2 of 4 rows
+    with running(tmp_path / "run", hooks=Hooks(should_stop=StopAt(9 + 1 + 3)), **values) as run:
+        assert run.loop.run() == "stopped"
+        assert [line["step"] for line in run.lines] == [1]
+        assert (run.directory / "latest").resolve().name == "step_000001_mb0001"
+        assert run.store.counts().taken > 2
+    with running(tmp_path / "run", resume=True, **values) as run:
+        assert run.loop.run() == "finished"
+        for one, other in zip(run.lines, whole.lines, strict=True):
+            assert one["step"] == other["step"]
+            assert one["reward_mean"] == other["reward_mean"]
+            assert one["optimizer_updates"] == other["optimizer_updates"]
+        assert_same_training(weights(run.parts.trainer), weights(whole.parts.trainer))
+        assert run.shared.version == whole.shared.version + 1, "the half-trained weights were served as a version"
+
+
+def test_stopping_while_waiting_saves_the_last_step(tmp_path: Path) -> None:
+    stop = threading.Event()
+    with running(
+        tmp_path / "run", hooks=Hooks(should_stop=stop.is_set, on_wait=lambda _: stop.set()), total_steps=9
+    ) as run:
+        ask = run.bandit.__call__
+        run.parts.buffer._request_groups = lambda n: ask(n) if run.loop.step < 3 else None
+        assert run.loop.run() == "stopped"
+        assert run.loop.step == 3
+        assert run.events[-1] == "saved step_000003"
+    with running(tmp_path / "run", resume=True, total_steps=4) as run:
+        assert run.loop.run() == "finished"
+        assert [line["step"] for line in run.lines] == [1, 2, 3, 4]
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    with running(tmp_path / "run", total_steps=2) as run:
+        run.loop.run()
+    with running(tmp_path / "run", resume=True, total_steps=2) as run:
+        assert run.loop.run() == "finished"
+        assert not any(event.startswith(("ask", "line")) for event in run.events)
+    with running(tmp_path / "run", resume=True, total_steps=3) as run:
+        assert run.loop.run() == "finished"
+        assert [line["step"] for line in run.lines] == [1, 2, 3]
