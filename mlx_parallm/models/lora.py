@@ -294,6 +294,8 @@ def _from_mlx_lm(tensors: Mapping[str, mx.array], config: Mapping[str, Any], fil
     layers = {}
     for key, a in tensors.items():
         path, _, leaf = key.rpartition(".")
+        if leaf not in ("lora_a", "lora_b"):
+            raise AdapterError(f"{file}: {key} is no LoRA tensor")
         if leaf == "lora_a":
             if f"{path}.lora_b" not in tensors:
                 raise AdapterError(f"{file}: {path} has lora_a but no lora_b")
@@ -308,6 +310,8 @@ def _from_peft(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file:
     for key, a in tensors.items():
         path, separator, _ = key.partition(".lora_A.")
         if not separator:
+            if ".lora_B." not in key:
+                raise AdapterError(f"{file}: {key} is no LoRA tensor (modules_to_save is not supported)")
             continue
         b = tensors.get(key.replace(".lora_A.", ".lora_B."))
         if b is None:

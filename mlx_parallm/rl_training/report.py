@@ -1,7 +1,10 @@
 """What a run leaves for people: the reward curve as a PNG, the same prompts before and after, and what to do next."""
 
 import itertools
+import os
 import shlex
+import shutil
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,15 +139,21 @@ def plain_report(comparisons: Sequence[Comparison], shown: int = SHOWN_PER_ENVIR
     return "\n".join(lines)
 
 
+def command_path(name: str) -> str:
+    """How a shell reaches one of our commands: by name where it is on PATH, else by the path beside this Python."""
+    beside = Path(sys.executable).parent / name
+    return name if shutil.which(name) or not beside.exists() else shlex.quote(os.path.relpath(beside))
+
+
 def next_commands(run_dir: Path, base_path: str, *, lora: bool) -> list[str]:
     """What to try with what the run left: (`mlx_parallm_serve`, `mlx_parallm_merge_lora`) lines for a shell."""
     final, base = shlex.quote(str(run_dir / "final")), shlex.quote(base_path)
     if not lora:
-        return [f"mlx_parallm_serve --model-path {final}"]
+        return [f"{command_path('mlx_parallm_serve')} --model-path {final}"]
     merged = shlex.quote(str(run_dir / "merged"))
     return [
-        f"mlx_parallm_serve --model-path {base} --lora-path {final}",
-        f"mlx_parallm_merge_lora --base-model {base} --lora-path {final} --output-path {merged}",
+        f"{command_path('mlx_parallm_serve')} --model-path {base} --lora-path {final}",
+        f"{command_path('mlx_parallm_merge_lora')} --base-model {base} --lora-path {final} --output-path {merged}",
     ]
 
 

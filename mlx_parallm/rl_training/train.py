@@ -324,13 +324,13 @@ class TrainingRun:
     ) -> None:
         lines = list(metrics.read())
         curve = None
-        if lines:
+        if any(line["reward_mean"] is not None for line in lines):
             curve = report.write_reward_curve(lines, directory.path / "reward.png", title=directory.path.name)
         if finished:
             lora = self._config.rl_training.lora.enabled
             commands = report.next_commands(directory.path, self._config.model.base_path, lora=lora)
         else:
-            commands = [f"mlx_parallm_train --resume {directory.path}"]
+            commands = [f"{report.command_path('mlx_parallm_train')} --resume {directory.path}"]
         report.print_report(self._console, report.compare(before, after), commands, curve)
 
     def _run_info(self, directory: RunDirectory, state: TrainerState | None) -> RunInfo:

@@ -130,6 +130,16 @@ def test_peft_adapters_are_read(tmp_path: Path) -> None:
     check_adapter(make_model(), layers, "peft")
 
 
+def test_tensors_that_would_be_left_out_are_an_error(tmp_path: Path) -> None:
+    saved = "base_model.model.lm_head.modules_to_save.weight"
+    tensors = {"base_model.model.x.lora_A.weight": mx.zeros((2, 4)), saved: mx.zeros((2, 2))}
+    tensors["base_model.model.x.lora_B.weight"] = mx.zeros((4, 2))
+    mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), tensors)
+    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 2}')
+    with pytest.raises(AdapterError, match="modules_to_save is not supported"):
+        load_adapter(tmp_path)
+
+
 def test_a_rescaled_adapter_keeps_its_effect_in_the_trainer(tmp_path: Path) -> None:
     model = make_model()
     tree = trained(model, LoraSpec(4, 8, ("q_proj",)))

@@ -1,6 +1,8 @@
 import io
 import math
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -134,7 +136,15 @@ def test_the_plain_report_says_the_same(comparisons):
     )
 
 
-def test_next_commands_are_shell_lines(tmp_path):
+def test_commands_that_are_not_on_the_path_are_given_with_theirs(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = Path(shlex.split(next_commands(tmp_path, "b", lora=True)[0])[0])
+    assert command.name == "mlx_parallm_serve"
+    assert command.resolve().is_file()
+
+
+def test_next_commands_are_shell_lines(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     run = tmp_path / "my run"
     serve, merge = next_commands(run, "builtin:tiny", lora=True)
     assert shlex.split(serve) == [
