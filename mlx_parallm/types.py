@@ -98,6 +98,7 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: str | int | None = None  # the stop string or token id that ended it; None for EOS
     error: str | None = None
+    prompt_version: int = -1  # policy version under which the prompt was read; -1 = unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,8 @@ class EngineStats:
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One scored sequence: its tokens, which of them the policy sampled, and how likely it found them.
+
+    `policy_versions[t]` is the version that sampled the token; where mask is 0, the one that read it (-1 unknown).
 
     All lists have the length T of the whole sequence. `mask[t]` is 1 where the policy sampled the token (EOS included).
     `logprobs[t]` is the behaviour policy's (see the module docstring), 0.0 where mask is 0.

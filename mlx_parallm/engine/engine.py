@@ -104,6 +104,7 @@ class Engine:
         self._version = -1  # what was last seen under the read lock …
         self._adapters: Mapping[str, AdapterWeights] = {}
         self._epoch = 0  # … and how often it changed; keys shared prefixes
+        self._version_of_epoch: dict[int, int] = {}
         self._events: list[Event] = []
 
     @property
@@ -238,6 +239,7 @@ class Engine:
             return
         self._version, self._adapters = view.policy_version, view.adapters
         self._epoch += 1
+        self._version_of_epoch[self._epoch] = view.policy_version
         for live in list(self._live.values()):
             if live.request.adapter is not None and live.request.adapter not in view.adapters:
                 self._end_unfinished(live, "error", f"the adapter {live.request.adapter!r} was removed")
@@ -307,7 +309,9 @@ class Engine:
         if live.unfinished or live.scoring or request.request_id not in self._live:
             return
         del self._live[request.request_id]
-        completions = tuple(sequence.completion() for sequence in live.sequences)
+        completions = tuple(
+            sequence.completion(self._version_of_epoch.get(sequence.prefix_epoch, -1)) for sequence in live.sequences
+        )
         reasons = {completion.finish_reason for completion in completions}
         if "error" in reasons:
             self.counters.requests_failed += 1

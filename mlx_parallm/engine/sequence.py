@@ -69,8 +69,8 @@ class Sequence:
         self.status = Status.FINISHED
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
 
-    def completion(self) -> Completion:
-        """The finished choice; ends the text."""
+    def completion(self, prompt_version: int = -1) -> Completion:
+        """The finished choice, whose prompt was read under `prompt_version`; ends the text."""
         assert self.finish_reason is not None
         return Completion(
             index=self.index,
@@ -83,6 +83,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
+            prompt_version=prompt_version,
         )
 
 

@@ -7,6 +7,7 @@ from mlx_parallm.environments.base import ChatTokenizer
 from mlx_parallm.errors import RequestError
 from mlx_parallm.types import Completion, Rollout
 
+UNKNOWN_VERSION = -1
 STAND_IN = "STAND-IN-FOR-THE-ANSWER"
 
 
@@ -36,10 +37,14 @@ class Transcript:
         self._tokens += token_ids
         self._mask += [0] * len(token_ids)
         self._logprobs += [0.0] * len(token_ids)
-        self._versions += [0] * len(token_ids)
+        self._versions += [UNKNOWN_VERSION] * len(token_ids)
 
     def sample(self, completion: Completion) -> None:
-        """What the policy chose, EOS included."""
+        """What the policy chose, EOS included; says under which version the tokens given before it were read."""
+        for position in range(len(self._tokens) - 1, -1, -1):
+            if self._mask[position]:
+                break
+            self._versions[position] = completion.prompt_version
         self._tokens += completion.token_ids
         self._mask += [1] * len(completion.token_ids)
         self._logprobs += completion.logprobs

@@ -8,11 +8,11 @@ from mlx_parallm.types import Rollout, RolloutGroup
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One rollout with what the trainer adds. `fresh[t]`: sampled by the very weights that this step starts from."""
+    """One rollout with what the trainer adds. `fresh`: read and sampled wholly by the weights the step starts from."""
 
     rollout: Rollout
     advantages: tuple[float, ...]  # [T]
-    fresh: tuple[bool, ...]  # [T]
+    fresh: bool
 
 
 @dataclass(frozen=True)

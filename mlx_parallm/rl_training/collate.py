@@ -76,7 +76,7 @@ def _micro_batch(sequences: Sequence[TrainSequence], rows: Sequence[int]) -> Mic
         mask[i, :last] = rollout.mask[1:]
         rollout_logprobs[i, :last] = rollout.logprobs[1:]
         advantages[i, :last] = sequence.advantages[1:]
-        fresh[i, :last] = sequence.fresh[1:]
+        fresh[i, :last] = sequence.fresh
     positions = np.flatnonzero(mask).astype(np.int32)
     scatter = np.full(shape[0] * shape[1], len(positions), np.int32)
     scatter[positions] = np.arange(len(positions), dtype=np.int32)

@@ -244,7 +244,9 @@ class RolloutBuffer:
         for group, advantages in chosen:
             known = group.group_id not in self._restored or self._deterministic
             for rollout, row in zip(group.rollouts, advantages, strict=True):
-                fresh = tuple(known and self._versions.steps(v) == step - 1 for v in rollout.policy_versions)
+                # All of a sequence or nothing: keys and values that older weights have left in the cache move every
+                # later log-probability.
+                fresh = known and all(v >= 0 and self._versions.steps(v) == step - 1 for v in rollout.policy_versions)
                 sequences.append(TrainSequence(rollout, row, fresh))
         return tuple(sequences)
 

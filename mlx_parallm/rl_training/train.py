@@ -349,7 +349,8 @@ class TrainingRun:
         client = self._serving.client
         client.pause_admission()
         try:
-            client.wait_idle()
+            while not client.wait_idle(0.5) and not self._stop.is_set():
+                log.debug("waiting for running requests to end before a publish")
             yield
         finally:
             client.resume_admission()

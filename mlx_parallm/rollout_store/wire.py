@@ -57,7 +57,7 @@ def from_scored_data(
 ) -> RolloutGroup:
     """A group from the wire. `tokens`, `masks`, `inference_logprobs` are [G][T]; `scores` [G].
 
-    `policy_version` is given to every token of a group that does not bring `policy_versions` (environments never do):
+    `policy_version` is given to every sampled token of a group without `policy_versions` (environments send none):
     callers pass the version served when the group arrives, the newest that can have sampled it. `temperature` is used
     where the group names none; precedence overrides[i] > generation_params > group_overrides > `temperature`, and a
     value <= 0 counts as 1 (both as in Atropos' own trainer). A group without `group_id` gets one from its content,
@@ -121,6 +121,13 @@ def to_scored_data(group: RolloutGroup) -> dict[str, Any]:
     }
 
 
+def _versions(wire: ScoredData, number: int, mask: list[int], policy_version: int) -> tuple[int, ...]:
+    """As sent; else `policy_version` where a token was sampled, and unknown (-1) where it was given."""
+    if wire.policy_versions:
+        return tuple(wire.policy_versions[number])
+    return tuple(policy_version if sampled else -1 for sampled in mask)
+
+
 def _rollout(
     wire: ScoredData, number: int, override: Mapping[str, Any], policy_version: int, temperature: float
 ) -> Rollout:
@@ -146,7 +153,7 @@ def _rollout(
         tokens=tuple(tokens),
         mask=tuple(mask),
         logprobs=tuple(value if sampled else 0.0 for value, sampled in zip(values, mask, strict=True)),
-        policy_versions=tuple(wire.policy_versions[number] if wire.policy_versions else [policy_version] * len(tokens)),
+        policy_versions=_versions(wire, number, mask, policy_version),
         temperature=_temperature(wire, override, temperature),
         scores={"reward": wire.scores[number]},
         zero_advantage=bool(override.get("set_advantage_to_zero")),

@@ -164,3 +164,11 @@ def test_a_failing_decoder_fails_its_request_only(stream):
     assert (good.finish_reason, good.text) == ("length", "aaaaa")
     assert (served.engine.counters.requests_failed, served.engine.counters.requests_finished) == (1, 1)
     assert EOS not in good.token_ids
+
+
+def test_engine_stop_strings_wait_for_min_tokens():
+    served = serve(qwen3_model())
+    params = {"temperature": 0.0, "logit_bias": {97: 1000.0}, "max_tokens": 20, "stop": ("aa",), "min_tokens": 5}
+    completion = run(served.engine, [request("r", [1], **params)])["r"].completions[0]
+    assert len(completion.token_ids) == 6, "the first token after the minimum completes a match"
+    assert completion.stop_reason == "aa"

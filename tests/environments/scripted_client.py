@@ -62,4 +62,6 @@ def end_of_turn(tokenizer) -> int:
 def finished(choice: int, text: str, ids: Sequence[int], *, reason="stop", version=0, error=None) -> Completion:
     size = len(ids)
     logprobs = tuple(-0.5 - 0.01 * position for position in range(size))
-    return Completion(choice, text, tuple(ids), logprobs, None, None, (version,) * size, reason, error=error)
+    return Completion(
+        choice, text, tuple(ids), logprobs, None, None, (version,) * size, reason, error=error, prompt_version=version
+    )

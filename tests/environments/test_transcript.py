@@ -14,7 +14,7 @@ def test_spans_keep_mask_logprobs_and_versions():
     assert rollout.tokens == (5, 6, 7, 2, 8, 9)
     assert rollout.mask == (0, 0, 1, 1, 0, 1)
     assert rollout.logprobs == (0.0, 0.0, -0.5, -0.51, 0.0, -0.5)
-    assert rollout.policy_versions == (0, 0, 3, 3, 0, 4)
+    assert rollout.policy_versions == (3, 3, 3, 3, 4, 4)
     assert (rollout.temperature, rollout.stop_reason, rollout.sampled_tokens) == (0.7, "stop", 3)
 
 

@@ -61,5 +61,5 @@ def make_batch(groups: Sequence[RolloutGroup], *, step: int = 1) -> TrainBatch:
         advantages = token_advantages(group, group_advantages)
         assert advantages is not None
         for rollout, row in zip(group.rollouts, advantages, strict=True):
-            sequences.append(TrainSequence(rollout, row, (True,) * len(rollout.tokens)))
+            sequences.append(TrainSequence(rollout, row, True))
     return TrainBatch(step, tuple(groups), tuple(sequences), BatchStatistics())

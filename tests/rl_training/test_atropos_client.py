@@ -89,7 +89,7 @@ def test_registers_polls_and_stores(api, url, store):
     first, second = store.waiting()
     assert {first.rollouts[0].tokens[0], second.rollouts[0].tokens[0]} == {0, 10}
     assert first.environment == "env_1"
-    assert first.rollouts[0].policy_versions == (3,) * 5
+    assert first.rollouts[0].policy_versions == (-1, -1, 3, 3, 3)
     assert first.rollouts[0].temperature == 0.9
     assert api.registrations == [
         {

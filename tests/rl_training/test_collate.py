@@ -11,7 +11,7 @@ from tests.rl_training.rollouts import make_batch, make_rollout, random_groups
 def test_alignment_of_one_sequence() -> None:
     """Prompt 1 2 3, completion 5 6: 5 is predicted at position 2, 6 at position 3."""
     rollout = make_rollout((5, 6), logprob=-1.5, temperature=0.5)
-    sequence = TrainSequence(rollout, (0, 0, 0, 7.0, 8.0), (True,) * 4 + (False,))
+    sequence = TrainSequence(rollout, (0, 0, 0, 7.0, 8.0), True)
     (micro,) = collate([sequence], [0], token_budget=64).micro_batches
     assert micro.inputs.tolist() == [[1, 2, 3, 5, 6, 0, 0, 0]]
     assert micro.mask.tolist() == [[False, False, True, True, False, False, False, False]]
@@ -20,20 +20,20 @@ def test_alignment_of_one_sequence() -> None:
     assert micro.temperatures.tolist() == [0.5, 0.5]
     assert micro.rollout_logprobs[micro.mask].tolist() == [-1.5, -1.5]
     assert micro.advantages[micro.mask].tolist() == [7.0, 8.0]
-    assert micro.fresh[micro.mask].tolist() == [True, False]
+    assert micro.fresh.tolist() == micro.mask.tolist()
     assert micro.scatter.tolist() == [[2, 2, 0, 1, 2, 2, 2, 2]]
     assert (micro.inputs.dtype, micro.targets.dtype, micro.advantages.dtype) == (np.int32, np.int32, np.float32)
 
 
 def test_the_first_token_cannot_be_trained_on() -> None:
-    sequence = TrainSequence(make_rollout((5, 6), prompt=()), (1.0, 1.0), (True, True))
+    sequence = TrainSequence(make_rollout((5, 6), prompt=()), (1.0, 1.0), True)
     mini = collate([sequence], [0], token_budget=64)
     assert mini.micro_batches[0].targets.tolist() == [6]
     assert mini.tokens == 1
 
 
 def test_greedy_rollouts_count_as_temperature_1() -> None:
-    sequence = TrainSequence(make_rollout((5,), temperature=0.0), (1.0,) * 4, (True,) * 4)
+    sequence = TrainSequence(make_rollout((5,), temperature=0.0), (1.0,) * 4, True)
     assert collate([sequence], [0], token_budget=64).micro_batches[0].temperatures.tolist() == [1.0]
 
 
@@ -55,7 +55,7 @@ def test_every_row_once_within_the_budget(budget: int) -> None:
 
 def test_sorting_by_length_saves_padding() -> None:
     short, long = make_rollout((5,) * 2), make_rollout((5,) * 60)
-    sequences = [TrainSequence(r, (1.0,) * len(r.tokens), (True,) * len(r.tokens)) for r in (short, long) * 4]
+    sequences = [TrainSequence(r, (1.0,) * len(r.tokens), True) for r in (short, long) * 4]
     shapes = [micro.inputs.shape for micro in collate(sequences, range(8), token_budget=256).micro_batches]
     assert shapes == [(4, 8), (4, 64)]
 

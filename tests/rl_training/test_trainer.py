@@ -125,7 +125,7 @@ def test_only_fresh_tokens_are_compared_with_the_engine() -> None:
     stale = tuple(
         replace(
             s,
-            fresh=(False,) * len(s.fresh),
+            fresh=False,
             rollout=replace(s.rollout, logprobs=tuple(v - 1 for v in s.rollout.logprobs)),
         )
         if i % 2
@@ -133,7 +133,7 @@ def test_only_fresh_tokens_are_compared_with_the_engine() -> None:
         for i, s in enumerate(batch.sequences)
     )
     assert trainer.train_step(replace(batch, sequences=stale)).metrics["logprob_diff_max"] < 1e-4
-    none = tuple(replace(s, fresh=(False,) * len(s.fresh)) for s in batch.sequences)
+    none = tuple(replace(s, fresh=False) for s in batch.sequences)
     assert trainer.train_step(replace(batch, sequences=none)).metrics["logprob_diff_max"] is None
 
 

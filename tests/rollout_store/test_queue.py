@@ -64,7 +64,7 @@ def test_a_good_group_is_stored_with_its_sender_version_and_temperature(store, c
     assert queue.submit(scored_data(env_id=env_id)) is True
     (group,) = store.waiting()
     assert group.environment == "sums_0"
-    assert group.rollouts[0].policy_versions == (3,) * 5
+    assert group.rollouts[0].policy_versions == (-1, -1, 3, 3, 3)
     assert group.rollouts[0].temperature == 0.7
     assert list(store.waiting_by_source()) == ["atropos:1"]
     assert queue.latest_example() == group

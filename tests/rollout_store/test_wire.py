@@ -28,7 +28,7 @@ def test_labels_and_placeholders_become_mask_and_logprobs() -> None:
     assert first.tokens == (5, 6, 7, 8, 9)
     assert first.mask == (0, 0, 1, 0, 1)
     assert first.logprobs == (0.0, 0.0, -0.25, 0.0, -1.5)
-    assert first.policy_versions == (7,) * 5
+    assert first.policy_versions == (-1, -1, 7, -1, 7)
     assert (first.reward, second.reward) == (1.0, -0.5)
     assert second.mask == (0, 1, 1)
     assert group.environment == "external"
