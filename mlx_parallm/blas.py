@@ -20,6 +20,10 @@ FIX = (
 )
 
 
+THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_THREAD_SETTERS = {"mkl": "MKL_Set_Num_Threads", "openblas": "openblas_set_num_threads"}
+
+
 @dataclass(frozen=True)
 class BlasStatus:
     """What lies under MLX. `name`: "mkl", "openblas", "reference", "native" (macOS, CUDA), "late" (MLX came first)."""
@@ -42,6 +46,22 @@ def preload_fast_blas() -> BlasStatus:
     if not _status:
         _status.append(_preload())
     return _status[0]
+
+
+def share_blas_between(threads: int, cores: int) -> int | None:
+    """Gives each of `threads` computing threads its share of the cores; returns it, None where nothing was set.
+
+    The BLAS' own threads spin while they wait for work. With an engine and a trainer on two cores, two BLAS threads
+    each took twice the wall time of one each (docs/benchmarks/quickstart.md). Whoever sets MKL_NUM_THREADS,
+    OMP_NUM_THREADS or OPENBLAS_NUM_THREADS decides instead.
+    """
+    status = blas_status()
+    setter = _THREAD_SETTERS.get(status.name)
+    if setter is None or status.path is None or any(name in os.environ for name in THREAD_VARIABLES):
+        return None
+    share = max(1, cores // threads)
+    getattr(ctypes.CDLL(status.path), setter)(share)
+    return share
 
 
 def request_bitwise_reproducible_blas() -> None:

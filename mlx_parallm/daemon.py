@@ -17,8 +17,9 @@ from pathlib import Path
 import mlx.core as mx
 from rich.console import Console
 
-from mlx_parallm.blas import blas_status
+from mlx_parallm.blas import blas_status, share_blas_between
 from mlx_parallm.config import Config
+from mlx_parallm.hardware import usable_cores
 from mlx_parallm.log import configure_logging, get_logger
 from mlx_parallm.models.lora import ADAPTER_FILE, SPECIFICATION_FILE, LoraPair, load_adapter
 from mlx_parallm.rl_training.train import TrainingRun
@@ -27,6 +28,8 @@ from mlx_parallm.signals import ShutdownWatcher
 from mlx_parallm.weights import SharedWeights
 
 log = get_logger("daemon")
+
+COMPUTING_THREADS = 2  # of a training daemon: engine and trainer
 
 
 def run_server(config: Config, adapters: Mapping[str, str]) -> int:
@@ -51,6 +54,7 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
 def run_training(config: Config, *, resume: str | None) -> int:
     """Serves and trains until `total_steps` or a signal. Returns the exit code."""
     stop = _begin()
+    share_blas_between(COMPUTING_THREADS, usable_cores())
     run = TrainingRun(config, resume=resume, stop=stop, console=Console(stderr=True))
     try:
         run.execute()

@@ -60,13 +60,13 @@ REASONING_GYM: dict[str, dict[str, Any]] = {
 SKILL_WEIGHTS = {"add": 1.2, "sorted": 0.9, "reversed": 0.9, "count": 1.6, "max": 0.9}
 """How often each skill is drawn in the first stage."""
 TASK_WEIGHTS = {
-    "sum": 1.0,
-    "sort": 1.0,
-    "reverse": 1.0,
-    "count": 1.0,
-    "largest": 1.0,
-    "spell_backward": 0.5,
-    "letter_counting": 0.5,
+    "sum": 0.5,
+    "sort": 1.9,
+    "reverse": 1.6,
+    "count": 0.8,
+    "largest": 0.25,
+    "spell_backward": 0.6,
+    "letter_counting": 0.15,
 }
 """How often each task is drawn in the second stage."""
 
@@ -357,7 +357,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("mlx_parallm/assets/tiny"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skill-steps", type=int, default=1000, help="first stage: expressions, learned well")
-    parser.add_argument("--steps", type=int, default=60, help="second stage: questions; fewer leave more to learn")
+    parser.add_argument("--steps", type=int, default=45, help="second stage: questions; fewer leave more to learn")
     parser.add_argument("--problems", type=int, default=500, help="held-out problems a task to measure on")
     args = parser.parse_args()
 

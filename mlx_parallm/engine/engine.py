@@ -19,6 +19,7 @@ import mlx.nn as nn
 
 from mlx_parallm.engine.events import Event, Failed, Finished, Scored, StreamDelta
 from mlx_parallm.engine.kv_cache import SlotCache
+from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.model_runner import ModelRunner, SampledToken
 from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.engine.probe import check_architecture
@@ -210,6 +211,7 @@ class Engine:
         params, prompt = request.params, request.prompt_token_ids
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         eos = frozenset() if params.ignore_eos else self._tokenizer.eos_token_ids
+        stop_ids = eos | frozenset(params.stop_token_ids)
         room = self.options.max_model_len - len(prompt)
         return [
             Sequence(
@@ -220,13 +222,14 @@ class Engine:
                 adapter=request.adapter,
                 max_tokens=room if params.max_tokens is None else params.max_tokens,
                 random_stream=random_stream(seed, index),
-                stop_ids=eos | frozenset(params.stop_token_ids),
+                stop_ids=stop_ids,
                 text=OutputText(
                     self._tokenizer.detokenizer,
                     params.stop,
                     include_stop=params.include_stop_str_in_output,
                     eager=request.stream,
                 ),
+                edits=LogitEdits(params, prompt, stop_ids) if LogitEdits.needed(params) else None,
                 processed_logprobs=[] if params.reshapes_distribution else None,
                 top_logprobs=[] if params.logprobs else None,
             )
@@ -257,6 +260,8 @@ class Engine:
         sequence.tokens.append(sampled.token)
         sequence.logprobs.append(sampled.logprob)
         sequence.versions.append(version)
+        if sequence.edits is not None:
+            sequence.edits.add_output(sampled.token)
         if sequence.processed_logprobs is not None and sampled.processed_logprob is not None:
             sequence.processed_logprobs.append(sampled.processed_logprob)
         if sequence.top_logprobs is not None:
@@ -295,7 +300,6 @@ class Engine:
 
     def _retire(self, sequence: Sequence) -> None:
         """The sequence has finished: its last delta, and the request's end when it was the last."""
-        self._runner.forget(sequence)
         with _own_failure(sequence):
             sequence.text.finish()
         live = self._live[sequence.request_id]

@@ -42,12 +42,15 @@ class LogitEdits:
         self._count = np.zeros(_COLUMNS, np.float32)
         self._forbidden = np.zeros(_COLUMNS, bool)
         for token, bias in params.logit_bias.items():
-            self._bias[self._entry(token)] = bias
+            place = self._entry(token)  # first: it may replace the arrays
+            self._bias[place] = bias
         for token in forbidden if self._min_tokens else ():
-            self._forbidden[self._entry(token)] = True
+            place = self._entry(token)
+            self._forbidden[place] = True
         if params.repetition_penalty != 1.0:
             for token in set(prompt):
-                self._seen[self._entry(token)] = True
+                place = self._entry(token)
+                self._seen[place] = True
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:

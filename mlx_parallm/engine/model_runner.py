@@ -14,7 +14,6 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.engine.kv_cache import SlotCache, new_prefill_cache
-from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.scheduler import Plan, PrefillChunk
 from mlx_parallm.engine.sequence import Sequence
@@ -62,7 +61,6 @@ class ModelRunner:
         self._prefill_caches: list[Any] = []
         self._rows: tuple[Sequence, ...] = ()
         self._batch: SamplingBatch | None = None
-        self._edits: dict[Sequence, LogitEdits] = {}
 
     def move_rows(self, plan: Plan) -> None:
         """The plan's moves and prefix copies; done before the weight lock is taken, since they read no weights."""
@@ -101,9 +99,6 @@ class ModelRunner:
             ordered = ordered_alternatives(step.sampled.top_tokens, step.sampled.top_logprobs)
             for row, alternatives in zip(step.batch.wants_top, ordered, strict=True):
                 top[row] = alternatives[: step.rows[row].params.logprobs]
-        for sequence, token in zip(step.rows, tokens, strict=True):
-            if (edits := self._edits.get(sequence)) is not None:
-                edits.add_output(token)
         return [
             SampledToken(sequence, tokens[row], logprobs[row], processed.get(row), top.get(row))
             for row, sequence in enumerate(step.rows)
@@ -118,10 +113,6 @@ class ModelRunner:
             rows = None if all(uses) else mx.array(uses)[:, None, None]
             active.append(ActiveAdapter(view.adapters[name], rows))
         self._lora.active = tuple(active)
-
-    def forget(self, sequence: Sequence) -> None:
-        """The sequence has finished: drops what is kept for it."""
-        self._edits.pop(sequence, None)
 
     def reset(self) -> None:
         """After a failed step: whatever it left half-built is dropped."""
@@ -148,9 +139,6 @@ class ModelRunner:
 
     def _sampling_batch(self, rows: tuple[Sequence, ...]) -> SamplingBatch:
         if self._batch is None or rows != self._rows:
-            for sequence in rows:
-                if sequence not in self._edits and LogitEdits.needed(sequence.params):
-                    self._edits[sequence] = LogitEdits(sequence.params, sequence.prompt, sequence.stop_ids)
-            self._batch = SamplingBatch(rows, [self._edits.get(sequence) for sequence in rows])
+            self._batch = SamplingBatch(rows)
             self._rows = rows
         return self._batch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.engine.logit_edits import LogitEdits, stack_edits
+from mlx_parallm.engine.logit_edits import stack_edits
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.types import SamplingParams, TopLogprob
@@ -44,7 +44,7 @@ class Sampled:
 class SamplingBatch:
     """The parameters of the rows of a step, as arrays."""
 
-    def __init__(self, rows: tuple[Sequence, ...], edits: list[LogitEdits | None]) -> None:
+    def __init__(self, rows: tuple[Sequence, ...]) -> None:
         params = [sequence.params for sequence in rows]
         temperatures = np.array([p.temperature or 1.0 for p in params], np.float32)
         greedy = np.array([p.temperature == 0.0 for p in params])
@@ -52,7 +52,7 @@ class SamplingBatch:
         self.all_greedy, self.any_greedy = bool(greedy.all()), bool(greedy.any())
         self.greedy = mx.array(greedy)
         self.streams = np.array([sequence.random_stream for sequence in rows], np.uint64)
-        self.edits = edits
+        self.edits = [sequence.edits for sequence in rows]
         self.reshaped = [i for i, p in enumerate(params) if p.reshapes_distribution]
         self.filter = _Filter(params)
         self.wants_top = [i for i, p in enumerate(params) if p.logprobs]

@@ -7,6 +7,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.types import Completion, FinishReason, SamplingParams, TopLogprob
 
@@ -37,6 +38,7 @@ class Sequence:
     random_stream: int  # 64 bits; token t of this choice is drawn with f(random_stream, t)
     stop_ids: frozenset[int]  # EOS (unless ignored) and the request's stop ids
     text: OutputText
+    edits: LogitEdits | None = None  # penalties, bias, forbidden ends; None = the logits stay as they are
     status: Status = Status.WAITING
     row: int = -1
     cached: int = 0

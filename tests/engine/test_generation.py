@@ -254,3 +254,14 @@ def test_min_tokens_forbids_the_ends():
     completion = run(served.engine, [request("r", [1, 2, 3], **params)])["r"].completions[0]
     assert completion.token_ids[5:] == (EOS,)
     assert not {EOS, 65} & set(completion.token_ids[:5])
+
+
+def test_decoding_goes_on_between_chunks_of_a_score():
+    served = serve(qwen3_model(), prefill_chunk=32)
+    served.engine.add(request("short", [1, 2, 3], max_tokens=40, ignore_eos=True))
+    served.engine.step()
+    served.engine.score("text", tuple(ragged_prompts(1, shortest=321, longest=321)[0]), None)
+    before = served.engine.counters.generation_tokens
+    scored = next(step for step in range(1, 40) if any(event.request_id == "text" for event in served.engine.step()))
+    assert scored == 10
+    assert served.engine.counters.generation_tokens - before == 10

@@ -14,17 +14,18 @@ from tests.engine.helpers import EOS, ByteTokenizer, qwen3_model, request, run, 
 VOCAB = 50
 
 
-def sequence(params: SamplingParams, index: int = 0) -> Sequence:
+def sequence(params: SamplingParams, edits: LogitEdits | None = None) -> Sequence:
     return Sequence(
         request_id="r",
-        index=index,
+        index=0,
         prompt=(1,),
         params=params,
         adapter=None,
         max_tokens=10,
-        random_stream=random_stream(params.seed or 0, index),
+        random_stream=random_stream(params.seed or 0, 0),
         stop_ids=frozenset(),
         text=OutputText(ByteTokenizer().detokenizer, (), include_stop=False, eager=False),
+        edits=edits,
     )
 
 
@@ -93,7 +94,7 @@ def test_draws_follow_the_twin_distribution(chosen):
     params = [FILTERS[i] for i in chosen]
     rows = logits_of(len(params))
     draws = 4000
-    batch = SamplingBatch(tuple(sequence(p) for p in params for _ in range(draws)), [None] * (draws * len(params)))
+    batch = SamplingBatch(tuple(sequence(p) for p in params for _ in range(draws)))
     positions = [position for _ in params for position in range(draws)]
     sampled = sample(mx.array(np.repeat(rows, draws, axis=0)), batch, positions)
     tokens = np.array(sampled.tokens).reshape(len(params), draws)
@@ -116,7 +117,7 @@ def test_ties_with_the_last_kept_token_are_kept():
     """Documented: a sort's order among equals must not matter."""
     logits = np.full((1, 8), -5.0, np.float32)
     logits[0, 2:5] = 1.0
-    batch = SamplingBatch((sequence(SamplingParams(top_k=2)),) * 500, [None] * 500)
+    batch = SamplingBatch((sequence(SamplingParams(top_k=2)),) * 500)
     tokens = np.array(sample(mx.array(np.repeat(logits, 500, axis=0)), batch, list(range(500))).tokens)
     assert set(tokens.tolist()) == {2, 3, 4}
 
@@ -133,14 +134,14 @@ EDITS = [
 ]
 
 
-@pytest.mark.parametrize("outputs", [[], [3, 4, 4, 9, 4, 11]])
+@pytest.mark.parametrize("outputs", [[], [3, 4, 4, 9, 4, 11], [token % 47 for token in range(60)]])
 def test_penalties_and_bias_follow_the_twin(outputs):
     """One batch of rows with all kinds of edits and one without; log-probabilities of the edited distribution."""
-    prompt, stops = tuple(range(2, 30, 3)), frozenset({0, 9})
+    prompt, stops = tuple(range(2, 50, 2)), frozenset({0, 9})
     params = [*EDITS, SamplingParams()]
     rows = logits_of(len(params), seed=1)
     edits = [edits_of(p, prompt, outputs, stops) if LogitEdits.needed(p) else None for p in params]
-    batch = SamplingBatch(tuple(sequence(p) for p in params), edits)
+    batch = SamplingBatch(tuple(sequence(p, edit) for p, edit in zip(params, edits, strict=True)))
     draws = []
     for position in range(200):
         sampled = sample(mx.array(rows), batch, [position] * len(params))
