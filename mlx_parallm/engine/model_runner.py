@@ -2,7 +2,9 @@
 
 The prefill and the decode step are unmodified mlx-lm forwards over our caches. Only keys and values of a prefill are
 ever evaluated (MLX is lazy), and the last token of each prompt is fed by the decode step, so the head is computed for
-one position a row. `launch` builds the graph and starts it; `collect` is the step's one host sync.
+one position a row. `launch` builds the step's graph under the weight lock; `collect` evaluates it outside of the lock
+and reads it: the step's one host sync. Launching step N+1 before N is read would hide the Python of a step (about 2 ms
+of 50 at 32 rows of 29 M parameters on CPU) and cost a wasted row-step per finish; it is not done.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -26,7 +28,7 @@ MOVE_BLOCK = 32  # row moves copy up to a multiple of this many positions
 
 @dataclass(frozen=True)
 class InFlight:
-    """A launched step: who decodes, under which version, and what the host will read."""
+    """A step's graph: who decodes, under which version, and what the host will read."""
 
     rows: tuple[Sequence, ...]
     version: int
@@ -71,7 +73,7 @@ class ModelRunner:
                 self._slots.move_rows([item.source for item in group], [item.target for item in group], length)
 
     def launch(self, plan: Plan, view: WeightsView) -> InFlight:
-        """Builds the step's graph under the read lock of `view` and starts its evaluation."""
+        """Builds the step's graph under the read lock of `view`; nothing is evaluated here."""
         pending: list[mx.array] = []
         if plan.prefill is not None:
             pending += self._prefill(plan.prefill, view)

@@ -158,9 +158,8 @@ def test_greedy_takes_the_edited_maximum_and_reports_the_plain_logprob():
     rows = logits_of(2, seed=2)
     best = int(rows[0].argmax())
     banned = SamplingParams(temperature=0.0, logit_bias={best: -100.0})
-    batch = SamplingBatch(
-        (sequence(banned), sequence(SamplingParams(seed=5))), [edits_of(banned, (), [], frozenset()), None]
-    )
+    edited = sequence(banned, edits_of(banned, (), [], frozenset()))
+    batch = SamplingBatch((edited, sequence(SamplingParams(seed=5))))
     sampled = sample(mx.array(rows), batch, [0, 0])
     second = int(np.argsort(-rows[0])[1])
     assert np.array(sampled.tokens)[0] == second
