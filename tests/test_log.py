@@ -36,8 +36,10 @@ def test_libraries_speak_from_warning_on_in_the_same_form(capsys):
     configure_logging(json=True, level="info")
     logging.getLogger("uvicorn.error").info("started")
     logging.getLogger("uvicorn.error").warning("odd %s", "thing")
-    [line] = capsys.readouterr().err.splitlines()
-    assert json.loads(line)["event"] == "odd thing"
+    # Only ours: libraries of earlier tests may have something to say when they are collected.
+    events = [json.loads(line)["event"] for line in capsys.readouterr().err.splitlines()]
+    assert "odd thing" in events
+    assert "started" not in events
 
 
 def test_a_traceback_shows_no_local_variables(capsys):

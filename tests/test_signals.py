@@ -93,13 +93,15 @@ def test_nohup_keeps_sighup_ignored() -> None:
 def test_every_thread_that_mlx_starts_has_the_signals_blocked() -> None:
     main = (
         "from pathlib import Path\n"
+        # sigwait unblocks, inside the kernel, what it waits for
+        "watcher = next(t.native_id for t in threading.enumerate() if t.name == 'shutdown-watcher')\n"
         "masks = [int(line.split()[1], 16) for status in Path('/proc/self/task').glob('*/status')"
-        " for line in status.read_text().splitlines() if line.startswith('SigBlk')]\n"
+        " if status.parent.name != str(watcher) for line in status.read_text().splitlines() if line.startswith('SigBlk')]\n"
         "wanted = sum(1 << number - 1 for number in (1, 2, 15))\n"
         "print(len(masks), all(mask & wanted == wanted for mask in masks), flush=True)"
     )
     with start(main=main) as process:
         threads, blocked = next_line(process).split()
         assert process.wait(10) == 0
-    assert int(threads) >= 3
+    assert int(threads) >= 2
     assert blocked == "True"
