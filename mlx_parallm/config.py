@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import tomli
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from mlx_parallm.errors import ConfigError
 
@@ -94,6 +94,13 @@ class AtroposConfig(Section):
     """Longest sequence (prompt + completion) that is trained on."""
     poll_interval_s: float = Field(1.0, gt=0)
     """Pause between two polls of an external API that has no batch."""
+
+    @field_validator("api_url")
+    @classmethod
+    def _reachable(cls, value: str) -> str:
+        if value != "embedded" and not value.startswith(("http://", "https://")):
+            raise ValueError(f'{value!r} is neither "embedded" nor a URL that begins with http:// or https://')
+        return value
 
 
 class WeightUpdateConfig(Section):
@@ -182,6 +189,12 @@ class RLTrainingConfig(Section):
     def _consistent(self) -> "RLTrainingConfig":
         if self.deterministic and self.max_staleness != 0:
             raise ValueError("deterministic = true needs max_staleness = 0")
+        every = self.weight_updates.update_every_n_steps
+        if self.max_staleness < every - 1:
+            raise ValueError(
+                f"weight_updates.update_every_n_steps = {every} makes rollouts {every - 1} steps old before the next"
+                f" publish: max_staleness ({self.max_staleness}) has to be at least that"
+            )
         if self.batch_size > self.atropos.rollout_batch_size:
             raise ValueError(
                 f"batch_size ({self.batch_size}) is larger than atropos.rollout_batch_size"

@@ -10,18 +10,19 @@
 """
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
-import mlx.core as mx
 from rich.console import Console
 
 from mlx_parallm.blas import blas_status, share_blas_between
 from mlx_parallm.config import Config
+from mlx_parallm.engine.served_models import DEFAULT
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.hardware import usable_cores
 from mlx_parallm.log import configure_logging, get_logger
-from mlx_parallm.models.lora import ADAPTER_FILE, SPECIFICATION_FILE, LoraPair, load_adapter
+from mlx_parallm.models.lora import ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, LoraPair, load_adapter
+from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.serving import Serving
 from mlx_parallm.signals import ShutdownWatcher
@@ -40,13 +41,15 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
         main_adapter, layers = _adapters_to_serve(config, adapters)
         serving.listen()
         loaded = serving.load(quantize=config.rl_training.lora.quantize_base)
+        if stop.is_set():
+            return 0
         weights = SharedWeights(loaded.model)
         serving.open(loaded, weights, adapters=layers, main_adapter=main_adapter)
         log.info("serving", url=f"{serving.url}/v1", models=[model.id for model in serving.client.models()])
         stop.wait()
         log.info("stopping")
     finally:
-        with _mlx_released():
+        with mlx_thread():
             serving.close()
     return 0
 
@@ -59,7 +62,7 @@ def run_training(config: Config, *, resume: str | None) -> int:
     try:
         run.execute()
     finally:
-        with _mlx_released():
+        with mlx_thread():
             run.close()
     return 0
 
@@ -81,29 +84,26 @@ def _begin() -> threading.Event:
     return stop
 
 
-@contextmanager
-def _mlx_released() -> Iterator[None]:
-    """A thread that has used MLX gives its streams back before the process leaves (DESIGN §1: MKL aborts otherwise)."""
-    try:
-        yield
-    finally:
-        mx.synchronize()
-        mx.clear_streams()
-
-
 def _adapters_to_serve(
     config: Config, named: Mapping[str, str]
 ) -> tuple[str | None, dict[str, Mapping[str, LoraPair]]]:
-    """The main adapter's name, and every adapter's layers. Raises AdapterError."""
+    """The main adapter's name, and every adapter's layers. Raises AdapterError, ConfigError: a name that is taken."""
     paths = dict(named)
     main_adapter = None
     if config.model.lora_path is not None:
         main_adapter = _adapter_name(config.model.lora_path)
-        paths.setdefault(main_adapter, config.model.lora_path)
+        if main_adapter in paths:
+            raise ConfigError(f"two adapters are named {main_adapter!r}: give both as name=path")
+        paths[main_adapter] = config.model.lora_path
+    for name in paths:
+        if name in (DEFAULT, config.model.base_path, *config.server.served_model_names):
+            raise ConfigError(f"an adapter cannot be named {name!r}: that means the served model")
     return main_adapter, {name: load_adapter(path).layers for name, path in paths.items()}
 
 
 def _adapter_name(path: str) -> str:
     """An adapter's directory names it; a file of an unusual name names itself."""
-    given = Path(path).expanduser()
-    return given.parent.name if given.name in (ADAPTER_FILE, SPECIFICATION_FILE) else given.stem
+    given = Path(path).expanduser().absolute()
+    if given.is_dir():
+        return given.resolve().name
+    return given.parent.name if given.name in (ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE) else given.stem

@@ -132,12 +132,14 @@ class Serving:
         self.state.ready(self.client, self.tokenizer())
 
     def close(self) -> None:
-        """Drains HTTP, then ends the engine. May be called at any point."""
-        if self._http is not None:
-            self._http.stop(self.config.server.drain_timeout_s)
-        self._listener.close()
-        if self._engine is not None:
-            self._engine.stop()
+        """Drains HTTP, then ends the engine. May be called at any point, and again."""
+        try:
+            if self._http is not None:
+                self._http.stop(self.config.server.drain_timeout_s)
+            self._listener.close()
+        finally:
+            if self._engine is not None:
+                self._engine.stop()
 
     def _engine_options(self, loaded: LoadedModel) -> EngineOptions:
         server, own = self.config.server, loaded.max_model_len

@@ -133,10 +133,10 @@ class SharedWeights:
         assert self.policy is not None, "SharedWeights was made without a policy adapter"
         version = self._version + 1
         adapter = AdapterWeights(self.policy, version, dict(layers))
-        adapters = {**self._adapters, self.policy: adapter}
+        policy = self.policy
 
         def rebind() -> None:
-            self._adapters = adapters
+            self._adapters = {**self._adapters, policy: adapter}
             self._version = version
 
         return self._publish(adapter.arrays, rebind, version, timeout_s)

@@ -59,6 +59,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/engine/thread.py:_call": "a function run on the engine thread fails in its caller",
     "mlx_parallm/environments/episodes.py:attempt": "a failed episode is a recorded result",
     "mlx_parallm/environments/rollouts.py:RolloutManager._run": "the thread's end is kept for health() and check()",
+    "mlx_parallm/models/loading.py:load_tokenizer": "the tokenizers library raises plain Exception",
     "mlx_parallm/rl_training/display.py:attempt": "a display that fails must not stop the training",
     "mlx_parallm/server/middleware.py:RequestContextMiddleware.__call__": "one HTTP request's bug stays its own",
     "mlx_parallm/server/sse.py:EventStream._send_all": "the headers are out: the stream says what happened",

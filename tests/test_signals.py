@@ -96,7 +96,8 @@ def test_every_thread_that_mlx_starts_has_the_signals_blocked() -> None:
         # sigwait unblocks, inside the kernel, what it waits for
         "watcher = next(t.native_id for t in threading.enumerate() if t.name == 'shutdown-watcher')\n"
         "masks = [int(line.split()[1], 16) for status in Path('/proc/self/task').glob('*/status')"
-        " if status.parent.name != str(watcher) for line in status.read_text().splitlines() if line.startswith('SigBlk')]\n"
+        " if status.parent.name != str(watcher)"
+        " for line in status.read_text().splitlines() if line.startswith('SigBlk')]\n"
         "wanted = sum(1 << number - 1 for number in (1, 2, 15))\n"
         "print(len(masks), all(mask & wanted == wanted for mask in masks), flush=True)"
     )

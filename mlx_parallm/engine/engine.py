@@ -351,7 +351,10 @@ class Engine:
                 self._fail_score(self._scores.popleft(), f"the adapter {score.adapter!r} was removed")
                 return
             chunk = self._scorer.launch(score, view)
-        self._scorer.collect(score, chunk)
+        try:
+            self._scorer.collect(score, chunk)
+        except RuntimeError as error:  # MLX: no memory for this text's logits, say
+            return self._fail_score(self._scores.popleft(), f"the text cannot be scored: {error}")
         if not all(value is None or math.isfinite(value) for value in score.logprobs):
             self._fail_score(self._scores.popleft(), NOT_FINITE)
             return

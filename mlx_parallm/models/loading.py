@@ -55,18 +55,18 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
     path = resolve_model_path(config.base_path, config.revision)
     try:
         model, model_config = load_hf_model(path, lazy=True, trust_remote_code=config.trust_remote_code)
+        dtype = _dtype(config.dtype)
+        if dtype is not None:
+            model.set_dtype(dtype)
+        if quantize and "quantization" not in model_config:
+            quantize_base(model)
+        model.freeze()
+        model.eval()
+        evaluate_module(model)  # weights are read here: a damaged file shows now
     except FileNotFoundError as error:
         raise ModelError(f"{path}: {error}") from error
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be loaded: {error}") from error
-    dtype = _dtype(config.dtype)
-    if dtype is not None:
-        model.set_dtype(dtype)
-    if quantize and "quantization" not in model_config:
-        quantize_base(model)
-    model.freeze()
-    model.eval()
-    evaluate_module(model)
     return LoadedModel(model, model_config, path, _context_length(model_config))
 
 
@@ -96,7 +96,7 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
     eos = read_config(path).get("eos_token_id")
     try:
         return Tokenizer(load_hf_tokenizer(path, extra, eos_token_ids=eos))
-    except (OSError, ValueError) as error:
+    except Exception as error:
         raise ModelError(f"{path}: the tokenizer cannot be loaded: {error}") from error
 
 

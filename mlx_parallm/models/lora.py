@@ -176,6 +176,8 @@ def load_adapter(path: str | Path) -> AdapterFile:
         raise AdapterError(f"{file} needs {ADAPTER_CONFIG} beside it (rank and scale stand there)") from error
     except (OSError, ValueError, RuntimeError) as error:
         raise AdapterError(f"{file} cannot be read: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("lora_parameters", {}), dict):
+        raise AdapterError(f"{config_file} is not an adapter's configuration")
     assert isinstance(tensors, dict)
     peft = any(".lora_A." in key for key in tensors)
     layers = _from_peft(tensors, config, file) if peft else _from_mlx_lm(tensors, config, file)

@@ -183,6 +183,13 @@ class AtroposPoller:
             raise self._fatal
         return done
 
+    def check(self) -> None:
+        """Raises ConfigError when polling has ended for good, and says why."""
+        if self._fatal is not None:
+            raise self._fatal
+        if self._started.is_set() and not self._thread.is_alive() and not self._stopping:
+            raise ConfigError(f"the thread that polls {self._client.url} has died; its error is in the log")
+
     def stop(self, *, grace_s: float = 2.0) -> None:
         """Ends and joins the thread. A request in flight gets `grace_s`: its batch would not be handed out again."""
         if self._loop is None or self._stop is None:  # never started

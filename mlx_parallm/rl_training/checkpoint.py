@@ -40,7 +40,7 @@ log = structlog.get_logger(__name__)
 class ConsumedGroups(Protocol):
     """What a resume needs of `rollout_store.store.RolloutStore`."""
 
-    def restore(self, consumed_up_to_step: int) -> int: ...
+    def restore(self, consumed_up_to_step: int, *, keep_drops_of: int | None = None) -> int: ...
 
 
 class Checkpointer:
@@ -112,7 +112,7 @@ class Checkpointer:
         self._policy.load(checkpoint)
         self._optimizer.restore(_load(checkpoint / OPTIMIZER_FILE))
         restore_random_state(state.random_state)
-        store.restore(state.step)
+        store.restore(state.step, keep_drops_of=state.in_progress.step if state.in_progress else None)
         metrics.cut(state.step)
         if self._config_hash != state.config_hash:
             log.warning("the configuration is not the one of this checkpoint", checkpoint=str(checkpoint))

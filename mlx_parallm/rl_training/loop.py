@@ -19,7 +19,7 @@ import mlx.core as mx
 import structlog
 
 from mlx_parallm.config import RLTrainingConfig
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ParallmError
 from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.metrics import MetricsFile, complete
@@ -71,17 +71,9 @@ class Hooks:
 
 
 class TrainingLoop:
-    """Raises ConfigError: weights published more rarely than `max_staleness` allows would wait for ever."""
-
     def __init__(
         self, parts: Parts, config: RLTrainingConfig, *, hooks: Hooks | None = None, state: TrainerState | None = None
     ) -> None:
-        every = config.weight_updates.update_every_n_steps
-        if config.max_staleness < every - 1:
-            raise ConfigError(
-                f"rl_training.weight_updates.update_every_n_steps = {every} makes rollouts {every - 1} steps old before"
-                f" the next publish: rl_training.max_staleness ({config.max_staleness}) has to be at least that"
-            )
         self._parts, self._config, self._hooks = parts, config, hooks or Hooks()
         self._step = state.step if state else 0
         self._in_progress = state.in_progress if state else None
@@ -102,7 +94,12 @@ class TrainingLoop:
             step = self._step + 1
             work, self._in_progress = self._in_progress, None
             waited = time.perf_counter()
-            batch = self._batch(step, work)
+            try:
+                batch = self._batch(step, work)
+            except ParallmError:  # the sources have failed; the weights are sound, and between two steps
+                if work is None:
+                    self._save(None)
+                raise
             if batch is None:
                 return self._stop(None)
             time_rollout_s = (work.time_rollout_s if work else 0.0) + time.perf_counter() - waited

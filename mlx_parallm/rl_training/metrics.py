@@ -55,7 +55,8 @@ class MetricsFile:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            os.truncate(self.path, before)
+            if self.path.exists():
+                os.truncate(self.path, before)
             raise CheckpointError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
     def cut(self, step: int) -> None:

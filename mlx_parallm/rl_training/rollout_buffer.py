@@ -36,6 +36,8 @@ class GroupStore(Protocol):
 
     def groups(self, group_ids: Sequence[str]) -> list[RolloutGroup]: ...
 
+    def known_ids(self) -> set[str]: ...
+
     def take(self, group_ids: Sequence[str], step: int) -> None: ...
 
     def drop(self, group_ids: Sequence[str], step: int, reason: str) -> None: ...
@@ -85,10 +87,10 @@ class RolloutBuffer:
         self._seed, self._deterministic = seed, deterministic
         self._held: dict[str, RolloutGroup] = {}  # waiting in the store, read already; in the store's order
         self._outstanding = 0  # in-process groups asked for and not seen yet
-        self._poll()  # what a former process left is not an answer to our requests
-        self._outstanding = 0
-        self._restored = frozenset(self._held)  # perhaps sampled by weights that were lost with that process
+        # What a former process left is no answer to our requests, and perhaps of weights that were lost with it.
+        self._restored = frozenset(store.known_ids())
         self._begin()
+        self._poll()
 
     def _begin(self) -> None:
         self._chosen: list[tuple[RolloutGroup, Advantages, int]] = []
@@ -147,10 +149,10 @@ class RolloutBuffer:
 
     def _poll(self) -> None:
         """Reads groups that are new in the store."""
-        known = {*self._held, *(group.group_id for group, _, _ in getattr(self, "_chosen", ()))}
+        known = {*self._held, *(group.group_id for group, _, _ in self._chosen)}
         for group in self._store.waiting(max(4 * self._target - len(known), 1), exclude=known):
             self._held[group.group_id] = group
-            if group.index is not None and self._outstanding > 0:
+            if group.index is not None and self._outstanding > 0 and group.group_id not in self._restored:
                 self._outstanding -= 1
 
     def _choose(self, step: int) -> None:

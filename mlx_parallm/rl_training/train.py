@@ -12,7 +12,6 @@ import copy
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -22,20 +21,21 @@ from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.evaluate import Evaluation, evaluate
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.rollouts import RolloutManager
-from mlx_parallm.errors import AdapterError, ConfigError
+from mlx_parallm.errors import EngineUnavailableError, EnvironmentFailedError
 from mlx_parallm.log import get_logger
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.models.lora import LoraPair, find_adapter_file, load_adapter
+from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.rl_training import report
 from mlx_parallm.rl_training.atropos_client import AtroposClient, AtroposPoller, TrainerRegistration
-from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
+from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.display import RunInfo, TrainingDisplay
 from mlx_parallm.rl_training.grpo_trainer import make_algorithm
 from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.policy import TrainedPolicy
 from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
-from mlx_parallm.rl_training.run_directory import RunDirectory
+from mlx_parallm.rl_training.run_directory import STORE_FILE, RunDirectory
+from mlx_parallm.rl_training.starting import initial_adapter, what_to_resume
 from mlx_parallm.rl_training.trainer_base import Trainer
 from mlx_parallm.rl_training.trainer_state import TrainerState, config_hash
 from mlx_parallm.rl_training.versions import VersionSteps
@@ -64,12 +64,14 @@ class TrainingRun:
 
     def __init__(self, config: Config, *, resume: str | None, stop: threading.Event, console: Console) -> None:
         training = config.rl_training
-        self._config, self._stop, self._console = config, stop, console
-        self._checkpoint = find_checkpoint(resume, training.checkpoint_dir, training.run_name) if resume else None
+        self._stop, self._console = stop, console
+        config, self._checkpoint, self._start_over = what_to_resume(config, resume)
+        self._config, training = config, config.rl_training
         self._sources = build_sources(config.environments, seed=training.seed)
         self._closing = ExitStack()
         self._serving = Serving(config)
         self._closing.callback(self._serving.close)
+        self._began = False
         self._loop: TrainingLoop | None = None
         self._weights: SharedWeights | None = None
         self._manager: RolloutManager | None = None
@@ -79,43 +81,30 @@ class TrainingRun:
     def execute(self) -> None:
         """Trains to total_steps or to the stop; leaves a checkpoint either way."""
         config = self._config
-        initial = self._initial_adapter()
-        directory = RunDirectory.open(config, self._checkpoint)
+        initial = None if self._checkpoint else initial_adapter(config)
+        directory = RunDirectory.open(config, self._checkpoint, reuse=self._start_over)
+        self._closing.callback(lambda: None if self._began else directory.discard())
         self._closing.callback(directory.close)
-        store = RolloutStore(directory.path / "rollouts.sqlite")
+        store = RolloutStore(directory.path / STORE_FILE)
         self._closing.callback(store.close)
+        self._closing.callback(self._serving.close)  # before the store, which /atropos writes to
         vocab_size = self._serving.vocab_size
         self._serving.listen(self._routers(store, directory, vocab_size))
         loaded = self._serving.load(quantize=config.rl_training.lora.enabled and config.rl_training.lora.quantize_base)
         parts, state = self._training_parts(loaded, initial, directory, store)
+        directory.write_config(config)
+        if self._stop.is_set():
+            return
+        self._began = True
         display = TrainingDisplay(self._console, sources=self._health)
         self._closing.callback(display.stop)
         self._train(parts, state, directory, display)
 
     def close(self) -> None:
-        """Ends what was started, newest first: sources, engine, HTTP, store."""
+        """Ends what was started: sources, HTTP, engine, store. A start that failed leaves no directory."""
         self._closing.close()
 
     # ------------------------------------------------------------------ building
-
-    def _initial_adapter(self) -> dict[str, LoraPair] | None:
-        """`model.lora_path`. One that is not there yet, but would be made by training, starts anew with a warning."""
-        path, training = self._config.model.lora_path, self._config.rl_training
-        if path is None:
-            return None
-        if not training.lora.enabled:
-            raise ConfigError("model.lora_path is set, but rl_training.lora.enabled = false trains all weights")
-        if self._checkpoint is not None:
-            return None  # the checkpoint has the adapter
-        try:
-            file = find_adapter_file(path)
-        except AdapterError:
-            made_by_training = training.checkpoint_dir.resolve() in Path(path).expanduser().absolute().parents
-            if not made_by_training:
-                raise
-            log.warning("model.lora_path does not exist yet: training starts with a new adapter", path=path)
-            return None
-        return dict(load_adapter(file).layers)
 
     def _routers(self, store: RolloutStore, directory: RunDirectory, vocab_size: int) -> list[Any]:
         training, atropos = self._config.rl_training, self._config.rl_training.atropos
@@ -162,6 +151,9 @@ class TrainingRun:
             config_hash=config_hash(self._config),
         )
         state = checkpointer.resume(self._checkpoint, store, metrics) if self._checkpoint else None
+        if self._start_over:  # a run that was killed before its first checkpoint: its groups are there, its steps not
+            store.restore(0)
+            metrics.cut(0)
         versions = state.restored_versions() if state else VersionSteps()
         weights = self._open_serving(loaded, policy, versions)
         updater = WeightUpdater(weights, policy, versions, training.weight_updates, drained=self._drained)
@@ -230,7 +222,7 @@ class TrainingRun:
             self._manager.restore(state.sources[ENVIRONMENTS])
         self._manager.skip(store.known_ids())
         self._manager.start()
-        self._closing.callback(self._manager.stop)
+        self._closing.callback(_stopped, self._manager)
 
     def _start_poller(self, loaded: LoadedModel, store: RolloutStore, state: TrainerState | None) -> AtroposPoller:
         training, atropos = self._config.rl_training, self._config.rl_training.atropos
@@ -291,10 +283,13 @@ class TrainingRun:
         self._report(parts.metrics, directory, before, after, finished=outcome == "finished")
 
     def _look_after(self, display: TrainingDisplay) -> None:
+        stats = self._serving.client.stats()
+        if not stats.alive:
+            raise EngineUnavailableError(stats.error or "the engine thread has ended")
         if self._manager is not None:
             self._manager.check()
         if self._poller is not None:
-            self._poller.wait_until_registered(0.0)
+            self._poller.check()
         display.tick()
 
     def _evaluate(self, display: TrainingDisplay, when: str) -> list[Evaluation]:
@@ -325,7 +320,10 @@ class TrainingRun:
         lines = list(metrics.read())
         curve = None
         if any(line["reward_mean"] is not None for line in lines):
-            curve = report.write_reward_curve(lines, directory.path / "reward.png", title=directory.path.name)
+            try:
+                curve = report.write_reward_curve(lines, directory.path / "reward.png", title=directory.path.name)
+            except OSError as error:
+                log.warning("the reward curve cannot be written", error=str(error))
         if finished:
             lora = self._config.rl_training.lora.enabled
             commands = report.next_commands(directory.path, self._config.model.base_path, lora=lora)
@@ -364,6 +362,14 @@ class TrainingRun:
 
     def _version(self) -> int:
         return self._weights.version if self._weights else 0
+
+
+def _stopped(manager: RolloutManager) -> None:
+    """An environment that blocks its thread must not turn a saved run into a failed one; the thread is a daemon."""
+    try:
+        manager.stop()
+    except EnvironmentFailedError as error:
+        log.warning(str(error))
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) -> T | None:

@@ -207,6 +207,8 @@ class AtroposQueue:
             return f"{len(reasons)} of the last {recent} groups from environments were rejected: {reasons[-1]}"
         if fault := self._unreachable_batch(present):
             return fault
+        if not present and not self.settings.other_group_sizes and quiet_s > SILENT_AFTER_S:
+            return f"no environment has registered at /atropos for {quiet_s:.0f} s: nothing makes rollouts"
         if present and quiet_s > STALLED_AFTER_S:
             return f"{len(present)} environments are registered, but none has sent a group for {quiet_s:.0f} s"
         return None

@@ -150,12 +150,16 @@ class RolloutStore:
                 (step, reason, len(source_prefix), source_prefix),
             ).rowcount
 
-    def restore(self, consumed_up_to_step: int) -> int:
-        """Puts groups that steps after the checkpoint's took or dropped back to waiting; returns how many."""
+    def restore(self, consumed_up_to_step: int, *, keep_drops_of: int | None = None) -> int:
+        """Puts groups that steps after the checkpoint's took or dropped back to waiting; returns how many.
+
+        What step `keep_drops_of` (one that the checkpoint holds half-done, statistics included) dropped stays dropped.
+        """
         with self._transaction("written") as connection:
             return connection.execute(
-                "UPDATE groups SET state = 'waiting', step = NULL, reason = NULL WHERE state != 'waiting' AND step > ?",
-                (consumed_up_to_step,),
+                "UPDATE groups SET state = 'waiting', step = NULL, reason = NULL WHERE state != 'waiting' AND step > ?"
+                " AND NOT (state = 'dropped' AND step = ?)",
+                (consumed_up_to_step, -1 if keep_drops_of is None else keep_drops_of),
             ).rowcount
 
     def waiting(self, limit: int | None = None, *, exclude: Collection[str] = ()) -> list[RolloutGroup]:

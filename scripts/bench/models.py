@@ -19,7 +19,10 @@ assert mlx_parallm.__version__
 
 VOCAB = 8192
 END = "<|end|>"
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def bench_model(seed: int = 0) -> nn.Module:

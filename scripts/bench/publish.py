@@ -1,10 +1,10 @@
 """What a publish costs while the server streams: lock times, bytes copied, failed requests.
 
-    python scripts/bench/publish.py --publishes 200 --clients 8
+    .venv/bin/python -m scripts.bench.publish --publishes 200 --clients 8
 
-A 30 M parameter random model with an all-linear rank-16 adapter, served by the real HTTP server in this process; clients
-in a process of their own stream chat answers all the while and count what they got. The main thread plays the trainer:
-new adapter arrays, evaluated, published.
+A 30 M parameter random model with an all-linear rank-16 adapter, served by the real HTTP server in this process;
+clients in processes of their own stream answers all the while and count what they got. The main thread plays the
+trainer: new adapter arrays, evaluated, published.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import openai
 
 import mlx_parallm  # the fast BLAS comes before MLX
 from mlx_parallm.config import load_config
+from mlx_parallm.log import configure_logging
 from mlx_parallm.models.lora import LoraPair, LoraSpec, adapter_layers, inject_lora
 from mlx_parallm.serving import Serving
 from mlx_parallm.weights import SharedWeights
@@ -37,6 +38,7 @@ def main() -> None:
     args = parser.parse_args()
     import mlx.core as mx
 
+    configure_logging(level="warning")
     with tempfile.TemporaryDirectory() as directory:
         path = save_bench_model(Path(directory) / "model")
         serving = Serving(load_config(None, [f"model.base_path={path}", "server.port=0"]))

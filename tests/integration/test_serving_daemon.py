@@ -68,18 +68,15 @@ def test_an_unnamed_adapter_is_the_served_model_and_the_base_stays_reachable(ada
     ("arguments", "message"),
     [
         (["--lora-path", "/nowhere"], "no adapter at /nowhere"),
+        (["--lora-path", "default={adapter}"], "cannot be named 'default'"),
+        (["--lora-path", "{adapter}", "loud={adapter}"], "two adapters are named 'loud'"),
         (["--host", "0.0.0.0"], "API key"),
         (["--set", "server.prot=1"], "server.port"),
-        (["--set", "model.base_path=/nowhere"], "/nowhere"),
+        (["--model-path", "/nowhere"], "/nowhere"),
     ],
 )
-def test_what_cannot_be_served_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
-    port = free_port()
-    base = [] if "model.base_path=/nowhere" in arguments else ["--model-path", "builtin:tiny"]
-    if not base:
-        base = ["--model-path", "/nowhere"]
-        arguments = []
-    with Daemon("mlx_parallm_serve", *base, "--port", str(port), *arguments, port=port) as daemon:
+def test_what_cannot_be_served_is_one_line_and_exit_code_2(adapter: Path, arguments: list[str], message: str) -> None:
+    with serve(*[argument.format(adapter=adapter) for argument in arguments]) as daemon:
         assert daemon.wait(timeout=60) == 2
     errors = [line for line in daemon.output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1

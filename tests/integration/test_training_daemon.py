@@ -7,10 +7,16 @@ import time
 from pathlib import Path
 
 import httpx
+import mlx.core as mx
 import openai
 import pytest
 
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.models.loading import load_model, read_config, resolve_model_path
+from mlx_parallm.models.lora import LoraSpec, adapter_layers, inject_lora, save_adapter
+from mlx_parallm.rollout_store.store import RolloutStore
 from tests.integration.processes import metrics, train, wait_for_step, without_times, write_config
+from tests.tiny_models import make_model
 
 pytestmark = pytest.mark.slow
 
@@ -71,15 +77,6 @@ def test_a_signal_saves_and_exits_zero_within_ten_seconds(tmp_path: Path, number
     assert [line["step"] for line in metrics(run)] == list(range(1, stopped_at + 3))
 
 
-def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
-    config = write_config(tmp_path, steps=500)
-    with train(config) as daemon:
-        daemon.wait_until_ready()
-        daemon.send(signal.SIGINT)
-        daemon.send(signal.SIGTERM)
-        assert daemon.wait(timeout=10) != 1
-
-
 def test_kill_9_then_two_resumes_write_the_same_metrics(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=9, interval=2, training="deterministic = true")
     run = tmp_path / "checkpoints" / "run"
@@ -98,6 +95,62 @@ def test_kill_9_then_two_resumes_write_the_same_metrics(tmp_path: Path) -> None:
         results.append(without_times(metrics(copied)))
     assert [line["step"] for line in results[0]] == list(range(1, 10))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("resume", ["auto", "directory"])
+def test_a_run_killed_before_its_first_checkpoint_starts_over_with_its_groups(tmp_path: Path, resume: str) -> None:
+    config = write_config(tmp_path, steps=500, interval=400)
+    run = tmp_path / "checkpoints" / "run"
+    with train(config) as daemon:
+        daemon.wait_until_ready()
+        wait_for_step(daemon, run, 2)
+        daemon.process.kill()
+        daemon.wait()
+    accepted = len(RolloutStore(run / "rollouts.sqlite").known_ids())
+    argument = "auto" if resume == "auto" else str(run)
+    with train(config, "--resume", argument, "--set", "rl_training.total_steps=2") as daemon:
+        assert daemon.wait() == 0, daemon.output
+    assert [line["step"] for line in metrics(run)] == [1, 2]
+    assert accepted > 0
+    assert len(RolloutStore(run / "rollouts.sqlite").known_ids()) >= accepted
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("model.base_path=/nowhere", "/nowhere"),
+        ('rl_training.lora.target_modules=["qproj"]', "matches no linear layer"),
+        ("model.lora_path={tmp}/adapter", "the adapter has A"),
+        ("rl_training.atropos.rollout_batch_size=36", "group sizes are 8"),
+        ("rl_training.atropos.api_url=localhost:8001", "begins with http://"),
+    ],
+)
+def test_a_start_that_fails_is_one_line_and_leaves_nothing(tmp_path: Path, setting: str, message: str) -> None:
+    tree = make_model({"model_type": "qwen3"} | read_config(resolve_model_path("builtin:tiny")))
+    inject_lora(tree, LoraSpec(2, 4))
+    (tmp_path / "adapter").mkdir()
+    save_adapter(tmp_path / "adapter", adapter_layers(tree), num_layers=len(tree.layers))  # rank 2, the run's is 4
+    config = write_config(tmp_path, steps=1)
+    with train(config, "--set", setting.format(tmp=tmp_path)) as daemon:
+        assert daemon.wait() == 2, daemon.output
+    errors = [line for line in daemon.output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in daemon.output
+    assert not (tmp_path / "checkpoints" / "run").exists()
+
+
+def test_all_weights_can_be_trained(tmp_path: Path) -> None:
+    config = write_config(tmp_path, steps=2)
+    with train(config, "--set", "rl_training.lora.enabled=false", "--set", "rl_training.learning_rate=1e-4") as daemon:
+        client = daemon.wait_until_ready().client()
+        assert [model.id for model in client.models.list()] == ["builtin:tiny"]
+        assert daemon.wait() == 0, daemon.output
+    run = tmp_path / "checkpoints" / "run"
+    assert max(line["logprob_diff_max"] for line in metrics(run)) < 1e-4
+    again = load_model(ModelConfig(base_path=str(run / "final")))
+    base = load_model(ModelConfig())
+    assert not mx.array_equal(again.model.model.norm.weight, base.model.model.norm.weight)
 
 
 def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:

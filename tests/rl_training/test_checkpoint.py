@@ -31,7 +31,7 @@ class NoStore:
     def __init__(self) -> None:
         self.restored: list[int] = []
 
-    def restore(self, consumed_up_to_step: int) -> int:
+    def restore(self, consumed_up_to_step: int, *, keep_drops_of: int | None = None) -> int:
         self.restored.append(consumed_up_to_step)
         return 0
 

@@ -204,7 +204,15 @@ def test_reset_drops_what_waits_from_environments_and_says_why(queue, store):
 
 
 class TestHealth:
-    def test_nothing_wrong(self, queue, clock):
+    def test_nobody_came_and_nobody_else_makes_rollouts(self, queue, clock):
+        assert queue.health() is None
+        clock.now += SILENT_AFTER_S + 1
+        assert queue.health() == "no environment has registered at /atropos for 61 s: nothing makes rollouts"
+        register(queue)
+        assert queue.health() is None
+
+    def test_nothing_wrong(self, store, clock):
+        queue = make_queue(store, clock, other_group_sizes=(2,))
         assert queue.health() is None
         clock.now += STALLED_AFTER_S + 1  # nobody is registered: in-process environments may do all the work
         assert queue.health() is None
@@ -217,7 +225,7 @@ class TestHealth:
         clock.now += SILENT_AFTER_S + 1
         assert queue.health() == "environment sums_0 has not called for 61 s: is it still running?"
         queue.disconnect_environment(env_id)
-        assert queue.health() is None
+        assert "no environment has registered" in queue.health()
 
     def test_an_environment_sends_nothing(self, queue, clock):
         env_id = register(queue).env_id

@@ -1,0 +1,85 @@
+"""The contract that everything rests on: engine and trainer agree on the log-probability of every sampled token."""
+
+import asyncio
+import copy
+import random
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.config import ModelConfig, parse_config
+from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.served_models import ServedModels
+from mlx_parallm.engine.thread import EngineThread
+from mlx_parallm.models.loading import load_model, load_tokenizer
+from mlx_parallm.models.lora import adapter_layers, prepare_for_serving, trainer_lora_layers
+from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.grpo_trainer import make_algorithm
+from mlx_parallm.rl_training.policy import TrainedPolicy
+from mlx_parallm.rl_training.trainer_base import Trainer
+from mlx_parallm.types import Request, RequestOutput, Rollout, RolloutGroup, SamplingParams
+from mlx_parallm.weights import SharedWeights
+
+TEMPERATURE = 0.8
+SEQUENCES = 64
+
+
+def sample(requests: list[Request], thread: EngineThread) -> list[RequestOutput]:
+    thread.start()
+    try:
+        return asyncio.run(thread.client.generate_many(requests))
+    finally:
+        thread.stop()
+
+
+@pytest.mark.parametrize("blocks_per_eval", [0, 1])
+def test_64_ragged_sequences_agree_to_1e_4(blocks_per_eval: int) -> None:
+    loaded = load_model(ModelConfig())
+    training = parse_config(
+        {"rl_training": {"blocks_per_eval": blocks_per_eval, "batch_size": SEQUENCES, "token_budget": 1024}}
+    ).rl_training
+    policy = TrainedPolicy(copy.deepcopy(loaded.model), training, source=loaded.path, model_config=loaded.config)
+    mx.random.seed(3)
+    for layer in trainer_lora_layers(policy.model).values():
+        layer.lora_b = mx.random.normal(layer.lora_b.shape) * 0.02
+    mx.eval(policy.model.parameters())
+    trainer = Trainer(policy, training, make_algorithm(training))
+
+    weights = SharedWeights(loaded.model, policy="policy")
+    weights.add_adapter("policy", adapter_layers(policy.model))
+    lora = prepare_for_serving(loaded.model)
+    tokenizer = load_tokenizer(loaded.path, ModelConfig())
+    options = EngineOptions(max_model_len=256, vocab_size=loaded.vocab_size, max_rows=24, prefill_chunk=64)
+    names = ServedModels("m", adapter_versions=dict, version=lambda: 0, policy_adapter="policy")
+    thread = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), names)
+
+    rng = random.Random(0)
+    requests = [
+        Request(
+            f"r{number}",
+            tuple(rng.randrange(3, 300) for _ in range(rng.randrange(1, 70))),
+            SamplingParams(temperature=TEMPERATURE, max_tokens=rng.randrange(2, 40), seed=number),
+            adapter="policy",
+        )
+        for number in range(SEQUENCES)
+    ]
+    sequences = []
+    for request, output in zip(requests, sample(requests, thread), strict=True):
+        (completion,) = output.completions
+        given, sampled = len(request.prompt_token_ids), len(completion.token_ids)
+        rollout = Rollout(
+            tokens=request.prompt_token_ids + completion.token_ids,
+            mask=(0,) * given + (1,) * sampled,
+            logprobs=(0.0,) * given + completion.logprobs,
+            policy_versions=(0,) * (given + sampled),
+            temperature=TEMPERATURE,
+            scores={"reward": 1.0},
+        )
+        sequences.append(TrainSequence(rollout, (1.0,) * (given + sampled), True))
+    assert len({len(sequence.rollout.tokens) for sequence in sequences}) > 20
+    assert len({token for sequence in sequences for token in sequence.rollout.tokens}) > 20
+    group = RolloutGroup("g", "test", tuple(sequence.rollout for sequence in sequences))
+    result = trainer.train_step(TrainBatch(1, (group,), tuple(sequences), BatchStatistics()))
+    assert result.metrics["logprob_diff_max"] is not None
+    assert result.metrics["logprob_diff_max"] <= 1e-4
+    assert result.metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
