@@ -167,7 +167,7 @@ def _exit_code(run: Callable[[], int]) -> int:
 
 
 def _before_mlx(config: "Config") -> None:
-    """What must happen while no thread but this one runs and MLX is not loaded (DESIGN §1, §4)."""
+    """What must happen while no thread but this one runs and MLX is not loaded (docs/design.md)."""
     block_shutdown_signals()
     if config.rl_training.deterministic:
         from mlx_parallm.blas import request_bitwise_reproducible_blas

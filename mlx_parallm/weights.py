@@ -4,7 +4,7 @@
     trainer thread   shared.publish_adapter(layers)                               (evaluates first, then the write side)
 
 Under the write lock references are rebound and nothing else; no array is copied. A graph that is already built keeps
-the arrays that it was built with, so the engine need not hold the lock while it is evaluated (DESIGN §1).
+the arrays that it was built with, so the engine need not hold the lock while it is evaluated (docs/design.md).
 """
 
 import threading

@@ -32,7 +32,7 @@ configure_logging(level="error")
 
 
 def pytest_sessionfinish() -> None:
-    """A thread that has used MLX ends so; otherwise MLX with MKL may abort at exit (DESIGN §1)."""
+    """A thread that has used MLX ends so; otherwise MLX with MKL may abort at exit (docs/design.md)."""
     mx.synchronize()
     mx.clear_streams()
 

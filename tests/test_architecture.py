@@ -1,4 +1,4 @@
-"""Holds the structure that DESIGN §2 and STYLE fix, by reading the source (AST) and importing it afresh.
+"""Holds the structure that docs/design.md describes, by reading the source (AST) and importing it afresh.
 
 A limit that makes code worse is the wrong limit: add the place to the exceptions below, by name and with the reason.
 """

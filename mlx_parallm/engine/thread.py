@@ -1,8 +1,8 @@
 """The engine thread: takes commands between steps, steps while there is work, delivers each step's events.
 
 Everything MLX that serves runs here. `build` makes the engine on this thread from a model that was evaluated where it
-was loaded (DESIGN §1). The loop blocks on the command queue when idle. A step that raises fails the requests that took
-part and the engine goes on; several in a row, and it is dead and says so in `stats`.
+was loaded (docs/design.md). The loop blocks on the command queue when idle. A step that raises fails the requests that
+took part and the engine goes on; several in a row, and it is dead and says so in `stats`.
 """
 
 import queue

@@ -1,7 +1,7 @@
 """Per-token estimators of KL(policy || reference) from the policy's own samples (Schulman, joschu.net/blog/kl-approx).
 
 With d = ref_logprobs - logprobs:  k1 = -d  ·  k2 = d²/2  ·  k3 = exp(d) - 1 - d.
-k1 and k3 are unbiased *values*; as losses only k2's gradient is that of the true KL (DESIGN facts: rl.md §2.2).
+k1 and k3 are unbiased *values*; as losses only k2's gradient is that of the true KL (joschu.net/blog/kl-approx.html).
 
 Worked: logprobs -1.0, ref_logprobs -1.2 → d = -0.2: k1 = 0.2, k2 = 0.02, k3 = e^-0.2 - 1 + 0.2 = 0.018731.
 """

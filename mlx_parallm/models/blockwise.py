@@ -1,6 +1,6 @@
 """Loss and gradients of any mlx-lm architecture, a few transformer blocks at a time.
 
-Evaluating the graph of a whole training step starves the serving thread (DESIGN §1); evaluating it block by block
+Evaluating the graph of a whole training step starves the serving thread (docs/design.md); evaluating it block by block
 leaves gaps, keeps one activation per block instead of all (gradient checkpointing), and gives the same gradients.
 
     LayerStack        (layer_stack.py) the model's own forward, its blocks replaced by callables of ours

@@ -1,7 +1,7 @@
 """Finds and loads checkpoints through mlx-lm: a directory, a hub id, or the shipped `builtin:tiny`.
 
 Everything returned is evaluated, hidden arrays (rope frequencies) included: a pending array must not be handed to
-another thread (DESIGN §1).
+another thread (docs/design.md).
 """
 
 import importlib.resources

@@ -1,4 +1,4 @@
-"""Inputs of facts/rl.md §2.6: B = 6 rows, T = 5, written out by their formulas."""
+"""Inputs of the reference values: B = 6 rows, T = 5, written out by their formulas."""
 
 import mlx.core as mx
 import numpy as np

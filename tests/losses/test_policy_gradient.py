@@ -1,4 +1,4 @@
-"""Values and gradient norms against other trainers' (facts/rl.md §2.6), hand-worked cases, invariances."""
+"""Values and gradient norms of TRL and verl on the same inputs (float64), hand-worked cases, invariances."""
 
 from collections.abc import Callable
 from dataclasses import replace

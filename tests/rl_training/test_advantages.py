@@ -1,4 +1,4 @@
-"""Group advantages against hand-worked numbers and other trainers' (facts/rl.md §2.6)."""
+"""Group advantages against hand-worked numbers and the values of other trainers."""
 
 import numpy as np
 import pytest
