@@ -34,8 +34,8 @@ def test_events_below_the_level_are_dropped_and_stdout_stays_clean(capsys):
 
 def test_libraries_speak_from_warning_on_in_the_same_form(capsys):
     configure_logging(json=True, level="info")
-    logging.getLogger("uvicorn.error").info("started")
-    logging.getLogger("uvicorn.error").warning("odd %s", "thing")
+    logging.getLogger("some.library").info("started")
+    logging.getLogger("some.library").warning("odd %s", "thing")
     # Only ours: libraries of earlier tests may have something to say when they are collected.
     events = [json.loads(line)["event"] for line in capsys.readouterr().err.splitlines()]
     assert "odd thing" in events

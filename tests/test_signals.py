@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.signals_reset import default_signals
+
 WATCH = """
 import sys, threading
 from mlx_parallm.signals import ShutdownWatcher, block_shutdown_signals
@@ -28,7 +30,7 @@ COMPUTE = "y = mx.ones((2048, 2048)) / 2048\nfor _ in range(20000): y = y @ y\nm
 
 
 def start(
-    *, first: str = "stop.set()", same: float = 0.0, main: str = WAIT, preexec: Callable[[], object] | None = None
+    *, first: str = "stop.set()", same: float = 0.0, main: str = WAIT, preexec: Callable[[], object] = default_signals
 ) -> "subprocess.Popen[str]":
     program = WATCH.format(first=first, same=same, main=main)
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, preexec_fn=preexec)

@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import openai
 
+from tests.signals_reset import default_signals
+
 BIN = Path(sys.executable).parent
 
 BASE = """
@@ -95,6 +97,7 @@ class Daemon:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=default_signals,
             env=os.environ | (env or {}),
         )
         self.output = ""

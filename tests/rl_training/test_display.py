@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from mlx_parallm.log import configure_logging
 from mlx_parallm.rl_training import display as display_module
 from mlx_parallm.rl_training.display import RunInfo, TrainingDisplay, curl_line, sparkline, trained_tokens_per_s
+from tests.signals_reset import default_signals
 
 INFO = RunInfo(
     run_name="quickstart",
@@ -263,6 +264,7 @@ def test_ctrl_c_reaches_the_trainer_and_the_cursor_comes_back():
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
+        preexec_fn=default_signals,
         env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"},
     )
     os.close(terminal)

@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from mlx_parallm.config import RLTrainingConfig
-from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
 from mlx_parallm.rl_training.grpo_trainer import make_algorithm
@@ -195,7 +195,7 @@ def test_publishing_every_second_step(tmp_path: Path) -> None:
 
 def test_publishing_too_rarely_for_the_staleness_limit_is_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match=r"update_every_n_steps = 3 .*max_staleness \(1\)"),
+        pytest.raises(ValidationError, match=r"update_every_n_steps = 3 .*max_staleness \(1\)"),
         running(tmp_path / "run", weight_updates={"update_every_n_steps": 3}, max_staleness=1),
     ):
         pass
