@@ -6,6 +6,7 @@ line on stderr and exit code 2; anything else is a bug and keeps its traceback.
 """
 
 import argparse
+import atexit
 import json
 import os
 import sys
@@ -104,13 +105,13 @@ def merge_lora(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def run() -> int:
-        from mlx_parallm.models.threads import mlx_thread
+        from mlx_parallm.models.threads import release_streams
         from mlx_parallm.tools.merge_lora import merge
 
-        with mlx_thread():
-            report = merge(
-                args.base_model, args.lora_path, args.output_path, layout=args.format, push_to_hub=args.push_to_hub
-            )
+        atexit.register(release_streams)
+        report = merge(
+            args.base_model, args.lora_path, args.output_path, layout=args.format, push_to_hub=args.push_to_hub
+        )
         origin = ", from a dequantised base" if report.dequantized else ""
         sys.stdout.write(f"{report.path}: {report.layers} layers merged, {report.dtype}{origin}\n")
         if report.url:
@@ -129,11 +130,11 @@ def doctor(argv: Sequence[str] | None = None) -> int:
     parser.parse_args(argv)
 
     def run() -> int:
-        from mlx_parallm.models.threads import mlx_thread
+        from mlx_parallm.models.threads import release_streams
         from mlx_parallm.tools import doctor
 
-        with mlx_thread():
-            return doctor.run()
+        atexit.register(release_streams)
+        return doctor.run()
 
     return _exit_code(run)
 
