@@ -52,8 +52,8 @@ def share_blas_between(threads: int, cores: int) -> int | None:
     """Gives each of `threads` computing threads its share of the cores; returns it, None where nothing was set.
 
     The BLAS' own threads spin while they wait for work. With an engine and a trainer on two cores, two BLAS threads
-    each took twice the wall time of one each (docs/benchmarks/quickstart.md). Whoever sets MKL_NUM_THREADS,
-    OMP_NUM_THREADS or OPENBLAS_NUM_THREADS decides instead.
+    took 1.13 to 1.19 times the wall time and 1.8 times the CPU time of one (docs/benchmarks/quickstart.md). Whoever
+    sets MKL_NUM_THREADS, OMP_NUM_THREADS or OPENBLAS_NUM_THREADS decides instead.
     """
     status = blas_status()
     setter = _THREAD_SETTERS.get(status.name)
