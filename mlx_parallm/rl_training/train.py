@@ -20,13 +20,11 @@ from mlx_parallm.config import Config
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.evaluate import Evaluation, evaluate
 from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.environments.rollouts import RolloutManager
-from mlx_parallm.errors import EngineUnavailableError, EnvironmentFailedError
+from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.log import get_logger
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.rl_training import report
-from mlx_parallm.rl_training.atropos_client import AtroposClient, AtroposPoller, TrainerRegistration
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.display import RunInfo, TrainingDisplay
 from mlx_parallm.rl_training.grpo_trainer import make_algorithm
@@ -34,25 +32,19 @@ from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.policy import TrainedPolicy
 from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
+from mlx_parallm.rl_training.rollout_sources import ENVIRONMENTS, POLICY, RolloutSources
 from mlx_parallm.rl_training.run_directory import STORE_FILE, RunDirectory
 from mlx_parallm.rl_training.starting import initial_adapter, what_to_resume
 from mlx_parallm.rl_training.trainer_base import Trainer
 from mlx_parallm.rl_training.trainer_state import TrainerState, config_hash
 from mlx_parallm.rl_training.versions import VersionSteps
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
-from mlx_parallm.rollout_store.checks import check_group
-from mlx_parallm.rollout_store.queue import AtroposQueue, AtroposSettings
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.server.routes_atropos import create_atropos_router
 from mlx_parallm.serving import Serving
-from mlx_parallm.types import RolloutGroup
 from mlx_parallm.weights import SharedWeights
 
 log = get_logger("train")
 
-POLICY = "policy"  # the adapter's name in /v1/models
-ENVIRONMENTS = "environments"  # the in-process source, in the store and in a checkpoint
-EMBEDDED = "embedded"
 T = TypeVar("T")
 
 
@@ -74,9 +66,7 @@ class TrainingRun:
         self._began = False
         self._loop: TrainingLoop | None = None
         self._weights: SharedWeights | None = None
-        self._manager: RolloutManager | None = None
-        self._poller: AtroposPoller | None = None
-        self._queue: AtroposQueue | None = None
+        self._rollouts = RolloutSources(config, self._sources, current_step=self._step, policy_version=self._version)
 
     def execute(self) -> None:
         """Trains to total_steps or to the stop; leaves a checkpoint either way."""
@@ -89,14 +79,14 @@ class TrainingRun:
         self._closing.callback(store.close)
         self._closing.callback(self._serving.close)  # before the store, which /atropos writes to
         vocab_size = self._serving.vocab_size
-        self._serving.listen(self._routers(store, directory, vocab_size))
+        self._serving.listen(self._rollouts.routers(store, directory, vocab_size))
         loaded = self._serving.load(quantize=config.rl_training.lora.enabled and config.rl_training.lora.quantize_base)
         parts, state = self._training_parts(loaded, initial, directory, store)
         directory.write_config(config)
         if self._stop.is_set():
             return
         self._began = True
-        display = TrainingDisplay(self._console, sources=self._health)
+        display = TrainingDisplay(self._console, sources=self._rollouts.health)
         self._closing.callback(display.stop)
         self._train(parts, state, directory, display)
 
@@ -105,25 +95,6 @@ class TrainingRun:
         self._closing.close()
 
     # ------------------------------------------------------------------ building
-
-    def _routers(self, store: RolloutStore, directory: RunDirectory, vocab_size: int) -> list[Any]:
-        training, atropos = self._config.rl_training, self._config.rl_training.atropos
-        if atropos.api_url != EMBEDDED:
-            return []
-        settings = AtroposSettings(
-            batch_size=atropos.rollout_batch_size,
-            max_token_length=atropos.max_token_length,
-            vocab_size=vocab_size,
-            checkpoint_dir=str(directory.path),
-            checkpoint_interval=training.checkpoint_interval,
-            total_steps=training.total_steps,
-            wandb_group=atropos.wandb_group,
-            wandb_project=atropos.wandb_project,
-            temperature=training.temperature,
-            other_group_sizes=tuple(source.config.group_size for source in self._sources),
-        )
-        self._queue = AtroposQueue(store, settings, current_step=self._step, policy_version=self._version)
-        return [create_atropos_router(self._queue)]
 
     def _training_parts(
         self,
@@ -157,21 +128,24 @@ class TrainingRun:
         versions = state.restored_versions() if state else VersionSteps()
         weights = self._open_serving(loaded, policy, versions)
         updater = WeightUpdater(weights, policy, versions, training.weight_updates, drained=self._drained)
-        self._start_sources(loaded, store, state)
+        self._closing.callback(store.wake)
+        self._closing.callback(self._rollouts.stop)
+        self._rollouts.start(self._serving, loaded, store, state)
+        manager = self._rollouts.manager
         buffer = RolloutBuffer(
             store,
             versions,
             algorithm.advantages,
             rollout_batch_size=training.atropos.rollout_batch_size,
             group_sizes=[source.config.group_size for source in self._sources],
-            request_groups=self._manager.request_groups if self._manager else None,
+            request_groups=manager.request_groups if manager else None,
             sampling=training.buffer_sampling,
             max_staleness=training.max_staleness,
             max_empty_rounds=training.max_empty_rounds,
             seed=training.seed,
             deterministic=training.deterministic,
         )
-        sources = {ENVIRONMENTS: self._manager} if self._manager else {}
+        sources = {ENVIRONMENTS: manager} if manager else {}
         return Parts(trainer, buffer, versions, updater, checkpointer, metrics, sources), state
 
     def _open_serving(self, loaded: LoadedModel, policy: TrainedPolicy, versions: VersionSteps) -> SharedWeights:
@@ -188,72 +162,6 @@ class TrainingRun:
         main_adapter = POLICY if policy.lora else None
         self._serving.open(loaded, weights, adapters=adapters, main_adapter=main_adapter, trains_base=not policy.lora)
         return weights
-
-    def _start_sources(self, loaded: LoadedModel, store: RolloutStore, state: TrainerState | None) -> None:
-        training = self._config.rl_training
-        self._closing.callback(store.wake)
-        if training.atropos.api_url != EMBEDDED:
-            self._poller = self._start_poller(loaded, store, state)
-        if not self._sources:
-            return
-
-        def keep(group: RolloutGroup) -> bool:
-            check_group(group, vocab_size=loaded.vocab_size, max_token_length=training.atropos.max_token_length)
-            return store.add(group, source=ENVIRONMENTS)
-
-        def refuse(group: RolloutGroup, reason: str) -> None:
-            store.reject(group, source=ENVIRONMENTS, reason=reason)
-
-        self._manager = RolloutManager(
-            self._serving.client,
-            self._sources,
-            self._serving.tokenizer(),
-            seed=training.seed,
-            temperature=training.temperature,
-            max_token_length=training.atropos.max_token_length,
-            sink=keep,
-            on_failure=refuse,
-            adapter=POLICY if training.lora.enabled else None,
-            fixed_order=training.deterministic,
-            max_in_flight_groups=self._in_flight_groups(),
-            template_kwargs=self._config.model.chat_template_kwargs,
-        )
-        if state is not None and ENVIRONMENTS in state.sources:
-            self._manager.restore(state.sources[ENVIRONMENTS])
-        self._manager.skip(store.known_ids())
-        self._manager.start()
-        self._closing.callback(_stopped, self._manager)
-
-    def _start_poller(self, loaded: LoadedModel, store: RolloutStore, state: TrainerState | None) -> AtroposPoller:
-        training, atropos = self._config.rl_training, self._config.rl_training.atropos
-        registration = TrainerRegistration(
-            wandb_group=atropos.wandb_group,
-            wandb_project=atropos.wandb_project,
-            batch_size=atropos.rollout_batch_size,
-            max_token_len=atropos.max_token_length,
-            checkpoint_dir=str(training.checkpoint_dir),
-            save_checkpoint_interval=training.checkpoint_interval,
-            starting_step=state.step if state else 0,
-            num_steps=training.total_steps,
-        )
-        poller = AtroposPoller(
-            AtroposClient(atropos.api_url),
-            store,
-            registration,
-            vocab_size=loaded.vocab_size,
-            policy_version=self._version,
-            temperature=training.temperature,
-            poll_interval_s=atropos.poll_interval_s,
-        )
-        poller.start()
-        self._closing.callback(poller.stop)
-        return poller
-
-    def _in_flight_groups(self) -> int:
-        """Enough groups to fill the engine's rows, and what one step needs."""
-        smallest = min(source.config.group_size for source in self._sources)
-        rows = max(self._config.server.batch_size, self._config.rl_training.atropos.rollout_batch_size)
-        return max(1, -(-rows // smallest))
 
     # ------------------------------------------------------------------ running
 
@@ -286,10 +194,7 @@ class TrainingRun:
         stats = self._serving.client.stats()
         if not stats.alive:
             raise EngineUnavailableError(stats.error or "the engine thread has ended")
-        if self._manager is not None:
-            self._manager.check()
-        if self._poller is not None:
-            self._poller.check()
+        self._rollouts.check()
         display.tick()
 
     def _evaluate(self, display: TrainingDisplay, when: str) -> list[Evaluation]:
@@ -353,23 +258,11 @@ class TrainingRun:
         finally:
             client.resume_admission()
 
-    def _health(self) -> list[str | None]:
-        parts = (self._manager, self._poller, self._queue)
-        return [part.health() for part in parts if part is not None]
-
     def _step(self) -> int:
         return self._loop.step if self._loop else 0
 
     def _version(self) -> int:
         return self._weights.version if self._weights else 0
-
-
-def _stopped(manager: RolloutManager) -> None:
-    """An environment that blocks its thread must not turn a saved run into a failed one; the thread is a daemon."""
-    try:
-        manager.stop()
-    except EnvironmentFailedError as error:
-        log.warning(str(error))
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) -> T | None:

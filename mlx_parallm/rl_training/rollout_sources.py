@@ -1,0 +1,153 @@
+"""Where a run's rollouts come from: in-process environments, the embedded queue, the poller of an external API.
+
+Built by `rl_training.train`; each part writes scored groups to the store, says how it fares (`health`) and fails
+loudly (`check`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from mlx_parallm.config import Config
+from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.rollouts import RolloutManager
+from mlx_parallm.errors import EnvironmentFailedError
+from mlx_parallm.log import get_logger
+from mlx_parallm.models.loading import LoadedModel
+from mlx_parallm.rl_training.atropos_client import AtroposClient, AtroposPoller, TrainerRegistration
+from mlx_parallm.rl_training.run_directory import RunDirectory
+from mlx_parallm.rl_training.trainer_state import TrainerState
+from mlx_parallm.rollout_store.checks import check_group
+from mlx_parallm.rollout_store.queue import AtroposQueue, AtroposSettings
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.server.routes_atropos import create_atropos_router
+from mlx_parallm.serving import Serving
+from mlx_parallm.types import RolloutGroup
+
+log = get_logger("train")
+
+POLICY = "policy"  # the adapter's name in /v1/models
+ENVIRONMENTS = "environments"  # the in-process source, in the store and in a checkpoint
+EMBEDDED = "embedded"
+
+
+class RolloutSources:
+    """The sources of one run. `routers` comes before the model is loaded, `start` after. Main thread only."""
+
+    def __init__(
+        self,
+        config: Config,
+        sources: tuple[EnvironmentSource, ...],
+        *,
+        current_step: Callable[[], int],
+        policy_version: Callable[[], int],
+    ) -> None:
+        self._config, self._sources = config, sources
+        self._step, self._version = current_step, policy_version
+        self.manager: RolloutManager | None = None
+        self._poller: AtroposPoller | None = None
+        self._queue: AtroposQueue | None = None
+
+    def check(self) -> None:
+        """Raises what has ended a source for good."""
+        for part in (self.manager, self._poller):
+            if part is not None:
+                part.check()
+
+    def health(self) -> list[str | None]:
+        """What each source says of itself; None = well."""
+        return [part.health() for part in (self.manager, self._poller, self._queue) if part is not None]
+
+    def stop(self) -> None:
+        """Ends the sources' threads."""
+        if self.manager is not None:
+            try:
+                self.manager.stop()
+            except EnvironmentFailedError as error:
+                # An environment that blocks its thread must not turn a saved run into a failed one; it is a daemon.
+                log.warning(str(error))
+        if self._poller is not None:
+            self._poller.stop()
+
+    def routers(self, store: RolloutStore, directory: RunDirectory, vocab_size: int) -> list[Any]:
+        """What the server includes for environments that come over HTTP."""
+        training, atropos = self._config.rl_training, self._config.rl_training.atropos
+        if atropos.api_url != EMBEDDED:
+            return []
+        settings = AtroposSettings(
+            batch_size=atropos.rollout_batch_size,
+            max_token_length=atropos.max_token_length,
+            vocab_size=vocab_size,
+            checkpoint_dir=str(directory.path),
+            checkpoint_interval=training.checkpoint_interval,
+            total_steps=training.total_steps,
+            wandb_group=atropos.wandb_group,
+            wandb_project=atropos.wandb_project,
+            temperature=training.temperature,
+            other_group_sizes=tuple(source.config.group_size for source in self._sources),
+        )
+        self._queue = AtroposQueue(store, settings, current_step=self._step, policy_version=self._version)
+        return [create_atropos_router(self._queue)]
+
+    def start(self, serving: Serving, loaded: LoadedModel, store: RolloutStore, state: TrainerState | None) -> None:
+        """Starts what the configuration names, from where `state` stands."""
+        training = self._config.rl_training
+        if training.atropos.api_url != EMBEDDED:
+            self._poller = self._start_poller(loaded, store, state)
+        if not self._sources:
+            return
+
+        def keep(group: RolloutGroup) -> bool:
+            check_group(group, vocab_size=loaded.vocab_size, max_token_length=training.atropos.max_token_length)
+            return store.add(group, source=ENVIRONMENTS)
+
+        def refuse(group: RolloutGroup, reason: str) -> None:
+            store.reject(group, source=ENVIRONMENTS, reason=reason)
+
+        self.manager = RolloutManager(
+            serving.client,
+            self._sources,
+            serving.tokenizer(),
+            seed=training.seed,
+            temperature=training.temperature,
+            max_token_length=training.atropos.max_token_length,
+            sink=keep,
+            on_failure=refuse,
+            adapter=POLICY if training.lora.enabled else None,
+            fixed_order=training.deterministic,
+            max_in_flight_groups=self._in_flight_groups(),
+            template_kwargs=self._config.model.chat_template_kwargs,
+        )
+        if state is not None and ENVIRONMENTS in state.sources:
+            self.manager.restore(state.sources[ENVIRONMENTS])
+        self.manager.skip(store.known_ids())
+        self.manager.start()
+
+    def _start_poller(self, loaded: LoadedModel, store: RolloutStore, state: TrainerState | None) -> AtroposPoller:
+        training, atropos = self._config.rl_training, self._config.rl_training.atropos
+        registration = TrainerRegistration(
+            wandb_group=atropos.wandb_group,
+            wandb_project=atropos.wandb_project,
+            batch_size=atropos.rollout_batch_size,
+            max_token_len=atropos.max_token_length,
+            checkpoint_dir=str(training.checkpoint_dir),
+            save_checkpoint_interval=training.checkpoint_interval,
+            starting_step=state.step if state else 0,
+            num_steps=training.total_steps,
+        )
+        poller = AtroposPoller(
+            AtroposClient(atropos.api_url),
+            store,
+            registration,
+            vocab_size=loaded.vocab_size,
+            policy_version=self._version,
+            temperature=training.temperature,
+            poll_interval_s=atropos.poll_interval_s,
+        )
+        poller.start()
+        return poller
+
+    def _in_flight_groups(self) -> int:
+        """Enough groups to fill the engine's rows, and what one step needs."""
+        smallest = min(source.config.group_size for source in self._sources)
+        rows = max(self._config.server.batch_size, self._config.rl_training.atropos.rollout_batch_size)
+        return max(1, -(-rows // smallest))
