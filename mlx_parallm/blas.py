@@ -19,7 +19,7 @@ FIX = (
     "`pip install 'mlx-parallm[cpu]'` brings MKL (x86-64); or install a system OpenBLAS (Debian: libopenblas0-pthread)"
 )
 
-
+CUDA_PACKAGES = ("mlx-cuda-12", "mlx-cuda-13")  # MLX's CUDA backends, one for each major version of CUDA
 THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _THREAD_SETTERS = {"mkl": "MKL_Set_Num_Threads", "openblas": "openblas_set_num_threads"}
 
@@ -85,8 +85,8 @@ def _preload() -> BlasStatus:
 
 
 def has_cuda_backend() -> bool:
-    """True when MLX's CUDA wheel is installed."""
-    for name in ("mlx-cuda-12", "mlx-cuda-13"):
+    """True when one of MLX's CUDA wheels is installed."""
+    for name in CUDA_PACKAGES:
         try:
             importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,9 @@
 """The commands: parse → configuration → one call. Imports no MLX; `--help` answers in a fraction of a second.
 
 mlx_parallm_train → `daemon.run_training` · mlx_parallm_serve → `daemon.run_server` · mlx_parallm_merge_lora →
-`tools.merge_lora.merge` · mlx_parallm_doctor → `tools.doctor.run`. An error made on purpose (`ParallmError`) is one
-line on stderr and exit code 2; anything else is a bug and keeps its traceback.
+`tools.merge_lora.merge` · mlx_parallm_doctor → `tools.{doctor,contracts}.run` · mlx_parallm_explain →
+`rl_training.explain.explain`. An error made on purpose (`ParallmError`) is one line on stderr and exit code 2;
+anything else is a bug and keeps its traceback.
 """
 
 import argparse
@@ -32,13 +33,42 @@ def train(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--resume", metavar="DIR", help='a run directory or one of its steps; "auto": the latest, else a fresh start'
     )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start again, from the newest checkpoint, when the process is killed or aborts; N times without a new one",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="load, show a scored group of each environment, measure a few steps, say what the run will need; keep"
+        " nothing",
+    )
+    _add_own_data(parser)
     _add_set(parser)
     args = parser.parse_args(argv)
+    if args.dry_run and args.resume:
+        parser.error("--dry-run starts anew: it takes no --resume")
 
     def run() -> int:
-        config = _training_config(args.config, args.resume, args.set)
+        if args.write_config:
+            return _write_config(args)
+        config = _training_config(args)
         resume = args.resume or config.rl_training.resume
-        config = _with_run_name(config, args.config, resume)
+        config = _with_run_name(config, args.config or args.data, resume)
+        if args.dry_run:
+            _before_mlx(config)
+            from mlx_parallm.daemon import run_dry_run
+
+            return run_dry_run(config)
+        if args.restarts > 0:
+            from mlx_parallm.supervisor import supervise
+
+            arguments = sys.argv[1:] if argv is None else argv
+            run_directory = _run_directory(config, resume)
+            return supervise(arguments, config, run_directory, resume=resume, restarts=args.restarts)
         _before_mlx(config)
         from mlx_parallm.daemon import run_training
 
@@ -127,14 +157,51 @@ def doctor(argv: Sequence[str] | None = None) -> int:
         "mlx_parallm_doctor",
         "Show device, BLAS and its measured speed, memory, versions. Exit code 0: nothing to mend; 1: see the advice.",
     )
-    parser.parse_args(argv)
+    parser.add_argument(
+        "--contracts",
+        action="store_true",
+        help="instead: try what this product promises on this device with --model, in about a minute, and print a block"
+        " to paste into an issue; exit code 1: something does not hold",
+    )
+    parser.add_argument("--model", metavar="M", help="with --contracts: directory, hub id or builtin:tiny")
+    _add_set(parser)
+    args = parser.parse_args(argv)
+    if args.contracts != bool(args.model):
+        parser.error("--contracts and --model M go together")
 
     def run() -> int:
         from mlx_parallm.models.threads import release_streams
-        from mlx_parallm.tools import doctor
 
         atexit.register(release_streams)
+        if args.contracts:
+            config = _load(None, [*args.set, f"model.base_path={_toml_value(args.model)}"])
+            from mlx_parallm.tools import contracts
+
+            return contracts.run(config)
+        from mlx_parallm.tools import doctor
+
         return doctor.run()
+
+    return _exit_code(run)
+
+
+def explain(argv: Sequence[str] | None = None) -> int:
+    """`mlx_parallm_explain`: why a run does not learn, from what it wrote."""
+    parser = _parser(
+        "mlx_parallm_explain",
+        "Say what a run did and which of the known ways to not learn it shows, with the numbers and the setting to"
+        " change. Works while it runs, too. Exit code 0: nothing found; 1: something is named.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="checkpoints/<run>, or one of its steps")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    args = parser.parse_args(argv)
+
+    def run() -> int:
+        from mlx_parallm.rl_training import explain
+
+        explanation = explain.explain(args.run_dir)
+        sys.stdout.write(explain.as_json(explanation) if args.json else explain.as_text(explanation))
+        return 1 if explanation.findings else 0
 
     return _exit_code(run)
 
@@ -176,39 +243,102 @@ def _before_mlx(config: "Config") -> None:
         request_bitwise_reproducible_blas()
 
 
-def _training_config(source: str | None, resume: str | None, overrides: list[str]) -> "Config":
+def _add_own_data(parser: argparse.ArgumentParser) -> None:
+    own = parser.add_argument_group("your model, your data, your reward", "instead of --config; see docs/your_data.md")
+    own.add_argument("--model", metavar="M", help="directory, hub id or builtin:tiny")
+    own.add_argument("--data", metavar="ROWS", help="a JSONL file with a column prompt, or hf:owner/name")
+    own.add_argument(
+        "--reward",
+        metavar="FILE.py:F",
+        action="append",
+        default=[],
+        help="reward function f(prompts, completions, **columns) -> list of numbers; may be repeated, their sum counts",
+    )
+    own.add_argument("--write-config", metavar="FILE", help="write the TOML that these flags amount to, and stop")
+
+
+def _training_config(args: argparse.Namespace) -> "Config":
+    """From the flags of `train`: a file, a run's own configuration, or model, data and reward."""
+    base = [f"model.base_path={_toml_value(args.model)}"] if args.model else []
+    if args.data or args.reward:
+        return _load(None, args.set, text=_own_data(args))
+    source = args.config
     if source is None:
-        if resume is None or resume == "auto":
-            raise ConfigError("--config is required (a run directory given to --resume brings its own)")
-        source = str(_saved_config(Path(resume)))
-    return _load(source, overrides)
+        if args.resume is None or args.resume == "auto":
+            raise ConfigError(
+                "--config is required, or --model with --data and --reward"
+                " (a run directory given to --resume brings its own configuration)"
+            )
+        source = str(_saved_config(Path(args.resume)))
+    return _load(source, args.set + base)
+
+
+def _own_data(args: argparse.Namespace) -> str:
+    from mlx_parallm.own_data import toml_for
+
+    if args.config:
+        raise ConfigError("--config and --data are two ways to say one thing: give one of them (see --write-config)")
+    if args.resume not in (None, "auto"):
+        raise ConfigError(f"--resume {args.resume} brings its own configuration: leave out --data and --reward")
+    for flag, value in (("--model", args.model), ("--data", args.data)):
+        if not value:
+            raise ConfigError(f"{flag} is missing: --model M --data ROWS --reward FILE.py:FUNCTION go together")
+    return toml_for(args.model, args.data, args.reward)
+
+
+def _write_config(args: argparse.Namespace) -> int:
+    if args.set:
+        raise ConfigError("--write-config writes what --model, --data and --reward amount to: put --set into the file")
+    text, file = _own_data(args), Path(args.write_config)
+    try:
+        with file.open("x", encoding="utf-8") as handle:
+            handle.write(text)
+    except OSError as error:
+        raise ConfigError(f"--write-config {file}: {error.strerror or error}") from error
+    sys.stdout.write(f"wrote {file}; train with: mlx_parallm_train --config {file}\n")
+    return 0
 
 
 def _with_run_name(config: "Config", source: str | None, resume: str | None) -> "Config":
     """Names the run after its configuration and the time; without the time for "auto", which must find it again."""
     if config.rl_training.run_name is not None or source is None:
         return config
-    stem = Path(source).name.removesuffix(".toml")
+    stem = Path(source).name.removesuffix(".toml").removesuffix(".jsonl")
     name = stem if resume == "auto" else f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
     section = config.rl_training.model_copy(update={"run_name": name})
     return config.model_copy(update={"rl_training": section})
 
 
+def _run_directory(config: "Config", resume: str | None) -> Path:
+    if resume is None or resume == "auto":
+        return config.rl_training.checkpoint_dir / str(config.rl_training.run_name)
+    return _saved_config(Path(resume)).parent.resolve()
+
+
 def _saved_config(resume: Path) -> Path:
     """The resolved configuration of a run, from its directory or from one of its steps."""
     if not resume.exists():
-        raise ConfigError(f"--resume {resume}: no such directory")
+        found = ", ".join(map(str, _same_step(resume)))
+        raise ConfigError(f"--resume {resume}: no such directory" + (f"; that step is in {found}" if found else ""))
     for directory in (resume, resume.resolve().parent):
         if (directory / "config.toml").is_file():
             return directory / "config.toml"
     raise ConfigError(f"--resume {resume}: no config.toml there or above it: give --config")
 
 
-def _load(source: str | None, overrides: list[str]) -> "Config":
+def _same_step(resume: Path) -> list[Path]:
+    """The directories of that name, or of that step (step_5000 is step_005000), in the runs beside it."""
+    word, _, number = resume.name.rpartition("_")
+    names = {resume.name, f"step_{int(number):06d}"} if word == "step" and number.isdecimal() else {resume.name}
+    runs = sorted(path for path in resume.parent.glob("*/") if not path.is_symlink())
+    return [run / name for run in runs for name in sorted(names) if (run / name).is_dir()]
+
+
+def _load(source: str | None, overrides: list[str], text: str = "") -> "Config":
     from mlx_parallm.config import load_config
     from mlx_parallm.hardware import defaults, detect
 
-    return load_config(source, overrides, defaults(detect()))
+    return load_config(source, overrides, defaults(detect()), text=text)
 
 
 def _split_adapters(given: Sequence[str]) -> tuple[str | None, dict[str, str]]:

@@ -14,16 +14,14 @@ from typing import Any, Literal
 
 import tomli
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 
+from mlx_parallm.config_environment import HUB_PREFIX, EnvironmentConfig, Section
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.redaction import REDACTED, Redactor, environment_secrets
+from mlx_parallm.user_code import absolute, is_reference
 
 API_KEY_VARIABLE = "MLX_PARALLM_API_KEY"
-REDACTED = "**********"
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ServerConfig(Section):
@@ -64,6 +62,15 @@ class ModelConfig(Section):
     """Passed to the template, e.g. { enable_thinking = false }."""
     trust_remote_code: bool = False
     """Lets the tokenizer run code of the checkpoint."""
+    quantized_cache: str = "auto"
+    """Directory of quantize_base's 4-bit copies; "auto" = $XDG_CACHE_HOME/mlx_parallm/quantized; "off" keeps none."""
+
+    def quantized_cache_directory(self) -> Path | None:
+        """$XDG_CACHE_HOME is ~/.cache when it is not set. None = no copies are read or kept."""
+        if self.quantized_cache == "off":
+            return None
+        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mlx_parallm" / "quantized"
+        return (root if self.quantized_cache == "auto" else Path(self.quantized_cache)).expanduser()
 
 
 class LoraConfig(Section):
@@ -139,6 +146,8 @@ class RLTrainingConfig(Section):
     """Tokens of one micro-batch, padding included."""
     blocks_per_eval: int = Field(1, ge=0)
     """Transformer blocks evaluated together in training; 1 = checkpoint every block, 0 = the whole graph at once."""
+    max_eval_ms: int | None = Field(None, ge=1)
+    """Micro-batches shrink until one evaluation takes no longer; off in deterministic mode. Default on Metal: 1000."""
     kl_beta: float = Field(0.0, ge=0)
     """Weight of the KL to the reference (adapter off) in the loss; 0 = not computed."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -149,8 +158,10 @@ class RLTrainingConfig(Section):
     """PPO clip below: ratio >= 1 - clip_ratio."""
     clip_ratio_high: float | None = Field(None, ge=0)
     """PPO clip above: ratio <= 1 + clip_ratio_high; default: clip_ratio."""
-    advantage: Literal["std", "mean"] = "std"
-    """Group advantage (r - mean) / std (population), or r - mean."""
+    advantage: str = "std"
+    """Group advantage: "std" = (r - mean) / std (population), "mean" = r - mean, or "python:file.py:function"."""
+    loss: str | None = None
+    """A loss of your own, "python:file.py:function" (docs/your_environment.md); default: the algorithm's."""
     loss_aggregation: Literal["token", "sequence"] = "token"
     """Mean of the loss over a mini-batch's tokens, or over its sequences of each one's token mean."""
     reference: Literal["base", "initial"] = "base"
@@ -185,6 +196,15 @@ class RLTrainingConfig(Section):
     atropos: AtroposConfig = AtroposConfig()
     weight_updates: WeightUpdateConfig = WeightUpdateConfig()
 
+    @field_validator("advantage", "loss")
+    @classmethod
+    def _known_or_own(cls, value: str | None, info: ValidationInfo) -> str | None:
+        known = ("std", "mean") if info.field_name == "advantage" else ()
+        if value is not None and value not in known and not is_reference(value):
+            choices = " or ".join([*map(repr, known), '"python:file.py:function"'])
+            raise ValueError(f"{value!r} is not {choices}")
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> "RLTrainingConfig":
         if self.deterministic and self.max_staleness != 0:
@@ -203,31 +223,22 @@ class RLTrainingConfig(Section):
         return self
 
 
-class EnvironmentConfig(Section):
-    kind: str
-    """"tasks" (built in) or "reasoning_gym"."""
-    name: str
-    """The task's or data set's name."""
-    weight: float = Field(1.0, gt=0)
-    """Share of the groups, relative to the other environments."""
-    group_size: int = Field(8, ge=2)
-    """Rollouts of one prompt."""
-    max_tokens: int = Field(256, ge=1)
-    """Longest completion."""
-    stop: tuple[str, ...] = ()
-    """Stop strings."""
-    system_prompt: str | None = None
-    """Put before the task's own messages."""
-    timeout_s: float = Field(600.0, gt=0)
-    """Longest time of one episode."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Handed to the environment (e.g. reasoning-gym's data set keywords)."""
+class LoggingConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least grave lines that go to the terminal and to run.log."""
+    trackers: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
+    """Where metrics and samples are sent too; each needs the extra of its name (docs/operations.md)."""
+    project: str = "mlx_parallm"
+    """Project of the run in W&B and trackio."""
+    sample_every: int = Field(10, ge=0)
+    """Steps between two sample tables (first, best, worst completion) in terminal, samples.jsonl, trackers; 0 = off."""
 
 
 class Config(Section):
     server: ServerConfig = ServerConfig()
     model: ModelConfig = ModelConfig()
     rl_training: RLTrainingConfig = RLTrainingConfig()
+    logging: LoggingConfig = LoggingConfig()
     environments: tuple[EnvironmentConfig, ...] = ()
     """In-process environments; none = only environments that come over HTTP."""
 
@@ -247,32 +258,43 @@ class Config(Section):
 
     def to_toml(self) -> str:
         """The resolved configuration with secrets redacted."""
-        return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
+        return tomli_w.dumps(_without_none(self.redacted()))
+
+    def redacted(self) -> dict[str, Any]:
+        """Every key as JSON, secrets hidden: an API key, `http://user:KEY@host`, options named like a secret."""
+        found: dict[str, Any] = Redactor(environment_secrets()).value(self.model_dump(mode="json"))
+        return found
 
 
 def load_config(
-    source: str | Path | None, overrides: list[str] | None = None, defaults: Mapping[str, Any] | None = None
+    source: str | Path | None,
+    overrides: list[str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    text: str = "",
 ) -> Config:
     """Reads a configuration file or shipped configuration and applies `section.key=value` overrides.
 
+    `text` is TOML to read where `source` is None. Relative files named in it are looked for beside the configuration
+    file, then in the working directory.
     `defaults` (dotted key → value, from `hardware.defaults`) fill in keys that neither of them sets.
     Raises ConfigError: a missing file, bad TOML, an unknown key (with the nearest valid one), a bad value.
     """
-    data: dict[str, Any] = {}
-    where = "the configuration"
+    where, directories = "the configuration", [Path.cwd()]
     if source is not None:
         path = find_config(source)
-        where = str(path)
-        try:
-            data = tomli.loads(path.read_text(encoding="utf-8"))
-        except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where}: not valid TOML: {error}") from error
+        where, directories = str(path), [path.resolve().parent, Path.cwd()]
+    try:
+        data = tomli.loads(text if source is None else path.read_text(encoding="utf-8"))
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: not valid TOML: {error}") from error
     for override in overrides or []:
         _apply_override(data, override)
     for key, value in (defaults or {}).items():
         section, leaf = key.split(".")
         if isinstance(data.setdefault(section, {}), dict):
             data[section].setdefault(leaf, value)
+    _make_paths_absolute(data, directories)
     return parse_config(data, where)
 
 
@@ -325,6 +347,22 @@ def _descend(node: Any, part: str, override: str) -> Any:
     if not isinstance(child, dict | list):
         raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
     return child
+
+
+def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
+    """User code and data: the saved configuration must not depend on where it was read, or from where."""
+    environments = data.get("environments")
+    sections = [data.get("rl_training"), *(environments if isinstance(environments, list) else [])]
+    for section in sections:
+        if not isinstance(section, dict):
+            continue
+        for key in ("advantage", "loss", "kind", "data", "heldout_data"):
+            value = section.get(key)
+            is_path = key in ("data", "heldout_data") and not str(value).startswith(HUB_PREFIX)
+            if isinstance(value, str) and (is_path or is_reference(value)):
+                section[key] = absolute(value, directories)
+        if isinstance(section.get("rewards"), list):
+            section["rewards"] = [absolute(str(entry), directories) for entry in section["rewards"]]
 
 
 def _explain(entry: Any) -> str:

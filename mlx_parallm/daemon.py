@@ -4,11 +4,15 @@
     http            uvicorn and its asyncio loop            serving.py, server/
     engine          the serving model and its KV cache      serving.py, engine/
     environments    in-process environments                 rl_training/train.py
+    trackers        W&B, TensorBoard, trackio               rl_training/trackers.py
     shutdown        sigwait                                 signals.py
+
+    supervisor      with --restarts, a process of its own   supervisor.py
 
 `rl_training/train.py` builds the trainer's part.
 """
 
+import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,9 +24,13 @@ from mlx_parallm.config import Config
 from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.hardware import usable_cores
-from mlx_parallm.log import configure_logging, get_logger
+from mlx_parallm.log import RunLog, configure_logging, get_logger
+from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, LoraPair, load_adapter
 from mlx_parallm.models.threads import mlx_thread
+from mlx_parallm.power import kept_awake
+from mlx_parallm.redaction import Redactor, environment_secrets
+from mlx_parallm.rl_training.dry_run import DryRun
 from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.serving import Serving
 from mlx_parallm.signals import ShutdownWatcher
@@ -30,15 +38,17 @@ from mlx_parallm.weights import SharedWeights
 
 log = get_logger("daemon")
 
+INTERRUPTED = 130
 COMPUTING_THREADS = 2  # of a training daemon: engine and trainer
 
 
 def run_server(config: Config, adapters: Mapping[str, str]) -> int:
     """Serves until a signal. `adapters`: name → path, beside `model.lora_path`. Returns the exit code."""
-    stop = _begin()
+    stop = _begin(config)
     serving = Serving(config)
     try:
         main_adapter, layers = _adapters_to_serve(config, adapters)
+        check_model(config.model, train=False, quantize=config.rl_training.lora.quantize_base)
         serving.listen()
         loaded = serving.load(quantize=config.rl_training.lora.quantize_base)
         if stop.is_set():
@@ -56,20 +66,42 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
 
 def run_training(config: Config, *, resume: str | None) -> int:
     """Serves and trains until `total_steps` or a signal. Returns the exit code."""
-    stop = _begin()
-    share_blas_between(COMPUTING_THREADS, usable_cores())
-    run = TrainingRun(config, resume=resume, stop=stop, console=Console(stderr=True))
-    try:
-        run.execute()
-    finally:
-        with mlx_thread():
-            run.close()
+    with RunLog(_redactor(config)) as run_log:
+        stop = _begin(config, run_log)
+        share_blas_between(COMPUTING_THREADS, usable_cores())
+        run = TrainingRun(config, resume=resume, stop=stop, console=Console(stderr=True), run_log=run_log)
+        try:
+            with kept_awake():
+                run.execute()
+        finally:
+            with mlx_thread():
+                run.close()
     return 0
 
 
-def _begin() -> threading.Event:
+def run_dry_run(config: Config) -> int:
+    """A start and a few steps in a directory that is thrown away: shows samples and what the run will need."""
+    quiet = config.logging.model_copy(update={"level": "warning"})  # what is printed is the dry run's own
+    stop = _begin(config.model_copy(update={"logging": quiet}))
+    share_blas_between(COMPUTING_THREADS, usable_cores())
+    with tempfile.TemporaryDirectory(prefix="mlx_parallm_dry_run_") as scratch:
+        run = DryRun(config, scratch=Path(scratch), stop=stop, console=Console())
+        try:
+            run.execute()
+        finally:
+            with mlx_thread():
+                run.close()
+    return INTERRUPTED if stop.is_set() else 0
+
+
+def _redactor(config: Config) -> Redactor:
+    return Redactor([config.resolve_api_key(), *environment_secrets()])
+
+
+def _begin(config: Config, run_log: RunLog | None = None) -> threading.Event:
     """Logging, a word on a slow BLAS, and the event that a shutdown signal sets."""
-    configure_logging()
+    redactor = run_log.redactor if run_log else _redactor(config)
+    configure_logging(level=config.logging.level, redactor=redactor, run_log=run_log)
     if advice := blas_status().advice:
         log.warning(
             "matrix products will be 10 to 60 times slower than they could be", blas=blas_status().name, fix=advice

@@ -14,6 +14,7 @@ import psutil
 from mlx_parallm.blas import has_cuda_backend
 
 GIB = 2**30
+METAL_EVAL_MS = 1000  # macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267)
 TOKENS_PER_GIB = 1024  # of a micro-batch: a guard for small machines, far below what the memory holds
 
 
@@ -46,6 +47,8 @@ def defaults(hardware: Hardware) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if hardware.backend != "cpu":
         found["server.prefill_chunk"] = 2048  # mlx-lm's own step on a GPU; on a CPU it would hold up decoding
+    if hardware.backend == "metal":
+        found["rl_training.max_eval_ms"] = METAL_EVAL_MS
     affordable = TOKENS_PER_GIB * max(1, hardware.memory_bytes // GIB)
     if affordable < 8192:
         found["rl_training.token_budget"] = affordable

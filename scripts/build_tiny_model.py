@@ -14,13 +14,11 @@ import hashlib
 import json
 import random
 import shutil
-import string
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx_parallm  # noqa: F401  (puts a fast BLAS under MLX, so it comes before MLX)
 
@@ -28,17 +26,14 @@ import mlx_parallm  # noqa: F401  (puts a fast BLAS under MLX, so it comes befor
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-import reasoning_gym
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.qwen3 import Model, ModelArgs
 from rich.console import Console
 from rich.progress import track
+from tiny_model_examples import Example, Source, skills, sources
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-
-from mlx_parallm.environments.reasoning_gym_env import question_key
-from mlx_parallm.environments.tasks import TASKS, Split, make_problem, split_of
 
 VOCAB_SIZE = 320
 INSTRUCTION_SHARE = 0.2
@@ -53,22 +48,18 @@ CHAT_TEMPLATE = (
 PIECES = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Digits one by one; words and punctuation with the space before them."""
 
-REASONING_GYM: dict[str, dict[str, Any]] = {
-    "spell_backward": {"min_word_len": 3, "max_word_len": 6},
-    "letter_counting": {"min_words": 1, "max_words": 3},
-}
-SKILL_WEIGHTS = {"add": 1.2, "sorted": 0.9, "reversed": 0.9, "count": 1.6, "max": 0.9}
-"""How often each skill is drawn in the first stage."""
+SKILL_WEIGHTS = {"add": 2.0, "subtract": 3.0, "sorted": 0.8, "reversed": 0.8, "count": 1.2, "max": 0.8}
+"""How often each skill is drawn in the first two stages."""
 TASK_WEIGHTS = {
-    "sum": 0.5,
-    "sort": 1.9,
-    "reverse": 1.6,
-    "count": 0.8,
-    "largest": 0.25,
-    "spell_backward": 0.6,
-    "letter_counting": 0.15,
+    "sum": 0.8,
+    "sort": 1.7,
+    "reverse": 1.8,
+    "count": 0.3,
+    "largest": 1.4,
+    "spell_backward": 0.9,
+    "chain_sum": 5.0,
 }
-"""How often each task is drawn in the second stage."""
+"""How often each task is drawn in the third stage."""
 
 WARMUP = 20
 
@@ -90,78 +81,6 @@ MODEL = {
     "vocab_size": VOCAB_SIZE,
     "torch_dtype": "float16",
 }
-
-
-@dataclass(frozen=True)
-class Example:
-    """A question, its answer, and both as tokens: the prompt as served, the answer with its end mark."""
-
-    question: str
-    answer: str
-
-
-Source = Callable[[int], Example]
-
-
-def sources(split: Split, seed: int) -> dict[str, Source]:
-    """For each task the function from an index to an example of the split."""
-
-    def built_in(task: str) -> Source:
-        def draw(index: int) -> Example:
-            problem = make_problem(task, index, seed=seed, split=split)
-            return Example(problem.messages[0]["content"], problem.answer)
-
-        return draw
-
-    def gym(name: str) -> Source:
-        seed_of_split = seed * 10_000_000 + (900_000_000 if split == "heldout" else 0)
-        dataset = reasoning_gym.create_dataset(name, seed=seed_of_split, size=10_000_000, **REASONING_GYM[name])
-
-        def draw(index: int) -> Example:
-            for item in range(index * 100, index * 100 + 100):
-                entry = dataset[item]
-                if split_of(question_key(name, entry["question"])) == split:
-                    return Example(entry["question"], entry["answer"])
-            raise SystemExit(f"no {split} question of {name} among a hundred")
-
-        return draw
-
-    return {**{task: built_in(task) for task in TASKS}, **{name: gym(name) for name in REASONING_GYM}}
-
-
-def skills(seed: int) -> dict[str, Source]:
-    """The first stage: the same skills as the tasks', written as expressions, without a word of instruction."""
-
-    def letters(rng: random.Random, shortest: int, longest: int) -> str:
-        alphabet = rng.choice(["abc", "aeinorst", string.ascii_lowercase, string.ascii_lowercase])
-        return "".join(rng.choices(alphabet, k=rng.randint(shortest, longest)))
-
-    def add(rng: random.Random) -> tuple[str, str]:
-        a, b = rng.randrange(100), rng.randrange(100)
-        return f"{a}+{b}", str(a + b)
-
-    def in_order(rng: random.Random) -> tuple[str, str]:
-        text = letters(rng, 2, 7)
-        return f"sorted({text})", "".join(sorted(text))
-
-    def backward(rng: random.Random) -> tuple[str, str]:
-        text = letters(rng, 2, 7)
-        return f"reversed({text})", text[::-1]
-
-    def count(rng: random.Random) -> tuple[str, str]:
-        text = " ".join(letters(rng, 2, 6) for _ in range(rng.randint(1, 2)))
-        wanted = rng.choice(text.replace(" ", ""))
-        return f"count({wanted},{text})", str(text.count(wanted))
-
-    def largest(rng: random.Random) -> tuple[str, str]:
-        numbers = [rng.randrange(10, 100) for _ in range(rng.randint(2, 4))]
-        return f"max({','.join(map(str, numbers))})", str(max(numbers))
-
-    def source(name: str, make: Callable[[random.Random], tuple[str, str]]) -> Source:
-        return lambda index: Example(*make(random.Random(f"{name}/{seed}/{index}")))
-
-    makers = {"add": add, "sorted": in_order, "reversed": backward, "count": count}
-    return {name: source(name, make) for name, make in {**makers, "max": largest}.items()}
 
 
 def build_tokenizer(draws: list[Source]) -> PreTrainedTokenizerFast:
@@ -356,18 +275,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("mlx_parallm/assets/tiny"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--skill-steps", type=int, default=1000, help="first stage: expressions, learned well")
-    parser.add_argument("--steps", type=int, default=45, help="second stage: questions; fewer leave more to learn")
+    parser.add_argument("--skill-steps", type=int, default=1800, help="first stage: expressions, learned well")
+    parser.add_argument("--anywhere-steps", type=int, default=400, help="second stage: expressions behind other text")
+    parser.add_argument("--steps", type=int, default=80, help="third stage: questions; fewer leave more to learn")
     parser.add_argument("--problems", type=int, default=500, help="held-out problems a task to measure on")
     args = parser.parse_args()
 
     console = Console()
     mx.random.seed(args.seed)
     expressions, questions = skills(args.seed), sources("train", args.seed)
+    anywhere = skills(args.seed, anywhere=True)
     tokenizer = build_tokenizer([*expressions.values(), *questions.values()])
     model = Model(ModelArgs.from_dict(MODEL))
     stages = [
         Stage("skills", expressions, SKILL_WEIGHTS, args.skill_steps, batch_size=128, learning_rate=2e-3, decay=True),
+        Stage("anywhere", anywhere, SKILL_WEIGHTS, args.anywhere_steps, batch_size=128, learning_rate=1e-3, decay=True),
         Stage("questions", questions, TASK_WEIGHTS, args.steps, batch_size=64, learning_rate=1e-3, decay=False),
     ]
     for stage in stages:

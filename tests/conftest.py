@@ -9,6 +9,7 @@ import mlx_parallm  # noqa: F401  before any test imports MLX: it puts the fast 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -23,6 +24,7 @@ from mlx_parallm.log import configure_logging
 from mlx_parallm.models.loading import load_model, load_tokenizer, resolve_model_path
 from mlx_parallm.models.lora import linear_layers, linear_shape, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.weights import SharedWeights
 from tests.server.serving import RunningServer, running_server
 
@@ -45,6 +47,14 @@ class TinyEngine:
     thread: EngineThread
     weights: SharedWeights
     linear_shapes: dict[str, tuple[int, int]]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RolloutStore]:
+    """An empty rollout store on disk."""
+    store = RolloutStore(tmp_path / "rollouts.sqlite")
+    yield store
+    store.close()
 
 
 @pytest.fixture(scope="session")

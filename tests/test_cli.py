@@ -147,6 +147,18 @@ def test_train_resume_takes_the_saved_configuration_of_run_and_step(tmp_path: Pa
         assert (training["total_steps"], training["seed"], given["resume"]) == (11, 4, str(directory))
 
 
+@pytest.mark.parametrize("name", ["step_5000", "step_005000/"])
+def test_train_resume_of_a_step_without_its_run_says_which_runs_have_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in ("a/step_005000", "b/step_000001", "c/step_005000"):
+        (tmp_path / "checkpoints" / path).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert cli.train(["--resume", f"checkpoints/{name}"]) == 2
+    error = capsys.readouterr().err
+    assert "no such directory; that step is in checkpoints/a/step_005000, checkpoints/c/step_005000\n" in error
+
+
 def test_deterministic_asks_mkl_before_mlx_is_loaded(tmp_path: Path) -> None:
     file = config_file(tmp_path, "[rl_training]\ndeterministic = true\nmax_staleness = 0\n")
     given = call("train", "--config", file, cwd=tmp_path)

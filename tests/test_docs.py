@@ -18,3 +18,30 @@ def test_every_page_that_is_mentioned_exists(path: Path) -> None:
     assert not [page for page in mentioned if not (ROOT / page).is_file()]
     linked = set(re.findall(r"\]\(([\w./-]+\.md)\)", text))
     assert not [link for link in linked if not (path.parent / link).is_file()]
+
+
+@pytest.mark.parametrize("path", [p for p in TEXTS if p.suffix == ".md"], ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_section_that_is_linked_exists(path: Path) -> None:
+    links = re.findall(r"\]\(([\w./-]*\.md)?#([\w-]+)\)", path.read_text(encoding="utf-8"))
+    wrong = [(page, anchor) for page, anchor in links if anchor not in _anchors(path.parent / page if page else path)]
+    assert not wrong
+
+
+def _anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_the_tree_in_the_readme_is_the_package() -> None:
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("\nmlx_parallm/\n")[1].split("```")[0]
+    named = {name for line in tree.splitlines() for name in re.findall(r"[\w/]+(?:\.py|/)(?=\s|$)", line[:45])}
+    there = {p.name + "/" * p.is_dir() for p in (ROOT / "mlx_parallm").iterdir() if not p.name.startswith(("_", "."))}
+    assert there - named - {"py.typed", "assets/"} == set(), "not in the tree"
+    assert not [name for name in named if not (ROOT / "mlx_parallm" / name).exists()], "no longer there"
+
+
+def test_the_reading_order_has_every_page() -> None:
+    order = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {p.name for p in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {page for page in pages if f"({page})" not in order} == set()

@@ -17,7 +17,14 @@ def test_a_large_cpu_machine_keeps_the_defaults() -> None:
 
 
 def test_a_gpu_prefills_in_larger_chunks() -> None:
-    assert defaults(machine("metal")) == {"server.prefill_chunk": 2048}
+    assert defaults(machine("cuda")) == {"server.prefill_chunk": 2048}
+
+
+def test_metal_bounds_an_evaluation_in_time() -> None:
+    """Its watchdog kills work that takes seconds (ml-explore/mlx#3267)."""
+    found = defaults(machine("metal"))
+    assert found == {"server.prefill_chunk": 2048, "rl_training.max_eval_ms": 1000}
+    assert load_config(None, [], found).rl_training.max_eval_ms == 1000
 
 
 @pytest.mark.parametrize(("memory", "tokens"), [(0, 1024), (2, 2048), (7, 7168)])

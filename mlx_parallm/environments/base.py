@@ -9,13 +9,14 @@ Tokens, mask and log-probabilities are kept by the transcript of the episode, as
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_parallm.config import EnvironmentConfig
 from mlx_parallm.environments.tasks import Split
 from mlx_parallm.rewards.base import GroupReward
+from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.types import Request, RequestOutput
 
 Messages = tuple[Mapping[str, str], ...]
@@ -63,6 +64,7 @@ class Task:
     messages: Messages
     reward: GroupReward
     answer: str | None = None  # the reference answer, for reports
+    plain: bool = False  # the last message's text goes to the model as it is, without the chat template
 
 
 class Environment(ABC):
@@ -85,6 +87,8 @@ class SingleTurn(Environment):
 
 class EnvironmentSource(ABC):
     """Tasks and environments of one [[environments]] entry. `name` is unique in a run and part of every group id."""
+
+    progress: Callable[[], TrainingProgress] = TrainingProgress  # set for each source by a run that trains
 
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
         self.config = config

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_parallm.config import EnvironmentConfig
 from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient, Task
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.tasks import Split
@@ -85,7 +86,7 @@ class EpisodeRunner:
         config = plan.source.config
         with attempt() as outcome:
             task = plan.task or plan.source.task(plan.task_index, plan.split)
-            prompt = self._tokenizer.render_chat(task.messages, template_kwargs=self._template_kwargs)
+            prompt = self.render_prompt(task, config)
             longest = min(self._max_token_length, self._client.max_model_len)
             room = longest - len(prompt)
             if room < 1:
@@ -101,6 +102,15 @@ class EpisodeRunner:
         )
         request = Request(plan.group_id, tuple(prompt), params, adapter=self._adapter)
         return _Job(plan, task, request, asyncio.get_running_loop().time() + config.timeout_s)
+
+    def render_prompt(self, task: Task, config: EnvironmentConfig) -> list[int]:
+        """Token ids that open every episode of `task`. Raises RequestError."""
+        if task.plain:
+            return self._tokenizer.encode(task.messages[-1]["content"])
+        return self._tokenizer.render_chat(task.messages, template_kwargs=self._template_options(config))
+
+    def _template_options(self, config: EnvironmentConfig) -> dict[str, Any]:
+        return self._template_kwargs | config.chat_template_kwargs
 
     async def _play(self, jobs: Sequence[_Job]) -> list[GroupResult]:
         last = max(jobs, key=lambda job: job.deadline)
@@ -122,7 +132,8 @@ class EpisodeRunner:
         failure = next((rollout.error for rollout in rollouts if rollout.error is not None), None)
         if failure is None:
             with attempt() as outcome:
-                rollouts = score_group(job.task.reward, responses)
+                async with _deadline(job):
+                    rollouts = await score_group(job.task.reward, responses)
             failure = outcome.failure and f"reward: {outcome.failure}"
         texts = tuple(response.text for response in responses)
         return GroupResult(job.plan, _group(job.plan, rollouts, job.task), texts, job.task, failure)
@@ -149,7 +160,7 @@ class EpisodeRunner:
             room = longest - len(transcript)
             if answer is None or completion.finish_reason == "length":
                 break
-            given = self._continue(transcript, conversation, answer)
+            given = self._continue(job, transcript, conversation, answer)
             if room <= len(given):
                 return completion.text, "length"
             conversation += [{"role": "assistant", "content": completion.text}, *answer]
@@ -158,14 +169,18 @@ class EpisodeRunner:
         return completion.text, completion.finish_reason
 
     def _continue(
-        self, transcript: Transcript, conversation: list[Mapping[str, str]], answer: Sequence[Mapping[str, str]]
+        self,
+        job: _Job,
+        transcript: Transcript,
+        conversation: list[Mapping[str, str]],
+        answer: Sequence[Mapping[str, str]],
     ) -> list[int]:
         return continuation(
             self._tokenizer,
             conversation,
             answer,
             last_token=transcript.last_token,
-            template_kwargs=self._template_kwargs,
+            template_kwargs=self._template_options(job.plan.source.config),
         )
 
     async def _next_turn(self, job: _Job, transcript: Transcript, rollout: int, turn: int, room: int) -> Completion:

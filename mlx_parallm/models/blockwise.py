@@ -14,6 +14,7 @@ An architecture that does more between its blocks than passing the hidden state 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -43,6 +44,7 @@ class BlockwiseModel:
     """Scores tokens and differentiates a loss over them, `blocks_per_eval` blocks at a time (0 = all at once).
 
     `between_blocks` is called after each evaluation: the place to give the serving thread a turn.
+    `longest_eval_ms`: of all evaluations since it was last set to 0.
     Gradients are lists in the order of `slots.names`. Every array that leaves a method is evaluated.
     """
 
@@ -52,6 +54,7 @@ class BlockwiseModel:
         self.model = model
         self.slots = ParameterSlots(model)
         self._between_blocks = between_blocks
+        self.longest_eval_ms = 0.0
         self._blocks_per_eval = blocks_per_eval
         self._stack: LayerStack | None = None
         self.fallback = ""
@@ -78,7 +81,7 @@ class BlockwiseModel:
         """Log-probabilities and entropies of the scored tokens, both [N] float32, without gradients."""
         if self._stack is None:
             results = _score_rows(self._plain_rows(batch), batch, slice(None))
-            mx.eval(results)
+            self._evaluate(*results)
             return results
         _, _, rows = self._forward(batch, keep_last_group=False)
         parts = [self._score_chunk(rows, batch, chunk) for chunk in self._chunks(batch)]
@@ -275,7 +278,9 @@ class BlockwiseModel:
         self._evaluate(*(gradients[index] for index in indices), *others)
 
     def _evaluate(self, *arrays: mx.array | None) -> None:
+        started = perf_counter()
         mx.eval([array for array in arrays if array is not None])
+        self.longest_eval_ms = max(self.longest_eval_ms, 1000 * (perf_counter() - started))
         self._between_blocks()
 
     def _chunks(self, batch: TokenBatch) -> list[slice]:

@@ -15,13 +15,14 @@ import mlx.nn as nn
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.errors import ModelError
+from mlx_parallm.models.formats import check_directory, check_names, check_quantization, gguf_message
+from mlx_parallm.models.hub import download, fetch_config
 from mlx_parallm.models.mlx_lm_api import load_config, load_hf_model, load_hf_tokenizer
+from mlx_parallm.models.quantize import load_quantized
+from mlx_parallm.models.support import check_config
 from mlx_parallm.models.tokenizer import Tokenizer
 
 BUILTIN_TINY = "builtin:tiny"
-WEIGHT_PATTERNS = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
-QUANTIZE_BITS = 4
-QUANTIZE_GROUP_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -36,30 +37,40 @@ class LoadedModel:
         return vocabulary_size(self.config)
 
 
+def check_model(config: ModelConfig, *, train: bool, quantize: bool = False) -> None:
+    """Refuses what config.json alone shows to be impossible; of a hub id only that file is fetched.
+
+    Raises ModelError: no such model, not a checkpoint, an architecture that cannot be served or (`train`) trained;
+    ConfigError: `quantize` of a checkpoint that is quantised.
+    """
+    directory = _local(config.base_path)
+    file = directory / "config.json" if directory else fetch_config(config.base_path, config.revision)
+    found = read_config(file.parent)
+    check_quantization(found, config.base_path, quantize=quantize)
+    check_config(found, train=train)
+
+
 def resolve_model_path(base_path: str, revision: str | None = None) -> Path:
-    """The local directory of a model; downloads a hub id. Raises ModelError."""
-    if base_path == BUILTIN_TINY:
-        return Path(str(importlib.resources.files("mlx_parallm"))) / "assets" / "tiny"
-    path = Path(base_path).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{path} has no config.json: not a Hugging Face model directory")
-        return path
-    if path.is_file() or base_path.startswith((".", "/", "~")) or base_path.count("/") != 1:
-        raise ModelError(f"no model at {base_path!r}: neither a directory nor a hub id (owner/name)")
-    return _download(base_path, revision)
+    """The local directory of a model, complete; downloads a hub id. Raises ModelError."""
+    directory = _local(base_path) or download(base_path, revision)
+    check_directory(directory)
+    return directory
 
 
 def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
-    """Loads and evaluates the base model; 4-bit quantises it first when asked. Raises ModelError."""
+    """Loads and evaluates the base model; 4-bit quantises it first when asked. Raises ModelError, ConfigError."""
     path = resolve_model_path(config.base_path, config.revision)
+    check_quantization(read_config(path), config.base_path, quantize=quantize)
     try:
-        model, model_config = load_hf_model(path, lazy=True, trust_remote_code=config.trust_remote_code)
+        if quantize:
+            model, model_config = load_quantized(
+                path, trust_remote_code=config.trust_remote_code, cache=config.quantized_cache_directory()
+            )
+        else:
+            model, model_config = load_hf_model(path, lazy=True, trust_remote_code=config.trust_remote_code)
         dtype = _dtype(config.dtype)
         if dtype is not None:
             model.set_dtype(dtype)
-        if quantize and "quantization" not in model_config:
-            quantize_base(model)
         model.freeze()
         model.eval()
         evaluate_module(model)  # weights are read here: a damaged file shows now
@@ -100,18 +111,6 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
         raise ModelError(f"{path}: the tokenizer cannot be loaded: {error}") from error
 
 
-def quantize_base(model: nn.Module) -> None:
-    """Quantises every layer that allows it to 4 bits, groups of 64, in place. Raises ModelError if none does."""
-    before = sum(isinstance(module, nn.QuantizedLinear) for module in model.modules())
-
-    def eligible(_: str, module: nn.Module) -> bool:
-        return hasattr(module, "to_quantized") and module.weight.shape[-1] % QUANTIZE_GROUP_SIZE == 0
-
-    nn.quantize(model, QUANTIZE_GROUP_SIZE, QUANTIZE_BITS, class_predicate=eligible)
-    if sum(isinstance(module, nn.QuantizedLinear) for module in model.modules()) == before:
-        raise ModelError(f"quantize_base: no layer's width is a multiple of {QUANTIZE_GROUP_SIZE}")
-
-
 def evaluate_module(module: nn.Module) -> None:
     """Evaluates every array of every submodule, also those that `parameters()` leaves out (`_freqs`, …)."""
     mx.eval([array for child in module.modules() for array in _arrays([*child.values(), *vars(child).values()])])
@@ -146,15 +145,16 @@ def _context_length(config: dict[str, Any]) -> int:
     return 4096
 
 
-def _download(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=WEIGHT_PATTERNS))
-    except RepositoryNotFoundError as error:
-        raise ModelError(f"no model {repo!r} on the hub (or it is gated: run `hf auth login`)") from error
-    except LocalEntryNotFoundError as error:
-        raise ModelError(f"{repo!r} is not in the local cache and the hub cannot be reached") from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise ModelError(f"{repo!r} cannot be downloaded: {error}") from error
+def _local(base_path: str) -> Path | None:
+    """The directory that `base_path` names; None for a hub id. Raises ModelError."""
+    if base_path == BUILTIN_TINY:
+        return Path(str(importlib.resources.files("mlx_parallm"))) / "assets" / "tiny"
+    path = Path(base_path).expanduser()
+    if path.is_dir():
+        check_names([file.name for file in path.iterdir()], str(path))
+        return path
+    if path.is_file() and path.suffix == ".gguf":
+        raise ModelError(gguf_message(base_path))
+    if path.is_file() or base_path.startswith((".", "/", "~")) or base_path.count("/") != 1:
+        raise ModelError(f"no model at {base_path!r}: neither a directory nor a hub id (owner/name)")
+    return None

@@ -21,6 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlx_parallm.errors import AdapterError
+from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.mlx_lm_api import LoRALinear, QuantizedSwitchLinear, SwitchLinear
 
 ADAPTER_FILE = "adapters.safetensors"
@@ -258,9 +259,11 @@ def prepare_for_serving(model: nn.Module) -> LoraContext:
 
 def _target_paths(model: nn.Module, targets: tuple[str, ...] | str) -> list[str]:
     layers = linear_layers(model)
-    in_blocks = [path for path in layers if ".layers." in f".{path}"]
     if targets == "all-linear":
-        return sorted(in_blocks)
+        in_blocks = sorted(path for path in layers if ".layers." in f".{path}") or _in_blocks(model, layers)
+        if not in_blocks:
+            raise AdapterError('target_modules = "all-linear": the model has no linear layer in its blocks')
+        return in_blocks
     assert not isinstance(targets, str)
     for target in targets:
         if any(_matches(path, target) for path in layers):
@@ -272,6 +275,15 @@ def _target_paths(model: nn.Module, targets: tuple[str, ...] | str) -> list[str]
         names = sorted({path.rsplit(".", 1)[-1] for path in layers})
         raise AdapterError(f"target module {target!r} matches no linear layer; there are: {', '.join(names)}")
     return sorted(path for path in layers if any(_matches(path, target) for target in targets))
+
+
+def _in_blocks(model: nn.Module, paths: Iterable[str]) -> list[str]:
+    """For architectures that call their list of blocks otherwise (`h`, …)."""
+    try:
+        prefix = LayerStack(model).path + "."
+    except ValueError:
+        return []
+    return sorted(path for path in paths if path.startswith(prefix))
 
 
 def _matches(path: str, target: str) -> bool:

@@ -5,10 +5,12 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_hf_tokenizer
 from mlx_lm.tuner.lora import LoRALinear
-from mlx_lm.utils import dequantize_model, load_config, save_config, save_model
+from mlx_lm.utils import MODEL_REMAPPING, dequantize_model, load_config, save_config, save_model
+from mlx_lm.utils import _get_classes as model_classes
 from mlx_lm.utils import load_model as load_hf_model
 
 __all__ = [
+    "MODEL_REMAPPING",
     "KVCache",
     "LoRALinear",
     "QuantizedSwitchLinear",
@@ -19,6 +21,7 @@ __all__ = [
     "load_hf_model",
     "load_hf_tokenizer",
     "make_prompt_cache",
+    "model_classes",
     "save_config",
     "save_model",
 ]

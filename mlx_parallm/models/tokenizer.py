@@ -15,7 +15,8 @@ class Tokenizer:
     def __init__(self, wrapper: TokenizerWrapper) -> None:
         self._wrapper = wrapper
         self._hf = wrapper._tokenizer
-        self._special_ids = frozenset(self._hf.all_special_ids)
+        marked = (token_id for token_id, token in self._hf.added_tokens_decoder.items() if token.special)
+        self.special_ids: frozenset[int] = frozenset([*self._hf.all_special_ids, *marked])
         self._byte_of = _byte_level_alphabet() if _is_byte_level(self._hf) else None
         self.eos_token_ids: frozenset[int] = frozenset(wrapper.eos_token_ids)
         self.has_chat_template: bool = bool(wrapper.has_chat_template)
@@ -66,7 +67,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token (exact for byte-level tokenizers, also for half a character)."""
-        if self._byte_of is not None and token_id not in self._special_ids and token_id < self.vocab_size:
+        if self._byte_of is not None and token_id not in self.special_ids and token_id < self.vocab_size:
             raw = self._hf.convert_ids_to_tokens(token_id)
             if raw is not None and all(character in self._byte_of for character in raw):
                 return bytes(self._byte_of[character] for character in raw)

@@ -27,15 +27,25 @@ class BatchStatistics:
     reward_mean: float | None = None
     reward_std: float | None = None  # population, over sequences
     groups_without_variance: float = 0.0  # fraction
+    groups_all_wrong: float = 0.0  # fraction: no reward above 0
+    groups_all_right: float = 0.0  # fraction: no reward below 1
     truncated_fraction: float = 0.0
+    eos_fraction: float | None = None  # of the sequences that say how they ended
     completion_tokens_mean: float = 0.0
+    rollout_entropy: float | None = None  # mean of -logprobs over the sampled tokens, in nats
     staleness: float = 0.0  # mean over the groups that are trained on, in steps
     staleness_max: int = 0
     dropped_stale: int = 0  # groups
     reward_by_environment: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)  # further scores by name: means over who has them
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def to_metrics(self) -> dict[str, Any]:
+        """For a metrics line: `parts` become keys of their own, e.g. rewards/correct/mean."""
+        values = self.to_json()
+        return values | {f"{name}/mean": mean for name, mean in values.pop("parts").items()}
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,12 @@ from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.files import point, remove_leftovers, write_directory
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.optimizer import PolicyOptimizer
-from mlx_parallm.rl_training.policy import TrainedPolicy
+from mlx_parallm.rl_training.policy import TrainedPolicy, read_tensors
+from mlx_parallm.rl_training.run_directory import FINAL, LATEST
 from mlx_parallm.rl_training.trainer_state import STATE_FILE, TrainerState
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-LATEST, FINAL = "latest", "final"
+SUPERSEDED = "superseded_"
 _NAME = re.compile(r"step_(\d+)(?:_mb(\d+))?")
 
 log = structlog.get_logger(__name__)
@@ -53,11 +54,10 @@ class Checkpointer:
         optimizer: PolicyOptimizer,
         *,
         keep: int,
-        config_hash: str = "",
     ) -> None:
         self.run_directory = run_directory
         self._policy, self._optimizer = policy, optimizer
-        self._keep, self._config_hash = keep, config_hash
+        self._keep = keep
         run_directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(run_directory)
 
@@ -69,7 +69,7 @@ class Checkpointer:
         Raises CheckpointError (a full disk, …): the checkpoints there were are still there and `latest` is one of them.
         """
         path = self.run_directory / state.checkpoint_name
-        state = state.with_random_state(random_state(), config_hash=self._config_hash)
+        state = state.with_random_state(random_state())
         if not (path.is_dir() and self._same(path, state)):
             write_directory(path, lambda directory: self._fill(directory, state))
         point(self.run_directory / LATEST, path.name)
@@ -105,22 +105,19 @@ class Checkpointer:
     def resume(self, checkpoint: Path, store: ConsumedGroups, metrics: MetricsFile) -> TrainerState:
         """Puts everything back to the checkpoint's moment. Make the RolloutBuffer only afterwards.
 
-        Later checkpoints of this run are renamed `superseded_…`: their timeline ends here. Raises CheckpointError,
-        AdapterError: the checkpoint is damaged or of another model; weights may be half-loaded then.
+        Later checkpoints of this run belong to a timeline that ends here: the newest is kept as `superseded_…`, the
+        others go. Raises CheckpointError, AdapterError: the checkpoint is damaged or of another model; weights may be
+        half-loaded then.
         """
         state = TrainerState.read(checkpoint)
         self._policy.load(checkpoint)
-        self._optimizer.restore(_load(checkpoint / OPTIMIZER_FILE))
+        self._optimizer.restore(read_tensors(checkpoint / OPTIMIZER_FILE))
         restore_random_state(state.random_state)
         store.restore(state.step, keep_drops_of=state.in_progress.step if state.in_progress else None)
         metrics.cut(state.step)
-        if self._config_hash != state.config_hash:
-            log.warning("the configuration is not the one of this checkpoint", checkpoint=str(checkpoint))
-        for later in _steps(self.run_directory):
-            if _order(later) > (state.step, state.mini_batches):
-                superseded = later.with_name(f"superseded_{later.name}")
-                shutil.rmtree(superseded, ignore_errors=True)
-                later.rename(superseded)
+        later = [path for path in _steps(self.run_directory) if _order(path) > (state.step, state.mini_batches)]
+        if later:
+            _set_aside(later, keep=checkpoint)
         if (self.run_directory / state.checkpoint_name).is_dir():
             point(self.run_directory / LATEST, state.checkpoint_name)
         return state
@@ -171,6 +168,15 @@ def _order(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
+def _set_aside(later: list[Path], *, keep: Path) -> None:
+    """Renames the newest of `later` and removes the others, and what was set aside before but for `keep`."""
+    *others, newest = later
+    earlier = [path for path in newest.parent.glob(f"{SUPERSEDED}*") if path.resolve() != keep.resolve()]
+    for path in (*earlier, *others):
+        shutil.rmtree(path, ignore_errors=True)
+    newest.rename(newest.with_name(SUPERSEDED + newest.name))
+
+
 def _padded(name: str) -> str:
     match = _NAME.fullmatch(name)
     return f"step_{int(match[1]):06d}" if match and match[2] is None else name
@@ -205,12 +211,3 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-
-
-def _load(file: Path) -> dict[str, mx.array]:
-    try:
-        tensors = mx.load(str(file))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    assert isinstance(tensors, dict)
-    return tensors

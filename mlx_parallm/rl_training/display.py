@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -24,6 +24,7 @@ from rich.text import Text
 
 from mlx_parallm.log import get_logger
 from mlx_parallm.rl_training.health import HEALTHY, WINDOW, diagnose
+from mlx_parallm.rl_training.samples import Sample, samples_table, shortened
 
 log = get_logger("display")
 
@@ -121,6 +122,7 @@ class TrainingDisplay:
         self._live: Live | None = None
         self._rewards: list[float] = []
         self._window: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
+        self._first: list[Mapping[str, Any]] = []
         self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
         self._notes: deque[str] = deque(maxlen=NOTES)
         self._told = HEALTHY
@@ -140,14 +142,25 @@ class TrainingDisplay:
         self._refresher.start()
 
     @_guarded
+    def recall(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """The steps that a resumed run has behind it: how it began tells whether it has learned."""
+        for line in lines:
+            self._add(line)
+
+    @_guarded
     def update(self, metrics: Mapping[str, Any]) -> None:
         """One finished step: a line of metrics.jsonl."""
-        self._window.append(metrics)
+        self._add(metrics)
         self._pace.append((int(metrics["step"]), self._clock()))
-        if isinstance(reward := metrics.get("reward_mean"), int | float):
-            self._rewards.append(float(reward))
         if self._live is None:
             self._log_step(metrics)
+
+    def _add(self, metrics: Mapping[str, Any]) -> None:
+        self._window.append(metrics)
+        if len(self._first) < WINDOW:
+            self._first.append(metrics)
+        if isinstance(reward := metrics.get("reward_mean"), int | float):
+            self._rewards.append(float(reward))
 
     @_guarded
     def tick(self) -> None:
@@ -165,6 +178,16 @@ class TrainingDisplay:
             self._notes.append(text)
 
     @_guarded
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """What the policy wrote: a table above the live panel, or a line each."""
+        if self._live is not None:
+            self._live.console.print(samples_table(samples))
+            return
+        for sample in samples:
+            prompt, completion = shortened(sample)
+            log.info("sample", step=step, which=sample.which, reward=sample.reward, prompt=prompt, completion=completion)
+
+    @_guarded
     def stop(self) -> None:
         """Leaves the last picture on the terminal and the cursor visible. May be called again."""
         self._ended.set()
@@ -175,7 +198,7 @@ class TrainingDisplay:
         self._live = None
 
     def health(self) -> str:
-        return diagnose(list(self._window), self._sources())
+        return diagnose(list(self._window), self._sources(), list(self._first))
 
     def _refresh(self) -> None:
         """A thread of our own: rich's prints a traceback and dies when the terminal goes away."""

@@ -4,12 +4,15 @@
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.losses.policy_gradient import grpo_loss
 from mlx_parallm.rl_training.advantages import group_advantages
+from mlx_parallm.rl_training.own_functions import own_advantage, own_loss
 from mlx_parallm.rl_training.trainer_base import Algorithm
+from mlx_parallm.user_code import is_reference
 
 
 def grpo(config: RLTrainingConfig) -> Algorithm:
@@ -25,7 +28,7 @@ def grpo(config: RLTrainingConfig) -> Algorithm:
             entropy_weight=config.entropy_weight,
             aggregation=config.loss_aggregation,
         ),
-        advantages=partial(group_advantages, kind=config.advantage),
+        advantages=partial(group_advantages, kind="mean" if config.advantage == "mean" else "std"),
         needs_reference=config.kl_beta > 0,
     )
 
@@ -34,5 +37,10 @@ ALGORITHMS: dict[str, Callable[[RLTrainingConfig], Algorithm]] = {"grpo": grpo}
 
 
 def make_algorithm(config: RLTrainingConfig) -> Algorithm:
-    """The configured algorithm."""
-    return ALGORITHMS[config.algorithm](config)
+    """The configured algorithm, with the user's own advantage and loss where they are set. Raises ConfigError."""
+    algorithm = ALGORITHMS[config.algorithm](config)
+    if is_reference(config.advantage):
+        algorithm = replace(algorithm, advantages=own_advantage(config.advantage))
+    if config.loss is not None:
+        algorithm = replace(algorithm, loss=own_loss(config.loss))
+    return algorithm

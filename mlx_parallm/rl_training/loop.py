@@ -59,10 +59,12 @@ class Hooks:
     """What the loop tells and asks; all called on the trainer's thread.
 
     `on_wait(seconds)` at least every `wait_turn_s` while a batch is not there: the place to look after sources that
-    have failed (raise to end the run) and to say that they stall. `served_tokens`: the engine's counter.
+    have failed (raise to end the run) and to say that they stall. `on_batch`, then `on_step` when a step is finished.
+    `served_tokens`: the engine's counter.
     """
 
     should_stop: Callable[[], bool] = lambda: False
+    on_batch: Callable[[TrainBatch], None] = lambda batch: None
     on_step: Callable[[dict[str, Any]], None] = lambda line: None
     on_wait: Callable[[float], None] = lambda seconds: None
     on_checkpoint: Callable[[Any], None] = lambda path: None
@@ -157,6 +159,7 @@ class TrainingLoop:
         }
         self._line = self._metrics(batch, result, report, times)
         self._parts.metrics.append(self._line)
+        self._hooks.on_batch(batch)
         self._hooks.on_step(self._line)
         if not last and batch.step % self._config.checkpoint_interval == 0:
             self._save(None)
@@ -175,7 +178,7 @@ class TrainingLoop:
             {
                 "step": batch.step,
                 "policy_version": self._parts.updater.version,
-                **batch.statistics.to_json(),
+                **batch.statistics.to_metrics(),
                 **result.metrics,
                 "publish_timeouts": timeouts,
                 "gave_up": batch.gave_up or None,

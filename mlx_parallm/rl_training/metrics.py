@@ -18,8 +18,10 @@ METRICS_FILE = "metrics.jsonl"
 
 KEYS = (
     *("step", "policy_version", "reward_mean", "reward_std", "loss", "kl", "entropy", "clip_fraction", "ratio_mean"),
-    *("grad_norm", "learning_rate", "staleness", "staleness_max", "logprob_diff_max", "logprob_diff_mean", "tokens"),
-    *("groups", "sequences", "groups_without_variance", "truncated_fraction", "completion_tokens_mean"),
+    *("grad_norm", "update_norm", "weight_norm", "weights_moved", "learning_rate"),
+    *("staleness", "staleness_max", "logprob_diff_max", "logprob_diff_mean", "tokens"),
+    *("groups", "sequences", "groups_without_variance", "groups_all_wrong", "groups_all_right"),
+    *("truncated_fraction", "eos_fraction", "completion_tokens_mean", "rollout_entropy"),
     *("dropped_stale", "skipped_steps", "optimizer_updates", "publish_timeouts", "gave_up"),
     *("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb"),
     "reward_by_environment",
@@ -28,7 +30,11 @@ KEYS = (
 KL(policy || reference), null unless kl_beta > 0. `groups*`, `sequences`, `reward*`: all groups the step consumed, those
 without variance too.
 `logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the very weights that the step starts from,
-before its first update; null when there are none. `skipped_steps`: mini-batches skipped as not finite."""
+before its first update; null when there are none. `skipped_steps`: mini-batches skipped as not finite. `update_norm`,
+`weight_norm`, `weights_moved`: `optimizer.Movement`, means over the step's updates. `groups_all_wrong`, `_all_right`:
+share of the groups in which no reward is above 0, or none below 1. `eos_fraction`: share of the answers that ended by
+themselves; null where their senders do not say. `rollout_entropy`: mean of -logprobs of the sampled tokens, which is
+there also for steps with nothing to train on. `time_rollout_s`: how long the step waited for its batch."""
 
 TIMES = ("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb")
 """Keys that differ between two otherwise equal runs."""

@@ -123,11 +123,11 @@ class TrainedPolicy:
         if self.lora:
             load_into_trainer(self.model, load_adapter(directory).layers)
             if self._reference is not None and (directory / REFERENCE_FILE).is_file():
-                self._reference = self._arranged(_load(directory / REFERENCE_FILE), directory)
+                self._reference = self._arranged(read_tensors(directory / REFERENCE_FILE), directory)
         else:
             tensors: dict[str, mx.array] = {}
             for file in sorted(directory.glob("model*.safetensors")):
-                tensors |= _load(file)
+                tensors |= read_tensors(file)
             self.slots.write(self._arranged(tensors, directory))
         mx.eval(self.slots.read())
 
@@ -142,7 +142,8 @@ class TrainedPolicy:
         return arranged
 
 
-def _load(file: Path) -> dict[str, mx.array]:
+def read_tensors(file: Path) -> dict[str, mx.array]:
+    """The arrays of one safetensors file of a checkpoint, not yet read from disk. Raises CheckpointError."""
     try:
         tensors = mx.load(str(file))
     except (OSError, ValueError, RuntimeError) as error:

@@ -89,6 +89,15 @@ class Comparison:
         )
         return before, after
 
+    @property
+    def measured(self) -> tuple[str, float, float]:
+        """(what it is called, before, after): the accuracy, or the mean reward where a reward of 1 is no full one."""
+        rewards = [answer.reward for pair in self.pairs for answer in pair]
+        if all(0 <= reward <= 1 for reward in rewards) and (max(rewards, default=0) >= SOLVED or not any(rewards)):
+            return self.environment, *self.accuracies
+        before, after = (sum(pair[side].reward for pair in self.pairs) / len(self.pairs) for side in (0, 1))
+        return f"{self.environment} (mean reward)", before, after
+
 
 def compare(before: Iterable[Evaluation], after: Iterable[Evaluation]) -> list[Comparison]:
     """Pairs the answers to the same prompts; a prompt that was answered only once is left out."""
@@ -108,10 +117,10 @@ def accuracy_table(comparisons: Sequence[Comparison]) -> Table:
     for name in ("problems", "before", "after", "change"):
         table.add_column(name, justify="right")
     for row in comparisons:
-        before, after = row.accuracies
+        name, before, after = row.measured
         style = "green" if after >= before else "red"
         change = Text(f"{after - before:+.3f}", style=style)
-        table.add_row(row.environment, str(len(row.pairs)), f"{before:.3f}", f"{after:.3f}", change)
+        table.add_row(name, str(len(row.pairs)), f"{before:.3f}", f"{after:.3f}", change)
     return table
 
 
@@ -130,10 +139,8 @@ def plain_report(comparisons: Sequence[Comparison], shown: int = SHOWN_PER_ENVIR
     """Both tables as text without colours or lines, for logs and files."""
     lines = []
     for row in comparisons:
-        before, after = row.accuracies
-        lines.append(
-            f"{row.environment}: {before:.3f} -> {after:.3f} ({after - before:+.3f}) on {len(row.pairs)} problems"
-        )
+        name, before, after = row.measured
+        lines.append(f"{name}: {before:.3f} -> {after:.3f} ({after - before:+.3f}) on {len(row.pairs)} problems")
         for then, now in row.pairs[:shown]:
             lines.append(f"  {_short(now.prompt)}  [{_short(now.expected or '')}]  {_plain(then)} -> {_plain(now)}")
     return "\n".join(lines)
@@ -179,12 +186,20 @@ def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
 
 
 def _mark(answer: Answer) -> Text:
-    right = answer.reward >= SOLVED
-    return Text(f"{'✓' if right else '✗'} {_short(answer.error or answer.text)}", style="green" if right else "red")
+    style = "green" if answer.reward >= SOLVED else "red" if answer.reward == 0 else ""
+    sign = {"right": "✓", "wrong": "✗"}.get(_verdict(answer), _verdict(answer))
+    return Text(f"{sign} {_short(answer.error or answer.text)}", style=style)
 
 
 def _plain(answer: Answer) -> str:
-    return f"{_short(answer.error or answer.text)} ({'right' if answer.reward >= SOLVED else 'wrong'})"
+    return f"{_short(answer.error or answer.text)} ({_verdict(answer)})"
+
+
+def _verdict(answer: Answer) -> str:
+    """right, wrong, or the reward of something between."""
+    if answer.reward in (0.0, 1.0) or SOLVED <= answer.reward < 1:
+        return "right" if answer.reward else "wrong"
+    return f"{answer.reward:.3g}"
 
 
 def _short(text: str) -> str:

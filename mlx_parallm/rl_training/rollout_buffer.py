@@ -20,6 +20,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.advantages import Estimator, token_advantages
 from mlx_parallm.rl_training.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.batch_statistics import StatisticsCollector
+from mlx_parallm.rl_training.health import stale_while_waiting
 from mlx_parallm.rl_training.versions import VersionSteps
 from mlx_parallm.types import RolloutGroup
 
@@ -37,6 +38,8 @@ class GroupStore(Protocol):
     def groups(self, group_ids: Sequence[str]) -> list[RolloutGroup]: ...
 
     def known_ids(self) -> set[str]: ...
+
+    def waiting_ids(self) -> set[str]: ...
 
     def take(self, group_ids: Sequence[str], step: int) -> None: ...
 
@@ -89,6 +92,7 @@ class RolloutBuffer:
         self._outstanding = 0  # in-process groups asked for and not seen yet
         # What a former process left is no answer to our requests, and perhaps of weights that were lost with it.
         self._restored = frozenset(store.known_ids())
+        self._step = 0  # that is being collected
         self._begin()
         self._poll()
 
@@ -111,6 +115,12 @@ class RolloutBuffer:
             self._outstanding += groups
             self._request_groups(groups)
 
+    def health(self) -> str | None:
+        """What keeps the step from its batch, in words; None when nothing does. From any thread."""
+        chosen, held = len(self._chosen), len(self._held)
+        found = stale_while_waiting(self._statistics.stale, chosen + held, self._step)
+        return str(found) if found else None
+
     # ------------------------------------------------------------------ the batch
 
     def collect(self, step: int, *, timeout_s: float) -> TrainBatch | None:
@@ -118,6 +128,7 @@ class RolloutBuffer:
 
         Rounds of groups that cannot be trained on end with a smaller batch, perhaps an empty one, that says so.
         """
+        self._step = step
         self._poll()
         batch = self._try(step)
         if batch is None:
@@ -148,7 +159,10 @@ class RolloutBuffer:
         return ""
 
     def _poll(self) -> None:
-        """Reads groups that are new in the store."""
+        """Reads groups that are new in the store; forgets those that somebody else dropped (/atropos/reset_data)."""
+        waiting = self._store.waiting_ids()
+        self._held = {group_id: group for group_id, group in self._held.items() if group_id in waiting}
+        self._chosen = [entry for entry in self._chosen if entry[0].group_id in waiting]
         known = {*self._held, *(group.group_id for group, _, _ in self._chosen)}
         for group in self._store.waiting(max(4 * self._target - len(known), 1), exclude=known):
             self._held[group.group_id] = group
@@ -208,7 +222,6 @@ class RolloutBuffer:
     def _take(self, group: RolloutGroup, advantages: Advantages, age: int) -> None:
         del self._held[group.group_id]
         self._chosen.append((group, advantages, age))
-        self._statistics.add_trained(group, age)
         self._empty_rounds = 0
 
     def _discard(self, group_ids: list[str], step: int, reason: str) -> None:
@@ -222,6 +235,8 @@ class RolloutBuffer:
 
     def _finish(self, step: int, gave_up: str = "") -> TrainBatch:
         self._store.take([group.group_id for group, _, _ in self._chosen], step)
+        for group, _, age in self._chosen:
+            self._statistics.add_trained(group, age)
         batch = TrainBatch(
             step=step,
             groups=tuple(group for group, _, _ in self._chosen),

@@ -7,11 +7,15 @@ from pathlib import Path
 
 from mlx_parallm.config import Config
 from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.log import get_logger
 from mlx_parallm.rl_training.files import write_atomically
+
+log = get_logger("train")
 
 CONFIG_FILE = "config.toml"
 STORE_FILE = "rollouts.sqlite"
 LOCK_FILE = ".lock"
+LATEST, FINAL = "latest", "final"  # the newest checkpoint; the one at total_steps
 USED_BY = ("metrics.jsonl", STORE_FILE, "latest")  # what says that a run has been here
 
 
@@ -57,11 +61,27 @@ class RunDirectory:
             raise CheckpointError(f"{path} is in use by another process") from error
         return cls(path, lock, made_here=made_here)
 
+    @staticmethod
+    def in_use(path: Path) -> bool:
+        """Whether a process holds the directory now. Asks for a shared lock and gives it back at once."""
+        try:
+            lock = os.open(path / LOCK_FILE, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
     def write_config(self, config: Config) -> None:
         """Once the configuration has proved to fit: a resume that fails must not replace the one that did."""
         named = config.rl_training.model_copy(update={"run_name": self.path.name})
         text = config.model_copy(update={"rl_training": named}).to_toml()
         write_atomically(self.path / CONFIG_FILE, text.encode())
+        log.info("configuration written", file=str(self.path / CONFIG_FILE))
 
     def discard(self) -> None:
         """A start that failed leaves nothing: removes the directory if `open` made it. After `close`."""

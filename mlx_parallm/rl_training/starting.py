@@ -6,15 +6,18 @@ from mlx_parallm.config import Config, load_config
 from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.log import get_logger
 from mlx_parallm.models.lora import LoraPair, find_adapter_file, load_adapter
-from mlx_parallm.rl_training.checkpoint import FINAL, LATEST, find_checkpoint
-from mlx_parallm.rl_training.run_directory import CONFIG_FILE, STORE_FILE
+from mlx_parallm.rl_training.checkpoint import find_checkpoint
+from mlx_parallm.rl_training.resume_keys import check_resume, refuse_redacted
+from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, LATEST, STORE_FILE
 
 log = get_logger("train")
 
 
 def what_to_resume(config: Config, resume: str | None) -> tuple[Config, Path | None, bool]:
     """(configuration, checkpoint, start over). A run that was killed before its first checkpoint starts over in its
-    directory, where its accepted groups lie. Raises CheckpointError: nothing there."""
+    directory, where its accepted groups lie. Raises CheckpointError: nothing there. ConfigError: a key that may not
+    change on a resume, or a secret that is not given again."""
+    refuse_redacted(config)
     training = config.rl_training
     if resume is None:
         return config, None, False
@@ -24,9 +27,17 @@ def what_to_resume(config: Config, resume: str | None) -> tuple[Config, Path | N
         directory = Path(resume).expanduser().resolve()
         if not (directory / STORE_FILE).is_file():
             raise
-        place = {"checkpoint_dir": directory.parent, "run_name": directory.name}
-        return config.model_copy(update={"rl_training": training.model_copy(update=place)}), None, True
-    return config, checkpoint, checkpoint is None
+        return _placed(config, directory), None, True
+    if checkpoint is None:
+        return config, None, True
+    check_resume(config, checkpoint.parent, checkpoint.parent / CONFIG_FILE)
+    return _placed(config, checkpoint.parent), checkpoint, False
+
+
+def _placed(config: Config, run: Path) -> Config:
+    """A run directory may have been moved: where it lies now is what counts."""
+    training = config.rl_training.model_copy(update={"checkpoint_dir": run.parent, "run_name": run.name})
+    return config.model_copy(update={"rl_training": training})
 
 
 def initial_adapter(config: Config) -> dict[str, LoraPair] | None:

@@ -21,9 +21,10 @@ from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.evaluate import Evaluation, evaluate
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import EngineUnavailableError
-from mlx_parallm.log import get_logger
-from mlx_parallm.models.loading import LoadedModel
+from mlx_parallm.log import RunLog, get_logger
+from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.lora import LoraPair
+from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training import report
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.display import RunInfo, TrainingDisplay
@@ -34,9 +35,11 @@ from mlx_parallm.rl_training.policy import TrainedPolicy
 from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
 from mlx_parallm.rl_training.rollout_sources import ENVIRONMENTS, POLICY, RolloutSources
 from mlx_parallm.rl_training.run_directory import STORE_FILE, RunDirectory
+from mlx_parallm.rl_training.samples import SAMPLES_FILE, SampleLog
 from mlx_parallm.rl_training.starting import initial_adapter, what_to_resume
+from mlx_parallm.rl_training.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.trainer_base import Trainer
-from mlx_parallm.rl_training.trainer_state import TrainerState, config_hash
+from mlx_parallm.rl_training.trainer_state import TrainerState
 from mlx_parallm.rl_training.versions import VersionSteps
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -54,12 +57,21 @@ class TrainingRun:
     Raises ConfigError, CheckpointError: before anything is started or written.
     """
 
-    def __init__(self, config: Config, *, resume: str | None, stop: threading.Event, console: Console) -> None:
-        training = config.rl_training
-        self._stop, self._console = stop, console
+    def __init__(
+        self,
+        config: Config,
+        *,
+        resume: str | None,
+        stop: threading.Event,
+        console: Console,
+        run_log: RunLog | None = None,
+    ) -> None:
+        self._stop, self._console, self._run_log = stop, console, run_log or RunLog()
+        check_installed(config.logging)
         config, self._checkpoint, self._start_over = what_to_resume(config, resume)
         self._config, training = config, config.rl_training
-        self._sources = build_sources(config.environments, seed=training.seed)
+        self._sources = build_sources(config.environments, seed=training.seed, progress=self._progress)
+        self._algorithm = make_algorithm(training)  # the user's code is checked before a model is loaded
         self._closing = ExitStack()
         self._serving = Serving(config)
         self._closing.callback(self._serving.close)
@@ -71,22 +83,25 @@ class TrainingRun:
     def execute(self) -> None:
         """Trains to total_steps or to the stop; leaves a checkpoint either way."""
         config = self._config
+        quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
+        check_model(config.model, train=True, quantize=quantize)
         initial = None if self._checkpoint else initial_adapter(config)
         directory = RunDirectory.open(config, self._checkpoint, reuse=self._start_over)
         self._closing.callback(lambda: None if self._began else directory.discard())
         self._closing.callback(directory.close)
+        self._run_log.open(directory.path)
         store = RolloutStore(directory.path / STORE_FILE)
         self._closing.callback(store.close)
         self._closing.callback(self._serving.close)  # before the store, which /atropos writes to
         vocab_size = self._serving.vocab_size
         self._serving.listen(self._rollouts.routers(store, directory, vocab_size))
-        loaded = self._serving.load(quantize=config.rl_training.lora.enabled and config.rl_training.lora.quantize_base)
+        loaded = self._serving.load(quantize=quantize)
         parts, state = self._training_parts(loaded, initial, directory, store)
         directory.write_config(config)
         if self._stop.is_set():
             return
         self._began = True
-        display = TrainingDisplay(self._console, sources=self._rollouts.health)
+        display = TrainingDisplay(self._console, sources=lambda: [*self._rollouts.health(), parts.buffer.health()])
         self._closing.callback(display.stop)
         self._train(parts, state, directory, display)
 
@@ -111,15 +126,13 @@ class TrainingRun:
             model_config=loaded.config,
             initial_adapter=initial,
         )
-        algorithm = make_algorithm(training)
-        trainer = Trainer(policy, training, algorithm)
+        trainer = Trainer(policy, training, self._algorithm)
         metrics = MetricsFile(directory.path / METRICS_FILE)
         checkpointer = Checkpointer(
             directory.path,
             policy,
             trainer.optimizer,
             keep=training.keep_checkpoints,
-            config_hash=config_hash(self._config),
         )
         state = checkpointer.resume(self._checkpoint, store, metrics) if self._checkpoint else None
         if self._start_over:  # a run that was killed before its first checkpoint: its groups are there, its steps not
@@ -127,7 +140,14 @@ class TrainingRun:
             metrics.cut(0)
         versions = state.restored_versions() if state else VersionSteps()
         weights = self._open_serving(loaded, policy, versions)
-        updater = WeightUpdater(weights, policy, versions, training.weight_updates, drained=self._drained)
+        updater = WeightUpdater(
+            weights,
+            policy,
+            versions,
+            training.weight_updates,
+            drained=self._drained,
+            on_publish=lambda report: self._serving.state.metrics.observe_publish(report.total_ms / 1e3),
+        )
         self._closing.callback(store.wake)
         self._closing.callback(self._rollouts.stop)
         self._rollouts.start(self._serving, loaded, store, state)
@@ -135,7 +155,7 @@ class TrainingRun:
         buffer = RolloutBuffer(
             store,
             versions,
-            algorithm.advantages,
+            self._algorithm.advantages,
             rollout_batch_size=training.atropos.rollout_batch_size,
             group_sizes=[source.config.group_size for source in self._sources],
             request_groups=manager.request_groups if manager else None,
@@ -170,15 +190,17 @@ class TrainingRun:
     ) -> None:
         training = self._config.rl_training
         before = self._evaluate(display, "before") if state is None else []
+        display.recall(parts.metrics.read())
         display.start(self._run_info(directory, state))
+        trackers = self._trackers(directory, state)
 
         def on_step(line: dict[str, Any]) -> None:
-            if line["publish_ms"] is not None:
-                self._serving.state.metrics.observe_publish(line["time_publish_s"])
+            trackers.log(line)
             display.update(line)
 
         hooks = Hooks(
             should_stop=self._stop.is_set,
+            on_batch=self._sample_log(directory, state, display, trackers).on_batch,
             on_step=on_step,
             on_wait=lambda seconds: self._look_after(display),
             on_checkpoint=lambda path: display.note(f"saved {path}"),
@@ -189,6 +211,26 @@ class TrainingRun:
         after = self._evaluate(display, "after") if outcome == "finished" and before else []
         display.stop()
         self._report(parts.metrics, directory, before, after, finished=outcome == "finished")
+
+    def _trackers(self, directory: RunDirectory, state: TrainerState | None) -> Trackers:
+        own, redactor = self._config.logging, self._run_log.redactor
+        config = redactor.value(self._config.redacted())
+        run = TrackedRun(directory.path, own.project, config, step=state.step if state else 0)
+        trackers = Trackers(own.trackers, run)
+        self._closing.callback(trackers.close)
+        return trackers
+
+    def _sample_log(
+        self, directory: RunDirectory, state: TrainerState | None, display: TrainingDisplay, trackers: Trackers
+    ) -> SampleLog:
+        tokenizer, hide = self._serving.tokenizer(), self._run_log.redactor.text
+        return SampleLog(
+            directory.path / SAMPLES_FILE,
+            lambda tokens: hide(tokenizer.decode(tokens, skip_special_tokens=False)),
+            every=self._config.logging.sample_every,
+            step=state.step if state else 0,
+            told=(display.samples, trackers.samples),
+        )
 
     def _look_after(self, display: TrainingDisplay) -> None:
         stats = self._serving.client.stats()
@@ -211,7 +253,7 @@ class TrainingRun:
             adapter=POLICY if training.lora.enabled else None,
             template_kwargs=self._config.model.chat_template_kwargs,
         )
-        return asyncio.run(_unless_stopped(work, self._stop)) or []
+        return asyncio.run(unless_stopped(work, self._stop)) or []
 
     def _report(
         self,
@@ -261,11 +303,15 @@ class TrainingRun:
     def _step(self) -> int:
         return self._loop.step if self._loop else 0
 
+    def _progress(self) -> TrainingProgress:
+        """What reward functions are told."""
+        return TrainingProgress(self._step(), self._config.rl_training.total_steps)
+
     def _version(self) -> int:
         return self._weights.version if self._weights else 0
 
 
-async def _unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) -> T | None:
+async def unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) -> T | None:
     """The result of `work`; None, and `work` is cancelled, when the process is asked to stop first."""
     task = asyncio.create_task(work)
     while not task.done():
@@ -278,4 +324,7 @@ async def _unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) -
 
 
 def _example_prompt(sources: tuple[EnvironmentSource, ...]) -> str:
-    return str(sources[0].task(0, "heldout").messages[-1]["content"]) if sources else "Hello!"
+    if not sources:
+        return "Hello!"
+    [task] = sources[0].heldout(1) or [sources[0].task(0)]
+    return str(task.messages[-1]["content"])

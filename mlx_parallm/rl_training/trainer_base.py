@@ -11,7 +11,7 @@ No host sync beyond the evaluations of the backward pass: numbers are read once 
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -26,8 +26,14 @@ from mlx_parallm.models.parameters import scalar
 from mlx_parallm.rl_training.advantages import Estimator
 from mlx_parallm.rl_training.batch import TrainBatch
 from mlx_parallm.rl_training.collate import MicroBatch, MiniBatch, collate, epoch_order
+from mlx_parallm.rl_training.eval_pace import EvalPace
 from mlx_parallm.rl_training.optimizer import PolicyOptimizer, learning_rate_at
 from mlx_parallm.rl_training.policy import TrainedPolicy
+
+MEASURED = (
+    *("loss", "kl", "entropy", "clip_fraction", "ratio_mean", "grad_norm"),
+    *("update_norm", "weight_norm", "weights_moved"),
+)
 
 log = structlog.get_logger(__name__)
 
@@ -93,6 +99,7 @@ class Trainer:
         if self.model.fallback and config.blocks_per_eval:
             log.info("not trained block by block", reason=self.model.fallback)
         self.optimizer = PolicyOptimizer(policy.slots, config)
+        self._pace = EvalPace(config)
         self._reference_logprobs: dict[int, np.ndarray] = {}  # sequence of this step → its scored tokens'
         if config.lora.dropout > 0:
             log.warning("lora.dropout is off in RL: every pass yields a log-probability that is compared")
@@ -117,7 +124,7 @@ class Trainer:
                 at = replace(at, order=tuple(epoch_order(count, seed=self._config.seed, step=batch.step, epoch=epoch)))
             for number in range(at.next_mini_batch, math.ceil(count / size)):
                 rows = at.order[number * size : (number + 1) * size]
-                mini_batch = collate(batch.sequences, rows, token_budget=self._config.token_budget)
+                mini_batch = collate(batch.sequences, rows, token_budget=self._pace.budget)
                 after = self._mini_batch(batch, mini_batch, at, learning_rate, should_stop)
                 if after is None:
                     return self._result(at, learning_rate, started, finished=False)
@@ -137,15 +144,18 @@ class Trainer:
         gradients: list[mx.array] | None = None
         parts: list[tuple[mx.array, ...]] = []
         names: list[str] = []
-        for micro_batch in mini_batch.micro_batches:
+        for micro_batch in self._micro_batches(batch, mini_batch):
             if should_stop():
                 return None
             if len(micro_batch.positions) == 0:
                 continue
+            self.model.longest_eval_ms = 0.0
             objective = self._objective(micro_batch, mini_batch, names)
             tokens = _token_batch(micro_batch)
             loss, extras, gradients = self.model.loss_and_gradients(tokens, objective, gradients)
             parts.append((loss, *extras))
+            longest_ms, rows = self.model.longest_eval_ms, len(micro_batch.rows)
+            self._pace.measured(longest_ms, tokens=micro_batch.inputs.size, rows=rows)
         if gradients is None:
             return at
         losses, values, diff_max, diff_sum = zip(*parts, strict=True)
@@ -158,6 +168,8 @@ class Trainer:
             log.warning("non-finite gradient: mini-batch skipped", step=batch.step)
             return replace(at, skipped=at.skipped + 1)
         totals |= {"grad_norm": update.grad_norm}
+        if update.moved is not None:
+            totals |= asdict(update.moved)
         diff = at.logprob_diff
         fresh = sum(int(part.fresh.sum()) for part in mini_batch.micro_batches)
         if at.updates == 0 and at.skipped == 0 and fresh:
@@ -169,6 +181,17 @@ class Trainer:
             logprob_diff=diff,
             tokens=at.tokens + mini_batch.tokens,
         )
+
+    def _micro_batches(self, batch: TrainBatch, mini_batch: MiniBatch) -> Iterator[MicroBatch]:
+        """Those of a mini-batch, cut again where the budget has been lowered in the meantime."""
+        waiting = list(reversed(mini_batch.micro_batches))
+        while waiting:
+            micro_batch = waiting.pop()
+            if micro_batch.inputs.size > self._pace.budget and len(micro_batch.rows) > 1:
+                smaller = collate(batch.sequences, micro_batch.rows, token_budget=self._pace.budget)
+                waiting += reversed(smaller.micro_batches)
+            else:
+                yield micro_batch
 
     def _objective(self, micro_batch: MicroBatch, mini_batch: MiniBatch, names: list[str]) -> Any:
         """Scores [N] → (loss, (metrics [K], max and sum of |logprobs - rollout_logprobs| of fresh tokens))."""
@@ -214,7 +237,7 @@ class Trainer:
     def _result(self, at: StepPosition, learning_rate: float, started: float, *, finished: bool) -> StepResult:
         known: dict[str, float | None] = {name: total / at.updates for name, total in at.totals.items()}
         diff_max, diff_mean = at.logprob_diff or (None, None)
-        metrics = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction", "ratio_mean", "grad_norm")) | known
+        metrics = dict.fromkeys(MEASURED) | known
         metrics |= {
             "learning_rate": learning_rate,
             "logprob_diff_max": diff_max,

@@ -1,12 +1,10 @@
 """`trainer_state.json`: everything a run needs to go on besides weights and optimizer. No MLX."""
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.config import Config
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.versions import VersionSteps
 
@@ -44,7 +42,6 @@ class TrainerState:
     sources: dict[str, Any] = field(default_factory=dict)  # positions of the environments, by name of the source
     random_state: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None  # the last line
-    config_hash: str = ""
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -74,8 +71,8 @@ class TrainerState:
             other.step, other.mini_batches, other.policy_version, other.optimizer_updates, other.random_state,
         )  # fmt: skip
 
-    def with_random_state(self, state: dict[str, Any], *, config_hash: str) -> "TrainerState":
-        return replace(self, random_state=state, config_hash=config_hash)
+    def with_random_state(self, state: dict[str, Any]) -> "TrainerState":
+        return replace(self, random_state=state)
 
     def to_text(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -90,16 +87,9 @@ class TrainerState:
                 raise CheckpointError(
                     f"{file}: schema {data['schema_version']} is a newer version's; known: {SCHEMA_VERSION}"
                 )
+            data.pop("config_hash", None)  # of versions that did not compare configurations key by key
             if (work := data["in_progress"]) is not None:
                 data["in_progress"] = StepInProgress(**work | {"group_ids": tuple(work["group_ids"])})
             return cls(**data)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
-
-
-def config_hash(config: Config) -> str:
-    """Of what shapes training; where the run lies, how long it goes on and how it is served do not."""
-    sections = config.model_dump(mode="json", include={"model", "rl_training", "environments"})
-    for key in ("resume", "run_name", "checkpoint_dir", "total_steps", "checkpoint_interval", "keep_checkpoints"):
-        del sections["rl_training"][key]
-    return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:16]

@@ -33,6 +33,7 @@ class WeightUpdater:
 
     Args:
         drained: with `in_flight = "drain"`: a context in which no request runs (admission stops, running ones end).
+        on_publish: told of every publish, also of one that was tried again; the drain is not in its time.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class WeightUpdater:
         config: WeightUpdateConfig,
         *,
         drained: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_publish: Callable[[PublishReport], None] = lambda report: None,
     ) -> None:
         self._weights, self._policy, self._versions, self._config = weights, policy, versions, config
         self._drained = drained if config.in_flight == "drain" else nullcontext
+        self._on_publish = on_publish
         self._state = UpdaterState()
         self.timeouts = 0
 
@@ -84,6 +87,7 @@ class WeightUpdater:
             return None
         self._state = UpdaterState()
         self._versions.record(report.version, step)
+        self._on_publish(report)
         return report
 
     def state(self) -> UpdaterState:

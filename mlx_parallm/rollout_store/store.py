@@ -170,6 +170,12 @@ class RolloutStore:
             payloads = [self._payload(connection, "sequence", sequence) for sequence in wanted]
         return [self._decoded(payload) for payload in payloads]
 
+    def waiting_ids(self) -> set[str]:
+        """Ids of all groups that wait."""
+        with self._reading() as connection:
+            rows = connection.execute("SELECT group_id FROM groups WHERE state = 'waiting'")
+            return {group_id for (group_id,) in rows}
+
     def groups(self, group_ids: Iterable[str]) -> list[RolloutGroup]:
         """These groups whatever their state, in the order asked for. Raises StoreError when one is unknown."""
         with self._reading() as connection:
@@ -239,6 +245,14 @@ class RolloutStore:
                 " WHERE state = 'waiting' GROUP BY source"
             ).fetchall()
         return {source: WaitingSource(*numbers) for source, *numbers in rows}
+
+    def last_received(self) -> float | None:
+        """Unix time at which the newest group came, accepted or not; None: none ever came."""
+        with self._reading() as connection:
+            (newest,) = connection.execute(
+                "SELECT MAX(received) FROM (SELECT received FROM groups UNION ALL SELECT received FROM rejects)"
+            ).fetchone()
+        return newest
 
     def drop_reasons(self) -> dict[str, int]:
         """How many groups were dropped, for each reason."""

@@ -42,7 +42,7 @@ class ServerMetrics:
         )
         self._publish = Histogram(
             f"{PREFIX}_weight_publish_seconds",
-            "Time of one publish of new weights",
+            "Time of one publish of new weights: evaluation, lock wait, rebinding; without a drain before it",
             buckets=_PUBLISH_BUCKETS,
             registry=self.registry,
         )
@@ -60,7 +60,7 @@ class ServerMetrics:
         self._first_token.observe(seconds)
 
     def observe_publish(self, seconds: float) -> None:
-        """Called by the weight updater after each publish."""
+        """Called by the weight updater after each publish, retried ones too."""
         self._publish.observe(seconds)
 
     def watch_engine(self, stats: Callable[[], EngineStats]) -> None:

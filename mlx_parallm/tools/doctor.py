@@ -1,6 +1,7 @@
 """`mlx_parallm_doctor`: device, BLAS and its measured speed, memory, versions, and what to do about anything slow.
 
-`inspect` measures and returns a `Report`; `advice` is a pure function of it; `run` prints both.
+`inspect` measures and returns a `Report`; `advice` is a pure function of it; `run` prints both. `facts` says in
+two lines what a report to somebody else begins with (`tools.contracts` prints them).
 """
 
 import importlib.metadata
@@ -9,6 +10,7 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
+from datetime import date
 
 import mlx.core as mx
 from rich.console import Console
@@ -16,15 +18,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from mlx_parallm import __version__
-from mlx_parallm.blas import BlasStatus, blas_status
+from mlx_parallm.blas import CUDA_PACKAGES, BlasStatus, blas_status
 from mlx_parallm.hardware import GIB, Hardware, detect, mlx_device
 
 SIZES = (512, 2048)  # edges of the square float32 products that are timed
 SLOW_GFLOPS = 20.0  # of the larger one; the reference BLAS reaches 5, MKL 80 and more on the same two cores
 LOW_MEMORY_BYTES = 2 * GIB
 PACKAGES = ("mlx", "mlx-lm", "transformers")
-# A package of each extra that tells whether it is there.
-EXTRAS = {"cpu": "mlx-cpu", "cuda": "mlx-cuda-12", "reasoning-gym": "reasoning-gym", "dev": "pytest"}
+# Packages of each extra; one of them tells that it is there.
+EXTRAS = {"cpu": ("mlx-cpu",), "cuda": CUDA_PACKAGES, "reasoning-gym": ("reasoning-gym",), "dev": ("pytest",)}
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,38 @@ def inspect() -> Report:
         device=mlx_device(),
         blas=blas_status(),
         gflops={size: matmul_gflops(size) for size in SIZES},
-        versions={name: _version(name) for name in PACKAGES},
-        extras={extra: _version(package) is not None for extra, package in EXTRAS.items()},
+        versions=versions(),
+        extras=extras(),
         compiler=shutil.which("g++") or shutil.which("clang++"),
         compile_error=_compile_error(),
     )
+
+
+def versions() -> dict[str, str | None]:
+    """Of the packages that results depend on; of MLX's CUDA backends those that are installed."""
+    cuda = {name: version for name in CUDA_PACKAGES if (version := _version(name))}
+    return {name: _version(name) for name in PACKAGES} | cuda
+
+
+def extras() -> dict[str, bool]:
+    """Which of this package's extras are installed."""
+    return {extra: any(map(_version, packages)) for extra, packages in EXTRAS.items()}
+
+
+def facts() -> list[str]:
+    """Versions, and the machine."""
+    hardware = detect()
+    named = [f"{name} {version or 'not installed'}" for name, version in versions().items()]
+    memory = f"{hardware.memory_bytes / GIB:.0f} GiB"
+    machine = [
+        f"{platform.system()} {platform.release()} {hardware.processor}",
+        mlx_device(),
+        f"{hardware.cores} cores",
+    ]
+    return [
+        " · ".join([f"mlx-parallm {__version__}", *named, f"Python {platform.python_version()}"]),
+        " · ".join([*machine, memory, f"BLAS: {_blas_words(blas_status())}", f"{date.today()}"]),
+    ]
 
 
 def matmul_gflops(size: int) -> float:

@@ -71,3 +71,13 @@ def test_the_quickstart_runs_from_the_wheel(venv: Path, tmp_path: Path) -> None:
     overrides = ("rl_training.total_steps=2", "rl_training.eval_problems=0", "server.port=0", "rl_training.run_name=w")
     run(venv, tmp_path, "mlx_parallm_train", "--config", "quickstart", *(f"--set={item}" for item in overrides))
     assert (tmp_path / "checkpoints" / "w" / "final" / "adapters.safetensors").exists()
+
+
+def test_own_data_and_reward_train_from_the_wheel(venv: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Reverse: abc"}\n{"prompt": "Sort: cab"}\n')
+    (tmp_path / "score.py").write_text(
+        "def count(completions, **columns):\n    return [len(set(c)) for c in completions]"
+    )
+    flags = ("--model", "builtin:tiny", "--data", "rows.jsonl", "--reward", "score.py:count")
+    run(venv, tmp_path, "mlx_parallm_train", *flags, "--set=rl_training.total_steps=1", "--set=rl_training.run_name=w")
+    assert (tmp_path / "checkpoints" / "w" / "final" / "adapters.safetensors").exists()

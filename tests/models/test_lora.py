@@ -12,7 +12,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.errors import AdapterError
-from mlx_parallm.models.loading import quantize_base
 from mlx_parallm.models.lora import (
     ActiveAdapter,
     AdapterWeights,
@@ -29,6 +28,7 @@ from mlx_parallm.models.lora import (
     save_adapter,
     trainer_lora_layers,
 )
+from mlx_parallm.models.quantize import quantize_layers
 from tests.tiny_models import make_model
 
 TOKENS = mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
@@ -77,7 +77,7 @@ def test_the_update_is_alpha_over_rank_times_b_a() -> None:
 def test_the_served_model_answers_as_the_trainers(quantized: bool) -> None:
     model = make_model()
     if quantized:
-        quantize_base(model)
+        quantize_layers(model)
     tree = trained(model, LoraSpec(4, 8))
     trained_logits, base_logits = tree(TOKENS), model(TOKENS)
     context = prepare_for_serving(model)

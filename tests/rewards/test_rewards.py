@@ -1,7 +1,7 @@
 import pytest
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.rewards.base import Response, score_group
+from mlx_parallm.rewards.base import UNSCORED, Response, score_group
 from mlx_parallm.rewards.verifiers import exact_match, verifier
 from mlx_parallm.types import Rollout
 
@@ -20,12 +20,12 @@ def test_a_verifier_scores_each_answer_on_its_own():
     assert scores == [{"reward": 2.0}, {"reward": 4.0}]
 
 
-def test_a_reward_sees_the_whole_group():
+async def test_a_reward_sees_the_whole_group():
     def rank(responses):
         longest = max(len(entry.text) for entry in responses)
         return [{"reward": float(len(entry.text) == longest), "length": len(entry.text)} for entry in responses]
 
-    rollouts = score_group(rank, [response("a"), response("abc"), response("ab")])
+    rollouts = await score_group(rank, [response("a"), response("abc"), response("ab")])
     assert [rollout.reward for rollout in rollouts] == [0.0, 1.0, 0.0]
     assert rollouts[2].scores["length"] == 2.0
     assert rollouts[0].tokens == (1, 2)
@@ -41,6 +41,14 @@ def test_a_reward_sees_the_whole_group():
         ([{"reward": 1.0}, {"reward": 1.0, "part": float("inf")}], "'part' is inf"),
     ],
 )
-def test_scores_that_cannot_be_trained_on_are_refused(scores, message):
+async def test_scores_that_cannot_be_trained_on_are_refused(scores, message):
     with pytest.raises(RolloutRejectedError, match=message):
-        score_group(lambda _: scores, [response("a"), response("b")])
+        await score_group(lambda _: scores, [response("a"), response("b")])
+
+
+async def test_a_reward_may_be_async_and_leave_a_response_out():
+    async def judge(responses):
+        return [{"reward": 1.0}, {"reward": 1.0, UNSCORED: 1.0}]
+
+    rollouts = await score_group(judge, [response("a"), response("b")])
+    assert [rollout.zero_advantage for rollout in rollouts] == [False, True]

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
@@ -28,13 +27,6 @@ REGISTRATION = TrainerRegistration(
     starting_step=7,
     num_steps=1000,
 )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RolloutStore]:
-    store = RolloutStore(tmp_path / "rollouts.sqlite")
-    yield store
-    store.close()
 
 
 @pytest.fixture

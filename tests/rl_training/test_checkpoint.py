@@ -157,7 +157,7 @@ def test_weights_that_were_never_served_get_a_version_of_their_own() -> None:
     assert state_at(4).restored_versions().newest == (4, 4)
 
 
-def test_going_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
+def test_going_back_sets_the_newest_later_checkpoint_aside(tmp_path: Path) -> None:
     trainer = trained(steps=0)
     checkpointer = make_checkpointer(tmp_path, trainer)
     for step in (1, 2, 3):
@@ -165,11 +165,31 @@ def test_going_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
     checkpointer.resume(tmp_path / "step_000001", NoStore(), MetricsFile(tmp_path / "metrics.jsonl"))
     assert sorted(p.name for p in tmp_path.glob("*step_*")) == [
         "step_000001",
-        "superseded_step_000002",
         "superseded_step_000003",
     ]
     assert (tmp_path / "latest").resolve().name == "step_000001"
     assert checkpointer.save(state_at(2)).name == "step_000002"
+
+
+def test_only_the_newest_timeline_that_ended_is_kept(tmp_path: Path) -> None:
+    """… and one that is gone back to, although it had been set aside."""
+    checkpointer = make_checkpointer(tmp_path, trained(steps=0))
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+
+    def go_back(name: str) -> list[str]:
+        checkpointer.resume(tmp_path / name, NoStore(), metrics)
+        return sorted(p.name for p in tmp_path.glob("*step_*"))
+
+    for step in (1, 4):
+        checkpointer.save(state_at(step))
+    assert go_back("step_000001") == ["step_000001", "superseded_step_000004"]
+    assert go_back("step_000001") == ["step_000001", "superseded_step_000004"], "nothing new was set aside"
+    checkpointer.save(state_at(2))
+    assert go_back("step_000001") == ["step_000001", "superseded_step_000002"]
+    for step in (3, 5):
+        checkpointer.save(state_at(step))
+    found = go_back("superseded_step_000002")
+    assert found == ["step_000001", "superseded_step_000002", "superseded_step_000005"]
 
 
 # ---------------------------------------------------------------------- what --resume means

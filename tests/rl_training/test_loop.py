@@ -25,7 +25,7 @@ from mlx_parallm.rl_training.versions import VersionSteps
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup
-from mlx_parallm.weights import SharedWeights
+from mlx_parallm.weights import PublishReport, SharedWeights
 from tests.rl_training.making import assert_same_training, make_config, make_policy, weights
 from tests.rl_training.rollouts import make_rollout
 from tests.rl_training.tiny_models import make_model
@@ -77,6 +77,7 @@ class Run:
     shared: SharedWeights
     loop: TrainingLoop
     events: list[str] = field(default_factory=list)
+    published: list[PublishReport] = field(default_factory=list)
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -105,7 +106,8 @@ def open_run(
     events: list[str] = []
     bandit = Bandit(trainer, shared, store, events)
     bandit.next = state.sources["bandit"]["next"] if state else 0
-    updater = WeightUpdater(shared, trainer.policy, versions, config.weight_updates)
+    published: list[PublishReport] = []
+    updater = WeightUpdater(shared, trainer.policy, versions, config.weight_updates, on_publish=published.append)
     buffer = RolloutBuffer(
         store,
         versions,
@@ -126,7 +128,7 @@ def open_run(
         wait_turn_s=0.05,
     )
     loop = TrainingLoop(parts, config, hooks=told, state=state)
-    return Run(config, directory, parts, bandit, store, shared, loop, events)
+    return Run(config, directory, parts, bandit, store, shared, loop, events, published)
 
 
 @contextmanager
@@ -226,6 +228,7 @@ def test_a_busy_lock_keeps_the_old_weights_and_is_tried_again(tmp_path: Path) ->
         first, second = run.lines
         assert (first["policy_version"], first["publish_ms"], first["publish_timeouts"]) == (0, None, 1)
         assert second["policy_version"] == 2
+        assert [report.version for report in run.published] == [1, 2], "the publish that was tried again too"
         assert (second["staleness"], second["dropped_stale"]) == (0, 0)
         assert waits
 

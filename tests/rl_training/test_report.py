@@ -10,6 +10,7 @@ from rich.console import Console
 
 from mlx_parallm.environments.evaluate import Answer, Evaluation
 from mlx_parallm.rl_training.report import (
+    Comparison,
     accuracy_table,
     answers_table,
     compare,
@@ -168,3 +169,13 @@ def test_the_report_is_printed(comparisons, tmp_path, terminal):
     assert "next: command one\n  or: command two" in text
     assert ("│" in text) is terminal
     assert "0.667" in text
+
+
+def test_rewards_that_know_no_full_mark_are_compared_by_their_mean():
+    then = Answer("Write.", None, "long", -0.5, None)
+    now = Answer("Write.", None, "short", 0.25, None)
+    row = Comparison("rows", ((then, now),))
+    assert row.measured == ("rows (mean reward)", -0.5, 0.25)
+    assert plain_report([row]) == (
+        "rows (mean reward): -0.500 -> 0.250 (+0.750) on 1 problems\n  Write.  []  long (-0.5) -> short (0.25)"
+    )

@@ -1,8 +1,7 @@
 """Which groups a step takes, and what becomes of the others; over the real store."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +13,6 @@ from mlx_parallm.rl_training.versions import VersionSteps
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup
 from tests.rl_training.rollouts import make_group
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[RolloutStore]:
-    store = RolloutStore(tmp_path / "rollouts.sqlite")
-    yield store
-    store.close()
 
 
 class Player:
@@ -247,3 +239,16 @@ def test_an_interrupted_step_gets_its_groups_back(store: RolloutStore) -> None:
     assert batch.group_ids == first.group_ids[::-1]
     assert sorted(s.advantages for s in batch.sequences) == sorted(s.advantages for s in first.sequences)
     assert again.collect(2, timeout_s=0).group_ids == ("g4", "g5", "g6", "g7")
+
+
+def test_what_is_reset_is_forgotten_although_it_was_read(store: RolloutStore) -> None:
+    """`/atropos/reset_data` drops groups in the store that the buffer holds already, some of them chosen."""
+    buffer = make_buffer(store)
+    add(store, make_group("chosen", [0, 1]), make_group("too large", [0, 1, 0, 1, 0, 1, 1]))
+    assert buffer.collect(1, timeout_s=0) is None
+    assert store.drop_waiting("http", 0, "reset") == 2
+    add(store, *[make_group(f"new{i}", [0, 2]) for i in range(4)])
+    batch = buffer.collect(1, timeout_s=0)
+    assert batch.group_ids == ("new0", "new1", "new2", "new3")
+    assert (batch.statistics.groups, batch.statistics.reward_mean) == (4, 1.0), "those dropped are not counted"
+    assert store.drop_reasons() == {"reset": 2}

@@ -5,9 +5,18 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from mlx_parallm.rollout_store.queue import AtroposSettings
 from mlx_parallm.types import Rollout, RolloutGroup
 
 VOCAB_SIZE = 512
+ATROPOS_SETTINGS = AtroposSettings(
+    batch_size=8,
+    max_token_length=32,
+    vocab_size=VOCAB_SIZE,
+    checkpoint_dir="checkpoints/run",
+    checkpoint_interval=50,
+    total_steps=1000,
+)
 
 
 def float32(value: float) -> float:

@@ -7,20 +7,10 @@ from mlx_parallm.rollout_store.queue import (
     SILENT_AFTER_S,
     STALLED_AFTER_S,
     AtroposQueue,
-    AtroposSettings,
     EnvironmentEntry,
 )
 from mlx_parallm.rollout_store.store import RolloutStore
-from tests.rollout_store.groups import VOCAB_SIZE, make_group, scored_data
-
-SETTINGS = AtroposSettings(
-    batch_size=8,
-    max_token_length=32,
-    vocab_size=VOCAB_SIZE,
-    checkpoint_dir="checkpoints/run",
-    checkpoint_interval=50,
-    total_steps=1000,
-)
+from tests.rollout_store.groups import ATROPOS_SETTINGS, VOCAB_SIZE, make_group, scored_data
 
 
 class Clock:
@@ -31,20 +21,13 @@ class Clock:
 
 
 @pytest.fixture
-def store(tmp_path):
-    store = RolloutStore(tmp_path / "rollouts.sqlite")
-    yield store
-    store.close()
-
-
-@pytest.fixture
 def clock():
     return Clock()
 
 
 def make_queue(store: RolloutStore, clock: Clock, **changes) -> AtroposQueue:
     return AtroposQueue(
-        store, replace(SETTINGS, **changes), current_step=lambda: 5, policy_version=lambda: 3, clock=clock
+        store, replace(ATROPOS_SETTINGS, **changes), current_step=lambda: 5, policy_version=lambda: 3, clock=clock
     )
 
 

@@ -1,27 +1,19 @@
 import gzip
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from mlx_parallm.rollout_store.queue import AtroposQueue, AtroposSettings
+from mlx_parallm.rollout_store.queue import AtroposQueue
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server import routes_atropos
 from mlx_parallm.server.routes_atropos import create_atropos_router
-from tests.rollout_store.groups import VOCAB_SIZE, scored_data
+from tests.rollout_store.groups import ATROPOS_SETTINGS, scored_data
 
-SETTINGS = AtroposSettings(
-    batch_size=8,
-    max_token_length=32,
-    vocab_size=VOCAB_SIZE,
-    checkpoint_dir="checkpoints/run",
-    checkpoint_interval=50,
-    total_steps=1000,
-    wandb_group="group",
-    wandb_project="project",
-)
+SETTINGS = replace(ATROPOS_SETTINGS, wandb_group="group", wandb_project="project")
 ENVIRONMENT = {
     "max_token_length": 32,
     "desired_name": "sums",
@@ -39,13 +31,6 @@ REGISTRATION = {
     "starting_step": 0,
     "num_steps": 1,
 }
-
-
-@pytest.fixture
-def store(tmp_path):
-    store = RolloutStore(tmp_path / "rollouts.sqlite")
-    yield store
-    store.close()
 
 
 @pytest.fixture

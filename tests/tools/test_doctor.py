@@ -10,6 +10,7 @@ import pytest
 
 from mlx_parallm.blas import FIX, BlasStatus, blas_status
 from mlx_parallm.hardware import GIB, Hardware
+from mlx_parallm.tools import doctor as doctor_module
 from mlx_parallm.tools.doctor import Report, advice, matmul_gflops
 
 BIN = Path(sys.executable).parent
@@ -92,3 +93,11 @@ def test_the_command_shows_this_machine() -> None:
 
 def test_the_measured_speed_is_a_speed() -> None:
     assert 0.1 < matmul_gflops(128) < 1e6
+
+
+def test_every_cuda_backend_of_mlx_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"mlx": "0.32.4", "mlx-cuda-13": "0.32.4"}
+    monkeypatch.setattr(doctor_module, "_version", installed.get)
+    assert doctor_module.versions()["mlx-cuda-13"] == "0.32.4"
+    assert "mlx-cuda-12" not in doctor_module.versions()
+    assert doctor_module.extras() == {"cpu": False, "cuda": True, "reasoning-gym": False, "dev": False}

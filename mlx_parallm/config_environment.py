@@ -1,0 +1,106 @@
+"""[[environments]]: what one entry of the configuration may say. Part of `config.py`'s tree."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mlx_parallm.user_code import is_reference
+
+HUB_PREFIX = "hf:"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class EnvironmentConfig(Section):
+    kind: str
+    """"dataset" (your rows and reward functions), "tasks" (built in), "reasoning_gym", or "python:file.py:Class"."""
+    name: str
+    """The task's or data set's name; default for "dataset" the file's, for a class its own."""
+    weight: float = Field(1.0, gt=0)
+    """Share of the groups, relative to the other environments."""
+    group_size: int = Field(8, ge=2)
+    """Rollouts of one prompt."""
+    max_tokens: int = Field(256, ge=1)
+    """Longest completion."""
+    stop: tuple[str, ...] = ()
+    """Stop strings."""
+    system_prompt: str | None = None
+    """Put before the task's own messages."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the chat template, over model.chat_template_kwargs, e.g. { enable_thinking = false }."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest time of one episode, its reward included."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the environment (e.g. reasoning-gym's data set keywords)."""
+    data: str | None = None
+    """dataset: a JSONL file, or "hf:owner/name" for one of the hub (needs the extra `datasets`)."""
+    data_subset: str | None = None
+    """dataset: the hub data set's subset, where it has several."""
+    data_split: str = "train"
+    """dataset: the hub data set's split to train on."""
+    heldout_data: str | None = None
+    """dataset: JSONL file of held-out rows; then all rows of `data` are trained on."""
+    heldout_split: str | None = None
+    """dataset: the hub data set's split of held-out rows; then all rows of `data_split` are trained on."""
+    heldout_fraction: float = Field(0.1, ge=0, lt=1)
+    """dataset: share of the rows kept for evaluation where neither of the former is given, by a hash of the prompt."""
+    prompt_column: str | None = None
+    """dataset: column that holds the prompt, a string or a list of messages; default: prompt, else messages."""
+    prompt_template: str | None = None
+    """dataset: the prompt made of columns, e.g. "{question}\\nAnswer:"; {{ and }} stand for braces."""
+    prompt_format: Literal["chat", "text"] = "chat"
+    """dataset: a prompt that is a string becomes one user message (chat), or goes to the model as it is (text)."""
+    answer_column: str = "answer"
+    """dataset: column shown as the expected answer in reports, where there is one."""
+    rewards: tuple[str, ...] = ()
+    """dataset: reward functions with TRL's signature, e.g. ["python:score.py:correct"]; see docs/your_data.md."""
+    reward_weights: tuple[float, ...] = ()
+    """dataset: one weight for each of `rewards`; default: all 1."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("name") or not isinstance(data.get("kind"), str):
+            return data
+        if data["kind"] == "dataset":
+            return {**data, "name": name_of_data(str(data.get("data", "dataset")))}
+        if is_reference(data["kind"]):
+            return {**data, "name": data["kind"].rpartition(":")[2]}
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "EnvironmentConfig":
+        if self.kind != "dataset":
+            wrong = [key for key in DATASET_KEYS if getattr(self, key) != type(self).model_fields[key].get_default()]
+            if wrong:
+                raise ValueError(f'{wrong[0]} belongs to kind = "dataset", not to {self.kind!r}')
+            return self
+        if self.data is None:
+            raise ValueError('kind = "dataset" needs data = "rows.jsonl" (or "hf:owner/name")')
+        if not self.rewards:
+            raise ValueError('kind = "dataset" needs rewards = ["python:file.py:function"]')
+        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
+            raise ValueError(f"{len(self.reward_weights)} reward_weights for {len(self.rewards)} rewards")
+        if self.prompt_column is not None and self.prompt_template is not None:
+            raise ValueError("prompt_column and prompt_template are two ways to say one thing: set one of them")
+        if self.prompt_format == "text" and self.system_prompt is not None:
+            raise ValueError('prompt_format = "text" has no system prompt: put it into prompt_template')
+        if self.heldout_data is not None and self.heldout_split is not None:
+            raise ValueError("heldout_data and heldout_split are two ways to say one thing: set one of them")
+        if self.options:
+            raise ValueError(f'kind = "dataset" takes no options (got {", ".join(self.options)})')
+        return self
+
+
+DATASET_KEYS = (
+    *("data", "data_subset", "data_split", "heldout_data", "heldout_split", "heldout_fraction", "prompt_column"),
+    *("prompt_template", "prompt_format", "answer_column", "rewards", "reward_weights"),
+)
+
+
+def name_of_data(data: str) -> str:
+    """How an environment is called after its data: "rows" for rows.jsonl, "owner-name" for hf:owner/name."""
+    return data.removeprefix(HUB_PREFIX).replace("/", "-") if data.startswith(HUB_PREFIX) else Path(data).stem

@@ -1,0 +1,132 @@
+"""Which files a checkpoint consists of, and what to say when they are not a checkpoint that mlx-lm loads.
+
+The same rules for a directory and for a hub repository's list of files, where they are asked before the download.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import ConfigError, ModelError
+
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS = "model*.safetensors"
+_SHARD = re.compile(r"(model.*-)(\d+)-of-(\d+)\.safetensors")
+_ADAPTER_FILES = {"adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"}
+_PYTORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Formats of `quantization_config.quant_method` that mlx-lm does not read, or (GPTQ) takes for another's layout.
+_FOREIGN = {"gptq", "bitsandbytes", "aqlm", "hqq", "eetq", "exl2", "exl3", "quanto", "torchao", "vptq", "higgs", "spqr"}
+
+
+def check_names(names: Collection[str], where: str) -> None:
+    """Raises ModelError unless the file names are those of a checkpoint in safetensors.
+
+    Args:
+        where: the directory or hub id, for the message.
+    """
+    weights = [name for name in names if fnmatch(name, WEIGHTS)]
+    if weights and "config.json" in names:
+        return
+    if _ADAPTER_FILES & set(names):
+        raise ModelError(
+            f"{where} is an adapter, not a model: set model.lora_path = {where!r}, and model.base_path to the model it"
+            " was trained on"
+        )
+    if any(name.endswith(".gguf") for name in names):
+        raise ModelError(gguf_message(where))
+    if "config.json" not in names:
+        raise ModelError(f"{where} has no config.json: not a Hugging Face model directory; {_download_hint(where)}")
+    if any(fnmatch(name, pattern) for name in names for pattern in _PYTORCH):
+        raise ModelError(
+            f"{where} has PyTorch weights only (.bin), which mlx-lm does not read; convert it once (needs torch):"
+            f" `python -c \"from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; d = '{where}';"
+            " M.from_pretrained(d).save_pretrained('converted'); T.from_pretrained(d).save_pretrained('converted')\"`,"
+            " then model.base_path = 'converted'"
+        )
+    found = ", ".join(sorted(name for name in names if name.endswith(".safetensors"))[:3])
+    raise ModelError(
+        f"No safetensors weights in {where}: expected model.safetensors or model-00001-of-0000N.safetensors"
+        + (f", found {found}" if found else f"; {_download_hint(where)}")
+    )
+
+
+def check_directory(path: Path) -> None:
+    """Raises ModelError: no checkpoint, shards that are missing or cut short."""
+    check_names([file.name for file in path.iterdir()], str(path))
+    missing = sorted(_named_shards(path) - {file.name for file in path.glob(WEIGHTS)})
+    if missing:
+        total = len(_named_shards(path))
+        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise ModelError(
+            f"{path} lacks {len(missing)} of its {total} weight files ({shown}); {_download_hint(str(path))}"
+        )
+    for file in path.glob(WEIGHTS):
+        if (expected := _expected_size(file)) != (size := file.stat().st_size):
+            said = f"{size:,} of {expected:,} bytes are there" if expected else "it has no safetensors header"
+            raise ModelError(f"{file} is damaged or was not downloaded to its end: {said}; {_download_hint(str(path))}")
+
+
+def check_quantization(config: Mapping[str, Any], where: str, *, quantize: bool) -> None:
+    """Raises ModelError: a quantisation that mlx-lm cannot read; ConfigError: `quantize` of a quantised checkpoint."""
+    settings = config.get("quantization") or config.get("quantization_config")
+    settings = settings or config.get("text_config", {}).get("quantization_config")
+    if not isinstance(settings, Mapping):
+        return
+    method, bits = str(settings.get("quant_method", "mlx")).lower(), settings.get("bits")
+    if method in _FOREIGN or (method == "awq" and (bits != 4 or settings.get("version", "gemm") != "gemm")):
+        raise ModelError(
+            f"{where} is quantised by {method.upper()}{f' to {bits} bits' if bits else ''}, which mlx-lm does not read:"
+            " use the checkpoint that it was made from (with rl_training.lora.quantize_base = true for 4 bits), or"
+            " convert that one once: `mlx_lm.convert --hf-path OWNER/NAME -q --mlx-path converted`"
+        )
+    if quantize:
+        size = f"{bits} bits" + (f", groups of {settings['group_size']}" if "group_size" in settings else "")
+        raise ConfigError(
+            f"{where} is already quantised ({size if bits else method}): set rl_training.lora.quantize_base = false"
+        )
+
+
+def gguf_message(where: str) -> str:
+    return (
+        f"{where} is GGUF, llama.cpp's format, which mlx-lm does not train: use the checkpoint that it was made from"
+        " (its model card names it): model.base_path = 'OWNER/NAME';"
+        " for 4 bits rl_training.lora.quantize_base = true"
+    )
+
+
+def _named_shards(path: Path) -> set[str]:
+    """The weight files that the index names, or that the shards' own names ("…-of-00003") imply."""
+    index = path / INDEX_FILE
+    if index.is_file():
+        try:
+            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index} cannot be read: {error!r}; {_download_hint(str(path))}") from error
+    shards = [match for file in path.glob(WEIGHTS) if (match := _SHARD.fullmatch(file.name))]
+    return {
+        f"{shard[1]}{number:0{len(shard[2])}d}-of-{shard[3]}.safetensors"
+        for shard in shards
+        for number in range(1, int(shard[3]) + 1)
+    }
+
+
+def _expected_size(file: Path) -> int:
+    """Bytes of a safetensors file by its own header (https://github.com/huggingface/safetensors); 0 = unreadable."""
+    with file.open("rb") as stream:
+        try:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > 100_000_000:
+                return 0
+            tensors = json.loads(stream.read(length))
+            ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+        except (struct.error, ValueError, KeyError, TypeError, AttributeError):
+            return 0
+    return int(8 + length + max(ends, default=0))
+
+
+def _download_hint(where: str) -> str:
+    return f"fetch it completely: `hf download OWNER/NAME --local-dir {where}`"

@@ -1,0 +1,155 @@
+"""What can be said of a model from its config.json alone, before its weights are downloaded or read.
+
+    model_types        every architecture of the installed mlx-lm
+    blueprint          the architecture at full size; its arrays are never evaluated, so it costs no memory
+    check_config       raises ModelError naming the layer that cannot be served, or trained on this device
+
+The engine batches full attention only (`engine/kv_cache.py`); a layer with another cache (a recurrent state, a sliding
+window) is refused here. A layer whose forward is a kernel without a gradient is found by differentiating the blueprint:
+MLX says so while it builds the graph. docs/models.md has the same for every architecture.
+"""
+
+import ast
+from collections.abc import Mapping
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.errors import ModelError
+from mlx_parallm.models.layer_stack import BlockCall, LayerStack
+from mlx_parallm.models.mlx_lm_api import MODEL_REMAPPING, KVCache, make_prompt_cache, model_classes
+
+ARCHITECTURES = "the architectures and what each can do are listed in docs/models.md"
+
+
+def model_types() -> list[str]:
+    """Names of the installed mlx-lm's architecture modules, sorted; read from their source, none is imported."""
+    found = []
+    for file in files("mlx_lm.models").iterdir():
+        if file.name.endswith(".py"):
+            names = _module_names(ast.parse(file.read_text(encoding="utf-8")))
+            if {"Model", "ModelArgs"} <= names:
+                found.append(file.name.removesuffix(".py"))
+    return sorted(found)
+
+
+def aliases() -> dict[str, list[str]]:
+    """architecture → the further `model_type`s that mlx-lm loads with it."""
+    found: dict[str, list[str]] = {}
+    for alias, name in MODEL_REMAPPING.items():
+        found.setdefault(name, []).append(alias)
+    return found
+
+
+def blueprint(config: Mapping[str, Any]) -> nn.Module:
+    """The architecture that a config.json describes. Raises ModelError: mlx-lm has none of that name."""
+    name = config.get("model_type")
+    if not isinstance(name, str):
+        raise ModelError("config.json has no model_type: not a language model's checkpoint")
+    try:
+        model_class, args_class = model_classes(dict(config))
+    except ValueError as error:
+        raise ModelError(
+            f"model_type {name!r} is unknown to mlx-lm {version('mlx-lm')}: try `pip install -U mlx-lm`;"
+            f" {ARCHITECTURES}"
+        ) from error
+    [(high, low)] = np.array(mx.random.state).tolist()
+    try:
+        return model_class(args_class.from_dict(dict(config)))
+    finally:
+        mx.random.seed(high << 32 | low)  # as it was: what is drawn later does not depend on the lazy initial weights
+
+
+def check_config(config: Mapping[str, Any], *, train: bool) -> None:
+    """Raises ModelError when the architecture is unknown, cannot be served, or (`train`) has no gradient here.
+
+    A configuration that mlx-lm cannot build is left to the loading, which says why.
+    """
+    if "model_file" in config:
+        return  # code of the checkpoint, which is not here yet
+    try:
+        model = blueprint(config)
+        caches = make_prompt_cache(model)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError):
+        return
+    name = config["model_type"]
+    if reason := _other_cache(model, caches):
+        verb = "trained or served" if train else "served"
+        raise ModelError(f"model_type {name!r} cannot be {verb}: {reason}; {ARCHITECTURES}")
+    if train and (reason := layer_without_gradient(model)):
+        raise ModelError(f"model_type {name!r} cannot be trained here: {reason}; {ARCHITECTURES}")
+
+
+def layer_without_gradient(model: nn.Module) -> str:
+    """The first kind of block that MLX cannot differentiate on this device, and why; "" when there is none.
+
+    Traces one block of each kind; evaluates nothing.
+    """
+    found: list[str] = []
+    seen: set[str] = set()
+
+    def visit(index: int, hidden: Any, call: BlockCall) -> Any:
+        block = stack.blocks[index]
+        kind = "/".join(type(module).__name__ for module in block.modules())
+        if kind not in seen and isinstance(hidden, mx.array) and not found:
+            seen.add(kind)
+            try:
+                mx.vjp(lambda h: _first(block(h, *call.args, **call.kwargs)), [hidden], [hidden])
+            except (ValueError, RuntimeError) as error:
+                if "vjp" in str(error).lower():
+                    found.append(f"layer {index} ({_layer_name(block)}) has no gradient on this device: {error}")
+        return hidden
+
+    was_training = model.training
+    try:
+        stack = LayerStack(model.train())
+        stack.walk(mx.zeros((1, 4), mx.int32), visit)
+    except (ValueError, TypeError, AttributeError, RuntimeError, IndexError):
+        return found[0] if found else ""
+    finally:
+        model.train(was_training)
+    return found[0] if found else ""
+
+
+def _other_cache(model: nn.Module, caches: list[Any]) -> str:
+    """What keeps the engine from batching the model: the first layer that does not keep all keys and values."""
+    for index, cache in enumerate(caches):
+        if type(cache) is not KVCache:
+            layers = list(getattr(model, "layers", []))
+            layer = _layer_name(layers[index]) if len(layers) == len(caches) else "a layer"
+            return (
+                f"layer {index} ({layer}) keeps {_CACHES.get(type(cache).__name__, 'state')} ({type(cache).__name__}),"
+                " and the engine batches full attention only"
+            )
+    return ""
+
+
+_CACHES = {
+    "ArraysCache": "a recurrent state",
+    "RotatingKVCache": "a sliding window",
+    "ChunkedKVCache": "attention in chunks",
+    "CacheList": "several caches",
+}
+
+
+def _layer_name(block: Any) -> str:
+    """The class of the block's mixer (attention, state space, …): its first child that is neither norm nor MLP."""
+    for name, child in getattr(block, "children", dict)().items():
+        if isinstance(child, nn.Module) and not any(part in name for part in ("norm", "mlp", "feed_forward", "ln")):
+            return f"{name}: {type(child).__name__}"
+    return type(block).__name__
+
+
+def _first(output: Any) -> mx.array:
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def _module_names(tree: ast.Module) -> set[str]:
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    return names | {
+        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }

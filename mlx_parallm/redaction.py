@@ -1,0 +1,55 @@
+"""Keeps secrets out of what is written: log lines, saved configurations, what trackers are given. No MLX.
+
+A secret is known by its value (the API key, environment variables named *_TOKEN, *_API_KEY, …), by where it stands
+(`http://user:KEY@host`, `Bearer KEY`, `?token=KEY`), by its form (`hf_…`, `sk-…`), or by the name of its key.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+REDACTED = "**********"
+SHORTEST = 6  # characters of a value that is hidden wherever it occurs; a shorter one would blank out ordinary words
+_NAMES = re.compile(r"(^|_)(token|api_?key|secret|password|passwd|credentials?)$", re.IGNORECASE)
+_FORMS = (
+    (re.compile(r"(://)[^/\s@'\"]+@"), rf"\1{REDACTED}@"),
+    (re.compile(r"([?&](?:api_?key|key|token|access_token)=)[^&\s'\"]+", re.IGNORECASE), rf"\1{REDACTED}"),
+    (re.compile(r"(\bbearer\s+)[^\s'\",$]{6,}", re.IGNORECASE), rf"\1{REDACTED}"),
+    (re.compile(r"\bhf_[A-Za-z0-9]{12,}|\bsk-[A-Za-z0-9_-]{12,}|\bwandb_v1_\w{12,}"), REDACTED),
+)
+
+
+def environment_secrets() -> list[str]:
+    """Values of the environment variables whose name says that they are secret."""
+    return [value for name, value in os.environ.items() if _NAMES.search(name)]
+
+
+class Redactor:
+    """Hides `secrets` and whatever looks like one."""
+
+    def __init__(self, secrets: Iterable[str | None] = ()) -> None:
+        longest_first = sorted({s for s in secrets if s and len(s) >= SHORTEST}, key=len, reverse=True)
+        self._values = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+    def text(self, text: str) -> str:
+        if self._values is not None:
+            text = self._values.sub(REDACTED, text)
+        for form, replacement in _FORMS:
+            text = form.sub(replacement, text)
+        return text
+
+    def value(self, value: Any) -> Any:
+        """The same for every string in nested mappings and lists; a string or list under a secret's name goes whole."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {key: self._named(str(key), item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.value(item) for item in value]
+        return value
+
+    def _named(self, name: str, value: Any) -> Any:
+        if _NAMES.search(name) and isinstance(value, str | list | tuple) and value:
+            return REDACTED
+        return self.value(value)

@@ -1,0 +1,308 @@
+"""What a run will need, computed before anything is loaded: memory by parts, disk, and which setting to lower.
+
+    ModelShape.of(config.json, Config)        the model's dimensions; builds the architecture, evaluates nothing
+    predict_memory(Config, shape, lengths)    → MemoryEstimate: parts in bytes, and their total
+    what_to_lower(Config, shape, lengths)     settings in the order of what a smaller value saves
+    checkpoint_bytes(Config, shape)           one step_* directory
+
+The counts of intermediate arrays below were measured with MLX 0.32.4 (`mx.get_peak_memory` around one micro-batch, some
+forty shapes of Qwen3 with an adapter, hidden 256 and 512, 4 and 8 layers): see docs/benchmarks/dry_run.md.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import psutil
+from mlx.utils import tree_flatten
+
+from mlx_parallm.config import Config
+from mlx_parallm.engine.kv_cache import DOUBLING_LIMIT, FIRST_CAPACITY
+from mlx_parallm.models.blockwise import HEAD_ELEMENTS
+from mlx_parallm.models.loading import on_cpu
+from mlx_parallm.models.lora import LoraSpec, inject_lora
+from mlx_parallm.models.support import blueprint
+from mlx_parallm.rl_training.collate import padded_length
+
+PROCESS_BYTES = 200 * 2**20
+"""Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny` and served nothing."""
+FLOAT = 4
+NARROW = 0.82
+"""Activations of a half-precision model against float32: adapters and log-probabilities stay float32."""
+LOGIT_COPIES = 9
+"""float32 arrays of [scored tokens, vocabulary] that the head's backward pass holds at its peak."""
+SAMPLING_COPIES = 6
+"""The same for one decode step: logits, noise, log-probabilities."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model's dimensions, and its weights as this configuration loads them."""
+
+    weights: int  # bytes
+    trained: int  # numbers that are trained: the adapter's, or all
+    layers: int
+    hidden: int
+    intermediate: int  # of one token: active experts together
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    width: int  # bytes of a floating-point weight that is not quantised
+    quantized: bool = False
+
+    @classmethod
+    def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
+        """From a config.json. Raises ModelError: an unknown architecture; AdapterError: targets that match nothing."""
+        training = config.rl_training
+        model = blueprint(model_config)
+        _quantize_lazily(model, model_config, quantize=training.lora.enabled and training.lora.quantize_base)
+        dtype = _dtype(config, model_config)
+        model.set_dtype(dtype)
+        arrays = tree_flatten(model.parameters())
+        weights, count = sum(array.nbytes for _, array in arrays), sum(array.size for _, array in arrays)
+        if training.lora.enabled:
+            inject_lora(model, LoraSpec(training.lora.rank, training.lora.alpha, training.lora.target_modules))
+            count = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
+        text: Mapping[str, Any] = model_config.get("text_config", model_config)
+        heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
+        hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
+        dense = int(text.get("intermediate_size") or 4 * hidden)
+        experts = int(text.get("moe_intermediate_size") or 0) * int(text.get("num_experts_per_tok") or 0)
+        return cls(
+            weights=weights,
+            trained=count,
+            layers=len(model.layers),
+            hidden=hidden,
+            intermediate=experts or dense,
+            heads=heads,
+            kv_heads=int(text.get("num_key_value_heads") or heads),
+            head_dim=int(text.get("head_dim") or hidden // heads),
+            vocab=int(text["vocab_size"]),
+            width=dtype.size,
+            quantized=any(isinstance(module, nn.QuantizedLinear) for module in model.modules()),
+        )
+
+    @property
+    def kv_token(self) -> int:
+        """Bytes of keys and values of one token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.width
+
+    @property
+    def activation(self) -> float:
+        """Bytes of one number of an activation, on average."""
+        return FLOAT if self.width == FLOAT else FLOAT * NARROW
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the longest prompt and of the longest completion."""
+
+    prompt: int
+    completion: int
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes at the peak of a run. `parts` add up to `total`."""
+
+    parts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def of_mlx(self) -> int:
+        """Without the process itself: what `mx.get_peak_memory` counts."""
+        return self.total - self.parts["process"]
+
+
+def longest(config: Config) -> Lengths:
+    """The longest that the configuration allows."""
+    whole = config.rl_training.atropos.max_token_length
+    completion = min(max((entry.max_tokens for entry in config.environments), default=whole), whole - 1)
+    return Lengths(whole - completion, completion)
+
+
+def predict_memory(config: Config, shape: ModelShape, lengths: Lengths | None = None) -> MemoryEstimate:
+    """The peak of a training run with server.batch_size sequences being generated meanwhile.
+
+    Args:
+        lengths: longest prompt and completion; default: `longest(config)`.
+
+    On a GPU with memory of its own `of_mlx` is what has to fit there; elsewhere `total`.
+    """
+    training, lengths = config.rl_training, lengths or longest(config)
+    narrow = 0 if shape.width == FLOAT else shape.width
+    lora = training.lora.enabled
+    activations, logits = _micro_batch(config, shape, lengths)
+    # AdamW's moments and the gradients; an adapter's own arrays, and those that are served; a float32 copy of all
+    # weights where they are narrower; the weights of the start where they are the KL's reference.
+    kept = 8 + FLOAT + (2 * FLOAT if lora else FLOAT * bool(narrow))
+    if training.kl_beta > 0 and (not lora or training.reference == "initial"):
+        kept += FLOAT if lora else shape.width
+    updating = shape.trained * (3 * FLOAT + (0 if lora else narrow))  # new weights beside old ones, clipped gradients
+    generating = config.server.prefill_chunk * (4 * shape.hidden + 4 * shape.intermediate) * shape.activation
+    generating += _rows(config) * shape.vocab * FLOAT * SAMPLING_COPIES
+    return MemoryEstimate(
+        {
+            "weights": shape.weights,
+            "optimizer and gradients": shape.trained * kept,
+            "keys and values": _kv_bytes(config, shape, lengths),
+            "training: activations": int(activations),
+            "training: logits": int(logits),
+            "training: update": max(0, int(updating - activations - logits)),
+            "generating": int(generating),
+            "process": PROCESS_BYTES,
+        }
+    )
+
+
+def what_to_lower(config: Config, shape: ModelShape, lengths: Lengths | None = None) -> list[tuple[str, int]]:
+    """(setting with a smaller value, bytes that it saves), most first. Adapter settings keep the model as loaded."""
+    now = predict_memory(config, shape, lengths).total
+    found = []
+    for text, smaller, its_shape in _candidates(config, shape):
+        saved = now - predict_memory(smaller, its_shape, _no_longer(lengths, longest(smaller))).total
+        if saved > now // 100:
+            found.append((text, saved))
+    return sorted(found, key=lambda entry: -entry[1])
+
+
+def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
+    """One checkpoint without the tokenizer's files: trained weights, AdamW's moments, masters where they differ."""
+    training = config.rl_training
+    if not training.lora.enabled:
+        return shape.trained * (shape.width + 8 + (FLOAT if shape.width != FLOAT else 0))
+    reference = training.kl_beta > 0 and training.reference == "initial"
+    return shape.trained * (FLOAT + 8 + (FLOAT if reference else 0))
+
+
+def memory_present() -> tuple[int, int]:
+    """(free now, all there is) in bytes where the model will lie: the GPU's memory, or the machine's."""
+    info: Mapping[str, Any] = {} if on_cpu() else mx.device_info()
+    whole = next((int(info[key]) for key in ("max_recommended_working_set_size", "total_memory") if key in info), 0)
+    machine = psutil.virtual_memory()
+    if not whole:
+        return machine.available, machine.total
+    free = int(info.get("free_memory", min(whole, machine.available)))
+    return free, whole
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[float, float]:
+    """Bytes of (activations, logits) at the peak of one micro-batch's backward pass."""
+    training = config.rl_training
+    length = min(lengths.prompt + lengths.completion, training.atropos.max_token_length)
+    span = padded_length(max(length - 1, 1))
+    rows = max(1, min(training.token_budget // span, training.batch_size))
+    tokens = rows * span
+    size = training.blocks_per_eval or shape.layers
+    groups = -(-shape.layers // size)
+    d, ffn, heads, kv = shape.hidden, shape.intermediate, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    scores = shape.heads * span
+    in_mlp = 13 * d + 15 * ffn + 4 * heads + 6 * kv + scores
+    in_attention = 12 * d + 7 * ffn + 11 * heads + 8 * kv + 3.4 * scores
+    stays = 4.2 * d + 5 * ffn + 3.2 * heads + 2.5 * kv + 1.3 * scores  # of a block that waits for its backward pass
+    block = (size - 1) * stays + max(in_mlp, in_attention)
+    logits = LOGIT_COPIES * min(rows * lengths.completion, max(64, HEAD_ELEMENTS // shape.vocab)) * shape.vocab * FLOAT
+    unit = tokens * shape.activation
+    above = max(block * unit - logits, size * stays * unit)  # the head's peak comes while the last group waits
+    return groups * d * unit + above, logits
+
+
+def _kv_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
+    """The slot cache at its capacity (`engine/kv_cache.py`): a power of two of rows, positions by doubling."""
+    rows = min(config.server.batch_size, 1 << (_rows(config) - 1).bit_length())
+    wanted, positions = lengths.prompt + lengths.completion, FIRST_CAPACITY
+    while positions < wanted:
+        positions = min(2 * positions, positions + DOUBLING_LIMIT)
+    if config.server.max_model_len is not None:
+        positions = min(positions, config.server.max_model_len)
+    growing = shape.kv_token // shape.layers  # one layer exists twice while the cache grows
+    return rows * positions * (shape.kv_token + growing) + config.server.prefill_chunk * shape.kv_token
+
+
+def _rows(config: Config) -> int:
+    """Sequences that decode together: of one step, as far as the engine takes them."""
+    return min(config.server.batch_size, config.rl_training.atropos.rollout_batch_size)
+
+
+def _candidates(config: Config, shape: ModelShape) -> Iterator[tuple[str, Config, ModelShape]]:
+    training, server = config.rl_training, config.server
+
+    def with_training(**changes: Any) -> Config:
+        return config.model_copy(update={"rl_training": training.model_copy(update=changes)})
+
+    if training.blocks_per_eval != 1:
+        yield "rl_training.blocks_per_eval = 1", with_training(blocks_per_eval=1), shape
+    budget = training.token_budget // 2
+    yield f"rl_training.token_budget = {budget}", with_training(token_budget=max(1, budget)), shape
+    rows = max(1, server.batch_size // 2)
+    smaller_server = server.model_copy(update={"batch_size": rows})
+    yield f"server.batch_size = {rows}", config.model_copy(update={"server": smaller_server}), shape
+    length = training.atropos.max_token_length // 2
+    shorter = training.atropos.model_copy(update={"max_token_length": max(2, length)})
+    yield f"rl_training.atropos.max_token_length = {length}", with_training(atropos=shorter), shape
+    if not training.lora.enabled:
+        adapter = _resized(shape, trained=shape.trained // 100)
+        lora = training.lora.model_copy(update={"enabled": True})
+        yield "rl_training.lora.enabled = true", with_training(lora=lora), adapter
+    else:
+        if training.lora.rank > 1:
+            half = training.lora.model_copy(update={"rank": training.lora.rank // 2})
+            fewer = _resized(shape, trained=shape.trained // 2)
+            yield f"rl_training.lora.rank = {half.rank}", with_training(lora=half), fewer
+        if not shape.quantized:
+            quantized = training.lora.model_copy(update={"quantize_base": True})
+            fewer = _resized(shape, weights=int(shape.weights * 4.5 / 8 / shape.width))  # scales and biases included
+            yield "rl_training.lora.quantize_base = true", with_training(lora=quantized), fewer
+
+
+def _resized(shape: ModelShape, **changes: int) -> ModelShape:
+    return ModelShape(**{**vars(shape), **changes})
+
+
+def _no_longer(lengths: Lengths | None, limit: Lengths) -> Lengths | None:
+    if lengths is None:
+        return None
+    whole = limit.prompt + limit.completion
+    prompt = min(lengths.prompt, whole - 1)
+    return Lengths(prompt, min(lengths.completion, whole - prompt))
+
+
+def _dtype(config: Config, model_config: Mapping[str, Any]) -> mx.Dtype:
+    """As `models.loading` chooses it."""
+    if config.model.dtype != "auto":
+        found: mx.Dtype = getattr(mx, config.model.dtype)
+        return found
+    text = model_config.get("text_config", model_config)
+    name = str(model_config.get("dtype") or model_config.get("torch_dtype") or text.get("torch_dtype") or "bfloat16")
+    own = getattr(mx, name.removeprefix("torch."), mx.bfloat16)
+    return mx.float32 if on_cpu() else own
+
+
+def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quantize: bool) -> None:
+    """Gives the blueprint the layers that a quantised checkpoint, or `quantize_base`, will have."""
+    given = model_config.get("quantization")
+    if not isinstance(given, Mapping):
+        if not quantize:
+            return
+        given = {"group_size": 64, "bits": 4}
+    group_size, bits = int(given.get("group_size", 64)), int(given.get("bits", 4))
+    own = getattr(model, "quant_predicate", None)
+
+    def choice(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
+            return False
+        if path in given:
+            found: bool | dict[str, Any] = given[path]
+            return found
+        return True if own is None else bool(own(path, module))
+
+    nn.quantize(model, group_size, bits, class_predicate=choice)

@@ -1,0 +1,148 @@
+"""What `mlx_parallm_train --dry-run` foretells against the run that follows: peak memory, seconds a step, disk.
+
+    python scripts/bench/dry_run.py                two cases: the shipped model; 29 M random parameters with a data set
+    python scripts/bench/dry_run.py --case bench
+
+Memory is the peak resident set of the process on a CPU (both sides: the dry run's word, the run's rusage), MLX's own
+peak on a GPU. A run's seconds are waiting + training + publishing of its steps but the first, from metrics.jsonl. Disk
+is the size of the run directory, hard links counted once. Ratios are foretold / measured.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from models import save_bench_model
+from rich.console import Console
+from rich.table import Table
+
+BIN = Path(sys.executable).parent
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+SCORE = "def early_letters(completions, **columns):\n    return [mean(text) for text in completions]\n\n\n"
+SCORE += "def mean(text):\n    return sum(c in 'abcdefghijklm' for c in text) / max(1, len(text))\n"
+console = Console(width=140)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    memory: float
+    seconds: float
+    disk: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--case", choices=["quickstart", "bench", "both"], default="both")
+    args = parser.parse_args()
+    table = Table(title="foretold / measured = ratio")
+    for column in ("case", "by formula, before loading", "peak memory", "seconds a step", "disk"):
+        table.add_column(column, justify="left" if column == "case" else "right")
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        if args.case in ("quickstart", "both"):
+            flags = [
+                "--config",
+                "quickstart",
+                "--set",
+                "rl_training.total_steps=40",
+                "--set",
+                "rl_training.eval_problems=0",
+            ]
+            measure("quickstart, 40 steps", flags, scratch / "quickstart", table)
+        if args.case in ("bench", "both"):
+            config = bench_config(scratch)
+            measure("29 M parameters, 8 steps", ["--config", str(config)], scratch / "bench", table)
+    console.print(table)
+
+
+def measure(name: str, flags: list[str], directory: Path, table: Table) -> None:
+    settings = ["server.port=0", f"rl_training.checkpoint_dir={directory}", "rl_training.run_name=run"]
+    command = [str(BIN / "mlx_parallm_train"), *flags, *(part for s in settings for part in ("--set", s))]
+    text = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
+    if text.returncode != 0 or directory.exists():
+        raise SystemExit(f"{text.stdout}{text.stderr}\nexit code {text.returncode}")
+    console.print(text.stdout.partition("a few real steps")[2], highlight=False)
+    formula = size(r"needed at most\s+│\s+([\d.]+) (\wiB)", text.stdout)
+    seconds = re.search(r"seconds a step │ ([\d.e+-]+)", text.stdout)
+    assert seconds is not None, text.stdout
+    memory, disk = (
+        size(r"memory\s+│ needed ([\d.]+) (\wiB)", text.stdout),
+        size(r"disk\s+│ needed ([\d.]+) (\wiB)", text.stdout),
+    )
+    foretold = Numbers(memory, float(seconds[1]), disk)
+    real = run(command, directory / "run")
+    cells = [f"{formula / 2**20:,.0f} MiB = {formula / real.memory:.2f}"]
+    for field, scale, unit in (("memory", 2**20, "MiB"), ("seconds", 1, "s"), ("disk", 2**20, "MiB")):
+        before, after = getattr(foretold, field) / scale, getattr(real, field) / scale
+        cells.append(f"{before:,.2f} / {after:,.2f} {unit} = {before / after:.2f}")
+    table.add_row(name, *cells)
+
+
+def run(command: list[str], directory: Path) -> Numbers:
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        log.seek(0)
+        if process.returncode != 0:
+            raise SystemExit(log.read())
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    times = [sum(line[key] for key in ("time_rollout_s", "time_train_s", "time_publish_s")) for line in lines[1:]]
+    files = {
+        s.st_ino: s.st_size for s in (f.stat() for f in directory.rglob("*") if f.is_file() and not f.is_symlink())
+    }
+    resident = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    own = max(line["memory_gb"] for line in lines) * 1e9
+    return Numbers(own if on_gpu() else resident, sum(times) / len(times), sum(files.values()))
+
+
+def on_gpu() -> bool:
+    import mlx.core as mx
+
+    return mx.default_device().type == mx.DeviceType.gpu
+
+
+def size(pattern: str, text: str) -> float:
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return float(found[1]) * UNITS[found[2]]
+
+
+def bench_config(scratch: Path) -> Path:
+    """A random model, 200 prompts and a reward that tells random text apart."""
+    model = save_bench_model(scratch / "model")
+    rows = [json.dumps({"prompt": f"Write about number {n} and its neighbours {n - 1}, {n + 1}."}) for n in range(200)]
+    (scratch / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    (scratch / "score.py").write_text(SCORE)
+    file = scratch / "bench.toml"
+    file.write_text(f'''
+[model]
+base_path = "{model}"
+[server]
+batch_size = 16
+[rl_training]
+total_steps = 8
+batch_size = 16
+token_budget = 1024
+kl_beta = 0.01
+[rl_training.atropos]
+rollout_batch_size = 16
+max_token_length = 192
+[[environments]]
+kind = "dataset"
+data = "rows.jsonl"
+rewards = ["python:score.py:early_letters"]
+prompt_format = "text"
+max_tokens = 64
+''')
+    return file
+
+
+if __name__ == "__main__":
+    main()

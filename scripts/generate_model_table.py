@@ -1,0 +1,322 @@
+"""Writes docs/models.md: what every architecture of the installed mlx-lm can do here, found out by trying it.
+
+Each architecture is built with small sizes and random weights, in a process of its own:
+
+    serves      our engine's own check at load (engine/probe.py): caches, and batched decoding = its plain forward
+    gradient    LoRA on all linear layers, our block-wise gradients: finite, and not zero
+    kernels     a second process, in which MLX claims to have Metal and `mx.fast.metal_kernel` hands out stand-ins that
+                raise: which kernel a training forward would call there. Such kernels have no gradient.
+    scan        the size of the training graph of 64 and of 256 tokens: four times as large for an architecture that
+                visits token after token, the same for the others
+
+    .venv/bin/python scripts/generate_model_table.py            all of them, about ten minutes
+    .venv/bin/python scripts/generate_model_table.py --one T    the raw finding for one
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+import typing
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "models.md"
+TIME_LIMIT_S = 150
+LARGEST = 40_000_000  # parameters: more means that a size was not made small
+SIZES_FILE = Path(__file__).with_name("model_table_sizes.json")
+SCAN = 2.0  # growth of the training graph from 64 to 256 tokens: 1 without a scan, up to 4 with one
+KERNELS = "MODEL_TABLE_CLAIMS_METAL"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes docs/models.md.")
+    parser.add_argument("--one", metavar="MODEL_TYPE", help="try one and print what was found, as JSON")
+    parser.add_argument("--only", nargs="*", metavar="MODEL_TYPE", help="try these and print one line each")
+    parser.add_argument("--jobs", type=int, default=2)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(try_one(arguments.one)))
+        return
+    from mlx_parallm.models.support import aliases, model_types
+
+    types = arguments.only or model_types()
+    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        found = dict(zip(types, pool.map(finding, types), strict=True))
+    if arguments.only:
+        for name, row in found.items():
+            print(name, json.dumps(row), flush=True)
+        return
+    PAGE.write_text(render(found, aliases()), encoding="utf-8")
+    print(f"wrote {PAGE}: {len(found)} architectures")
+
+
+# ---------------------------------------------------------------- one architecture
+
+
+def try_one(name: str) -> dict[str, Any]:
+    """In its own process: builds, serves, differentiates. Keys are left out where it did not get that far."""
+    if os.environ.get(KERNELS):
+        return {"kernels": kernels_called(name)}
+    import mlx.core as mx
+
+    from mlx_parallm.engine.probe import check_architecture
+    from mlx_parallm.errors import ModelError
+
+    found: dict[str, Any] = {}
+    try:
+        model = small_model(name)
+        logits = model(mx.arange(12, dtype=mx.int32).reshape(2, 6) + 1)
+        mx.eval(logits)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 — whatever an architecture raises is the finding
+        return {"built": f"{type(error).__name__}: {error}"}
+    found["built"] = ""
+    found["parameters"] = parameter_count(model)
+    try:
+        check_architecture(model, name)
+        found["serves"] = ""
+    except ModelError as error:
+        found["serves"] = str(error).partition("yet: ")[2]
+    try:
+        found |= gradients(model)
+    except Exception as error:  # noqa: BLE001
+        found["gradient"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def gradients(model: Any) -> dict[str, Any]:
+    """LoRA with both factors random, so that each has a gradient."""
+    import mlx.core as mx
+
+    from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
+    from mlx_parallm.models.lora import LoraSpec, inject_lora, trainer_lora_layers
+
+    inject_lora(model, LoraSpec(4, 8.0))
+    for layer in trainer_lora_layers(model).values():
+        layer.lora_b = 0.02 * mx.random.normal(layer.lora_b.shape)
+    model.train()
+    mx.eval(model.parameters())
+    blockwise = BlockwiseModel(model)
+
+    def objective(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
+        return -logprobs.mean(), ()
+
+    tokens = mx.arange(24, dtype=mx.int32).reshape(2, 12) + 1
+    batch = TokenBatch(tokens, mx.arange(3, 20), mx.arange(4, 21, dtype=mx.int32))
+    _, _, found = blockwise.loss_and_gradients(batch, objective)
+    norm = float(mx.sqrt(sum(mx.square(g).sum() for g in found)).item())
+    moving = sum(bool((mx.abs(g).max() > 0).item()) for g in found)
+    finite = norm == norm and norm != float("inf")
+    result: dict[str, Any] = {
+        "gradient": "" if finite and norm > 0 else f"norm {norm}",
+        "share": round(moving / max(1, len(found)), 2),
+        "blockwise": blockwise.fallback,
+    }
+    return result | scan(model)
+
+
+def scan(model: Any) -> dict[str, float]:
+    """How the training graph, and the peak memory of a gradient, grow from 64 to 256 tokens."""
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx.utils import tree_flatten
+
+    counts, peaks = [], []
+    for length in (64, 256):
+        tokens = (mx.arange(length, dtype=mx.int32) % 50)[None]
+
+        def loss(m: Any, tokens: Any = tokens) -> Any:
+            return m(tokens).astype(mx.float32).square().mean()
+
+        function = nn.value_and_grad(model, loss)
+        mx.eval(function(model, tokens))
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        graph = function(model, tokens)
+        drawn = io.StringIO()
+        mx.export_to_dot(drawn, *(array for _, array in tree_flatten(graph)))
+        counts.append(drawn.getvalue().count("->"))
+        mx.eval(graph)
+        peaks.append(mx.get_peak_memory() - before)
+    return {"scan": round(counts[1] / counts[0], 1), "bytes_per_token": round((peaks[1] - peaks[0]) / 192)}
+
+
+class Called(Exception):
+    """A stand-in kernel was called."""
+
+
+def kernels_called(name: str) -> list[str]:
+    """Names of the Metal kernels that a forward in training mode calls. MLX must not have been imported before."""
+    import mlx.core as mx
+
+    def stand_in(name: str, **_: Any) -> Any:
+        def call(*_: Any, **__: Any) -> Any:
+            raise Called(name)
+
+        return call
+
+    mx.metal.is_available = lambda: True
+    mx.fast.metal_kernel = stand_in
+    mx.default_device = lambda: mx.gpu
+    try:
+        model = small_model(name)
+        model.train()
+        mx.eval(model(mx.arange(12, dtype=mx.int32).reshape(2, 6) + 1))
+    except Called as error:
+        return [str(error)]
+    except (Exception, SystemExit):  # noqa: BLE001 — the first process says why it cannot be built
+        return []
+    return []
+
+
+# ---------------------------------------------------------------- small sizes
+
+
+def small_model(name: str) -> Any:
+    """The architecture with small sizes. Raises whatever it raises."""
+    import mlx.core as mx
+
+    from mlx_parallm.models.loading import evaluate_module
+
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    config = small_config(module, name)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    if (count := parameter_count(model)) > LARGEST:
+        raise ValueError(f"{count:,} parameters with small sizes")
+    mx.random.seed(0)
+    model.eval()
+    evaluate_module(model)
+    return model
+
+
+def small_config(module: Any, name: str) -> dict[str, Any]:
+    """A config.json: the shared sizes, something for each field that has no default, and the architecture's own."""
+    sizes = json.loads(SIZES_FILE.read_text(encoding="utf-8"))
+    config = sizes["shared"] | sizes["architectures"].get(name, {}) | {"model_type": name}
+    _complete(config, module.ModelArgs)
+    if "text_config" in {field.name for field in dataclasses.fields(module.ModelArgs)}:
+        inner = sizes["shared"] | sizes["text"].get(name, {})
+        own = [value for value in vars(module).values() if isinstance(value, type)]
+        imported = [value.ModelArgs for value in vars(module).values() if hasattr(value, "ModelArgs")]
+        for arguments in (*own, *imported):
+            if dataclasses.is_dataclass(arguments) and arguments is not module.ModelArgs:
+                _complete(inner, arguments)
+        config["text_config"] = inner
+    return config
+
+
+def _complete(config: dict[str, Any], arguments: Any) -> None:
+    """Gives every field without a default something of its type."""
+    kinds = typing.get_type_hints(arguments)
+    for field in dataclasses.fields(arguments):
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            config.setdefault(field.name, something(field.name, kinds[field.name]))
+
+
+def something(name: str, kind: Any) -> Any:
+    """A value of a field's type."""
+    base = typing.get_origin(kind) or kind
+    if base is typing.Union:
+        return something(name, typing.get_args(kind)[0])
+    if base is float:
+        return 1e-5 if "eps" in name else 1.0
+    if base in (bool, int, list, dict, str):
+        return {bool: False, int: 2, list: [], dict: {}, str: ""}[base]
+    return None
+
+
+def parameter_count(model: Any) -> int:
+    from mlx.utils import tree_flatten
+
+    return sum(array.size for _, array in tree_flatten(model.parameters()))
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def finding(name: str) -> dict[str, Any]:
+    return run(name, {}) | run(name, {KERNELS: "1"})
+
+
+def run(name: str, environment: dict[str, str]) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--one", name]
+    try:
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT_S,
+            env=os.environ | {"MKL_NUM_THREADS": "1"} | environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"built": f"no answer in {TIME_LIMIT_S} s"}
+    try:
+        return dict(json.loads(result.stdout.strip().splitlines()[-1]))
+    except (ValueError, IndexError):
+        last = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"built": f"the process ended with {result.returncode}: {last}"}
+
+
+def render(found: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> str:
+    rows = {name: verdict(row) for name, row in found.items()}
+    counts = {word: sum(row[0] == word for row in rows.values()) for word in WORDS}
+    lines = [
+        "# Which models can be served and trained",
+        "",
+        f"Every architecture of mlx-lm {version('mlx-lm')}, tried by `scripts/generate_model_table.py` with MLX",
+        f"{version('mlx')} on the CPU, on a tiny random checkpoint of each; generated, do not edit. `model_type`",
+        "stands in a model's config.json. A model that is refused is refused before its weights are downloaded.",
+        "",
+        *(f"* **{word}** ({counts[word]}): {meaning}" for word, meaning in WORDS.items()),
+        "",
+        "| model_type | also | what it does here | found |",
+        "|---|---|---|---|",
+    ]
+    for name, (word, note) in rows.items():
+        also = ", ".join(f"`{other}`" for other in others.get(name, []))
+        lines.append(f"| `{name}` | {also} | {word} | {note.replace('|', '/').replace(chr(10), ' ')} |")
+    return "\n".join(lines) + "\n"
+
+
+WORDS = {
+    "trains": "served, and LoRA on all linear layers has a finite gradient.",
+    "trains slowly": "the same, but the training pass visits token after token.",
+    "serves only": "served; there is no gradient.",
+    "refused": "the engine cannot batch its cache (recurrent state, sliding window), and training needs the engine.",
+    "not tried": "it could not be built or run here with generic small sizes; it may still work.",
+}
+
+
+def verdict(row: dict[str, Any]) -> tuple[str, str]:
+    """The word for it, and why."""
+    notes = []
+    kernels = row.get("kernels", [])
+    if kernels:
+        notes.append(f"on Metal a training forward calls the kernel `{kernels[0]}`, which has no gradient")
+    if row.get("built"):
+        return "not tried", "; ".join([f"could not be built or run: {row['built'][:160]}", *notes])
+    if row.get("scan", 0) >= SCAN:
+        notes.append(f"training visits token after token: {row['scan']:.1f} × the graph for 4 × the tokens")
+    if row.get("blockwise"):
+        notes.append("training evaluates the whole graph at once")
+    if row.get("share", 1) < 1 and not row.get("gradient"):
+        notes.append(f"{row['share']:.0%} of the adapter's arrays had a gradient in one small batch")
+    if row.get("gradient"):
+        notes.append(f"gradient: {row['gradient'][:160]}")
+    if row["serves"]:
+        return "refused", "; ".join([row["serves"], *notes])
+    if row.get("gradient") or kernels:
+        return "serves only", "; ".join(notes)
+    return ("trains slowly" if row.get("scan", 0) >= SCAN else "trains"), "; ".join(notes)
+
+
+if __name__ == "__main__":
+    main()

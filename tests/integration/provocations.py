@@ -1,0 +1,215 @@
+"""Real training runs, each of which does not learn for one known reason. `tests/integration/test_diagnoses.py` and
+`scripts/bench/diagnoses.py` look whether `explain` names it.
+
+    python -m tests.integration.provocations DIRECTORY [--stalled-after SECONDS] [NAME …]
+
+One process makes them one after another (the daemon's own `TrainingRun`, model, engine, server and environments). Each
+ends as soon as it is named, or after its last step. Prints one JSON line a run; what the runs log goes to stderr, after
+a line `=== name`.
+"""
+
+import argparse
+import contextlib
+import copy
+import io
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from mlx_parallm.config import parse_config
+from mlx_parallm.errors import ParallmError
+from mlx_parallm.log import configure_logging
+from mlx_parallm.models.threads import release_streams
+from mlx_parallm.rl_training import health
+from mlx_parallm.rl_training.explain import explain
+from mlx_parallm.rl_training.train import TrainingRun
+from tests.integration.processes import free_port
+from tests.integration.test_http_environments import HttpEnvironment
+
+Work = Callable[[TrainingRun, str, threading.Event], None]  # the run, its URL, its stop
+
+LONGEST_S = 60.0
+USUAL_STALL_S = health.STALLED_AFTER_S
+BASE: dict[str, Any] = {
+    "server": {"batch_size": 64},
+    "rl_training": {
+        "learning_rate": 1e-3,
+        "batch_size": 16,
+        "blocks_per_eval": 0,
+        "total_steps": 40,
+        "max_empty_rounds": 1,
+        "lora": {"rank": 4, "alpha": 8},
+        "atropos": {"rollout_batch_size": 16, "max_token_length": 256},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Provocation:
+    """`diagnosis` is to be named, None: nothing is. `environment`: "tasks", or one of `Scripted`, or "" = none, groups
+    come by HTTP. `beside`: work of another thread while the run goes on."""
+
+    diagnosis: str | None
+    environment: str = "noise"
+    training: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    entry: dict[str, Any] = field(default_factory=dict)
+    beside: "Work | None" = None
+
+    @property
+    def stalls(self) -> bool:
+        return self.diagnosis == "environment-stalled"
+
+
+class Sender(HttpEnvironment):
+    """Groups as an environment sends them, but for one fault."""
+
+    def __init__(self, url: str, run: TrainingRun, stop: threading.Event, fault: str) -> None:
+        super().__init__(url)
+        self._run, self._fault, self.ended = run, fault, stop
+
+    def _scored(self, problem: Any, ids: list[int], answer: dict[str, Any]) -> dict[str, Any]:
+        data = super()._scored(problem, ids, answer)
+        version = self._run._version()
+        if self._fault == "logprobs":
+            data["inference_logprobs"] = [
+                [1.0 if value == 1.0 else value - 0.3 for value in row] for row in data["inference_logprobs"]
+            ]
+        if self._fault == "advantages":  # a float64 that no float32 can hold
+            data["advantages"] = [[1e39] * len(row) for row in data["tokens"]]
+        old = self._fault == "all_old" or (self._fault == "old" and len(self.replies) % 2)
+        data["policy_versions"] = [[0 if old else version] * len(row) for row in data["tokens"]]
+        return data
+
+
+def _when_ready(work: Work, run: TrainingRun, url: str, stop: threading.Event) -> None:
+    while not stop.wait(0.05):
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health").status_code == 200:
+                return work(run, url, stop)
+
+
+def sends(fault: str) -> Work:
+    return lambda run, url, stop: Sender(url, run, stop, fault).run()
+
+
+def registers_only(run: TrainingRun, url: str, stop: threading.Event) -> None:
+    Sender(url, run, stop, "")._register()
+
+
+def holds_the_lock(run: TrainingRun, url: str, stop: threading.Event) -> None:
+    assert run._weights is not None
+    while not stop.is_set():
+        with run._weights.lock.read():
+            stop.wait(0.3)
+        stop.wait(0.05)
+
+
+HTTP = {"total_steps": 12}
+PROVOCATIONS: dict[str, Provocation] = {
+    "nothing": Provocation(None, "tasks", {"total_steps": 12, "kl_beta": 1e-3}),
+    "constant reward": Provocation("reward-constant", "constant"),
+    "rewards by prompt": Provocation("no-variance", "by_prompt"),
+    "all wrong": Provocation("too-hard", "all_wrong"),
+    "all right": Provocation("too-easy", "all_right"),
+    "max_tokens 4": Provocation("truncation", entry={"max_tokens": 4}),
+    "max_tokens 1": Provocation("eos-never-sampled", entry={"max_tokens": 1}),
+    "high rate, KL watched": Provocation("kl-running-away", training={"learning_rate": 5e-2, "kl_beta": 1e-4}),
+    "reward for brevity": Provocation("entropy-collapse", "brevity", {"learning_rate": 1e-2}),
+    "many epochs": Provocation("ratio-mismatch", training={"learning_rate": 1e-2, "update_epochs": 6, "batch_size": 4}),
+    "shifted logprobs": Provocation("log-probability-mismatch", "", HTTP, beside=sends("logprobs")),
+    "rate 1e-12": Provocation("learning-rate-too-small", training={"learning_rate": 1e-12}),
+    "rate 1e-9, bfloat16": Provocation(
+        "learning-rate-too-small",
+        training={"learning_rate": 1e-9, "lora": {"enabled": False}},
+        model={"dtype": "bfloat16"},
+    ),
+    "old groups": Provocation("stale-rollouts", "", HTTP | {"max_staleness": 0}, beside=sends("old")),
+    "only old groups": Provocation("stale-rollouts", "", HTTP | {"max_staleness": 0}, beside=sends("all_old")),
+    "falls silent": Provocation("environment-stalled", "silent"),
+    "one late group": Provocation("environment-stalled", "late"),
+    "sends nothing": Provocation("environment-stalled", "", HTTP, beside=registers_only),
+    "reward raises": Provocation("groups-refused", "raises"),
+    "advantages 1e39": Provocation("not-finite", "", HTTP, beside=sends("advantages")),
+    "lock held": Provocation(
+        "weights-not-published", training={"weight_updates": {"lock_timeout_ms": 1}}, beside=holds_the_lock
+    ),
+}
+
+
+def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, Any]:
+    """Makes the run; returns its directory, what was named, and how long it took."""
+    provocation = PROVOCATIONS[name]
+    health.STALLED_AFTER_S = stalled_after_s if provocation.stalls else USUAL_STALL_S
+    port = free_port()
+    data = copy.deepcopy(BASE)
+    data["server"]["port"] = port
+    data["model"] = provocation.model
+    data["rl_training"] |= provocation.training
+    data["rl_training"] |= {"checkpoint_dir": str(directory), "run_name": name.replace(" ", "_").replace(",", "")}
+    if provocation.environment:
+        kind = f"python:{Path(__file__).with_name('scripted_environment.py')}:Scripted"
+        entry = {"kind": kind, "name": provocation.environment, "group_size": 4, "max_tokens": 8}
+        if provocation.environment == "tasks":
+            entry |= {"kind": "tasks", "name": "sort"}
+        if provocation.stalls:
+            # "late" comes back and goes on; "silent" stays so for the rest of the run
+            entry["options"] = {"silence_s": 1.5 * stalled_after_s if provocation.environment == "late" else LONGEST_S}
+        data["environments"] = [entry | provocation.entry]
+    config = parse_config(data)
+    stop, run_directory = threading.Event(), directory / str(config.rl_training.run_name)
+    run = TrainingRun(config, resume=None, stop=stop, console=Console(file=io.StringIO()))
+    named: list[str] = []
+    limit = time.monotonic() + LONGEST_S + stalled_after_s
+    threads = [threading.Thread(target=_watch, args=(run_directory, provocation.diagnosis, named, stop, limit))]
+    if provocation.beside is not None:
+        url = f"http://127.0.0.1:{port}"
+        threads.append(threading.Thread(target=_when_ready, args=(provocation.beside, run, url, stop)))
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    try:
+        run.execute()
+    finally:
+        stop.set()
+        run.close()
+        for thread in threads:
+            thread.join()
+    return {"name": name, "run": str(run_directory), "named": named, "seconds": round(time.monotonic() - started, 2)}
+
+
+def _watch(run: Path, diagnosis: str | None, named: list[str], stop: threading.Event, limit: float) -> None:
+    """Explains the run while it goes on, and stops it when the diagnosis is there."""
+    while not stop.wait(0.15):
+        try:
+            findings = explain(run).findings
+        except ParallmError:  # not there yet
+            findings = ()
+        named[:] = [finding.diagnosis.name for finding in findings]
+        if diagnosis in named or time.monotonic() > limit:
+            stop.set()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--stalled-after", type=float, default=USUAL_STALL_S)
+    args = parser.parse_intermixed_args()
+    configure_logging()
+    for name in args.names or PROVOCATIONS:
+        sys.stderr.write(f"=== {name}\n")
+        print(json.dumps(provoke(name, args.directory, stalled_after_s=args.stalled_after)), flush=True)
+    release_streams()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""An environment of one's own whose reward or slowness is one known way to not learn; `name` chooses it."""
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_parallm.environments.base import Environment, EnvironmentSource, Messages, SingleTurn, Task
+from mlx_parallm.environments.tasks import Split, make_problem
+from mlx_parallm.rewards.base import Response
+from mlx_parallm.rewards.verifiers import verifier
+
+GROUPS_BEFORE = 24  # a silence comes after so many groups
+
+
+def noise(text: str) -> float:
+    """A reward that tells answers apart and teaches nothing."""
+    return zlib.crc32(text.encode()) % 7 / 7
+
+
+def brevity(responses: Sequence[Response]) -> list[dict[str, float]]:
+    """Pays for being shorter than the others of the group: 0.5 on average, and 0.5 for all in the end."""
+    lengths = [response.rollout.sampled_tokens for response in responses]
+    mean = sum(lengths) / len(lengths)
+    return [{"reward": 0.5 + (mean - length) / 16} for length in lengths]
+
+
+class Late(Environment):
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def step(self, text: str) -> Messages | None:
+        await asyncio.sleep(self._seconds)
+        return None
+
+
+class Scripted(EnvironmentSource):
+    """Options: `silence_s`, how long the environments of "late" and "silent" do not answer."""
+
+    def task(self, index: int, split: Split = "train") -> Task:
+        problem = make_problem("sort", index, seed=self.seed, split=split)
+        reward = brevity if self.config.name == "brevity" else verifier(lambda text: self._reward(index, text))
+        return Task(f"{index}", self.open_with(problem.messages), reward)
+
+    def environment(self, task: Task) -> Environment:
+        index = int(task.key)
+        silent = self.config.name == "silent" and index >= GROUPS_BEFORE
+        late = self.config.name == "late" and index == GROUPS_BEFORE
+        return Late(float(self.config.options["silence_s"])) if silent or late else SingleTurn()
+
+    def _reward(self, index: int, text: str) -> float:
+        rewards: dict[str, Any] = {
+            "constant": lambda: 0.5,
+            "by_prompt": lambda: 0.2 + index % 3 / 10,
+            "all_wrong": lambda: 0.0,
+            "all_right": lambda: 1.0,
+            "raises": lambda: {}["answer"],
+        }
+        return float(rewards.get(self.config.name, lambda: noise(text))())

@@ -1,0 +1,98 @@
+"""Each known way to not learn, provoked in a real run, is named: by `explain`, and on the health line while it runs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_parallm.rl_training import health
+from mlx_parallm.rl_training.explain import Explanation, explain
+from tests.integration.processes import BIN
+from tests.integration.provocations import PROVOCATIONS
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+STALLED_AFTER_S = 2.0
+ELSEWHERE = {"environment-stalled", "groups-refused"}
+"""Told live by the sources of rollouts, in their own words and after a minute: tested where they are."""
+ALLOWED = {
+    "kl-running-away": {"ratio-mismatch"},  # the same steps, too large
+    "entropy-collapse": {"ratio-mismatch", "no-variance", "reward-constant"},  # what it ends in
+    "log-probability-mismatch": {"ratio-mismatch"},
+    "ratio-mismatch": {"truncation"},
+}
+
+
+@pytest.fixture(scope="module")
+def provoked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], dict[str, str]]:
+    """All runs: their directories, and what each logged."""
+    directory = tmp_path_factory.mktemp("provoked")
+    command = [sys.executable, "-m", "tests.integration.provocations", str(directory)]
+    done = subprocess.run(
+        [*command, "--stalled-after", str(STALLED_AFTER_S)],
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": "1000"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    logs = dict(part.split("\n", 1) for part in done.stderr.split("=== ")[1:])
+    return {result["name"]: Path(result["run"]) for result in results}, logs
+
+
+@pytest.fixture
+def explained(provoked: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def read(name: str) -> Explanation:
+        if PROVOCATIONS[name].stalls:
+            monkeypatch.setattr(health, "STALLED_AFTER_S", STALLED_AFTER_S)
+        return explain(provoked[0][name])
+
+    return read
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", PROVOCATIONS)
+def test_it_is_named(name: str, provoked: Any, explained: Any) -> None:
+    expected = PROVOCATIONS[name].diagnosis
+    found = {finding.diagnosis.name: finding for finding in explained(name).findings}
+    if expected is None:
+        assert not found
+        return
+    assert expected in found
+    assert set(found) - {expected} <= ALLOWED.get(expected, set())
+    assert found[expected].diagnosis.numbers
+    if expected not in ELSEWHERE:
+        lead = found[expected].diagnosis.sentence.split(":")[0]
+        assert lead in provoked[1][name]
+    else:
+        assert found[expected].diagnosis.setting
+
+
+def test_every_diagnosis_is_provoked_and_has_its_section(provoked: Any) -> None:
+    source = (ROOT / "mlx_parallm/rl_training").glob("*.py")
+    named = {
+        name
+        for file in source
+        if file.name in ("health.py", "explain.py")
+        for name in re.findall(r'Diagnosis\(\s*"([\w-]+)"', file.read_text())
+    }
+    assert named == {provocation.diagnosis for provocation in PROVOCATIONS.values()} - {None}
+    headings = re.findall(r"^## (.+)$", (ROOT / health.PAGE).read_text(), re.MULTILINE)
+    anchors = {heading.lower().replace(" ", "-") for heading in headings}
+    assert named | {"nothing-found"} == anchors
+
+
+def test_the_command_says_it(provoked: Any) -> None:
+    run = provoked[0]["constant reward"]
+    done = subprocess.run([BIN / "mlx_parallm_explain", run], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "reward constant: every answer earned 0.5" in done.stdout
+    assert f"{health.PAGE}#reward-constant" in done.stdout

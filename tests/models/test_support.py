@@ -1,0 +1,120 @@
+"""What config.json alone shows: architectures that are refused, by the layer's name, before any weight is there."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_parallm.errors import ModelError
+from mlx_parallm.models.support import check_config, layer_without_gradient, model_types
+from tests.tiny_models import LLAMA3_ROPE, QWEN3, make_model
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+
+LARGE = QWEN3 | {  # 235 B parameters
+    "model_type": "qwen3_moe",
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+GATED_DELTA = LARGE | {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 8,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 512,
+    "partial_rotary_factor": 0.25,
+}
+SLIDING = QWEN3 | {"model_type": "gemma3_text", "sliding_window": 32, "sliding_window_pattern": 2}
+STATE_SPACE = {
+    "model_type": "mamba",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "state_size": 16,
+    "num_hidden_layers": 2,
+    "conv_kernel": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "time_step_rank": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (GATED_DELTA, r"layer 0 \(linear_attn: Qwen3NextGatedDeltaNet\) keeps a recurrent state \(ArraysCache\)"),
+        (SLIDING, r"layer 0 \(self_attn: Attention\) keeps a sliding window \(RotatingKVCache\)"),
+        (STATE_SPACE, r"layer 0 \(mixer: MambaBlock\) keeps a recurrent state \(ArraysCache\)"),
+        (QWEN3 | {"model_type": "perceptron"}, r"unknown to mlx-lm \d.*`pip install -U mlx-lm`"),
+        ({"hidden_size": 64}, r"config\.json has no model_type"),
+    ],
+    ids=["gated delta", "sliding window", "state space", "unknown", "no model_type"],
+)
+@pytest.mark.parametrize("train", [True, False])
+def test_what_cannot_run_is_refused_by_the_layers_name(config: dict[str, Any], text: str, train: bool) -> None:
+    with pytest.raises(ModelError, match=text) as caught:
+        check_config(config, train=train)
+    if "layer" in str(caught.value):
+        assert ("cannot be trained or served" if train else "cannot be served") in str(caught.value)
+
+
+def test_a_model_of_any_size_is_checked_without_memory_and_leaves_the_random_state() -> None:
+    mx.random.seed(3)
+    expected = mx.random.normal((4,))
+    mx.eval(expected)
+    mx.random.seed(3)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for config in (LARGE, QWEN3, LLAMA3_ROPE):
+        check_config(config, train=True)
+    assert mx.get_peak_memory() - before < 5e6
+    assert mx.array_equal(mx.random.normal((4,)), expected)
+
+
+def test_a_configuration_that_cannot_be_built_is_left_to_the_loading() -> None:
+    check_config({"model_type": "qwen3"}, train=True)
+    check_config({"model_type": "qwen3", "model_file": "own.py"}, train=True)
+
+
+class Undifferentiable(nn.Module):
+    """Stands for a layer whose forward is a Metal kernel: MLX has no gradient for this operation either."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.linalg.qr(x, stream=mx.cpu)[1]
+
+
+def test_a_layer_without_a_gradient_is_named() -> None:
+    model = make_model()
+    assert layer_without_gradient(model) == ""
+    model.layers[1].mlp = Undifferentiable()
+    assert re.match(r"layer 1 \(self_attn: Attention\) has no gradient on this device: ", layer_without_gradient(model))
+
+
+def test_the_table_lists_what_is_installed() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == model_types(), "run .venv/bin/python scripts/generate_model_table.py"
+
+
+def test_the_table_says_what_the_check_says() -> None:
+    rows = dict(re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]+?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    for name in ("qwen3", "llama", "qwen3_moe"):
+        assert rows[name] == "trains"
+    for name in ("qwen3_next", "gemma3_text", "mamba", "rwkv7", "kimi_linear"):
+        assert rows[name] == "refused"

@@ -1,0 +1,85 @@
+"""First, best and worst completion of a step."""
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+from structlog.testing import capture_logs
+
+from mlx_parallm.log import configure_logging
+from mlx_parallm.rl_training.display import RunInfo, TrainingDisplay
+from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.rl_training.samples import SHOWN_CHARACTERS, SampleLog, choose_samples, samples_table, shortened
+from mlx_parallm.types import RolloutGroup
+from tests.rl_training.rollouts import make_batch, make_group, make_rollout
+
+
+def letters(tokens: tuple[int, ...]) -> str:
+    return "".join(chr(97 + token) for token in tokens)
+
+
+def group(name: str, rewards: list[float]) -> RolloutGroup:
+    """Rollout i of the prompt "abc" answers with its own number as a letter, twice."""
+    rollouts = [make_rollout((i, i), prompt=(0, 1, 2), reward=reward) for i, reward in enumerate(rewards)]
+    return RolloutGroup(name, "test", tuple(rollouts))
+
+
+def test_the_three_that_are_chosen() -> None:
+    found = choose_samples(7, [group("a", [0.5, 0.2]), group("b", [0.1, 0.4, 0.9])], letters)
+    assert [(s.which, s.group_id, s.reward, s.completion) for s in found] == [
+        ("first", "a", 0.5, "aa"),
+        ("best", "b", 0.9, "cc"),
+        ("worst", "b", 0.1, "aa"),
+    ]
+    assert {(s.prompt, s.step, s.tokens, s.environment) for s in found} == {("abc", 7, 2, "test")}
+    assert choose_samples(7, [], letters) == []
+
+
+def test_every_n_steps_to_the_file_and_to_who_asks(tmp_path: Path) -> None:
+    path, told = tmp_path / "samples.jsonl", []
+    log = SampleLog(path, letters, every=2, told=[lambda step, samples: told.append((step, len(samples)))])
+    for step in range(1, 7):
+        log.on_batch(make_batch([make_group("g", [0.0, 1.0])], step=step))
+    assert told == [(2, 3), (4, 3), (6, 3)]
+    assert [line["which"] for line in MetricsFile(path).read()][:3] == ["first", "best", "worst"]
+    SampleLog(path, letters, every=2, step=3)
+    assert [line["step"] for line in MetricsFile(path).read()] == [2, 2, 2], "later ones than the resumed step go"
+    SampleLog(tmp_path / "none", letters, every=0).on_batch(make_batch([make_group("g", [0.0, 1.0])]))
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_table_shows_the_end_of_a_long_prompt_and_the_beginning_of_a_long_completion() -> None:
+    long = RolloutGroup("g", "test", (make_rollout((1,) * 500, prompt=(0,) * 499 + (25,), reward=0.25),))
+    [sample, *_] = choose_samples(3, [long], letters)
+    prompt, completion = shortened(sample)
+    assert prompt == "…" + "a" * (SHOWN_CHARACTERS - 2) + "z"
+    assert completion == "b" * (SHOWN_CHARACTERS - 1) + "…"
+    paper = io.StringIO()
+    Console(file=paper, width=100).print(samples_table([sample]))
+    assert "samples of step 3" in paper.getvalue() and "0.25" in paper.getvalue()
+
+
+def test_the_table_is_printed_above_the_live_display() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None)
+    display = TrainingDisplay(console)
+    display.start(RunInfo("run", "builtin:tiny", "http://127.0.0.1:1", 10, "hello"))
+    display.samples(2, choose_samples(2, [group("a", [0.5, 0.2])], letters))
+    display.stop()
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    assert 0 < written.index("samples of step 2") < written.rindex("talk to it while it learns")
+
+
+def test_without_a_terminal_it_is_a_line_each() -> None:
+    configure_logging(level="info")
+    try:
+        with capture_logs() as logs:
+            TrainingDisplay(Console(file=io.StringIO())).samples(
+                2, choose_samples(2, [group("a", [0.5, 0.2])], letters)
+            )
+    finally:
+        configure_logging(level="error")
+    assert [(entry["event"], entry["which"], entry["reward"]) for entry in logs] == [
+        ("sample", "first", 0.5),
+        ("sample", "best", 0.5),
+        ("sample", "worst", 0.2),
+    ]

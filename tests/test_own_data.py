@@ -1,0 +1,97 @@
+"""`mlx_parallm_train --model M --data D --reward R`: what it amounts to, and what is said when it cannot work."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm import cli
+from mlx_parallm.config import load_config
+from mlx_parallm.own_data import find_hidden_size, learning_rate_for, toml_for
+from tests.test_cli import call
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 1024}}))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 3)
+    (tmp_path / "score.py").write_text("def correct(completions, answer):\n    return [0.0 for _ in answer]\n")
+    return tmp_path
+
+
+def test_the_flags_amount_to_a_configuration(here: Path) -> None:
+    flags = ("--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct")
+    given = call("train", *flags, "--set", "rl_training.total_steps=7", cwd=here)
+    config = given["config"]
+    [entry] = config["environments"]
+    assert config["model"]["base_path"] == str(here / "model")
+    assert (entry["kind"], entry["name"], entry["data"]) == ("dataset", "rows", str(here / "rows.jsonl"))
+    assert entry["rewards"] == [f"python:{here / 'score.py'}:correct"]
+    training = config["rl_training"]
+    assert (training["total_steps"], training["learning_rate"], training["blocks_per_eval"]) == (7, 4e-5, 1)
+    assert training["run_name"].startswith("rows-2")
+    assert given["resume"] is None
+
+
+def test_resume_auto_finds_the_run_again(here: Path) -> None:
+    flags = ("--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct", "--resume", "auto")
+    assert call("train", *flags, cwd=here)["config"]["rl_training"]["run_name"] == "rows"
+
+
+def test_the_written_file_is_the_same_configuration(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct"]
+    assert cli.train([*flags, "--write-config", "run.toml"]) == 0
+    assert "mlx_parallm_train --config run.toml" in capsys.readouterr().out
+    assert load_config("run.toml") == load_config(None, text=toml_for("model", "rows.jsonl", ["score.py:correct"]))
+    assert cli.train([*flags, "--write-config", "run.toml"]) == 2
+    assert "File exists" in capsys.readouterr().err
+
+
+def test_model_beside_a_configuration_replaces_its_model(here: Path) -> None:
+    given = call("train", "--config", "quickstart", "--model", "model", cwd=here)
+    assert given["config"]["model"]["base_path"] == "model"
+    assert len(given["config"]["environments"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "rows.jsonl"], "--model is missing"),
+        (["--model", "model", "--reward", "score.py:correct"], "--data is missing"),
+        (["--model", "model", "--data", "rows.jsonl"], "needs a reward function: --reward score.py:function"),
+        (["--config", "quickstart", "--data", "rows.jsonl"], "two ways to say one thing"),
+        (["--resume", "x", "--data", "rows.jsonl"], "brings its own configuration"),
+        (["--model", "model", "--data", "r", "--reward", "s.py:f", "--write-config", "x", "--set", "a.b=1"], "--set"),
+        (["--model", "model"], "--config is required"),
+    ],
+)
+def test_flags_that_do_not_fit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.train(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "hidden_size"),
+    [
+        ("builtin:tiny", 128),
+        ("model", 1024),
+        ("Qwen/Qwen3-0.6B-not-in-the-cache", 1022),
+        ("mlx-community/nothing-4B-4bit", 2640),
+        ("someone/of-no-known-size", 2560),
+    ],
+)
+def test_the_size_of_a_model(model: str, hidden_size: int) -> None:
+    assert find_hidden_size(model) == hidden_size
+
+
+def test_smaller_steps_for_larger_models() -> None:
+    rates = [learning_rate_for(size) for size in (16, 128, 1024, 2560, 4096)]
+    assert rates == pytest.approx([1e-3, 9.05e-4, 4e-5, 1.01e-5, 5e-6], rel=0.01)
