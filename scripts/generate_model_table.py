@@ -273,7 +273,8 @@ def render(found: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> st
         "",
         f"Every architecture of mlx-lm {version('mlx-lm')}, tried by `scripts/generate_model_table.py` with MLX",
         f"{version('mlx')} on the CPU, on a tiny random checkpoint of each; generated, do not edit. `model_type`",
-        "stands in a model's config.json. A model that is refused is refused before its weights are downloaded.",
+        "stands in a model's config.json. A cache that cannot be batched is refused before the weights are",
+        "downloaded, by the layer's name; whatever else is refused, when the model is loaded.",
         "",
         *(f"* **{word}** ({counts[word]}): {meaning}" for word, meaning in WORDS.items()),
         "",
@@ -290,7 +291,7 @@ WORDS = {
     "trains": "served, and LoRA on all linear layers has a finite gradient.",
     "trains slowly": "the same, but the training pass visits token after token.",
     "serves only": "served; there is no gradient.",
-    "refused": "the engine cannot batch its cache (recurrent state, sliding window), and training needs the engine.",
+    "refused": "the engine cannot batch it (a recurrent state, a sliding window, …), and training needs the engine.",
     "not tried": "it could not be built or run here with generic small sizes; it may still work.",
 }
 
