@@ -276,7 +276,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("mlx_parallm/assets/tiny"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skill-steps", type=int, default=1800, help="first stage: expressions, learned well")
-    parser.add_argument("--anywhere-steps", type=int, default=400, help="second stage: expressions behind other text")
+    parser.add_argument("--anywhere-steps", type=int, default=1200, help="second stage: expressions behind other text")
     parser.add_argument("--steps", type=int, default=80, help="third stage: questions; fewer leave more to learn")
     parser.add_argument("--problems", type=int, default=500, help="held-out problems a task to measure on")
     args = parser.parse_args()
@@ -289,7 +289,7 @@ def main() -> int:
     model = Model(ModelArgs.from_dict(MODEL))
     stages = [
         Stage("skills", expressions, SKILL_WEIGHTS, args.skill_steps, batch_size=128, learning_rate=2e-3, decay=True),
-        Stage("anywhere", anywhere, SKILL_WEIGHTS, args.anywhere_steps, batch_size=128, learning_rate=1e-3, decay=True),
+        Stage("anywhere", anywhere, SKILL_WEIGHTS, args.anywhere_steps, batch_size=128, learning_rate=2e-3, decay=True),
         Stage("questions", questions, TASK_WEIGHTS, args.steps, batch_size=64, learning_rate=1e-3, decay=False),
     ]
     for stage in stages:
