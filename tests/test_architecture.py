@@ -48,7 +48,20 @@ MLX_FREE = (
     "engine.sequence",
     "engine.client",
 )
-MLX_FREE_MODULES = ("power", "redaction", "supervisor", "user_code", "own_data", "config_environment", "types", "errors", "log", "blas", "signals", "cli")  # and every config.py
+MLX_FREE_MODULES = (  # and every config.py
+    "blas",
+    "cli",
+    "config_environment",
+    "errors",
+    "log",
+    "own_data",
+    "power",
+    "redaction",
+    "signals",
+    "supervisor",
+    "types",
+    "user_code",
+)
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

@@ -185,7 +185,9 @@ class TrainingDisplay:
             return
         for sample in samples:
             prompt, completion = shortened(sample)
-            log.info("sample", step=step, which=sample.which, reward=sample.reward, prompt=prompt, completion=completion)
+            log.info(
+                "sample", step=step, which=sample.which, reward=sample.reward, prompt=prompt, completion=completion
+            )
 
     @_guarded
     def stop(self) -> None:
