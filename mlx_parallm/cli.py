@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm import __version__
 from mlx_parallm.errors import ConfigError, ParallmError
+from mlx_parallm.redaction import Redactor, environment_secrets
 from mlx_parallm.signals import block_shutdown_signals
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def train(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.dry_run and args.resume:
         parser.error("--dry-run starts anew: it takes no --resume")
+    if args.restarts < 0:
+        parser.error("--restarts: at least 0")
 
     def run() -> int:
         if args.write_config:
@@ -228,7 +231,7 @@ def _exit_code(run: Callable[[], int]) -> int:
     try:
         return run()
     except ParallmError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {Redactor(environment_secrets()).text(str(error))}\n")
         return EXIT_ERROR
     except KeyboardInterrupt:
         return 130
@@ -269,7 +272,7 @@ def _training_config(args: argparse.Namespace) -> "Config":
                 "--config is required, or --model with --data and --reward"
                 " (a run directory given to --resume brings its own configuration)"
             )
-        source = str(_saved_config(Path(args.resume)))
+        source = str(_saved_config(Path(args.resume).expanduser()))
     return _load(source, args.set + base)
 
 
@@ -277,7 +280,10 @@ def _own_data(args: argparse.Namespace) -> str:
     from mlx_parallm.own_data import toml_for
 
     if args.config:
-        raise ConfigError("--config and --data are two ways to say one thing: give one of them (see --write-config)")
+        raise ConfigError(
+            "--config and --data with --reward are two ways to say one thing: give one of them (see --write-config);"
+            " to change a file's: --set environments.0.data=… and --set 'environments.0.rewards=[\"python:…\"]'"
+        )
     if args.resume not in (None, "auto"):
         raise ConfigError(f"--resume {args.resume} brings its own configuration: leave out --data and --reward")
     for flag, value in (("--model", args.model), ("--data", args.data)):
@@ -312,7 +318,12 @@ def _with_run_name(config: "Config", source: str | None, resume: str | None) -> 
 def _run_directory(config: "Config", resume: str | None) -> Path:
     if resume is None or resume == "auto":
         return config.rl_training.checkpoint_dir / str(config.rl_training.run_name)
-    return _saved_config(Path(resume)).parent.resolve()
+    from mlx_parallm.rl_training.run_directory import STORE_FILE
+
+    given = Path(resume).expanduser()
+    if (given / STORE_FILE).is_file():  # also a run that was killed before it wrote its configuration
+        return given.resolve()
+    return _saved_config(given).parent.resolve()
 
 
 def _saved_config(resume: Path) -> Path:

@@ -69,6 +69,8 @@ class EnvironmentConfig(Section):
             return {**data, "name": name_of_data(str(data.get("data", "dataset")))}
         if is_reference(data["kind"]):
             return {**data, "name": data["kind"].rpartition(":")[2]}
+        if data["kind"] not in NAMED_KINDS:
+            return {**data, "name": data["kind"]}  # what is wrong with the kind is said where the kinds are known
         return data
 
     @model_validator(mode="after")
@@ -95,6 +97,7 @@ class EnvironmentConfig(Section):
         return self
 
 
+NAMED_KINDS = ("tasks", "reasoning_gym")
 DATASET_KEYS = (
     *("data", "data_subset", "data_split", "heldout_data", "heldout_split", "heldout_fraction", "prompt_column"),
     *("prompt_template", "prompt_format", "answer_column", "rewards", "reward_weights"),

@@ -121,7 +121,8 @@ def configure_logging(
         if json
         else [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)]
     )
-    renderer.append(lambda _, __, text: hide.text(text))
+    renderer.insert(0, lambda _, __, event: {key: _hidden(hide, key, value) for key, value in event.items()})
+    renderer.append(lambda _, __, text: hide.text(text))  # tracebacks
     structlog.configure(
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
@@ -138,6 +139,10 @@ def configure_logging(
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.DEBUG if threshold == logging.DEBUG else max(threshold, logging.WARNING))
+
+
+def _hidden(redactor: Redactor, key: str, value: Any) -> Any:
+    return value if key.startswith("_") or key == "exc_info" else redactor.named(key, value)
 
 
 def get_logger(name: str) -> Any:

@@ -7,6 +7,7 @@ batches and answers, which are those of the quickstart for a model that is as sm
 import importlib.resources
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,9 @@ def toml_for(model: str, data: str, rewards: Sequence[str]) -> str:
     hidden_size = find_hidden_size(model)
     small = hidden_size < SMALL
     rollouts = 128 if small else 64
-    flags = " ".join(f"--reward {name}" for name in rewards)
+    flags = [word for name in rewards for word in ("--reward", name)]
     return TEMPLATE.format(
-        command=f"mlx_parallm_train --model {model} --data {data} {flags}",
+        command=shlex.join(["mlx_parallm_train", "--model", model, "--data", data, *flags]),
         model=_quoted(base),
         steps=80 if small else 200,
         rows=128 if small else 32,

@@ -11,7 +11,9 @@ from typing import Any
 
 REDACTED = "**********"
 SHORTEST = 6  # characters of a value that is hidden wherever it occurs; a shorter one would blank out ordinary words
-_NAMES = re.compile(r"(^|_)(token|api_?key|secret|password|passwd|credentials?)$", re.IGNORECASE)
+_NAMES = re.compile(
+    r"(^|_)(token|(api|access|secret|private)_?key|secret|password|passwd|credentials?)$", re.IGNORECASE
+)
 _FORMS = (
     (re.compile(r"(://)[^/\s@'\"]+@"), rf"\1{REDACTED}@"),
     (re.compile(r"([?&](?:api_?key|key|token|access_token)=)[^&\s'\"]+", re.IGNORECASE), rf"\1{REDACTED}"),
@@ -44,12 +46,15 @@ class Redactor:
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
-            return {key: self._named(str(key), item) for key, item in value.items()}
+            return {str(key): self.named(str(key), item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.value(item) for item in value]
+        if isinstance(value, BaseException):  # its repr would escape quotes, and so hide a secret from us
+            return self.text(f"{type(value).__name__}: {value}")
         return value
 
-    def _named(self, name: str, value: Any) -> Any:
+    def named(self, name: str, value: Any) -> Any:
+        """`value` under the key `name`."""
         if _NAMES.search(name) and isinstance(value, str | list | tuple) and value:
             return REDACTED
         return self.value(value)

@@ -125,9 +125,9 @@ class Supervisor:
 
     def _resume(self, at_start: str | None, now: str | None) -> list[str]:
         """A run that did not get as far as its resume tries the same one again: it may name an older step."""
-        if self._first not in (None, "auto") and now == at_start:
-            return []
-        return ["--resume", "auto" if now is None else str(self._directory)]
+        if self._first in (None, "auto"):  # `supervise` has fixed its name; --data takes no directory
+            return ["--resume", "auto"]
+        return [] if now == at_start else ["--resume", str(self._directory)]
 
     def _tell(self, number: signal.Signals, checkpoint: str | None, left: int, pause: float) -> None:
         if sys.stderr.isatty():

@@ -25,7 +25,7 @@ from mlx_parallm.errors import ConfigError, ParallmError
 
 PREFIX = "python:"
 FORM = '"python:file.py:name" or "python:package.module:name"'
-PACKAGE = str(Path(__file__).parent)
+PACKAGE = str(Path(__file__).parent / "_").removesuffix("_")  # with the separator: not mlx_parallm_rewards/
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 

@@ -7,6 +7,9 @@ The engine serves at most TINY_CONTEXT tokens a sequence, so that tests of the l
 import mlx_parallm  # noqa: F401  before any test imports MLX: it puts the fast BLAS under it
 # isort: on
 
+import atexit
+import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +33,10 @@ from tests.server.serving import RunningServer, running_server
 
 TINY = ModelConfig(base_path="builtin:tiny")
 TINY_CONTEXT = 256
+# What the tests keep for a next start goes nowhere near the user's own ~/.cache; their processes inherit it.
+_CACHE = tempfile.TemporaryDirectory(prefix="mlx_parallm_tests_")
+atexit.register(_CACHE.cleanup)
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 configure_logging(level="error")
 
 

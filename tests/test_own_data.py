@@ -53,6 +53,12 @@ def test_the_written_file_is_the_same_configuration(here: Path, capsys: pytest.C
     assert "File exists" in capsys.readouterr().err
 
 
+def test_the_command_in_the_file_can_be_run_again(here: Path) -> None:
+    assert "--data 'my rows.jsonl' --reward score.py:correct\n" in toml_for(
+        "model", "my rows.jsonl", ["score.py:correct"]
+    )
+
+
 def test_model_beside_a_configuration_replaces_its_model(here: Path) -> None:
     given = call("train", "--config", "quickstart", "--model", "model", cwd=here)
     assert given["config"]["model"]["base_path"] == "model"

@@ -44,11 +44,11 @@ def test_nested_values_go_by_their_names_too() -> None:
 
 
 def test_variables_that_are_named_like_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_TOKEN", "WANDB_API_KEY", "MLX_PARALLM_API_KEY"):
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "MLX_PARALLM_API_KEY", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, f"value of {name}")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "not one")
     found = environment_secrets()
-    assert {"value of HF_TOKEN", "value of WANDB_API_KEY", "value of MLX_PARALLM_API_KEY"} <= set(found)
+    assert {"value of HF_TOKEN", "value of WANDB_API_KEY", "value of AWS_SECRET_ACCESS_KEY"} <= set(found)
     assert "not one" not in found
 
 

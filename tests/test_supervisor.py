@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm import cli, supervisor
+from mlx_parallm import cli, daemon, supervisor
 from mlx_parallm.config import Config, parse_config
 from mlx_parallm.log import configure_logging
 from mlx_parallm.supervisor import Supervisor
@@ -70,7 +70,7 @@ def test_an_abort_is_answered_by_a_start_from_the_newest_checkpoint(tmp_path: Pa
     parent = start(tmp_path, "SIGABRT", "saves SIGSEGV", "0", restarts=2)
     _, said = parent.communicate(timeout=30)
     assert parent.returncode == 0, said
-    assert starts(tmp_path) == ["", "--resume auto", f"--resume {tmp_path}/run"]
+    assert starts(tmp_path) == ["", "--resume auto", "--resume auto"]
     assert "the daemon died of SIGABRT (aborted, as the macOS GPU watchdog" in said
     assert "from step_000002; restart 1 of 2" in said, "a new checkpoint gives the full number back"
     [line] = [json.loads(text) for text in (tmp_path / "run" / "run.log").read_text().splitlines()][-1:]
@@ -159,3 +159,39 @@ def test_the_command_hands_over_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path:
     arguments = ["--config", str(tmp_path / "mine.toml"), "--resume", "auto", "--restarts", "2"]
     assert cli.train(arguments) == 0
     assert given == [(arguments, tmp_path / "mine", "auto", 2)]
+
+
+def test_own_data_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The arguments of a second start are arguments that `mlx_parallm_train` takes."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "score.py").write_text("def f(completions, **columns): return [0.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    parents: list[Supervisor] = []
+    monkeypatch.setattr(Supervisor, "run", lambda parent: parents.append(parent) or 0)
+    started: list[tuple[str, str | None, str | None]] = []
+
+    def run_training(config: Config, *, resume: str | None) -> int:
+        started.append((config.model.base_path, config.rl_training.run_name, resume))
+        return 0
+
+    monkeypatch.setattr(daemon, "run_training", run_training)
+    monkeypatch.setattr(cli, "_before_mlx", lambda config: None)
+    own = ["--model", "builtin:tiny", "--data", "rows.jsonl", "--reward", "score.py:f"]
+    try:
+        assert cli.train([*own, "--restarts", "2"]) == 0
+    finally:
+        configure_logging(level="error")
+    [parent] = parents
+    assert cli.train([*parent._arguments, *parent._resume(None, "step_000001")]) == 0
+    assert started == [("builtin:tiny", parent._directory.name, "auto")]
+
+
+def test_a_run_without_a_configuration_can_be_supervised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rollouts.sqlite").touch()
+    given: list[Path] = []
+    monkeypatch.setattr(supervisor, "supervise", lambda _, __, run, **more: given.append(run) or 0)
+    arguments = ["--config", str(tmp_path / "mine.toml"), "--resume", str(tmp_path / "run"), "--restarts", "2"]
+    assert cli.train(arguments) == 0
+    assert given == [tmp_path / "run"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_parallm import user_code as user_code_module
 from mlx_parallm.config import load_config
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError, ParallmError
@@ -164,3 +165,9 @@ def test_an_environment_of_ones_own(tmp_path: Path) -> None:
 def test_an_environment_that_cannot_work_is_refused(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         own(tmp_path, name)
+
+
+def test_a_directory_named_like_the_package_is_the_users() -> None:
+    directory = Path(f"{user_code_module.PACKAGE.rstrip('/')}_rewards")
+    assert user_code_module._is_theirs(str(directory / "score.py"))
+    assert not user_code_module._is_theirs(user_code_module.__file__)

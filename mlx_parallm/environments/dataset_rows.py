@@ -37,7 +37,7 @@ class Row:
 class Rows:
     train: tuple[Row, ...]
     heldout: tuple[Row, ...]
-    columns: tuple[str, ...]
+    columns: tuple[str, ...]  # that the rows of both splits have
 
 
 def read_rows(config: EnvironmentConfig) -> Rows:
@@ -52,18 +52,20 @@ def read_rows(config: EnvironmentConfig) -> Rows:
         keys = {row.key for row in rows}
         if both := sum(row.key in keys for row in heldout):
             log.warning("held-out prompts are trained on too", environment=config.name, prompts=both)
-    elif config.heldout_fraction:
-        rows, heldout = _split(rows, config.heldout_fraction if len(rows) > 1 else 0.0)
+    elif config.heldout_fraction and rows:
+        rows, heldout = _split(rows, config.heldout_fraction)
     if not rows:
         raise ConfigError(f"environments: {config.data} has no rows to train on")
-    return Rows(tuple(rows), tuple(heldout), tuple(rows[0].columns))
+    columns = tuple(name for name in rows[0].columns if not heldout or name in heldout[0].columns)
+    if lacking := sorted(set(rows[0].columns) - set(columns)):
+        log.warning("held-out rows lack columns of the others", environment=config.name, columns=lacking)
+    return Rows(tuple(rows), tuple(heldout), columns)
 
 
 def _split(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Row]]:
     keys = {int(row.key, 16) for row in rows}
-    chosen = {key for key in keys if key < fraction * 2**64}
-    if len(keys) > 1:  # a small data set keeps at least one prompt on either side
-        chosen = (chosen | {min(keys)}) - {max(keys)}
+    # A small data set keeps at least one prompt on either side; of a single one, none is held out.
+    chosen = ({key for key in keys if key < fraction * 2**64} | {min(keys)}) - {max(keys)}
     train: list[Row] = []
     heldout: list[Row] = []
     for row in rows:

@@ -7,13 +7,14 @@ its own that holds the whole transcript. Whatever goes wrong in an episode is a 
 
 import asyncio
 import dataclasses
+import inspect
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config import EnvironmentConfig
-from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient, Task
+from mlx_parallm.environments.base import ChatTokenizer, Environment, EnvironmentSource, PolicyClient, Task
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.tasks import Split
 from mlx_parallm.environments.transcript import Transcript, continuation
@@ -86,6 +87,8 @@ class EpisodeRunner:
         config = plan.source.config
         with attempt() as outcome:
             task = plan.task or plan.source.task(plan.task_index, plan.split)
+            if not isinstance(task, Task):
+                raise RolloutRejectedError(f"{type(plan.source).__name__}.task returned {task!r}, not a Task")
             prompt = self.render_prompt(task, config)
             longest = min(self._max_token_length, self._client.max_model_len)
             room = longest - len(prompt)
@@ -156,7 +159,7 @@ class EpisodeRunner:
             transcript.sample(completion)
             if completion.finish_reason not in ("stop", "length"):
                 raise RolloutRejectedError(completion.error or f"generation ended with {completion.finish_reason!r}")
-            answer = await environment.step(completion.text)
+            answer = await _step(environment, completion.text)
             room = longest - len(transcript)
             if answer is None or completion.finish_reason == "length":
                 break
@@ -208,6 +211,11 @@ def attempt() -> Iterator[Outcome]:
         yield outcome
     except Exception as error:  # noqa: BLE001  boundary: a failed episode is a recorded result
         outcome.failure = describe(error)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        outcome.failure = describe(error)  # foreign code's own: nobody has cancelled this episode
 
 
 def describe(error: BaseException) -> str:
@@ -227,6 +235,16 @@ async def _deadline(job: _Job) -> AsyncIterator[None]:
             allowed = f"timeout_s = {job.plan.source.config.timeout_s:g} s"
             raise RolloutRejectedError(f"not finished within {allowed}") from error
         raise
+
+
+async def _step(environment: Environment, text: str) -> Sequence[Mapping[str, str]] | None:
+    what, given = f"{type(environment).__name__}.step", environment.step(text)
+    if not inspect.isawaitable(given):
+        raise RolloutRejectedError(f"{what} is a plain function; it has to be async")
+    answer = await given
+    if answer is None or (isinstance(answer, tuple | list) and all(isinstance(turn, Mapping) for turn in answer)):
+        return answer
+    raise RolloutRejectedError(f"{what} returned {answer!r}: expected a tuple of messages, or None at the end")
 
 
 def _failed(plan: GroupPlan, reason: str, task: Task | None = None) -> GroupResult:

@@ -45,6 +45,8 @@ def build_sources(
 
 def _known(kind: str) -> Callable[..., EnvironmentSource]:
     if kind not in KINDS:
+        if ":" in kind:
+            raise ConfigError(f'environments: unknown kind {kind!r}; a class of yours is "python:{kind}"')
         near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.0)[0]
         raise ConfigError(
             f"environments: unknown kind {kind!r}; did you mean {near!r}? There are: {', '.join(KINDS)},"

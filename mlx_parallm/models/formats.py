@@ -65,7 +65,12 @@ def check_directory(path: Path) -> None:
             f"{path} lacks {len(missing)} of its {total} weight files ({shown}); {_download_hint(str(path))}"
         )
     for file in path.glob(WEIGHTS):
-        if (expected := _expected_size(file)) != (size := file.stat().st_size):
+        try:
+            expected, size = _expected_size(file), file.stat().st_size
+        except OSError as error:  # no permission, a link into a cache or onto a disk that is gone
+            reason = error.strerror or error
+            raise ModelError(f"{file} cannot be read: {reason}; {_download_hint(str(path))}") from error
+        if expected != size:
             said = f"{size:,} of {expected:,} bytes are there" if expected else "it has no safetensors header"
             raise ModelError(f"{file} is damaged or was not downloaded to its end: {said}; {_download_hint(str(path))}")
 
@@ -73,7 +78,7 @@ def check_directory(path: Path) -> None:
 def check_quantization(config: Mapping[str, Any], where: str, *, quantize: bool) -> None:
     """Raises ModelError: a quantisation that mlx-lm cannot read; ConfigError: `quantize` of a quantised checkpoint."""
     settings = config.get("quantization") or config.get("quantization_config")
-    settings = settings or config.get("text_config", {}).get("quantization_config")
+    settings = settings or (config.get("text_config") or {}).get("quantization_config")
     if not isinstance(settings, Mapping):
         return
     method, bits = str(settings.get("quant_method", "mlx")).lower(), settings.get("bits")

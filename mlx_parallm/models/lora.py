@@ -163,7 +163,10 @@ def find_adapter_file(path: str | Path) -> Path:
     for name in (ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE):
         if directory is not None and (directory / name).is_file():
             return directory / name
-    raise AdapterError(f"no adapter at {given}: expected a file, or a directory with {ADAPTER_FILE} or {PEFT_FILE}")
+    hint = f"; did you mean {given / 'final'}?" if (given / "final").is_dir() else ""
+    raise AdapterError(
+        f"no adapter at {given}: expected a file, or a directory with {ADAPTER_FILE} or {PEFT_FILE}{hint}"
+    )
 
 
 def load_adapter(path: str | Path) -> AdapterFile:

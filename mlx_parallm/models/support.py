@@ -23,6 +23,7 @@ from mlx_parallm.errors import ModelError
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
 from mlx_parallm.models.mlx_lm_api import MODEL_REMAPPING, KVCache, make_prompt_cache, model_classes
 
+BUILD_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RuntimeError)
 ARCHITECTURES = "the architectures and what each can do are listed in docs/models.md"
 
 
@@ -46,7 +47,8 @@ def aliases() -> dict[str, list[str]]:
 
 
 def blueprint(config: Mapping[str, Any]) -> nn.Module:
-    """The architecture that a config.json describes. Raises ModelError: mlx-lm has none of that name."""
+    """The architecture that a config.json describes. Raises ModelError: mlx-lm has none of that name, or cannot build
+    it; the loading would fail the same way."""
     name = config.get("model_type")
     if not isinstance(name, str):
         raise ModelError("config.json has no model_type: not a language model's checkpoint")
@@ -57,26 +59,27 @@ def blueprint(config: Mapping[str, Any]) -> nn.Module:
             f"model_type {name!r} is unknown to mlx-lm {version('mlx-lm')}: try `pip install -U mlx-lm`;"
             f" {ARCHITECTURES}"
         ) from error
+    except SystemExit as error:  # one of mlx-lm's modules (olmo) ends the process when its package is missing
+        raise ModelError(f"model_type {name!r} needs a package that is not installed: mlx-lm names it above") from error
     [(high, low)] = np.array(mx.random.state).tolist()
     try:
         return model_class(args_class.from_dict(dict(config)))
+    except BUILD_ERRORS as error:
+        raise ModelError(f"model_type {name!r}: mlx-lm cannot build it from this config.json: {error!r}") from error
     finally:
         mx.random.seed(high << 32 | low)  # as it was: what is drawn later does not depend on the lazy initial weights
 
 
 def check_config(config: Mapping[str, Any], *, train: bool) -> None:
-    """Raises ModelError when the architecture is unknown, cannot be served, or (`train`) has no gradient here.
-
-    A configuration that mlx-lm cannot build is left to the loading, which says why.
-    """
+    """Raises ModelError when the architecture is unknown or cannot be built, served, or (`train`) differentiated."""
     if "model_file" in config:
         return  # code of the checkpoint, which is not here yet
-    try:
-        model = blueprint(config)
-        caches = make_prompt_cache(model)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError):
-        return
+    model = blueprint(config)
     name = config["model_type"]
+    try:
+        caches = make_prompt_cache(model)
+    except BUILD_ERRORS as error:
+        raise ModelError(f"model_type {name!r}: mlx-lm cannot make its cache: {error!r}") from error
     if reason := _other_cache(model, caches):
         verb = "trained or served" if train else "served"
         raise ModelError(f"model_type {name!r} cannot be {verb}: {reason}; {ARCHITECTURES}")

@@ -41,6 +41,8 @@ async def score_group(reward: GroupReward, responses: Sequence[Response]) -> tup
     if len(scores_G) != len(responses):
         raise RolloutRejectedError(f"the reward returned {len(scores_G)} scores for {len(responses)} responses")
     for scores in scores_G:
+        if not isinstance(scores, Mapping):
+            raise RolloutRejectedError(f'the reward returned {scores!r} for a response; expected {{"reward": number}}')
         if "reward" not in scores:
             raise RolloutRejectedError(f'the scores {dict(scores)} have no "reward"')
         for name, value in scores.items():

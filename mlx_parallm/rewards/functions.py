@@ -24,8 +24,9 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from mlx_parallm.errors import ConfigError, ParallmError, RolloutRejectedError
@@ -63,15 +64,19 @@ class RewardFunctions:
     ) -> None:
         """Loads and checks the functions. `key`: the configuration key that names them.
 
-        Raises ConfigError: what `user_code.load` refuses, or a parameter that is neither TRL's nor a column.
+        Raises ConfigError: what `user_code.load` refuses, a parameter that is neither TRL's nor a column, or a column
+        with the name of what was sampled.
         """
+        if "completions" in columns:
+            raise ConfigError(
+                f"{key}: the data has a column 'completions', which is what reward functions are given the sampled"
+                " answers as: rename the column"
+            )
         self._functions: list[RewardFunction] = []
         for reference, weight in zip(references, weights or [1.0] * len(references), strict=True):
             call, signature = load_function(reference, key)
             parameters = _parameters(signature, set(columns), f"{key}: {reference}")
-            taken = sum(
-                function.call is call or name_of(function.call) == name_of(call) for function in self._functions
-            )
+            taken = sum(name_of(function.call) == name_of(call) for function in self._functions)
             name = name_of(call) if not taken else f"{name_of(call)}#{taken + 1}"
             self._functions.append(RewardFunction(name, call, weight, parameters))
 
@@ -106,7 +111,7 @@ def _parameters(signature: inspect.Signature, columns: set[str], what: str) -> f
         elif parameter.kind is not parameter.VAR_POSITIONAL:
             if parameter.default is parameter.empty and name not in known:
                 raise ConfigError(
-                    f"{what} takes {signature}, but {name!r} is not a column of the data"
+                    f"{what} takes {signature}, but {name!r} is not a column of the data, held-out rows included"
                     f"{did_you_mean(name, sorted(known))}; given are {', '.join(sorted(known))}"
                 )
             named.add(name)
@@ -120,14 +125,15 @@ def _parameters(signature: inspect.Signature, columns: set[str], what: str) -> f
 def _arguments(prompt: Prompt, row: Mapping[str, Any], responses: Sequence[Response]) -> dict[str, Any]:
     texts = [response.text for response in responses]
     messages = not isinstance(prompt, str)
-    return {
+    columns = {name: [copy.deepcopy(value) for _ in responses] for name, value in row.items()}
+    return {name: values for name, values in columns.items() if name not in NOT_A_COLUMN} | {
         "prompts": [copy.deepcopy(prompt) for _ in responses],
         "completions": [[{"role": "assistant", "content": text}] for text in texts] if messages else texts,
         "completion_ids": [
             [token for token, sampled in zip(r.rollout.tokens, r.rollout.mask, strict=True) if sampled]
             for r in responses
         ],
-    } | {name: [copy.deepcopy(value) for _ in responses] for name, value in row.items() if name not in NOT_A_COLUMN}
+    }
 
 
 async def _call(function: RewardFunction, given: Mapping[str, Any], size: int) -> list[float | None]:
@@ -136,11 +142,17 @@ async def _call(function: RewardFunction, given: Mapping[str, Any], size: int) -
         for name, value in given.items()
         if function.parameters is None or name in function.parameters
     }
-
-    result = await asyncio.wrap_future(_start(function, wanted))
+    future = _start(function, wanted)
+    try:
+        result = await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        if future.running():
+            _leave_behind()
+        raise
     if isinstance(result, str | Mapping) or not isinstance(result, Iterable):
         raise RolloutRejectedError(f"{function.name} returned {type(result).__name__}, not a list of numbers")
-    values = list(result)
+    with user_code(function.name, RolloutRejectedError):
+        values = list(result)
     if len(values) != size:
         raise RolloutRejectedError(f"{function.name} returned {len(values)} scores for {size} completions")
     return [
@@ -203,6 +215,8 @@ def _start(function: RewardFunction, arguments: Mapping[str, Any]) -> "Future[An
                 result = function.call(**arguments)
         except ParallmError as error:
             future.set_exception(error)
+        except (asyncio.CancelledError, KeyboardInterrupt) as error:  # no Exceptions, and the thread has to live on
+            future.set_exception(RolloutRejectedError(f"{function.name}: {type(error).__name__}"))
         else:
             future.set_result(result)
 
@@ -224,6 +238,15 @@ def _thread() -> "SimpleQueue[Callable[[], None]]":
 
     threading.Thread(target=work, name="rewards", daemon=True).start()
     return jobs
+
+
+def _leave_behind() -> None:
+    """Gives the calls that wait for one that does not end (it has used up its timeout_s) a thread of their own."""
+    left = _thread()
+    _thread.cache_clear()
+    with suppress(Empty):
+        while True:
+            _thread().put(left.get_nowait())
 
 
 @functools.cache

@@ -162,7 +162,7 @@ def of_the_whole(record: Record) -> Iterator[Diagnosis]:
         )
     if contents.statistics is not None:
         yield from health.find([contents.statistics])
-    if not record.waits:
+    if not record.waits or contents.unreadable:
         return
     too_old = contents.too_old - round(sum(line.get("dropped_stale") or 0 for line in record.lines))
     if (stale := health.stale_while_waiting(too_old, counts.waiting, record.steps + 1)) is not None:

@@ -45,12 +45,14 @@ def own_loss(reference: str) -> Callable[[LossInputs], LossOutputs]:
             outputs = function(inputs)
         if isinstance(outputs, mx.array):
             outputs = LossOutputs(outputs)
-        if not isinstance(outputs, LossOutputs) or outputs.loss.ndim != 0:
-            shape = list(outputs.loss.shape) if isinstance(outputs, LossOutputs) else type(outputs).__name__
+        given = outputs.loss if isinstance(outputs, LossOutputs) else outputs
+        if not isinstance(outputs, LossOutputs) or not isinstance(given, mx.array) or given.ndim != 0:
+            shape = list(given.shape) if isinstance(given, mx.array) else type(given).__name__
             raise ConfigError(f"{key} returned {shape}: expected LossOutputs with a loss of one number (see aggregate)")
         if taken := [name for name in outputs.metrics if name in KEYS and name not in LOSS_METRICS]:
             raise ConfigError(f"{key} returned the metric {taken[0]!r}, which is a column of metrics.jsonl already")
-        metrics = {name: mx.array(value) for name, value in outputs.metrics.items()}
+        with user_code(key):
+            metrics = {name: mx.array(value) for name, value in outputs.metrics.items()}
         if wrong := [name for name, value in metrics.items() if value.ndim != 0]:
             raise ConfigError(
                 f"{key}: the metric {wrong[0]!r} has the shape {list(metrics[wrong[0]].shape)}, not one number"

@@ -15,7 +15,7 @@ from mlx_parallm.log import get_logger
 from mlx_parallm.redaction import REDACTED
 
 MAY_CHANGE = (
-    *("server.*", "logging.*", "model.lora_path", "model.trust_remote_code"),
+    *("server.*", "logging.*", "model.lora_path", "model.trust_remote_code", "model.quantized_cache"),
     *(
         f"rl_training.{key}"
         for key in (
@@ -30,7 +30,7 @@ MAY_CHANGE = (
     ),
     *(f"environments.*.{key}" for key in ("weight", "max_tokens", "timeout_s")),
 )
-"""Dotted keys; `*` stands for anything. A key that is a path may also name the same file or directory elsewhere."""
+"""Dotted keys; `*` stands for anything but a dot. A key that is a path may also name the same file elsewhere."""
 
 log = get_logger("train")
 
@@ -77,7 +77,11 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _may_change(key: str, before: Any, now: Any) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE) or _moved(before, now)
+    return any(_matches(key.split("."), pattern.split(".")) for pattern in MAY_CHANGE) or _moved(before, now)
+
+
+def _matches(key: list[str], pattern: list[str]) -> bool:
+    return len(key) == len(pattern) and all(map(fnmatchcase, key, pattern))
 
 
 def _moved(before: Any, now: Any) -> bool:

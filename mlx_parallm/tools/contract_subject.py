@@ -20,9 +20,10 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.config import Config
 from mlx_parallm.engine.client import EngineClient
-from mlx_parallm.errors import ModelError, ParallmError
-from mlx_parallm.models.loading import LoadedModel
+from mlx_parallm.errors import ConfigError, ModelError, ParallmError
+from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.lora import trainer_lora_layers
+from mlx_parallm.models.support import layer_without_gradient
 from mlx_parallm.rl_training.policy import TrainedPolicy
 from mlx_parallm.serving import Serving
 from mlx_parallm.types import Completion, Request, SamplingParams
@@ -43,11 +44,12 @@ class Subject:
     """
     `weight_bytes`: what one decode step of one sequence reads. `dtype`: of most weights, packed ones aside.
     `bandwidth`: of this machine's memory, bytes a second. `rate`: tokens a second of one sequence; 0 = not measured.
+    `policy`: None = this model is served only, `untrainable` says why.
     """
 
     config: Config
     loaded: LoadedModel
-    policy: TrainedPolicy
+    policy: TrainedPolicy | None
     weights: SharedWeights
     client: EngineClient
     prompts: list[tuple[int, ...]]
@@ -56,13 +58,14 @@ class Subject:
     dtype: mx.Dtype
     bandwidth: float
     rate: float = 0.0
+    untrainable: str = ""
 
     @property
     def model_bytes(self) -> int:
         return sum(array.nbytes for _, array in tree_flatten(self.loaded.model.parameters()))
 
     def requests(self, name: str, count: int, **params: Any) -> list[Request]:
-        """Ragged ones, each with a seed; every other one under the adapter."""
+        """Ragged ones, each with a seed; every other one under the adapter, where there is one."""
         rng = random.Random(count)
         lengths = [rng.randrange(NEW_TOKENS // 2, NEW_TOKENS + 1) for _ in range(count)]
         return [
@@ -70,7 +73,7 @@ class Subject:
                 f"{name}-{number}",
                 self.prompts[number % len(self.prompts)],
                 SamplingParams(seed=number, max_tokens=length, **params),
-                adapter=POLICY if number % 2 else None,
+                adapter=POLICY if number % 2 and self.policy else None,
             )
             for number, length in enumerate(lengths)
         ]
@@ -99,7 +102,11 @@ class Subject:
 
 @contextmanager
 def subject_of(config: Config) -> Iterator[Subject]:
-    """Loads and starts; no HTTP. Raises ModelError, ConfigError."""
+    """Loads and starts; no HTTP. Raises ModelError: it cannot be served; ConfigError."""
+    lora = config.rl_training.lora
+    if not lora.enabled:
+        raise ConfigError("the contracts are tried with an adapter: rl_training.lora.enabled = false leaves none")
+    check_model(config.model, train=False, quantize=lora.quantize_base)
     config = config.model_copy(update={"server": config.server.model_copy(update={"port": 0})})
     bandwidth = memory_bandwidth()
     mx.clear_cache()
@@ -107,19 +114,14 @@ def subject_of(config: Config) -> Iterator[Subject]:
     before = mx.get_active_memory()
     serving = Serving(config)
     try:
-        lora = config.rl_training.lora
-        loaded = serving.load(quantize=lora.enabled and lora.quantize_base)
+        loaded = serving.load(quantize=lora.quantize_base)
         loaded_bytes = mx.get_active_memory() - before
         floats = [a for _, a in tree_flatten(loaded.model.parameters()) if mx.issubdtype(a.dtype, mx.floating)]
         weight_bytes = bytes_a_token(loaded)
-        policy = TrainedPolicy(
-            copy.deepcopy(loaded.model), config.rl_training, source=loaded.path, model_config=loaded.config
-        )
-        for layer in trainer_lora_layers(policy.model).values():  # B = 0 changes nothing: too easy
-            layer.lora_b = mx.random.normal(layer.lora_b.shape) * ADAPTER_SIZE
-        mx.eval(policy.slots.read())
+        policy, untrainable = _policy(config, loaded)
         weights = SharedWeights(loaded.model, policy=POLICY)
-        serving.open(loaded, weights, adapters={POLICY: policy.adapter()}, main_adapter=POLICY)
+        adapters = {POLICY: policy.adapter()} if policy else {}
+        serving.open(loaded, weights, adapters=adapters, main_adapter=POLICY if policy else None)
         yield Subject(
             config,
             loaded,
@@ -131,9 +133,26 @@ def subject_of(config: Config) -> Iterator[Subject]:
             loaded_bytes=loaded_bytes,
             dtype=max(floats, key=lambda array: array.nbytes).dtype,
             bandwidth=bandwidth,
+            untrainable=untrainable,
         )
     finally:
         serving.close()
+
+
+def _policy(config: Config, loaded: LoadedModel) -> tuple[TrainedPolicy | None, str]:
+    """With a random adapter; or None, and why this model cannot be trained here."""
+    try:
+        policy = TrainedPolicy(
+            copy.deepcopy(loaded.model), config.rl_training, source=loaded.path, model_config=loaded.config
+        )
+    except ParallmError as error:
+        return None, str(error)
+    if reason := layer_without_gradient(policy.model):
+        return None, reason
+    for layer in trainer_lora_layers(policy.model).values():  # B = 0 changes nothing: too easy
+        layer.lora_b = mx.random.normal(layer.lora_b.shape) * ADAPTER_SIZE
+    mx.eval(policy.slots.read())
+    return policy, ""
 
 
 class Load:

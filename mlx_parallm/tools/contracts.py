@@ -96,7 +96,7 @@ def tried(name: str, contract: Callable[[Subject], list[Finding]], subject: Subj
     try:
         return contract(subject)
     except (ParallmError, RuntimeError, ValueError) as error:
-        return [Finding(name, False, " ".join(str(error).split()).replace("|", "/")[:300], "no error")]
+        return [Finding(name, False, _one_cell(str(error)), "no error")]
 
 
 # ---------------------------------------------------------------------- the contracts
@@ -149,6 +149,8 @@ def compare(alone: Sequence[Completion], batched: Sequence[Completion], bound: R
 
 def publish_under_load(subject: Subject) -> list[Finding]:
     """New adapter arrays while sequences stream, as after a training step."""
+    if subject.policy is None:
+        return [_served_only("publish under load", subject)]
     reports: list[PublishReport] = []
     layers = subject.policy.adapter()
     with Load(subject, STREAMS) as load:
@@ -173,6 +175,8 @@ def publish_under_load(subject: Subject) -> list[Finding]:
 def engine_is_trainer(subject: Subject) -> list[Finding]:
     """One training step on what the engine has just sampled under the adapter: |trainer - engine|, token by token."""
     name = "engine = trainer log-probabilities"
+    if subject.policy is None:
+        return [_served_only(name, subject)]
     count = _affordable(subject)
     requests = [replace(r, adapter=POLICY) for r in subject.requests("train", count, temperature=TEMPERATURE)]
     rollouts = tuple(map(_rollout, requests, subject.generate(requests)))
@@ -195,6 +199,8 @@ def memory(subject: Subject) -> list[Finding]:
 
     One-sided: here serving and training take turns, while the prediction is for both at once.
     """
+    if subject.policy is None:
+        return [_served_only("memory against preflight", subject)]
     rows = max(_affordable(subject), STREAMS)
     training = subject.config.rl_training
     atropos = training.atropos.model_copy(update={"rollout_batch_size": rows})
@@ -215,6 +221,14 @@ CONTRACTS: dict[str, Callable[[Subject], list[Finding]]] = {
     "engine = trainer": engine_is_trainer,
     "memory": memory,
 }
+
+
+def _served_only(contract: str, subject: Subject) -> Finding:
+    return Finding(contract, None, f"not tried: {_one_cell(subject.untrainable)}", "a model that can be trained")
+
+
+def _one_cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "/")[:300]
 
 
 def _affordable(subject: Subject) -> int:

@@ -238,3 +238,16 @@ async def test_held_out_rows_are_evaluated(make, tokenizer):
     assert (evaluation.accuracy, len(evaluation.answers)) == (1.0, min(3, len(source.heldout(9))))
     [nothing] = await evaluate(client, [make(numbered(3), heldout_fraction=0.0)], tokenizer, 3, max_token_length=128)
     assert (nothing.answers, nothing.accuracy) == ((), 0.0)
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.999])
+def test_rows_of_one_prompt_are_all_trained_on(make, fraction):
+    source = make([{"prompt": "2+2?", "answer": str(number)} for number in range(4)], heldout_fraction=fraction)
+    assert (len(source.rows.train), source.heldout(9)) == (4, [])
+
+
+def test_a_reward_needs_its_columns_in_the_held_out_rows_too(make, tmp_path):
+    (tmp_path / "score.py").write_text("def right(completions, answer):\n    return [0.0 for _ in answer]\n")
+    (tmp_path / "heldout.jsonl").write_text('{"prompt": "3+3?"}\n')
+    with pytest.raises(ConfigError, match="'answer' is not a column of the data, held-out rows included"):
+        make(numbered(4), heldout_data=str(tmp_path / "heldout.jsonl"))

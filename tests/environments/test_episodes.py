@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import re
 
 import pytest
 from scripted_client import ScriptedClient, finished
@@ -196,6 +197,52 @@ async def test_environment_and_reward_errors_are_recorded_results(tokenizer):
         ("OSError: tool is gone", 2),
         ("reward: ZeroDivisionError: division by zero", 2),
     ]
+
+
+@pytest.mark.parametrize(
+    ("step", "failure"),
+    [
+        ("No.", "Bad.step returned 'No.': expected a tuple of messages, or None at the end"),
+        ({"role": "user", "content": "No."}, "Bad.step returned {.*}: expected a tuple of messages"),
+        (lambda self, text: None, "Bad.step is a plain function; it has to be async"),
+        (asyncio.CancelledError(), "CancelledError"),  # not ours: it would end the thread of the environments unheard
+    ],
+)
+async def test_a_step_that_does_not_keep_to_its_form_is_told_in_words(tokenizer, step, failure):
+    async def returns(self, text):
+        if isinstance(step, BaseException):
+            raise step
+        return step
+
+    bad = type("Bad", (Environment,), {"step": step if callable(step) else returns})
+    kind = type("BadTurns", (Echo,), {"environment": lambda self, task: bad()})
+    [result] = await runner(tokenizer, ScriptedClient(tokenizer, lambda *_: "4")).run([plan(source(kind))])
+    assert re.match(failure, result.failure)
+
+
+async def test_what_is_no_task_and_what_are_no_scores_is_told_in_words(tokenizer):
+    class NoTask(Echo):
+        def task(self, index, split="train"):
+            return {"messages": []}
+
+    class Floats(Echo):
+        def task(self, index, split="train"):
+            return dataclasses.replace(super().task(index), reward=lambda responses: [1.0 for _ in responses])
+
+    client = ScriptedClient(tokenizer, lambda *_: "3")
+    [first] = await runner(tokenizer, client).run([plan(source(NoTask))])
+    [second] = await runner(tokenizer, client).run([plan(source(Floats))])
+    assert first.failure == "NoTask.task returned {'messages': []}, not a Task"
+    assert second.failure == 'reward: the reward returned 1.0 for a response; expected {"reward": number}'
+
+
+async def test_a_cancelled_run_ends_its_episodes(tokenizer):
+    client = ScriptedClient(tokenizer, lambda *_: "3", gate=lambda request: None)
+    task = asyncio.create_task(runner(tokenizer, client).run([plan(source())]))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_a_timeout_aborts_the_request_and_is_a_recorded_result(tokenizer):

@@ -67,6 +67,8 @@ def test_entries_of_one_name_get_names_of_their_own():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"kind": "Dataset"}, "unknown kind 'Dataset'; did you mean 'dataset'"),
+        ({"kind": "mine.py:Game"}, "unknown kind 'mine.py:Game'; a class of yours is \"python:mine.py:Game\""),
         ({"kind": "task", "name": "sum"}, "unknown kind 'task'; did you mean 'tasks'.*reasoning_gym"),
         ({"kind": "tasks", "name": "summ"}, "no built-in task 'summ'; did you mean 'sum'"),
         ({"kind": "tasks", "name": "sum", "options": {"digits": 3}}, "takes no options.*digits"),

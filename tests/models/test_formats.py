@@ -61,6 +61,13 @@ def test_an_index_that_cannot_be_read(sharded: Path) -> None:
     assert f"{sharded / INDEX_FILE} cannot be read" in refusal(sharded)
 
 
+def test_a_link_to_a_file_that_is_gone(sharded: Path) -> None:
+    file = sharded / "model-00002-of-00004.safetensors"
+    file.unlink()
+    file.symlink_to(sharded / "no such blob")
+    assert f"{file} cannot be read: No such file or directory; fetch it completely" in refusal(sharded)
+
+
 def test_a_file_that_was_cut_short(sharded: Path) -> None:
     file = sharded / "model-00004-of-00004.safetensors"
     size = file.stat().st_size

@@ -29,6 +29,7 @@ from mlx_parallm.models.lora import (
     trainer_lora_layers,
 )
 from mlx_parallm.models.quantize import quantize_layers
+from mlx_parallm.models.support import blueprint
 from tests.tiny_models import make_model
 
 TOKENS = mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
@@ -114,6 +115,17 @@ def test_saved_adapters_are_mlx_lms_own_format(tmp_path: Path) -> None:
     assert mx.array_equal(again(TOKENS), tree(TOKENS))
 
 
+def test_so_are_those_of_models_that_call_their_blocks_otherwise(tmp_path: Path) -> None:
+    sizes = {"n_ctx": 64, "n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 64}
+    model = blueprint({"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "vocab_size": 128, **sizes})
+    mx.eval(model.parameters())
+    tree = trained(model, LoraSpec(4, 8))
+    save_adapter(tmp_path, adapter_layers(tree), num_layers=2)
+    theirs = load_adapters(copy.deepcopy(model), str(tmp_path))
+    assert mx.allclose(theirs(TOKENS), tree(TOKENS), atol=1e-5)
+    assert not mx.allclose(model(TOKENS), tree(TOKENS), atol=1e-3)
+
+
 def test_peft_adapters_are_read(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 64)).astype(np.float32), rng.normal(size=(64, 2)).astype(np.float32)
@@ -166,6 +178,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         check_adapter(model, wrong, "x")
     with pytest.raises(AdapterError, match=r"no linear layer 'model\.layers\.9\.q'"):
         check_adapter(model, {"model.layers.9.q": wrong["model.layers.0.self_attn.q_proj"]}, "x")
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    with pytest.raises(AdapterError, match=r"no adapter at .*did you mean .*run/final\?"):
+        find_adapter_file(tmp_path / "run")
     with pytest.raises(AdapterError, match="no adapter at"):
         load_adapter(tmp_path)
     (tmp_path / "adapters.safetensors").write_bytes(b"not safetensors")

@@ -9,6 +9,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_parallm.errors import ModelError
+from mlx_parallm.models import support
 from mlx_parallm.models.support import check_config, layer_without_gradient, model_types
 from tests.tiny_models import LLAMA3_ROPE, QWEN3, make_model
 
@@ -88,9 +89,20 @@ def test_a_model_of_any_size_is_checked_without_memory_and_leaves_the_random_sta
     assert mx.array_equal(mx.random.normal((4,)), expected)
 
 
-def test_a_configuration_that_cannot_be_built_is_left_to_the_loading() -> None:
-    check_config({"model_type": "qwen3"}, train=True)
+def test_a_configuration_that_cannot_be_built_is_refused_and_leaves_the_random_state() -> None:
+    before = mx.random.state[0].tolist()
+    with pytest.raises(ModelError, match=r"'qwen3': mlx-lm cannot build it from this config\.json: .*hidden_size"):
+        check_config({"model_type": "qwen3"}, train=True)
+    with pytest.raises(ModelError, match=r"cannot build it .*ZeroDivisionError"):
+        check_config(LLAMA3_ROPE | {"num_attention_heads": 0, "head_dim": None}, train=True)
+    assert mx.random.state[0].tolist() == before
     check_config({"model_type": "qwen3", "model_file": "own.py"}, train=True)
+
+
+def test_an_architecture_that_ends_the_process_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "model_classes", lambda config: exit(1))
+    with pytest.raises(ModelError, match="'olmo' needs a package that is not installed"):
+        check_config({"model_type": "olmo"}, train=True)
 
 
 class Undifferentiable(nn.Module):

@@ -187,3 +187,45 @@ async def test_a_function_cannot_spoil_the_row(functions):
     row = {"choices": [1.0, 2.0]}
     for _ in range(2):
         assert [got["reward"] for got in await scores(made, "a", "b", row=row)] == [2.0, 2.0]
+
+
+def test_a_column_cannot_take_the_place_of_what_was_sampled(functions):
+    with pytest.raises(ConfigError, match=r"^rewards: the data has a column 'completions'.*rename the column"):
+        functions(SEES, columns=("prompt", "completions"))
+
+
+async def test_a_column_called_prompts_does_not_hide_the_prompt(functions):
+    made = functions(SEES)
+    await scores(made, "4", row={"prompts": "of the data"})
+    assert seen(made)["prompts"] == ["2+2?"]
+
+
+@pytest.mark.parametrize("error", ["asyncio.CancelledError", "KeyboardInterrupt"])
+async def test_no_error_ends_the_thread_of_plain_functions(functions, error):
+    with pytest.raises(RolloutRejectedError, match=f"^f: {error.rpartition('.')[2]}$"):
+        await scores(functions(f"import asyncio\ndef f(completions):\n    raise {error}"), "4")
+    async with asyncio.timeout(10):
+        assert await scores(functions("def f(completions): return [1.0]"), "4") == [{"reward": 1.0, "rewards/f": 1.0}]
+
+
+async def test_scores_made_one_by_one_are_the_functions_too(functions):
+    made = functions("def f(completions):\n    yield 1.0\n    raise KeyError('k')\n")
+    with pytest.raises(RolloutRejectedError, match=r"^f: .*line 3: KeyError: 'k'$"):
+        await scores(made, "4", "5")
+
+
+async def test_a_plain_function_that_never_ends_holds_up_no_other_call(functions):
+    text = "import threading\nstarted, let_go = threading.Event(), threading.Event()\n"
+    hanging = functions(text + "def f(completions):\n    started.set()\n    let_go.wait()\n    return [0.0]\n")
+    names = hanging._functions[0].call.__globals__
+    other = functions("def f(completions): return [1.0]")
+    first = asyncio.create_task(scores(hanging, "4"))
+    await asyncio.to_thread(names["started"].wait)
+    waiting = asyncio.create_task(scores(other, "4"))
+    await asyncio.sleep(0)
+    first.cancel()
+    try:
+        async with asyncio.timeout(10):
+            assert await waiting == await scores(other, "4") == [{"reward": 1.0, "rewards/f": 1.0}]
+    finally:
+        names["let_go"].set()

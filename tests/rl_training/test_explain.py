@@ -187,3 +187,10 @@ def test_the_shipped_old_run_can_be_explained(tmp_path):
     (tmp_path / METRICS_FILE).write_bytes((old / METRICS_FILE).read_bytes())
     explanation = explain(tmp_path)
     assert (explanation.steps, explanation.total_steps, explanation.findings) == (3, None, ())
+
+
+def test_rollouts_that_cannot_be_read_are_not_said_to_be_missing(directory):
+    (directory / STORE_FILE).write_bytes(b"no database" * 100)
+    found = explain(directory)
+    assert names(found) == []
+    assert found.notes[0].startswith("the rollouts cannot be read: ")

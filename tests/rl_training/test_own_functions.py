@@ -70,6 +70,8 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     [
         ("return inputs.logprobs", r"returned \[1, 2\]: expected LossOutputs with a loss of one number"),
         ("return 3.0", "returned float: expected LossOutputs"),
+        ("return LossOutputs(3.0)", "returned float: expected LossOutputs"),
+        ("return LossOutputs(inputs.logprobs.sum(), {'m': 'x'})", "ValueError"),
         ("return LossOutputs(inputs.logprobs.sum(), {'step': inputs.logprobs.sum()})", "the metric 'step'"),
         ("return LossOutputs(inputs.logprobs.sum(), {'m': inputs.logprobs})", r"the metric 'm' has the shape \[1, 2\]"),
         ("return inputs.nothing", r"mine\.py, line 3: AttributeError"),

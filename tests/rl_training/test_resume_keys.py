@@ -47,6 +47,7 @@ def base(*settings: str) -> tuple[str, ...]:
         "rl_training.weight_updates.lock_timeout_ms=500",
         "rl_training.atropos.api_url=http://u:KEY@host",
         "environments.0.max_tokens=999",
+        "model.quantized_cache=/elsewhere",
     ],
 )
 def test_may_change(tmp_path: Path, run: Path, setting: str) -> None:
@@ -62,6 +63,7 @@ def test_may_change(tmp_path: Path, run: Path, setting: str) -> None:
         ("model.revision=main", r"model\.revision \(not set → main\)"),
         ("environments.0.name=reverse", r"environments\.0\.name \(sort → reverse\)"),
         ("environments.0.options.length=9", r"environments\.0\.options\.length \(not set → 9\)"),
+        ("environments.0.options.max_tokens=9", r"environments\.0\.options\.max_tokens \(not set → 9\)"),
     ],
 )
 def test_may_not_change(tmp_path: Path, run: Path, setting: str, message: str) -> None:

@@ -52,6 +52,21 @@ def test_secrets_reach_neither_file_nor_terminal(tmp_path: Path, capsys: pytest.
     assert "Traceback" in lines(tmp_path)[1]["exception"]
 
 
+def test_secrets_that_printing_escapes_or_that_their_names_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = 'it\'s \\ "quoted"'
+    with RunLog(Redactor([secret])) as run_log:
+        run_log.open(tmp_path)
+        for as_json in (False, True):
+            configure_logging(json=as_json, level="info", redactor=run_log.redactor, run_log=run_log)
+            get_logger("x").info("a", value=secret, error=ValueError(secret), keys={("a", 1): secret})
+            get_logger("x").info("b", judge_api_key="KEY1", nested={"password": "KEY2"})
+    written = (tmp_path / "run.log").read_text() + capsys.readouterr().err
+    assert "it's" not in written and "quoted" not in written and "KEY" not in written
+    assert written.count(REDACTED) == 2 * 2 * 5
+
+
 def test_says_what_ended_the_process(tmp_path: Path) -> None:
     run_log = RunLog()
     run_log.open(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import mlx_parallm
 from mlx_parallm import cli
 from mlx_parallm.config import Config, load_config
-from mlx_parallm.errors import ModelError
+from mlx_parallm.errors import ModelError, ParallmError
 from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.tools import contract_subject, contracts
 from mlx_parallm.tools.contract_subject import Subject, memory_bandwidth, subject_of
@@ -80,6 +80,28 @@ def test_engine_is_trainer_and_memory_is_as_predicted(subject: Subject) -> None:
     assert finding.passed, finding
     (memory,) = contracts.memory(subject)
     assert memory.passed, memory
+
+
+def test_a_model_that_cannot_be_trained_is_tried_as_it_is_served(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(contract_subject, "memory_bandwidth", lambda: 1e10)
+    monkeypatch.setattr(contract_subject, "layer_without_gradient", lambda model: "layer 3 (mixer: Kernel) has none")
+    monkeypatch.setattr(contracts, "PROMPTS", 4)
+    assert contracts.run(load_config(None, [*CONFIG, "model.dtype=float32"])) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| 4 of 4 sequences identical") == 2, printed
+    assert printed.count("| not judged | not tried: layer 3 (mixer: Kernel) has none |") == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [("rl_training.lora.enabled=false", "tried with an adapter"), ("model.base_path=no/such/place", "no model at")],
+)
+def test_what_cannot_be_tried_is_said_first(setting: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract_subject, "memory_bandwidth", lambda: pytest.fail("something was measured"))
+    with pytest.raises(ParallmError, match=message), subject_of(load_config(None, [*CONFIG, setting])):
+        pass
 
 
 def test_an_engine_with_other_weights_than_the_trainer_is_found_out(subject: Subject) -> None:

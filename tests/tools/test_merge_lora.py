@@ -129,10 +129,12 @@ def test_shards_names_and_unused_tensors_stay(tmp_path: Path, adapter: Path) -> 
     everything = tensors(base) | {"lm_head.weight": mx.ones((8, 8))}  # tied: mlx-lm drops it
     names = sorted(everything)
     (base / "model.safetensors").unlink()
+    weight_map = {}
     for number, part in enumerate((names[:9], names[9:]), 1):
         file = base / f"model-0000{number}-of-00002.safetensors"
         mx.save_safetensors(str(file), {name: everything[name] for name in part}, metadata={"format": "pt"})
-    (base / "model.safetensors.index.json").write_text("{}")
+        weight_map |= dict.fromkeys(part, file.name)
+    (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     merge(str(base), adapter, tmp_path / "merged")
     for number in (1, 2):
         name = f"model-0000{number}-of-00002.safetensors"
