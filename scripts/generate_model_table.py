@@ -274,7 +274,7 @@ def render(found: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> st
         f"Every architecture of mlx-lm {version('mlx-lm')}, tried by `scripts/generate_model_table.py` with MLX",
         f"{version('mlx')} on the CPU, on a tiny random checkpoint of each; generated, do not edit. `model_type`",
         "stands in a model's config.json. A cache that cannot be batched is refused before the weights are",
-        "downloaded, by the layer's name; whatever else is refused, when the model is loaded.",
+        "downloaded, by the layer's name; a configuration that mlx-lm cannot build, too.",
         "",
         *(f"* **{word}** ({counts[word]}): {meaning}" for word, meaning in WORDS.items()),
         "",

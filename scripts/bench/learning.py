@@ -123,7 +123,7 @@ def ask_until_exit(process: subprocess.Popen[bytes], port: int, asked: Asked) ->
             if isinstance(error.__cause__, httpx.ConnectError):  # the run is over: nothing listens any more
                 asked.sent -= 1
                 return
-            asked.failed.append(repr(error))
+            asked.failed.append(f"{error!r} from {error.__cause__!r}, request {asked.sent}")
         time.sleep(0.2)
 
 
