@@ -120,9 +120,13 @@ def ask_until_exit(process: subprocess.Popen[bytes], port: int, asked: Asked) ->
         try:
             asked.versions.append(one_answer(client, stream=asked.sent % 2 == 0))
         except openai.OpenAIError as error:
-            if type(error.__cause__).__name__ == "ConnectError":  # httpx or httpx2. The run is over
-                asked.sent -= 1
-                return
+            if type(error.__cause__).__name__ == "ConnectError":  # httpx or httpx2: nothing listens
+                try:
+                    process.wait(30)  # the run is over, and this one was never accepted
+                    asked.sent -= 1
+                    return
+                except subprocess.TimeoutExpired:
+                    pass  # it goes on without listening: a failed request
             asked.failed.append(f"{error!r} from {error.__cause__!r}, request {asked.sent}")
         time.sleep(0.2)
 
