@@ -8,6 +8,7 @@ anything else is a bug and keeps its traceback.
 
 import argparse
 import atexit
+import faulthandler
 import json
 import os
 import sys
@@ -239,6 +240,7 @@ def _exit_code(run: Callable[[], int]) -> int:
 
 def _before_mlx(config: "Config") -> None:
     """What must happen while no thread but this one runs and MLX is not loaded (docs/design.md)."""
+    faulthandler.enable()  # a crash in native code says in which thread and where
     block_shutdown_signals()
     if config.rl_training.deterministic:
         from mlx_parallm.blas import request_bitwise_reproducible_blas

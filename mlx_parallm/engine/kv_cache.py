@@ -138,6 +138,7 @@ class SlotCache:
 
     def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copies the first `length` positions of rows onto other rows. No row may be source and target at once."""
+        assert max(sources) < self.row_capacity, f"row {max(sources)} of {self.row_capacity}"  # MLX would read beyond it
         self.reserve(max(targets) + 1, length)
         index = mx.array(sources, dtype=mx.int32)
         rows = [mx.take(array[:, :, :length], index, axis=0) for array in self.state]

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import mlx_parallm.engine.engine as engine_module
 from mlx_parallm.errors import ContextLengthError, RequestError
 from mlx_parallm.models.logprobs import token_logprobs
 from tests.engine.helpers import (
@@ -34,6 +35,23 @@ def test_greedy_in_a_batch_equals_alone(architecture):
         assert list(outputs[f"r{i}"].completions[0].token_ids) == alone
         distinct |= set(alone)
     assert len(distinct) >= 20
+
+
+def test_sequences_behind_finished_ones_survive_when_memory_is_given_back(monkeypatch):
+    """The cache was once cut to the number of running rows before the last of them had moved forward."""
+    monkeypatch.setattr(engine_module, "CLEAR_CACHE_STEPS", 1)
+    served = serve(qwen3_model(), max_rows=32, prefill_chunk=4096)
+    prompts = ragged_prompts(32, longest=20)
+    lengths = [3] * 29 + [40] * 3
+    requests = [
+        request(f"r{i}", p, temperature=0.0, max_tokens=n, ignore_eos=True)
+        for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    outputs = run(served.engine, requests)
+    assert served.engine.slots.row_capacity < 32, "memory was given back"
+    for i in range(29, 32):
+        expected = naive_greedy(served.plain, prompts[i], 40)
+        assert list(outputs[f"r{i}"].completions[0].token_ids)[: len(expected)] == expected
 
 
 def test_seeded_in_a_batch_equals_alone():
