@@ -382,8 +382,7 @@ class Engine:
         self.counters.steps += 1
         self.counters.running = len(self.scheduler.active)
         if self.counters.steps % CLEAR_CACHE_STEPS == 0:
-            rows = self.scheduler.rows  # those of finished sequences too: the next schedule moves rows from behind them
-            self.slots.shrink_to(len(rows), max((s.cached for s in rows), default=0) + 1)
+            self.slots.shrink_to([sequence.cached for sequence in self.scheduler.rows])  # those of finished ones too
             mx.clear_cache()
 
     def _drain_events(self) -> list[Event]:

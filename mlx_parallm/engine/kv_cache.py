@@ -103,9 +103,10 @@ class SlotCache:
                 layer.keys, layer.values = self._grown(layer.keys), self._grown(layer.values)
                 mx.eval(layer.keys, layer.values)
 
-    def shrink_to(self, rows: int, positions: int) -> None:
-        """Gives back memory when `rows` rows of `positions` tokens need less than a quarter; these rows stay."""
-        wanted_rows, wanted_positions = max(2 * rows, 1), max(2 * positions, FIRST_CAPACITY)
+    def shrink_to(self, cached: list[int]) -> None:
+        """Gives back memory when rows of these token counts need less than a quarter; row i has cached[i] and stays."""
+        wanted_rows = max(2 * len(cached), 1)
+        wanted_positions = max(2 * (max(cached, default=0) + 1), FIRST_CAPACITY)
         if self.row_capacity * self.position_capacity < 4 * wanted_rows * wanted_positions:
             return
         self.row_capacity = min(self.row_capacity, wanted_rows)
@@ -138,7 +139,7 @@ class SlotCache:
 
     def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copies the first `length` positions of rows onto other rows. No row may be source and target at once."""
-        assert max(sources) < self.row_capacity, f"row {max(sources)} of {self.row_capacity}"  # MLX would read beyond it
+        assert max(sources) < self.row_capacity, "MLX would read beyond the array"
         self.reserve(max(targets) + 1, length)
         index = mx.array(sources, dtype=mx.int32)
         rows = [mx.take(array[:, :, :length], index, axis=0) for array in self.state]

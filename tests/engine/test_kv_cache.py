@@ -116,9 +116,9 @@ def test_shrinking_gives_memory_back_and_keeps_the_rows():
     decode(slots, [5, 1800, 3, 4, 5, 6], 0)
     rows = np.array(slots.layers[0].keys)[:2, :, :6]
     large = slots.nbytes
-    slots.shrink_to(rows=4, positions=1700)
+    slots.shrink_to([5, 1699, 3, 4])
     assert slots.nbytes == large, "still needed"
-    slots.shrink_to(rows=2, positions=100)
+    slots.shrink_to([5, 99])
     assert slots.nbytes < large / 8
     np.testing.assert_array_equal(np.array(slots.layers[0].keys)[:2, :, :6], rows)
     slots.check_integrity([6, 100])
