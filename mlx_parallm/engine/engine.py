@@ -10,15 +10,15 @@ raised by `step`; the caller (thread.py) then calls `fail_active`, and the engin
 import math
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.engine.events import Event, Failed, Finished, Scored, StreamDelta
+from mlx_parallm.engine.events import Event
 from mlx_parallm.engine.kv_cache import SlotCache
+from mlx_parallm.engine.live_requests import Counters, LiveRequests, own_failure
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.model_runner import ModelRunner, SampledToken
 from mlx_parallm.engine.output_text import OutputText
@@ -30,7 +30,7 @@ from mlx_parallm.engine.validation import RequestLimits, check_request, check_to
 from mlx_parallm.errors import ParallmError, RequestError
 from mlx_parallm.models.lora import AdapterWeights, LoraContext
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.types import CompletionDelta, FinishReason, PromptLogprobs, Request, RequestOutput
+from mlx_parallm.types import Request
 from mlx_parallm.weights import SharedWeights, WeightsView
 
 NOT_FINITE = "the model's logits are not finite"
@@ -49,29 +49,6 @@ class EngineOptions:
     max_kv_tokens: int | None = None
     seed: int = 0
     architecture: str = "this model"
-
-
-@dataclass
-class Counters:
-    steps: int = 0
-    prompt_tokens: int = 0
-    prefill_tokens: int = 0
-    generation_tokens: int = 0
-    requests_finished: int = 0
-    requests_failed: int = 0
-    requests_aborted: int = 0
-    running: int = 0  # sequences that hold a row or were promised one
-
-
-@dataclass
-class LiveRequest:
-    """A request and what it still waits for."""
-
-    request: Request
-    sequences: list[Sequence]
-    unfinished: int
-    prompt_logprobs: PromptLogprobs | None = None
-    scoring: bool = False
 
 
 class Engine:
@@ -99,19 +76,17 @@ class Engine:
         self._runner = ModelRunner(model, lora, self.slots, options.prefill_chunk)
         self._tokenizer = tokenizer
         self._random = random.Random(options.seed)
-        self._live: dict[str, LiveRequest] = {}
+        self._live = LiveRequests(self.counters)
         self._scores: deque[Score] = deque()
         self._scorer = Scorer(model, self._runner.activate, options.prefill_chunk, options.vocab_size)
         self._version = -1  # what was last seen under the read lock …
         self._adapters: Mapping[str, AdapterWeights] = {}
         self._epoch = 0  # … and how often it changed; keys shared prefixes
-        self._version_of_epoch: dict[int, int] = {}
-        self._events: list[Event] = []
 
     @property
     def has_work(self) -> bool:
         """True when there is something to step for, or to tell."""
-        return self.scheduler.has_work or bool(self._scores) or bool(self._events)
+        return self.scheduler.has_work or bool(self._scores) or self._live.has_events
 
     @property
     def idle(self) -> bool:
@@ -132,7 +107,7 @@ class Engine:
         self.counters.prefill_tokens += plan.prefilled_tokens
         self._advance_score()
         self._after_step()
-        return self._drain_events()
+        return self._live.drain_events()
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError (or a subclass): nothing is queued then."""
@@ -144,15 +119,13 @@ class Engine:
         params = request.params
         scoring = params.prompt_logprobs is not None
         sequences = self._sequences(request)
-        live = LiveRequest(request, sequences, unfinished=len(sequences), scoring=scoring)
-        self._live[request.request_id] = live
-        self.counters.prompt_tokens += len(request.prompt_token_ids)
+        self._live.start(request, sequences, scoring=scoring)
         if scoring:
             self.score(request.request_id, request.prompt_token_ids, request.adapter, params.prompt_logprobs or 0)
         if params.max_tokens == 0:
             for sequence in sequences:
                 sequence.finish("length")
-                self._retire(sequence)
+                self._live.retire(sequence)
         else:
             self.scheduler.add(sequences)
 
@@ -169,11 +142,11 @@ class Engine:
         live = self._live.get(request_id)
         if live is None:
             if dropped:
-                self._events.append(Failed(request_id, RequestError("the request was aborted")))
+                self._live.score_failed(request_id, RequestError("the request was aborted"))
             return
-        live.scoring = False
         self.counters.requests_aborted += 1
-        self._end_unfinished(live, "abort")
+        self._live.end_unfinished(live, "abort")
+        self.scheduler.remove_finished_from_queue()
 
     def fail_active(self, error: str) -> list[Event]:
         """After `step` raised: fails whoever took part, drops keys and values, keeps the queue."""
@@ -181,14 +154,14 @@ class Engine:
         self._runner.reset()
         for sequence in lost:
             sequence.finish("error", error=error)
-            self._retire(sequence)
+            self._live.retire(sequence)
         if self._scores:
             self._fail_score(self._scores.popleft(), error)
-        return self._drain_events()
+        return self._live.drain_events()
 
     def take_events(self) -> list[Event]:
         """Events that came up outside of `step` (aborts, empty requests)."""
-        return self._drain_events()
+        return self._live.drain_events()
 
     def release_memory(self) -> None:
         """When idle: gives the KV cache and MLX's buffer cache back."""
@@ -203,7 +176,7 @@ class Engine:
         assert all(s.cached == len(s.prompt) + len(s.tokens) - 1 for s in rows if not s.finished)
         assert len(self.scheduler.active) <= self.options.max_rows
         self.slots.check_integrity([s.cached for s in rows])
-        unfinished = {id(s) for live in self._live.values() for s in live.sequences if not s.finished}
+        unfinished = {id(s) for live in self._live for s in live.sequences if not s.finished}
         queued = {id(s) for s in [*self.scheduler.waiting, *self.scheduler.active]}
         assert unfinished == queued, "a sequence is lost or left over"
 
@@ -242,10 +215,11 @@ class Engine:
             return
         self._version, self._adapters = view.policy_version, view.adapters
         self._epoch += 1
-        self._version_of_epoch[self._epoch] = view.policy_version
-        for live in list(self._live.values()):
+        self._live.version_of_epoch[self._epoch] = view.policy_version
+        for live in self._live:
             if live.request.adapter is not None and live.request.adapter not in view.adapters:
-                self._end_unfinished(live, "error", f"the adapter {live.request.adapter!r} was removed")
+                self._live.end_unfinished(live, "error", f"the adapter {live.request.adapter!r} was removed")
+        self.scheduler.remove_finished_from_queue()
 
     def _take_token(self, sampled: SampledToken, version: int) -> None:
         sequence = sampled.sequence
@@ -254,7 +228,7 @@ class Engine:
         if not math.isfinite(sampled.logprob):
             sequence.finish("error", error=NOT_FINITE)
             self.slots.scrub_row(sequence.row)
-            self._retire(sequence)
+            self._live.retire(sequence)
             return
         sequence.cached += 1
         sequence.tokens.append(sampled.token)
@@ -267,12 +241,12 @@ class Engine:
         if sequence.top_logprobs is not None:
             sequence.top_logprobs.append(sampled.top_logprobs or ())
         self.counters.generation_tokens += 1
-        with _own_failure(sequence):
+        with own_failure(sequence):
             self._decide(sequence, sampled.token)
         if sequence.finished:
-            self._retire(sequence)
-        elif (live := self._live[sequence.request_id]).request.stream:
-            self._emit_delta(live, sequence)
+            self._live.retire(sequence)
+        else:
+            self._live.sampled(sequence)
 
     def _decide(self, sequence: Sequence, token: int) -> None:
         """Feeds the token to the text and ends the sequence when it stops, or has no room for more."""
@@ -288,58 +262,6 @@ class Engine:
             sequence.finish("stop", matched)
         elif len(sequence.tokens) >= sequence.max_tokens:
             sequence.finish("length")
-
-    def _end_unfinished(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> None:
-        """Ends what is left of a request, wherever it is; rows are freed by the next schedule."""
-        for sequence in live.sequences:
-            if not sequence.finished:
-                sequence.finish(reason, error=error)
-                self._retire(sequence)
-        self._finish_if_done(live)
-        self.scheduler.remove_finished_from_queue()
-
-    def _retire(self, sequence: Sequence) -> None:
-        """The sequence has finished: its last delta, and the request's end when it was the last."""
-        with _own_failure(sequence):
-            sequence.text.finish()
-        live = self._live[sequence.request_id]
-        live.unfinished -= 1
-        if live.request.stream:
-            self._emit_delta(live, sequence)
-        self._finish_if_done(live)
-
-    def _finish_if_done(self, live: LiveRequest) -> None:
-        request = live.request
-        if live.unfinished or live.scoring or request.request_id not in self._live:
-            return
-        del self._live[request.request_id]
-        completions = tuple(
-            sequence.completion(self._version_of_epoch.get(sequence.prefix_epoch, -1)) for sequence in live.sequences
-        )
-        reasons = {completion.finish_reason for completion in completions}
-        if "error" in reasons:
-            self.counters.requests_failed += 1
-        elif "abort" not in reasons:
-            self.counters.requests_finished += 1
-        output = RequestOutput(request.request_id, request.prompt_token_ids, completions, live.prompt_logprobs)
-        self._events.append(Finished(request.request_id, output))
-
-    def _emit_delta(self, live: LiveRequest, sequence: Sequence) -> None:
-        since = sequence.emitted
-        sequence.emitted = len(sequence.tokens)
-        top = sequence.top_logprobs
-        delta = CompletionDelta(
-            index=sequence.index,
-            text=sequence.text.take(),
-            token_ids=tuple(sequence.tokens[since:]),
-            logprobs=tuple(sequence.logprobs[since:]),
-            top_logprobs=None if top is None else tuple(top[since:]),
-            policy_versions=tuple(sequence.versions[since:]),
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-            error=sequence.error,
-        )
-        self._events.append(StreamDelta(live.request.request_id, delta))
 
     def _advance_score(self) -> None:
         """One chunk of the oldest score."""
@@ -360,23 +282,11 @@ class Engine:
             return
         if score.finished:
             self._scores.popleft()
-            self._deliver_score(score.request_id, score.result())
-
-    def _deliver_score(self, request_id: str, result: PromptLogprobs) -> None:
-        live = self._live.get(request_id)
-        if live is None:
-            self._events.append(Scored(request_id, result))
-            return
-        live.prompt_logprobs, live.scoring = result, False
-        self._finish_if_done(live)
+            self._live.scored(score.request_id, score.result())
 
     def _fail_score(self, score: Score, error: str) -> None:
-        live = self._live.get(score.request_id)
-        if live is None:
-            self._events.append(Failed(score.request_id, ParallmError(error)))
-            return
-        live.scoring = False
-        self._end_unfinished(live, "error", error)
+        self._live.score_failed(score.request_id, ParallmError(error))
+        self.scheduler.remove_finished_from_queue()
 
     def _after_step(self) -> None:
         self.counters.steps += 1
@@ -384,17 +294,3 @@ class Engine:
         if self.counters.steps % CLEAR_CACHE_STEPS == 0:
             self.slots.shrink_to([sequence.cached for sequence in self.scheduler.rows])  # those of finished ones too
             mx.clear_cache()
-
-    def _drain_events(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
-
-
-@contextmanager
-def _own_failure(sequence: Sequence) -> Iterator[None]:
-    """Whatever a sequence's text raises (a tokenizer may raise anything) ends that sequence and no other."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - boundary: one request's text must not end the engine
-        sequence.text.abandon()
-        sequence.finish("error", error=f"the text cannot be decoded: {error!r}")

@@ -1,0 +1,151 @@
+"""The requests that have not ended: which sequences they wait for, what their clients are told.
+
+`Engine` says what happened to a sequence; `LiveRequests` turns that into events (deltas, the end of a request).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mlx_parallm.engine.events import Event, Failed, Finished, Scored, StreamDelta
+from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.errors import ParallmError
+from mlx_parallm.types import CompletionDelta, FinishReason, PromptLogprobs, Request, RequestOutput
+
+
+@dataclass
+class Counters:
+    steps: int = 0
+    prompt_tokens: int = 0
+    prefill_tokens: int = 0
+    generation_tokens: int = 0
+    requests_finished: int = 0
+    requests_failed: int = 0
+    requests_aborted: int = 0
+    running: int = 0  # sequences that hold a row or were promised one
+
+
+@dataclass
+class LiveRequest:
+    """A request and what it still waits for."""
+
+    request: Request
+    sequences: list[Sequence]
+    unfinished: int
+    prompt_logprobs: PromptLogprobs | None = None
+    scoring: bool = False
+
+
+class LiveRequests:
+    """By request id, with the events that are not delivered yet. Owned by the engine thread."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._live: dict[str, LiveRequest] = {}
+        self._events: list[Event] = []
+        self.version_of_epoch: dict[int, int] = {}  # policy version of each weights epoch, for `prompt_version`
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._live
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(list(self._live.values()))
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def get(self, request_id: str) -> LiveRequest | None:
+        return self._live.get(request_id)
+
+    def start(self, request: Request, sequences: list[Sequence], *, scoring: bool) -> None:
+        live = LiveRequest(request, sequences, unfinished=len(sequences), scoring=scoring)
+        self._live[request.request_id] = live
+        self._counters.prompt_tokens += len(request.prompt_token_ids)
+
+    def drain_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def sampled(self, sequence: Sequence) -> None:
+        """The sequence has a new token and goes on."""
+        live = self._live[sequence.request_id]
+        if live.request.stream:
+            self._emit_delta(live, sequence)
+
+    def retire(self, sequence: Sequence) -> None:
+        """The sequence has finished: its last delta, and the request's end when it was the last."""
+        with own_failure(sequence):
+            sequence.text.finish()
+        live = self._live[sequence.request_id]
+        live.unfinished -= 1
+        if live.request.stream:
+            self._emit_delta(live, sequence)
+        self._finish_if_done(live)
+
+    def end_unfinished(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> None:
+        """Ends what is left of a request, wherever its sequences are; the scheduler frees rows and queue later."""
+        live.scoring = False
+        for sequence in live.sequences:
+            if not sequence.finished:
+                sequence.finish(reason, error=error)
+                self.retire(sequence)
+        self._finish_if_done(live)
+
+    def scored(self, request_id: str, result: PromptLogprobs) -> None:
+        live = self._live.get(request_id)
+        if live is None:
+            self._events.append(Scored(request_id, result))
+            return
+        live.prompt_logprobs, live.scoring = result, False
+        self._finish_if_done(live)
+
+    def score_failed(self, request_id: str, error: ParallmError) -> None:
+        live = self._live.get(request_id)
+        if live is None:
+            self._events.append(Failed(request_id, error))
+        else:
+            self.end_unfinished(live, "error", str(error))
+
+    def _finish_if_done(self, live: LiveRequest) -> None:
+        request = live.request
+        if live.unfinished or live.scoring or request.request_id not in self._live:
+            return
+        del self._live[request.request_id]
+        completions = tuple(
+            sequence.completion(self.version_of_epoch.get(sequence.prefix_epoch, -1)) for sequence in live.sequences
+        )
+        reasons = {completion.finish_reason for completion in completions}
+        if "error" in reasons:
+            self._counters.requests_failed += 1
+        elif "abort" not in reasons:
+            self._counters.requests_finished += 1
+        output = RequestOutput(request.request_id, request.prompt_token_ids, completions, live.prompt_logprobs)
+        self._events.append(Finished(request.request_id, output))
+
+    def _emit_delta(self, live: LiveRequest, sequence: Sequence) -> None:
+        since = sequence.emitted
+        sequence.emitted = len(sequence.tokens)
+        top = sequence.top_logprobs
+        delta = CompletionDelta(
+            index=sequence.index,
+            text=sequence.text.take(),
+            token_ids=tuple(sequence.tokens[since:]),
+            logprobs=tuple(sequence.logprobs[since:]),
+            top_logprobs=None if top is None else tuple(top[since:]),
+            policy_versions=tuple(sequence.versions[since:]),
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            error=sequence.error,
+        )
+        self._events.append(StreamDelta(live.request.request_id, delta))
+
+
+@contextmanager
+def own_failure(sequence: Sequence) -> Iterator[None]:
+    """Whatever a sequence's text raises (a tokenizer may raise anything) ends that sequence and no other."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - boundary: one request's text must not end the engine
+        sequence.text.abandon()
+        sequence.finish("error", error=f"the text cannot be decoded: {error!r}")
