@@ -18,7 +18,7 @@ import mlx.core as mx
 import pytest
 from openai import OpenAI
 
-from mlx_parallm.config import ModelConfig
+from mlx_parallm.config_server import ModelConfig
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.served_models import ServedModels

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "mlx_parallm"
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("__init__", "types", "errors", "log", "blas", "config", "config_environment", "own_data", "user_code"),
-        *("signals", "hardware", "power", "redaction"),
+        *("config_server", "signals", "hardware", "power", "redaction"),
     ),
     ("weights", "models", "losses", "rewards"),
     ("engine", "environments", "rollout_store"),
@@ -52,6 +52,7 @@ MLX_FREE_MODULES = (  # and every config.py
     "blas",
     "cli",
     "config_environment",
+    "config_server",
     "errors",
     "log",
     "own_data",
@@ -68,7 +69,7 @@ MAX_FUNCTION_LINES = 60
 LONG_FILES: dict[str, str] = {}  # "mlx_parallm/x.py": reason
 LONG_FUNCTIONS: dict[str, str] = {}  # "mlx_parallm/x.py:Class.method": reason
 BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boundary it is
-    "mlx_parallm/engine/engine.py:_own_failure": "one request's text must not end the engine",
+    "mlx_parallm/engine/live_requests.py:own_failure": "one request's text must not end the engine",
     "mlx_parallm/engine/thread.py:EngineThread._accept": "one request's values must not end the engine",
     "mlx_parallm/engine/thread.py:EngineThread._main": "the thread's end must be told to whoever waits",
     "mlx_parallm/engine/thread.py:EngineThread._step": "a failed forward ends its requests, not the engine",
@@ -86,6 +87,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
 }
 ENVIRONMENT_READERS = {
     "mlx_parallm/config.py": "secrets",
+    "mlx_parallm/config_server.py": "the cache directory",
     "mlx_parallm/redaction.py": "secrets, to hide them",
     "mlx_parallm/blas.py": "sets MKL's mode before MKL is used",
     "mlx_parallm/cli.py": "gives a process without a PATH one",

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.config import ModelConfig
+from mlx_parallm.config_server import ModelConfig
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.formats import check_directory, check_names, check_quantization, gguf_message
 from mlx_parallm.models.hub import download, fetch_config

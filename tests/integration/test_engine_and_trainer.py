@@ -7,7 +7,8 @@ import random
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.config import ModelConfig, parse_config
+from mlx_parallm.config import parse_config
+from mlx_parallm.config_server import ModelConfig
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread

@@ -11,7 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from mlx_parallm.config import ModelConfig
+from mlx_parallm.config_server import ModelConfig
 from mlx_parallm.errors import ConfigError, ModelError
 from mlx_parallm.models.hub import download
 from mlx_parallm.models.loading import check_model, load_model
