@@ -266,7 +266,8 @@ def _training_config(args: argparse.Namespace) -> "Config":
     """From the flags of `train`: a file, a run's own configuration, or model, data and reward."""
     base = [f"model.base_path={_toml_value(args.model)}"] if args.model else []
     if args.data or args.reward:
-        return _load(None, args.set, text=_own_data(args))
+        config = _load(None, args.set, text=_own_data(args))
+        return _as_it_began(config, args) if args.resume == "auto" else config
     source = args.config
     if source is None:
         if args.resume is None or args.resume == "auto":
@@ -276,6 +277,23 @@ def _training_config(args: argparse.Namespace) -> "Config":
             )
         source = str(_saved_config(Path(args.resume).expanduser()))
     return _load(source, args.set + base)
+
+
+def _as_it_began(config: "Config", args: argparse.Namespace) -> "Config":
+    """What the run that `--resume auto` finds was started with. Some values that the flags amount to follow from the
+    model's size, and that is a guess until the model has been downloaded: written anew they could differ."""
+    saved = _run_directory(_with_run_name(config, args.data, "auto"), "auto") / "config.toml"
+    if not saved.is_file():
+        return config
+    began = _load(str(saved), args.set)
+    for flag, given, found in (
+        ("--model", config.model.base_path, began.model.base_path),
+        ("--data", config.environments[0].data, began.environments[0].data),
+        ("--reward", config.environments[0].rewards, began.environments[0].rewards),
+    ):
+        if given != found:
+            raise ConfigError(f"{flag} is {given}, but {saved.parent} was started with {found}: remove or rename it")
+    return began
 
 
 def _own_data(args: argparse.Namespace) -> str:

@@ -44,6 +44,23 @@ def test_resume_auto_finds_the_run_again(here: Path) -> None:
     assert call("train", *flags, cwd=here)["config"]["rl_training"]["run_name"] == "rows"
 
 
+def test_resume_auto_keeps_what_the_run_was_started_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hub model's size is guessed from its name until it is here; the run must not change its rate then."""
+    flags = ["--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct"]
+    run = here / "checkpoints" / "rows"
+    run.mkdir(parents=True)
+    assert cli.train([*flags, "--write-config", str(run / "config.toml")]) == 0
+    text = (run / "config.toml").read_text()
+    assert "learning_rate = 4.0e-05" in text
+    (run / "config.toml").write_text(text.replace("4.0e-05", "1.3e-05").replace("steps = 200", "steps = 90"))
+    given = call("train", *flags, "--resume", "auto", "--set", "rl_training.total_steps=91", cwd=here)
+    training = given["config"]["rl_training"]
+    assert (training["learning_rate"], training["total_steps"], training["run_name"]) == (1.3e-5, 91, "rows")
+    (here / "score.py").write_text((here / "score.py").read_text().replace("correct", "other"))
+    assert cli.train([*flags[:-1], "score.py:other", "--resume", "auto"]) == 2
+    assert "--reward is " in capsys.readouterr().err
+
+
 def test_the_written_file_is_the_same_configuration(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct"]
     assert cli.train([*flags, "--write-config", "run.toml"]) == 0
