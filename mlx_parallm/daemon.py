@@ -39,11 +39,15 @@ from mlx_parallm.weights import SharedWeights
 log = get_logger("daemon")
 
 INTERRUPTED = 130
+ENGINE_CHECK_S = 1.0  # a server whose engine is dead ends this soon
 COMPUTING_THREADS = 2  # of a training daemon: engine and trainer
 
 
 def run_server(config: Config, adapters: Mapping[str, str]) -> int:
-    """Serves until a signal. `adapters`: name → path, beside `model.lora_path`. Returns the exit code."""
+    """Serves until a signal. `adapters`: name → path, beside `model.lora_path`. Returns the exit code.
+
+    Raises EngineUnavailableError: the engine thread has died.
+    """
     stop = _begin(config)
     serving = Serving(config)
     try:
@@ -56,7 +60,8 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
         weights = SharedWeights(loaded.model)
         serving.open(loaded, weights, adapters=layers, main_adapter=main_adapter)
         log.info("serving", url=f"{serving.url}/v1", models=[model.id for model in serving.client.models()])
-        stop.wait()
+        while not stop.wait(ENGINE_CHECK_S):
+            serving.check()
         log.info("stopping")
     finally:
         with mlx_thread():
@@ -128,8 +133,8 @@ def _adapters_to_serve(
             raise ConfigError(f"two adapters are named {main_adapter!r}: give both as name=path")
         paths[main_adapter] = config.model.lora_path
     for name in paths:
-        if name in (DEFAULT, config.model.base_path, *config.server.served_model_names):
-            raise ConfigError(f"an adapter cannot be named {name!r}: that means the served model")
+        if name in (DEFAULT, config.model.base_path, *config.server.served_model_names) or "@" in name:
+            raise ConfigError(f"an adapter cannot be named {name!r}: that means the served model, or a version of it")
     return main_adapter, {name: load_adapter(path).layers for name, path in paths.items()}
 
 

@@ -6,7 +6,8 @@ ParallmError
 │   └── AdapterError         an adapter that does not fit: file, module, shape
 ├── RequestError             a generation request that cannot be run (HTTP 400); carries `param` and `code`
 │   ├── ContextLengthError   the prompt does not fit ("maximum context length")
-│   └── ModelNotFoundError   no such served model (HTTP 404)
+│   ├── ModelNotFoundError   no such served model (HTTP 404)
+│   └── AdapterRefusedError  an adapter that is not loaded or unloaded (HTTP 400, 403, 404)
 ├── EngineUnavailableError   the engine thread is loading, draining or dead (HTTP 503)
 ├── RolloutRejectedError     a scored group that may not be trained on; the reason is kept with it
 ├── StoreError               the rollout database cannot be opened, written or read (full disk, lock)
@@ -55,12 +56,20 @@ class ContextLengthError(RequestError):
 class ModelNotFoundError(RequestError):
     """The request names a model that is not served."""
 
-    def __init__(self, name: str, known: list[str]) -> None:
+    def __init__(self, name: str, known: list[str], why: str = "") -> None:
         super().__init__(
-            f"The model {name!r} does not exist. Served models: {', '.join(known)}.",
+            f"The model {name!r} does not exist{why and ': '}{why}. Served models: {', '.join(known)}.",
             param="model",
             code="model_not_found",
         )
+
+
+class AdapterRefusedError(RequestError):
+    """An adapter that is not loaded or unloaded; `status` is HTTP's."""
+
+    def __init__(self, message: str, status: int, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.status = status
 
 
 class EngineUnavailableError(ParallmError):

@@ -6,15 +6,19 @@
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import psutil
 
 from mlx_parallm.blas import has_cuda_backend
+from mlx_parallm.config_server import ServerConfig
 
 GIB = 2**30
 METAL_EVAL_MS = 1000  # macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267)
+KV_CACHE_SHARE = 2  # of the memory that is free once the model is loaded: the rest is for activations, and the trainer
+PREFIX_CACHE_SHARE = 20  # of all memory
 TOKENS_PER_GIB = 1024  # of a micro-batch: a guard for small machines, far below what the memory holds
 
 
@@ -53,6 +57,32 @@ def defaults(hardware: Hardware) -> dict[str, Any]:
     if affordable < 8192:
         found["rl_training.token_budget"] = affordable
     return found
+
+
+def memory_present() -> tuple[int, int]:
+    """(free now, all there is) in bytes where the model lies: the GPU's memory, or the machine's. Loads MLX."""
+    import mlx.core as mx
+
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    info: Mapping[str, Any] = mx.device_info() if on_gpu else {}
+    whole = next((int(info[key]) for key in ("max_recommended_working_set_size", "total_memory") if key in info), 0)
+    machine = psutil.virtual_memory()
+    if not whole:
+        return machine.available, machine.total
+    free = int(info.get("free_memory", min(whole, machine.available)))
+    return free, whole
+
+
+def prefix_cache_bytes(server: ServerConfig) -> int:
+    """`server.prefix_cache_bytes`, by default 1/PREFIX_CACHE_SHARE of all memory. Loads MLX."""
+    if server.prefix_cache_bytes is not None:
+        return server.prefix_cache_bytes
+    return memory_present()[1] // PREFIX_CACHE_SHARE
+
+
+def kv_cache_bytes(server: ServerConfig) -> int:
+    """`server.kv_cache_bytes`, by default 1/KV_CACHE_SHARE of what is free now. Loads MLX."""
+    return server.kv_cache_bytes if server.kv_cache_bytes is not None else memory_present()[0] // KV_CACHE_SHARE
 
 
 def mlx_device() -> str:

@@ -8,17 +8,21 @@ Serving(config)        binds the port (a taken one fails before anything else is
 """
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fastapi import APIRouter
 
 from mlx_parallm.config import Config
+from mlx_parallm.engine.adapter_loader import AdapterLoader
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
-from mlx_parallm.errors import ConfigError, ModelError
+from mlx_parallm.errors import ConfigError, EngineUnavailableError, ModelError
+from mlx_parallm.hardware import kv_cache_bytes, prefix_cache_bytes
+from mlx_parallm.models.fast_math import use_fast_swiglu
 from mlx_parallm.models.loading import (
     LoadedModel,
     load_model,
@@ -27,13 +31,15 @@ from mlx_parallm.models.loading import (
     resolve_model_path,
     vocabulary_size,
 )
-from mlx_parallm.models.lora import LoraPair, check_adapter, prepare_for_serving
+from mlx_parallm.models.lora import LoraPair, check_adapter, linear_shapes, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.auth import check_bind
+from mlx_parallm.server.auth import check_bind, check_origins
 from mlx_parallm.server.context import ServerDeps, ServerState
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.weights import SharedWeights
+
+LAST_WORDS_S = 0.1  # after the drain: what has been computed is sent
 
 
 class Serving:
@@ -43,6 +49,7 @@ class Serving:
         self.config = config
         self.api_key = config.resolve_api_key()
         check_bind(config.server.host, self.api_key)
+        check_origins(config.server.cors_origins, self.api_key)
         self._listener = bind_socket(config.server.host, config.server.port)
         self.port: int = self._listener.getsockname()[1]
         self.state = ServerState()
@@ -80,6 +87,9 @@ class Serving:
             api_key=self.api_key,
             chat_template_kwargs=self.config.model.chat_template_kwargs,
             max_concurrent_requests=server.max_concurrent_requests,
+            request_timeout_s=server.request_timeout_s,
+            cors_origins=server.cors_origins,
+            logprobs_mode=server.logprobs_mode,
             extra_routers=routers,
         )
         self._http = ServerThread(create_app(deps), self._listener)
@@ -105,6 +115,7 @@ class Serving:
         adapters: Mapping[str, Mapping[str, LoraPair]],
         main_adapter: str | None,
         trains_base: bool = False,
+        adapter_roots: Sequence[Path] = (),
     ) -> None:
         """Starts the engine on the loaded tree and lets every route answer.
 
@@ -112,9 +123,11 @@ class Serving:
             weights: made from the tree before this call wraps it.
             adapters: name → layers, served beside the base. Raises AdapterError when one does not fit.
             main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
+            adapter_roots: beside server.adapter_roots.
         """
+        shapes = linear_shapes(loaded.model)
         for name, layers in adapters.items():
-            check_adapter(loaded.model, layers, name)
+            check_adapter(shapes, layers, name)
             weights.add_adapter(name, layers)
         names = ServedModels(
             self.config.model.base_path,
@@ -123,19 +136,31 @@ class Serving:
             policy_adapter=main_adapter,
             trains_base=trains_base,
             aliases=self.config.server.served_model_names,
+            policy_versions=weights.history.versions,
+            loader=weights.loader,
         )
         options = self._engine_options(loaded)
+        use_fast_swiglu(loaded.model)
         lora = prepare_for_serving(loaded.model)
         tokenizer = self.tokenizer()
         self._engine = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), names)
         self._engine.start()
-        self.state.ready(self.client, self.tokenizer())
+        roots = (*self.config.server.adapter_roots, *adapter_roots)
+        self.state.ready(self.client, self.tokenizer(), AdapterLoader(weights, shapes, names, roots))
+
+    def check(self) -> None:
+        """Raises EngineUnavailableError when the engine thread has died: nothing will be answered any more."""
+        stats = self.client.stats()
+        if not stats.alive:
+            raise EngineUnavailableError(stats.error or "the engine thread has ended")
 
     def close(self) -> None:
         """Drains HTTP, then ends the engine. May be called at any point, and again."""
         try:
             if self._http is not None:
-                self._http.stop(self.config.server.drain_timeout_s)
+                deadline = time.monotonic() + self.config.server.drain_timeout_s
+                self.state.drain(self.config.server.drain_timeout_s)
+                self._http.stop(max(deadline - time.monotonic(), LAST_WORDS_S))
             self._listener.close()
         finally:
             if self._engine is not None:
@@ -150,6 +175,10 @@ class Serving:
             vocab_size=loaded.vocab_size,
             max_rows=server.batch_size,
             prefill_chunk=server.prefill_chunk,
+            kv_cache_bytes=kv_cache_bytes(server),
+            prefix_cache_bytes=prefix_cache_bytes(server),
+            default_max_tokens=server.default_max_tokens,
             seed=random.SystemRandom().getrandbits(63),
+            processed_alternatives=server.logprobs_mode == "processed",
             architecture=str(loaded.config.get("model_type", "this model")),
         )

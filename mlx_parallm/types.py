@@ -3,7 +3,7 @@
 `Task → Environment → Request → Sequence → (token, logprob, policy_version) → Rollout → RolloutGroup → TrainBatch`
 
 Log-probabilities: `logprobs` in these types are float32 log-softmax(logits / temperature) of the sampled token *before*
-top_k, top_p, min_p, penalties and bias (temperature 0 counts as 1). Where any of those was active,
+top_k, top_p, min_p, penalties, bias and grammar (temperature 0 counts as 1). Where any of those was active,
 `processed_logprobs` holds the log-probability under the distribution that was really sampled from.
 """
 
@@ -12,6 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What a generated text must match, before it is compiled (engine/grammar.py)."""
+
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    source: str  # a JSON schema; a regular expression; a JSON list of texts; a Lark or GBNF grammar
+    param: str = field(default="structure", compare=False)  # where it came from, for error texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +39,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True  # False: the text shows special tokens (never the EOS or stop token that ends it)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # top-k alternatives wanted per sampled token (0 = the sampled one only)
     prompt_logprobs: int | None = None  # top-k alternatives wanted per prompt token (0 = the given one only)
+    structure: Structure | None = None  # what the text must match
 
     @property
     def reshapes_distribution(self) -> bool:
@@ -49,6 +60,7 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
             or bool(self.logit_bias)
+            or self.structure is not None
         )
 
 
@@ -61,6 +73,8 @@ class Request:
     params: SamplingParams
     adapter: str | None = None  # None = the untouched base; otherwise a name in the adapter table
     stream: bool = False  # False: deltas are not emitted, only the final output
+    cache_salt: str | None = None  # prefixes are shared among requests of the same salt only
+    priority: int = 0  # lower goes first
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +96,8 @@ class CompletionDelta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    processed_logprobs: tuple[float, ...] | None = None  # as Completion's
+    cached_tokens: int = 0  # in choice 0's first: tokens of the prompt that the prefix cache held
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +115,7 @@ class Completion:
     stop_reason: str | int | None = None  # the stop string or token id that ended it; None for EOS
     error: str | None = None
     prompt_version: int = -1  # policy version under which the prompt was read; -1 = unknown
+    cached_tokens: int = 0  # tokens of the prompt that the prefix cache held
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +184,9 @@ class EngineStats:
     requests_aborted: int
     policy_version: int
     error: str | None = None
+    prefix_cache_query_tokens: int = 0  # tokens of the prompts looked up in the prefix cache …
+    prefix_cache_hit_tokens: int = 0  # … and how many of them it held
+    holders: tuple[str, ...] = ()  # who has paused admission
 
 
 @dataclass(frozen=True, slots=True)

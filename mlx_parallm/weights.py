@@ -9,16 +9,17 @@ the arrays that it was built with, so the engine need not hold the lock while it
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.errors import AdapterError, PublishTimeoutError
-from mlx_parallm.models.lora import AdapterWeights, LoraPair
+from mlx_parallm.models.lora import AdapterPlace, AdapterWeights, LoraPair
+from mlx_parallm.models.threads import in_mlx_thread
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,62 @@ class WeightsView:
     """What a reader sees while it holds the read side."""
 
     policy_version: int
+    revision: int  # counts changes of any of the weights
+    base_serial: int  # counts changes of the base's arrays
     adapters: Mapping[str, AdapterWeights]
+
+
+class VersionArchive(Protocol):
+    """Versions of the policy that lie on disk. Called by any thread."""
+
+    def versions(self) -> Sequence[int]: ...
+
+    def load(self, version: int) -> Mapping[str, LoraPair]:
+        """Evaluated arrays. Raises AdapterError: it is not there (any more)."""
+
+
+class PolicyHistory:
+    """Versions of the policy's adapter that can still be asked for: the last `keep` in memory, archived ones from disk,
+    of which as many again stay loaded."""
+
+    def __init__(self, policy: str | None, keep: int, archive: VersionArchive | None) -> None:
+        self._policy, self._limit, self._archive = policy, keep, archive
+        self._kept: dict[int, AdapterPlace] = {}  # rebound, never changed: read without a lock
+        self._loaded: dict[int, AdapterPlace] = {}
+        self._loading = threading.Lock()
+
+    def keep(self, adapter: AdapterWeights) -> None:
+        """Notes what is published; the newest counts as one of `keep`."""
+        self._kept = _last({**self._kept, adapter.version: self._place(adapter)}, self._limit)
+
+    def versions(self) -> list[int]:
+        return sorted({*self._kept, *(self._archive.versions() if self._archive else ())})
+
+    def in_memory(self, version: int) -> AdapterPlace | None:
+        return self._kept.get(version) or self._loaded.get(version)
+
+    def find(self, version: int) -> AdapterPlace | None:
+        """From memory or disk; None when there is no such version."""
+        if place := self.in_memory(version):
+            return place
+        with self._loading:
+            if version not in self._loaded:
+                try:
+                    if self._archive is None or version not in self._archive.versions():
+                        return None
+                    place = self._place(AdapterWeights(self._policy or "", version, self._archive.load(version)))
+                except AdapterError:  # removed meanwhile
+                    return None
+                self._loaded = _last({**self._loaded, version: place}, self._limit)
+            return self._loaded.get(version)
+
+    @property
+    def serials(self) -> set[int]:
+        """Of all that is in memory."""
+        return {place.weights.serial for place in (*self._kept.values(), *self._loaded.values())}
+
+    def _place(self, adapter: AdapterWeights) -> AdapterPlace:
+        return AdapterPlace(f"{self._policy}@{adapter.version}", adapter, pinned=True)
 
 
 class SharedWeights:
@@ -88,14 +144,27 @@ class SharedWeights:
         model: the serving tree *before* `prepare_for_serving` wraps it (its parameter slots are noted here).
         policy: name of the adapter being trained, or None when all weights are (or nothing is).
         version: the first policy version.
+        keep_versions: newest versions of the policy's adapter that stay in memory; each costs its arrays' bytes.
+        archive: older ones.
     """
 
-    def __init__(self, model: nn.Module, *, policy: str | None = None, version: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        policy: str | None = None,
+        version: int = 0,
+        keep_versions: int = 1,
+        archive: VersionArchive | None = None,
+    ) -> None:
         self.policy = policy
         self.lock = ReadWriteLock()
+        self.history = PolicyHistory(policy, keep_versions, archive)
         self._slots = parameter_slots(model)
-        self._adapters: dict[str, AdapterWeights] = {}
+        self._places: dict[str, AdapterPlace] = {}
         self._version = version
+        self._revision = 0
+        self._base_serial = 0
 
     @property
     def version(self) -> int:
@@ -104,39 +173,51 @@ class SharedWeights:
     @contextmanager
     def read(self) -> Iterator[WeightsView]:
         with self.lock.read():
-            yield WeightsView(self._version, self._adapters)
+            yield WeightsView(self._version, self._revision, self._base_serial, self.adapters())
 
     def adapters(self) -> dict[str, AdapterWeights]:
-        return dict(self._adapters)
+        return {name: place.weights for name, place in self._places.items()}
+
+    def find(self, name: str) -> AdapterPlace | None:
+        """The place of a name, or of POLICY@VERSION, which may be read from disk."""
+        version = self._version_of(name)
+        return self._places.get(name) if version is None else self.history.find(version)
+
+    def loader(self, name: str) -> Callable[[], object] | None:
+        """What `find` would have to read from disk first: to be called in a thread that may wait; None = nothing."""
+        version = self._version_of(name)
+        if version is None or self.history.in_memory(version):
+            return None
+        return lambda: in_mlx_thread(lambda: self.history.find(version))
 
     def add_adapter(self, name: str, layers: Mapping[str, LoraPair]) -> AdapterWeights:
         """Adds or replaces an adapter under the present policy version. Raises AdapterError: the policy's own name."""
-        if name == self.policy and name in self._adapters:
+        if name == self.policy and name in self._places:
             raise AdapterError(f"{name!r} is the policy being trained: its adapter is replaced by training only")
         adapter = AdapterWeights(name, self._version, dict(layers))
         mx.eval(adapter.arrays)
         with self.lock.write():
-            self._adapters = {**self._adapters, name: adapter}
+            self._put(adapter)
         return adapter
 
     def remove_adapter(self, name: str) -> None:
         """Raises AdapterError: unknown, or the policy's own."""
         if name == self.policy:
             raise AdapterError(f"{name!r} is the policy being trained: it cannot be removed")
-        if name not in self._adapters:
+        if name not in self._places:
             raise AdapterError(f"no adapter {name!r}")
         with self.lock.write():
-            self._adapters = {key: value for key, value in self._adapters.items() if key != name}
+            self._places = {key: place for key, place in self._places.items() if key != name}
+            self._revision += 1
 
     def publish_adapter(self, layers: Mapping[str, LoraPair], *, timeout_s: float | None = None) -> PublishReport:
         """Makes `layers` the policy's adapter under the next version. PublishTimeoutError: nothing changed."""
         assert self.policy is not None, "SharedWeights was made without a policy adapter"
         version = self._version + 1
         adapter = AdapterWeights(self.policy, version, dict(layers))
-        policy = self.policy
 
         def rebind() -> None:
-            self._adapters = {**self._adapters, policy: adapter}
+            self._put(adapter)
             self._version = version
 
         return self._publish(adapter.arrays, rebind, version, timeout_s)
@@ -152,8 +233,26 @@ class SharedWeights:
             for module, key, array in bindings:
                 module[key] = array
             self._version = version
+            self._base_serial += 1
+            self._revision += 1
 
         return self._publish(list(parameters.values()), rebind, version, timeout_s)
+
+    def _put(self, adapter: AdapterWeights) -> None:
+        """Under the write lock. Who holds the name's place goes on under the new arrays."""
+        place = self._places.get(adapter.name)
+        if place is None:
+            self._places = {**self._places, adapter.name: AdapterPlace(adapter.name, adapter)}
+        else:
+            place.weights = adapter
+        if adapter.name == self.policy:
+            self.history.keep(adapter)
+        self._revision += 1
+
+    def _version_of(self, name: str) -> int | None:
+        """Of POLICY@VERSION."""
+        policy, separator, version = name.rpartition("@")
+        return int(version) if separator and policy == self.policy and version.isdecimal() else None
 
     def _publish(self, arrays: list[mx.array], rebind: Any, version: int, timeout_s: float | None) -> PublishReport:
         started = time.perf_counter()
@@ -166,6 +265,10 @@ class SharedWeights:
         return PublishReport(
             version, 1e3 * (entered - asked), 1e3 * (left - entered), 1e3 * (time.perf_counter() - started)
         )
+
+
+def _last(places: dict[int, AdapterPlace], count: int) -> dict[int, AdapterPlace]:
+    return dict(list(places.items())[max(len(places) - count, 0) :])
 
 
 def parameter_slots(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

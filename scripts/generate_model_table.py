@@ -2,7 +2,7 @@
 
 Each architecture is built with small sizes and random weights, in a process of its own:
 
-    serves      our engine's own check at load (engine/probe.py): caches, and batched decoding = its plain forward
+    serves      our engine's own check at load (engine/probe.py): batched decoding = its plain forward, or row by row
     gradient    LoRA on all linear layers, our block-wise gradients: finite, and not zero
     kernels     a second process, in which MLX claims to have Metal and `mx.fast.metal_kernel` hands out stand-ins that
                 raise: which kernel a training forward would call there. Such kernels have no gradient.
@@ -67,7 +67,7 @@ def try_one(name: str) -> dict[str, Any]:
         return {"kernels": kernels_called(name)}
     import mlx.core as mx
 
-    from mlx_parallm.engine.probe import check_architecture
+    from mlx_parallm.engine.probe import choose_cache, why_not_batched
     from mlx_parallm.errors import ModelError
 
     found: dict[str, Any] = {}
@@ -80,10 +80,11 @@ def try_one(name: str) -> dict[str, Any]:
     found["built"] = ""
     found["parameters"] = parameter_count(model)
     try:
-        check_architecture(model, name)
+        found["alone"] = why_not_batched(model)
+        found["rewindable"] = choose_cache(model, name, 2, 64).rewindable
         found["serves"] = ""
     except ModelError as error:
-        found["serves"] = str(error).partition("yet: ")[2]
+        found["serves"] = str(error).partition("served: ")[2]
     try:
         found |= gradients(model)
     except Exception as error:  # noqa: BLE001
@@ -182,6 +183,7 @@ def kernels_called(name: str) -> list[str]:
 def small_model(name: str) -> Any:
     """The architecture with small sizes. Raises whatever it raises."""
     import mlx.core as mx
+    import mlx.nn as nn
 
     from mlx_parallm.models.loading import evaluate_module
 
@@ -191,6 +193,8 @@ def small_model(name: str) -> Any:
     if (count := parameter_count(model)) > LARGEST:
         raise ValueError(f"{count:,} parameters with small sizes")
     mx.random.seed(0)
+    if not hasattr(model, "_no_grad"):  # as models/loading.py does
+        nn.Module.__init__(model)
     model.eval()
     evaluate_module(model)
     return model
@@ -273,17 +277,22 @@ def render(found: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> st
         "",
         f"Every architecture of mlx-lm {version('mlx-lm')}, tried by `scripts/generate_model_table.py` with MLX",
         f"{version('mlx')} on the CPU, on a tiny random checkpoint of each; generated, do not edit. `model_type`",
-        "stands in a model's config.json. A cache that cannot be batched is refused before the weights are",
-        "downloaded, by the layer's name; a configuration that mlx-lm cannot build, too.",
+        "stands in a model's config.json. A configuration that mlx-lm cannot build is refused before the weights are",
+        "downloaded.",
         "",
         *(f"* **{word}** ({counts[word]}): {meaning}" for word, meaning in WORDS.items()),
         "",
-        "| model_type | also | what it does here | found |",
-        "|---|---|---|---|",
+        "How the sequences that run at the same time are decoded:",
+        "",
+        *(f"* **{word}** ({sum(rows_of(row) == word for row in found.values())}): {meaning}" for word, meaning in ROWS),
+        "",
+        "| model_type | also | what it does here | rows | found |",
+        "|---|---|---|---|---|",
     ]
     for name, (word, note) in rows.items():
         also = ", ".join(f"`{other}`" for other in others.get(name, []))
-        lines.append(f"| `{name}` | {also} | {word} | {note.replace('|', '/').replace(chr(10), ' ')} |")
+        note = note.replace("|", "/").replace("\n", " ")
+        lines.append(f"| `{name}` | {also} | {word} | {rows_of(found[name])} | {note} |")
     return "\n".join(lines) + "\n"
 
 
@@ -291,9 +300,23 @@ WORDS = {
     "trains": "served, and LoRA on all linear layers has a finite gradient.",
     "trains slowly": "the same, but the training pass visits token after token.",
     "serves only": "served; there is no gradient.",
-    "refused": "the engine cannot batch it (a recurrent state, a sliding window, …), and training needs the engine.",
+    "refused": "going on from its cache does not give what its own forward gives, and training needs the engine.",
     "not tried": "it could not be built or run here with generic small sizes; it may still work.",
 }
+
+ROWS = (
+    ("together", "one forward for all; prefixes of prompts are shared and kept."),
+    ("together, no prefixes", "the same, but a recurrent state belongs to the whole text: prompts are computed anew."),
+    ("one by one", "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time."),
+)
+
+
+def rows_of(row: dict[str, Any]) -> str:
+    if row.get("serves") != "":
+        return ""
+    if row["alone"]:
+        return "one by one"
+    return "together" if row["rewindable"] else "together, no prefixes"
 
 
 def verdict(row: dict[str, Any]) -> tuple[str, str]:
@@ -304,6 +327,8 @@ def verdict(row: dict[str, Any]) -> tuple[str, str]:
         notes.append(f"on Metal a training forward calls the kernel `{kernels[0]}`, which has no gradient")
     if row.get("built"):
         return "not tried", "; ".join([f"could not be built or run: {row['built'][:160]}", *notes])
+    if row.get("alone"):
+        notes.append(f"batched decoding: {row['alone'][:160]}")
     if row.get("scan", 0) >= SCAN:
         notes.append(f"training visits token after token: {row['scan']:.1f} × the graph for 4 × the tokens")
     if row.get("blockwise"):

@@ -47,6 +47,7 @@ MLX_FREE = (
     "engine.scheduler",
     "engine.sequence",
     "engine.client",
+    "engine.grammar",
 )
 MLX_FREE_MODULES = (  # and every config.py
     "blas",
@@ -69,6 +70,8 @@ MAX_FUNCTION_LINES = 60
 LONG_FILES: dict[str, str] = {}  # "mlx_parallm/x.py": reason
 LONG_FUNCTIONS: dict[str, str] = {}  # "mlx_parallm/x.py:Class.method": reason
 BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boundary it is
+    "mlx_parallm/engine/engine.py:Engine._advance_score": "a text is scored alone: what fails is its own",
+    "mlx_parallm/engine/engine.py:Engine.recover": "who fails alone is told so; the others go on",
     "mlx_parallm/engine/live_requests.py:own_failure": "one request's text must not end the engine",
     "mlx_parallm/engine/thread.py:EngineThread._accept": "one request's values must not end the engine",
     "mlx_parallm/engine/thread.py:EngineThread._main": "the thread's end must be told to whoever waits",
@@ -76,9 +79,11 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/engine/thread.py:_call": "a function run on the engine thread fails in its caller",
     "mlx_parallm/environments/episodes.py:attempt": "a failed episode is a recorded result",
     "mlx_parallm/environments/rollouts.py:RolloutManager._run": "the thread's end is kept for health() and check()",
+    "mlx_parallm/models/threads.py:in_mlx_thread.run": "what a thread's work raises is its caller's",
     "mlx_parallm/models/loading.py:load_tokenizer": "the tokenizers library raises plain Exception",
     "mlx_parallm/rl_training/display.py:attempt": "a display that fails must not stop the training",
     "mlx_parallm/rl_training/trackers.py:Trackers._attempt": "a tracker that fails must not stop the training",
+    "mlx_parallm/server/answer_parts.py:read_calls": "a model's malformed call makes mlx-lm's parsers raise anything",
     "mlx_parallm/server/middleware.py:RequestContextMiddleware.__call__": "one HTTP request's bug stays its own",
     "mlx_parallm/user_code.py:user_code": "a user's function may raise anything; it becomes one line that names it",
     "mlx_parallm/server/sse.py:EventStream._send_all": "the headers are out: the stream says what happened",

@@ -10,16 +10,19 @@ A `Mailbox` belongs to one request and one asyncio loop. Only that loop's thread
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_parallm.engine.events import Event, Failed, Finished, StreamDelta
+from mlx_parallm.engine.grammar import Grammars
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.validation import RequestLimits, check_request, check_tokens
 from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.types import CompletionDelta, EngineStats, PromptLogprobs, Request, RequestOutput, ServedModel
+
+TRAINER, CLIENTS = "trainer", "clients"  # who may pause admission
 
 
 class Mailbox:
@@ -71,11 +74,6 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class SetAdmission:
-    open: bool
-
-
-@dataclass(frozen=True, slots=True)
 class NotifyIdle:
     """`event` is set once nothing runs (whatever waits while admission is paused)."""
 
@@ -95,7 +93,7 @@ class Stop:
     pass
 
 
-Command = Submit | SubmitScore | Abort | SetAdmission | NotifyIdle | Call | Stop
+Command = Submit | SubmitScore | Abort | NotifyIdle | Call | Stop
 
 
 @dataclass(frozen=True)
@@ -104,6 +102,7 @@ class EngineInfo:
 
     limits: RequestLimits
     models: ServedModels
+    grammars: Grammars
 
 
 class EngineClient:
@@ -156,9 +155,7 @@ class EngineClient:
 
     async def generate_many(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """As `generate`; the requests enter the queue together, so identical prompts are computed once."""
-        limits = self._ready().limits
-        for request in requests:
-            check_request(request, limits)
+        await self._prepare(requests)
         letters = tuple((replace(request, stream=False), Mailbox(request.request_id)) for request in requests)
         self._send(Submit(letters))
         try:
@@ -172,7 +169,7 @@ class EngineClient:
 
     async def stream(self, request: Request) -> AsyncGenerator[CompletionDelta, None]:
         """Yields deltas until every choice has finished. Leaving early aborts the request. Raises as `generate`."""
-        check_request(request, self._ready().limits)
+        await self._prepare([request])
         mailbox = Mailbox(request.request_id)
         self._send(Submit(((replace(request, stream=True), mailbox),)))
         try:
@@ -188,6 +185,7 @@ class EngineClient:
     ) -> PromptLogprobs:
         """Log-probabilities (temperature 1) of a given text under an adapter. Raises as `generate`."""
         check_tokens(token_ids, self._ready().limits)
+        await self._load_versions([adapter])
         mailbox = Mailbox(request_id)
         self._send(SubmitScore(tuple(token_ids), adapter, top_count, mailbox))
         try:
@@ -204,12 +202,15 @@ class EngineClient:
             if self._closed is None:
                 self.commands.put(Abort(request_id))
 
-    def pause_admission(self) -> None:
-        """Requests are still accepted, and wait; running ones go on."""
-        self._send(SetAdmission(open=False))
+    def pause_admission(self, holder: str = TRAINER, *, freeze: bool = False) -> "Future[Any]":
+        """Requests are still accepted, and wait; running ones go on, with `freeze` they stand still.
 
-    def resume_admission(self) -> None:
-        self._send(SetAdmission(open=True))
+        It lasts until every holder has resumed. The future is done once the engine obeys.
+        """
+        return self.call(lambda engine: engine.hold(holder, freeze=freeze))
+
+    def resume_admission(self, holder: str = TRAINER) -> "Future[Any]":
+        return self.call(lambda engine: engine.release(holder))
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Blocks (not for use in a loop's thread) until nothing runs; False when the time ran out."""
@@ -222,6 +223,21 @@ class EngineClient:
         future: Future[Any] = Future()
         self._send(Call(function, future))
         return future
+
+    async def _prepare(self, requests: Sequence[Request]) -> None:
+        """What would have them refused is found here, and grammars are compiled off the engine thread."""
+        info = self._ready()
+        for request in requests:
+            check_request(request, info.limits)
+        await info.grammars.prepare([request.params.structure for request in requests])
+        await self._load_versions(request.adapter for request in requests)
+
+    async def _load_versions(self, adapters: Iterable[str | None]) -> None:
+        """Reads versions of the policy that lie on disk, off this loop and off the engine's thread."""
+        models = self._ready().models
+        for load in [models.loader(adapter) for adapter in set(adapters) if adapter is not None]:
+            if load is not None:
+                await asyncio.to_thread(load)
 
     def _ready(self) -> EngineInfo:
         if self._closed is not None:

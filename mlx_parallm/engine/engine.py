@@ -4,31 +4,34 @@
 
 The weight lock's read side is held while a step's graph is built, not while it is evaluated; each token carries the
 policy version read there. A request's own failure ends that request. An exception of the batched forward itself is
-raised by `step`; the caller (thread.py) then calls `fail_active`, and the engine goes on with an empty cache.
+raised by `step`; the caller (thread.py) then calls `recover`, which finds whose it was and computes the others' rows
+again, or `fail_active`, after which the engine goes on with an empty cache.
 """
 
 import math
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.engine.events import Event
-from mlx_parallm.engine.kv_cache import SlotCache
+from mlx_parallm.engine.grammar import Grammars
 from mlx_parallm.engine.live_requests import Counters, LiveRequests, own_failure
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.model_runner import ModelRunner, SampledToken
 from mlx_parallm.engine.output_text import OutputText
-from mlx_parallm.engine.probe import check_architecture
+from mlx_parallm.engine.probe import choose_cache
+from mlx_parallm.engine.recovery import RowRebuilder
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.engine.scoring import Score, Scorer
 from mlx_parallm.engine.sequence import Sequence, random_stream
 from mlx_parallm.engine.validation import RequestLimits, check_request, check_tokens
-from mlx_parallm.errors import ParallmError, RequestError
-from mlx_parallm.models.lora import AdapterWeights, LoraContext
+from mlx_parallm.errors import ModelNotFoundError, ParallmError, RequestError
+from mlx_parallm.models.lora import AdapterPlace
+from mlx_parallm.models.served_lora import LoraContext
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.types import Request
 from mlx_parallm.weights import SharedWeights, WeightsView
@@ -40,15 +43,21 @@ CLEAR_CACHE_STEPS = 512  # MLX's buffer cache is emptied this often
 @dataclass(frozen=True)
 class EngineOptions:
     """`max_rows`: sequences decoded together; `prefill_chunk`: prompt tokens between two decode steps;
-    `max_kv_tokens`: see Scheduler; `seed`: for requests that bring none; `architecture`: for error texts."""
+    `kv_cache_bytes`: keys and values of running sequences, None = unbounded; `prefix_cache_bytes`: those kept for
+    later, 0 = none; `default_max_tokens`: of requests that name no limit, None = all the room there is; `seed`: for
+    requests that bring none; `architecture`: for error texts;
+    `processed_alternatives`: see SamplingBatch."""
 
     max_model_len: int
     vocab_size: int
     max_rows: int = 32
     prefill_chunk: int = 512
-    max_kv_tokens: int | None = None
+    kv_cache_bytes: int | None = None
+    prefix_cache_bytes: int = 1 << 26
+    default_max_tokens: int | None = None
     seed: int = 0
     architecture: str = "this model"
+    processed_alternatives: bool = False
 
 
 class Engine:
@@ -60,33 +69,53 @@ class Engine:
         lora: what the serving tree's linear layers read.
 
     Raises:
-        ModelError: the engine cannot batch the architecture (see probe.py).
+        ModelError: the engine cannot decode the architecture (see probe.py).
     """
 
     def __init__(
         self, model: nn.Module, tokenizer: Tokenizer, weights: SharedWeights, lora: LoraContext, options: EngineOptions
     ) -> None:
-        layers = check_architecture(model, options.architecture)
         self.options = options
-        self.limits = RequestLimits(options.max_model_len, options.vocab_size)
+        self.grammars = Grammars(tokenizer, options.vocab_size)
         self.counters = Counters()
-        self.scheduler = Scheduler(options.max_rows, options.prefill_chunk, options.max_kv_tokens)
-        self.slots = SlotCache(layers, options.max_rows, options.max_model_len)
+        self.slots = choose_cache(model, options.architecture, options.max_rows, options.max_model_len)
+        token_bytes = self.slots.token_bytes()
+        bound = None if options.kv_cache_bytes is None or not token_bytes else options.kv_cache_bytes // token_bytes
+        self.limits = RequestLimits(options.max_model_len, options.vocab_size, bound, options.default_max_tokens)
+        self.scheduler = Scheduler(
+            options.max_rows,
+            options.prefill_chunk,
+            bound,
+            options.prefix_cache_bytes // max(token_bytes, 1),
+            rewindable=self.slots.rewindable,
+        )
         self.weights = weights
-        self._runner = ModelRunner(model, lora, self.slots, options.prefill_chunk)
+        self._runner = ModelRunner(
+            model,
+            lora,
+            self.slots,
+            options.prefill_chunk,
+            processed_alternatives=options.processed_alternatives,
+        )
+        self._rebuilder = RowRebuilder(model, self.slots, lora, weights.read, options.prefill_chunk)
         self._tokenizer = tokenizer
         self._random = random.Random(options.seed)
         self._live = LiveRequests(self.counters)
         self._scores: deque[Score] = deque()
-        self._scorer = Scorer(model, self._runner.activate, options.prefill_chunk, options.vocab_size)
-        self._version = -1  # what was last seen under the read lock …
-        self._adapters: Mapping[str, AdapterWeights] = {}
-        self._epoch = 0  # … and how often it changed; keys shared prefixes
+        self._scorer = Scorer(model, self.slots.new_prefill, lora.activate, options.prefill_chunk, options.vocab_size)
+        self.holders: Mapping[str, bool] = {}  # who wants nothing new to start: does what runs stand still too?
+        self._lora = lora
+        self._version = self._revision = self._base_serial = -1  # what was last seen under the read lock
 
     @property
     def has_work(self) -> bool:
         """True when there is something to step for, or to tell."""
-        return self.scheduler.has_work or bool(self._scores) or self._live.has_events
+        return self._live.has_events or (not self.frozen and (self.scheduler.has_work or bool(self._scores)))
+
+    @property
+    def frozen(self) -> bool:
+        """True while a holder wants what runs to stand still."""
+        return any(self.holders.values())
 
     @property
     def idle(self) -> bool:
@@ -97,7 +126,7 @@ class Engine:
         """One token for every running sequence; returns what there is to tell."""
         with self.weights.read() as view:
             self._note_weights(view)
-        plan = self.scheduler.schedule(self._epoch)
+        plan = self.scheduler.schedule(self._weights_of, self._version)
         self._runner.move_rows(plan)
         with self.weights.read() as view:
             self._note_weights(view)
@@ -114,11 +143,10 @@ class Engine:
         check_request(request, self.limits)
         if request.request_id in self._live:
             raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
-        if request.adapter is not None and request.adapter not in self.weights.adapters():
-            raise RequestError(f"no adapter {request.adapter!r}", param="model", code="model_not_found")
+        place = self._place(request.adapter)
         params = request.params
         scoring = params.prompt_logprobs is not None
-        sequences = self._sequences(request)
+        sequences = self._sequences(request, place)
         self._live.start(request, sequences, scoring=scoring)
         if scoring:
             self.score(request.request_id, request.prompt_token_ids, request.adapter, params.prompt_logprobs or 0)
@@ -132,7 +160,7 @@ class Engine:
     def score(self, request_id: str, tokens: tuple[int, ...], adapter: str | None, top_count: int = 0) -> None:
         """Queues the log-probabilities of a given text; ends with a `Scored` event. Raises RequestError."""
         check_tokens(tokens, self.limits)
-        self._scores.append(Score(request_id, tuple(tokens), adapter, top_count))
+        self._scores.append(Score(request_id, tuple(tokens), self._place(adapter), top_count))
 
     def abort(self, request_id: str) -> None:
         """Ends a request's unfinished sequences with finish_reason "abort"; unknown ids are ignored."""
@@ -148,6 +176,17 @@ class Engine:
         self._live.end_unfinished(live, "abort")
         self.scheduler.remove_finished_from_queue()
 
+    def hold(self, holder: str, *, freeze: bool) -> None:
+        """Starts nothing that waits until `release` with the same name; with `freeze` nothing that runs steps either,
+        and goes on afterwards as if nothing had been."""
+        self.holders = {**self.holders, holder: freeze}
+        self.scheduler.paused = True
+
+    def release(self, holder: str) -> None:
+        """Ends that holder's hold, if any; others' stay."""
+        self.holders = {name: freeze for name, freeze in self.holders.items() if name != holder}
+        self.scheduler.paused = bool(self.holders)
+
     def fail_active(self, error: str) -> list[Event]:
         """After `step` raised: fails whoever took part, drops keys and values, keeps the queue."""
         lost = self.scheduler.forget_rows()
@@ -155,9 +194,30 @@ class Engine:
         for sequence in lost:
             sequence.finish("error", error=error)
             self._live.retire(sequence)
-        if self._scores:
-            self._fail_score(self._scores.popleft(), error)
         return self._live.drain_events()
+
+    def recover(self) -> bool:
+        """After `step` raised: computes every row again, alone (recovery.py). Who raises alone fails, the others go on.
+
+        Returns whether the cause was found. Raises what the model raises when it cannot compute anything any more.
+        """
+        lost = self.scheduler.forget_rows()
+        self._runner.reset()
+        for sequence in lost:
+            try:
+                self._rebuilder.rebuild(sequence, len(self.scheduler.rows))
+            except Exception as error:  # noqa: BLE001 - boundary: the failure is this sequence's, and it is told
+                sequence.finish("error", error=f"the model failed on this request: {error!r}")
+                self._live.retire(sequence)
+            else:
+                self.scheduler.restore(sequence)
+        if not self.scheduler.rows:
+            self._rebuilder.try_forward()
+        return len(self.scheduler.rows) < len(lost)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all prefixes but those of running rows."""
+        self.scheduler.prefix_cache.clear()
 
     def take_events(self) -> list[Event]:
         """Events that came up outside of `step` (aborts, empty requests)."""
@@ -167,6 +227,7 @@ class Engine:
         """When idle: gives the KV cache and MLX's buffer cache back."""
         if not self.scheduler.has_work:
             self.slots.clear()
+            self._lora.release()
             mx.clear_cache()
 
     def check_integrity(self) -> None:
@@ -176,33 +237,47 @@ class Engine:
         assert all(s.cached == len(s.prompt) + len(s.tokens) - 1 for s in rows if not s.finished)
         assert len(self.scheduler.active) <= self.options.max_rows
         self.slots.check_integrity([s.cached for s in rows])
+        self.scheduler.prefix_cache.check_integrity()
         unfinished = {id(s) for live in self._live for s in live.sequences if not s.finished}
         queued = {id(s) for s in [*self.scheduler.waiting, *self.scheduler.active]}
         assert unfinished == queued, "a sequence is lost or left over"
 
-    def _sequences(self, request: Request) -> list[Sequence]:
+    def _place(self, adapter: str | None) -> AdapterPlace | None:
+        """Raises ModelNotFoundError: unloaded since the request came in."""
+        place = None if adapter is None else self.weights.find(adapter)
+        if adapter is not None and place is None:
+            raise ModelNotFoundError(adapter, [*self.weights.adapters()])
+        return place
+
+    def _sequences(self, request: Request, place: AdapterPlace | None) -> list[Sequence]:
         params, prompt = request.params, request.prompt_token_ids
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         eos = frozenset() if params.ignore_eos else self._tokenizer.eos_token_ids
         stop_ids = eos | frozenset(params.stop_token_ids)
-        room = self.options.max_model_len - len(prompt)
+        # With a grammar min_tokens is the matcher's business: an end may be all that the grammar leaves.
+        structure, forbidden = params.structure, stop_ids if params.structure is None else frozenset()
+        longest = self.limits.default_length(len(prompt))
+        tokenizer = self._tokenizer
         return [
             Sequence(
                 request_id=request.request_id,
                 index=index,
                 prompt=prompt,
                 params=params,
-                adapter=request.adapter,
-                max_tokens=room if params.max_tokens is None else params.max_tokens,
+                place=place,
+                max_tokens=longest if params.max_tokens is None else params.max_tokens,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
                 random_stream=random_stream(seed, index),
                 stop_ids=stop_ids,
                 text=OutputText(
-                    self._tokenizer.detokenizer,
+                    tokenizer.detokenizer if params.skip_special_tokens else tokenizer.verbatim_detokenizer,
                     params.stop,
                     include_stop=params.include_stop_str_in_output,
                     eager=request.stream,
                 ),
-                edits=LogitEdits(params, prompt, stop_ids) if LogitEdits.needed(params) else None,
+                edits=LogitEdits(params, prompt, forbidden) if LogitEdits.needed(params) else None,
+                matcher=None if structure is None else self.grammars.matcher(structure, params.min_tokens, stop_ids),
                 processed_logprobs=[] if params.reshapes_distribution else None,
                 top_logprobs=[] if params.logprobs else None,
             )
@@ -210,16 +285,20 @@ class Engine:
         ]
 
     def _note_weights(self, view: WeightsView) -> None:
-        """Counts a change of weights and ends sequences whose adapter was removed while they waited or ran."""
-        if view.policy_version == self._version and view.adapters is self._adapters:
+        """After a change of weights: what old ones have read is of no use any more."""
+        if view.revision == self._revision:
             return
-        self._version, self._adapters = view.policy_version, view.adapters
-        self._epoch += 1
-        self._live.version_of_epoch[self._epoch] = view.policy_version
-        for live in self._live:
-            if live.request.adapter is not None and live.request.adapter not in view.adapters:
-                self._live.end_unfinished(live, "error", f"the adapter {live.request.adapter!r} was removed")
-        self.scheduler.remove_finished_from_queue()
+        self._version, self._revision, self._base_serial = view.policy_version, view.revision, view.base_serial
+        newest = {(adapter.serial, False) for adapter in view.adapters.values()} | {(0, False)}
+        pinned = {(serial, True) for serial in self.weights.history.serials}
+        self.scheduler.prefix_cache.keep_only({(*key, view.base_serial) for key in newest | pinned})
+
+    def _weights_of(self, sequence: Sequence) -> Hashable:
+        """What reads the sequence now: its adapter's arrays, the base's. A pinned version shares no prefix with the
+        requests that had it as the newest: a publish may have come while their prompts were read."""
+        place = sequence.place
+        own = (0, False) if place is None else (place.weights.serial, place.pinned)
+        return (*own, self._base_serial)
 
     def _take_token(self, sampled: SampledToken, version: int) -> None:
         sequence = sampled.sequence
@@ -233,7 +312,8 @@ class Engine:
         sequence.cached += 1
         sequence.tokens.append(sampled.token)
         sequence.logprobs.append(sampled.logprob)
-        sequence.versions.append(version)
+        pinned = sequence.pinned_version
+        sequence.versions.append(version if pinned is None else pinned)
         if sequence.edits is not None:
             sequence.edits.add_output(sampled.token)
         if sequence.processed_logprobs is not None and sampled.processed_logprob is not None:
@@ -243,6 +323,8 @@ class Engine:
         self.counters.generation_tokens += 1
         with own_failure(sequence):
             self._decide(sequence, sampled.token)
+        if sequence.matcher is not None and (broken := sequence.matcher.advance(sampled.token)):
+            sequence.finish("error", error=broken)
         if sequence.finished:
             self._live.retire(sequence)
         else:
@@ -268,15 +350,12 @@ class Engine:
         if not self._scores:
             return
         score = self._scores[0]
-        with self.weights.read() as view:
-            if score.adapter is not None and score.adapter not in view.adapters:
-                self._fail_score(self._scores.popleft(), f"the adapter {score.adapter!r} was removed")
-                return
-            chunk = self._scorer.launch(score, view)
         try:
+            with self.weights.read():
+                chunk = self._scorer.launch(score)
             self._scorer.collect(score, chunk)
-        except RuntimeError as error:  # MLX: no memory for this text's logits, say
-            return self._fail_score(self._scores.popleft(), f"the text cannot be scored: {error}")
+        except Exception as error:  # noqa: BLE001 - boundary: a text is computed alone, the failure is its own
+            return self._fail_score(self._scores.popleft(), f"the text cannot be scored: {error!r}")
         if not all(value is None or math.isfinite(value) for value in score.logprobs):
             self._fail_score(self._scores.popleft(), NOT_FINITE)
             return

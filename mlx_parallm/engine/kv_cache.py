@@ -6,13 +6,13 @@ scatter that MLX carries out in place (the array has no other owner; measured: p
 layer). A finished row is overwritten by the last one; an admission writes one row's prefix; nothing else is copied.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from mlx_parallm.models.mlx_lm_api import make_prompt_cache
+from mlx_parallm.engine.prefix_cache import Piece
 
 POSITION_BLOCK = 32  # attention reads up to a multiple of this: few shapes, little padding
 FIRST_CAPACITY = 128  # positions of a fresh cache; doubles up to DOUBLING_LIMIT, then grows by that much
@@ -20,10 +20,12 @@ DOUBLING_LIMIT = 2048
 
 
 class LayerCache:
-    """One layer's rows. `keys` [R, H, C, Dk] and `values` [R, H, C, Dv]; R rows and C positions of capacity."""
+    """One layer's rows. `keys` [R, H, C, Dk] and `values` [R, H, C, Dv]; R rows and C positions of capacity.
+    With a `window` each row sees the last `window` positions of itself; all of them are kept."""
 
-    def __init__(self, slots: "SlotCache") -> None:
+    def __init__(self, slots: "SlotCache", window: int | None = None) -> None:
         self._slots = slots
+        self._window = window
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
 
@@ -39,11 +41,18 @@ class LayerCache:
             self.keys, self.values = slots.allocate(keys), slots.allocate(values)
         self.keys[slots.indices, :, slots.positions] = keys[:, :, 0]
         self.values[slots.indices, :, slots.positions] = values[:, :, 0]
-        return self.keys[: slots.rows, :, : slots.span], self.values[: slots.rows, :, : slots.span]
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What `update_and_fetch` returned in this step; layers that share another's keys and values read it."""
+        assert self.keys is not None and self.values is not None
+        rows, span = self._slots.rows, self._slots.span
+        return self.keys[:rows, :, :span], self.values[:rows, :, :span]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """[n, 1, 1, T] bool; with a window only the last `window_size` positions of each row."""
-        return self._slots.mask(window_size)
+        windows = [window for window in (window_size, self._window) if window]
+        return self._slots.mask(min(windows, default=None))
 
     @property
     def state(self) -> list[mx.array]:
@@ -88,20 +97,24 @@ class SlotCache:
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
-    def reserve(self, rows: int, positions: int) -> None:
-        """Makes room for `rows` rows of `positions` tokens; growing copies the cache, which is rare by doubling."""
-        if rows <= self.row_capacity and positions <= self.position_capacity:
-            return
+    def reserve(self, rows: int, positions: int, max_tokens: int | None = None) -> None:
+        """Makes room for `rows` rows, which are all that are in use, of `positions` tokens.
+
+        Growing copies the cache, layer by layer, and is rare by doubling. rows × positions stay within `max_tokens`,
+        unless what is asked exceeds it: then there is less to spare, and what is too much is given back.
+        """
         assert rows <= self._max_rows and positions <= self._max_positions, f"{rows} rows of {positions} positions"
-        self.row_capacity = max(self.row_capacity, min(self._max_rows, 1 << (rows - 1).bit_length()))
-        while self.position_capacity < positions:
-            grown = min(max(2 * self.position_capacity, FIRST_CAPACITY), self.position_capacity + DOUBLING_LIMIT)
-            self.position_capacity = min(grown, self._max_positions)
-        for layer in self.layers:
-            # Layer by layer, so that old and new of one layer only exist at the same time.
-            if layer.keys is not None and layer.values is not None:
-                layer.keys, layer.values = self._grown(layer.keys), self._grown(layer.values)
-                mx.eval(layer.keys, layer.values)
+        row_capacity, position_capacity = self.row_capacity, self.position_capacity
+        if rows > row_capacity:
+            row_capacity = min(self._max_rows, 1 << (rows - 1).bit_length())
+        while position_capacity < positions:
+            grown = min(max(2 * position_capacity, FIRST_CAPACITY), position_capacity + DOUBLING_LIMIT)
+            position_capacity = min(grown, self._max_positions)
+        if max_tokens is not None and row_capacity * position_capacity > max_tokens:
+            row_capacity = max(rows, min(row_capacity, max_tokens // max(positions, 1)))
+            position_capacity = max(positions, min(position_capacity, max_tokens // max(row_capacity, 1)))
+        if (row_capacity, position_capacity) != (self.row_capacity, self.position_capacity):
+            self._resize(row_capacity, position_capacity)
 
     def shrink_to(self, cached: list[int]) -> None:
         """Gives back memory when rows of these token counts need less than a quarter; row i has cached[i] and stays."""
@@ -109,12 +122,7 @@ class SlotCache:
         wanted_positions = max(2 * (max(cached, default=0) + 1), FIRST_CAPACITY)
         if self.row_capacity * self.position_capacity < 4 * wanted_rows * wanted_positions:
             return
-        self.row_capacity = min(self.row_capacity, wanted_rows)
-        self.position_capacity = min(self.position_capacity, wanted_positions)
-        for layer in self.layers:
-            if layer.keys is not None and layer.values is not None:
-                layer.keys, layer.values = self._cut(layer.keys), self._cut(layer.values)
-                mx.eval(layer.keys, layer.values)
+        self._resize(min(self.row_capacity, wanted_rows), min(self.position_capacity, wanted_positions))
 
     def begin_step(self, positions: list[int]) -> None:
         """Prepares a decode step: row i writes at positions[i]. All layers share these arrays."""
@@ -139,8 +147,7 @@ class SlotCache:
 
     def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copies the first `length` positions of rows onto other rows. No row may be source and target at once."""
-        assert max(sources) < self.row_capacity, "MLX would read beyond the array"
-        self.reserve(max(targets) + 1, length)
+        assert max(*sources, *targets) < self.row_capacity and length <= self.position_capacity, "beyond the array"
         index = mx.array(sources, dtype=mx.int32)
         rows = [mx.take(array[:, :, :length], index, axis=0) for array in self.state]
         mx.eval(rows)  # a pending reader of the cache would make the write below copy all of it
@@ -157,6 +164,15 @@ class SlotCache:
             if index is not None:
                 keys, values = mx.take(keys, index, axis=0), mx.take(values, index, axis=0)
             self._write(layer, keys, values, targets, length)
+
+    def read(self, row: int, start: int, stop: int) -> list[mx.array]:
+        """Copies of positions [start, stop) of a row, not evaluated: keys and values by layer, [1, H, stop - start, D].
+
+        A copy by index: a slice may be a view, and would keep all of the cache alive.
+        """
+        assert row < self.row_capacity and stop <= self.position_capacity, "MLX would read beyond the array"
+        index = mx.array([row], dtype=mx.int32)
+        return [mx.take(array[:, :, start:stop], index, axis=0) for array in self.state]
 
     def scrub_row(self, row: int) -> None:
         """Zeroes a row that may hold NaN: masked positions weigh 0, and 0 × NaN is NaN for the row's next owner."""
@@ -184,14 +200,20 @@ class SlotCache:
         shapes = {array.shape[0::2] for layer in self.layers for array in layer.state}
         assert all(shape == (self.row_capacity, self.position_capacity) for shape in shapes), f"layers differ: {shapes}"
 
-    def _grown(self, array: mx.array) -> mx.array:
-        rows, _, positions, _ = array.shape
-        grown = self.allocate(array)
-        grown[:rows, :, :positions] = array
-        return grown
+    def _resize(self, row_capacity: int, position_capacity: int) -> None:
+        rows, positions = min(self.row_capacity, row_capacity), min(self.position_capacity, position_capacity)
+        self.row_capacity, self.position_capacity = row_capacity, position_capacity
+        for layer in self.layers:
+            # Layer by layer, so that old and new of one layer only exist at the same time.
+            if layer.keys is not None and layer.values is not None:
+                layer.keys = self._resized(layer.keys, rows, positions)
+                layer.values = self._resized(layer.values, rows, positions)
+                mx.eval(layer.keys, layer.values)
 
-    def _cut(self, array: mx.array) -> mx.array:
-        return mx.contiguous(array[: self.row_capacity, :, : self.position_capacity])
+    def _resized(self, array: mx.array, rows: int, positions: int) -> mx.array:
+        resized = self.allocate(array)
+        resized[:rows, :, :positions] = array[:rows, :, :positions]
+        return resized
 
     def _write(self, layer: LayerCache, keys: mx.array, values: mx.array, targets: list[int], length: int) -> None:
         if layer.keys is None or layer.values is None:
@@ -206,9 +228,16 @@ class SlotCache:
             layer.values[index, :, :length] = values
 
 
-def new_prefill_cache(model: nn.Module, length: int) -> list[Any]:
-    """mlx-lm's own caches for a prefill of `length` positions, allocated at once (their growth copies)."""
-    caches = make_prompt_cache(model)
-    for cache in caches:
-        cache.step = length
-    return list(caches)
+def restore_prefixes(caches: Iterable[Any], rows: SequenceOf[tuple[Piece, ...]]) -> None:
+    """Begins fresh mlx-lm KVCaches of a prefill with what the prefix cache holds: as long for each row."""
+    for layer, cache in enumerate(caches):
+        stored = [
+            mx.concatenate(
+                [
+                    mx.concatenate([p.segment.arrays[kind][:, :, : p.stop - p.start] for p in pieces], axis=2)
+                    for pieces in rows
+                ]
+            )
+            for kind in (2 * layer, 2 * layer + 1)
+        ]
+        cache.update_and_fetch(*stored)

@@ -43,7 +43,6 @@ class LiveRequests:
         self._counters = counters
         self._live: dict[str, LiveRequest] = {}
         self._events: list[Event] = []
-        self.version_of_epoch: dict[int, int] = {}  # policy version of each weights epoch, for `prompt_version`
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._live
@@ -112,9 +111,7 @@ class LiveRequests:
         if live.unfinished or live.scoring or request.request_id not in self._live:
             return
         del self._live[request.request_id]
-        completions = tuple(
-            sequence.completion(self.version_of_epoch.get(sequence.prefix_epoch, -1)) for sequence in live.sequences
-        )
+        completions = tuple(sequence.completion() for sequence in live.sequences)
         reasons = {completion.finish_reason for completion in completions}
         if "error" in reasons:
             self._counters.requests_failed += 1
@@ -126,7 +123,7 @@ class LiveRequests:
     def _emit_delta(self, live: LiveRequest, sequence: Sequence) -> None:
         since = sequence.emitted
         sequence.emitted = len(sequence.tokens)
-        top = sequence.top_logprobs
+        top, processed = sequence.top_logprobs, sequence.processed_logprobs
         delta = CompletionDelta(
             index=sequence.index,
             text=sequence.text.take(),
@@ -137,6 +134,8 @@ class LiveRequests:
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
+            processed_logprobs=None if processed is None else tuple(processed[since:]),
+            cached_tokens=0 if since or sequence.index else sequence.cached_prompt_tokens,
         )
         self._events.append(StreamDelta(live.request.request_id, delta))
 

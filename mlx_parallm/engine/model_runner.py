@@ -7,19 +7,17 @@ and reads it: the step's one host sync. Launching step N+1 before N is read woul
 of 50 at 32 rows of 29 M parameters on CPU) and cost a wasted row-step per finish; it is not done.
 """
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.engine.kv_cache import SlotCache, new_prefill_cache
+from mlx_parallm.engine.batch_cache import BatchCache, RowCaches, arrays_of
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.scheduler import Plan, PrefillChunk
 from mlx_parallm.engine.sequence import Sequence
-from mlx_parallm.models.lora import ActiveAdapter, LoraContext
+from mlx_parallm.models.served_lora import LoraContext
 from mlx_parallm.types import TopLogprob
 from mlx_parallm.weights import WeightsView
 
@@ -51,41 +49,55 @@ class ModelRunner:
     Args:
         model: the serving tree (after `prepare_for_serving`).
         lora: what its linear layers read.
-        slots: the KV cache.
+        slots: what the rows' layers keep.
         prefill_chunk: tokens of one chunk of prefill.
+        processed_alternatives: see SamplingBatch.
     """
 
-    def __init__(self, model: nn.Module, lora: LoraContext, slots: SlotCache, prefill_chunk: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        lora: LoraContext,
+        slots: BatchCache | RowCaches,
+        prefill_chunk: int,
+        *,
+        processed_alternatives: bool = False,
+    ) -> None:
+        self._processed_alternatives = processed_alternatives
         self._model = model
         self._lora = lora
         self._slots = slots
         self._prefill_chunk = prefill_chunk
-        self._prefill_caches: list[Any] = []
         self._rows: tuple[Sequence, ...] = ()
         self._batch: SamplingBatch | None = None
 
     def move_rows(self, plan: Plan) -> None:
-        """The plan's moves and prefix copies; done before the weight lock is taken, since they read no weights."""
-        for group in (plan.moves, plan.copies):
-            if group:
-                length = -(-max(item.length for item in group) // MOVE_BLOCK) * MOVE_BLOCK
-                length = min(length, self._slots.position_capacity)
-                self._slots.move_rows([item.source for item in group], [item.target for item in group], length)
+        """What needs no weights, before the lock is taken: rows into the prefix cache, then the plan's moves."""
+        for save in plan.saves:
+            save.segment.arrays = self._slots.read(save.row, save.segment.start, save.segment.stop)
+        mx.eval([save.segment.arrays for save in plan.saves])
+        if plan.moves:
+            length = -(-max(move.length for move in plan.moves) // MOVE_BLOCK) * MOVE_BLOCK
+            length = min(length, self._slots.position_capacity)
+            self._slots.move_rows([move.source for move in plan.moves], [move.target for move in plan.moves], length)
+        if plan.rows:
+            longest = max(sequence.cached for sequence in plan.rows) + 1
+            self._slots.reserve(len(plan.rows), longest, plan.max_row_tokens)
 
     def launch(self, plan: Plan, view: WeightsView) -> InFlight:
         """Builds the step's graph under the read lock of `view`; nothing is evaluated here."""
         pending: list[mx.array] = []
-        if plan.prefill is not None:
-            pending += self._prefill(plan.prefill, view)
+        for chunk in plan.prefill:
+            pending += self._prefill(chunk)
         if not plan.rows:
             return InFlight((), view.policy_version, None, None, pending)
         batch = self._sampling_batch(plan.rows)
         tokens = mx.array([sequence.next_token for sequence in plan.rows], dtype=mx.int32)
-        self._slots.begin_step([sequence.cached for sequence in plan.rows])
-        self.activate([sequence.adapter for sequence in plan.rows], view)
-        logits = self._model(tokens[:, None], cache=self._slots.layers)[:, -1]
+        logits = self._decode(plan.rows, tokens)
+        if batch.matchers:
+            mx.async_eval(logits)  # the model computes while the grammars' masks are made
         sampled = sample(logits, batch, [len(sequence.tokens) for sequence in plan.rows])
-        return InFlight(plan.rows, view.policy_version, batch, sampled, pending + sampled.arrays)
+        return InFlight(plan.rows, view.policy_version, batch, sampled, pending + sampled.arrays + self._slots.unread)
 
     def collect(self, step: InFlight) -> list[SampledToken]:
         """Waits for the step and reads it: the one host sync. A row's log-probability is NaN when its logits were."""
@@ -106,41 +118,45 @@ class ModelRunner:
             for row, sequence in enumerate(step.rows)
         ]
 
-    def activate(self, adapters: SequenceOf[str | None], view: WeightsView) -> None:
-        """Tells the linear layers which rows use which adapter. One that has just vanished counts
-        as none: the engine has ended its sequences already and drops what is computed for them."""
-        active = []
-        for name in sorted({name for name in adapters if name is not None and name in view.adapters}):
-            uses = [adapter == name for adapter in adapters]
-            rows = None if all(uses) else mx.array(uses)[:, None, None]
-            active.append(ActiveAdapter(view.adapters[name], rows))
-        self._lora.active = tuple(active)
-
     def reset(self) -> None:
         """After a failed step: whatever it left half-built is dropped."""
         self._slots.clear()
-        self._prefill_caches, self._rows, self._batch = [], (), None
-        self._lora.active = ()
+        self._rows, self._batch = (), None
+        self._lora.release()
 
-    def _prefill(self, chunk: PrefillChunk, view: WeightsView) -> list[mx.array]:
+    def _decode(self, rows: tuple[Sequence, ...], tokens: mx.array) -> mx.array:
+        """Feeds each row its next token, tokens [n]; returns logits [n, V]."""
+        self._slots.begin_step([sequence.cached for sequence in rows])
+        logits = []
+        for start, stop, caches in self._slots.batches():
+            self._lora.activate([sequence.place for sequence in rows[start:stop]])
+            logits.append(self._model(tokens[start:stop, None], cache=caches)[:, -1])
+        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
+
+    def _prefill(self, chunk: PrefillChunk) -> list[mx.array]:
         prefill = chunk.prefill
-        if chunk.start == 0:
-            self._prefill_caches = new_prefill_cache(self._model, prefill.length)
-        tokens = np.zeros((len(prefill.rows), chunk.stop - chunk.start), np.int32)
-        for row, prompt in enumerate(prefill.rows):
-            piece = prompt.tokens[chunk.start : chunk.stop]
-            tokens[row, : len(piece)] = piece
-        self.activate([row.key[0] for row in prefill.rows], view)
-        self._model(mx.array(tokens), cache=self._prefill_caches)
-        state = [array for cache in self._prefill_caches for array in cache.state]
+        if not prefill.length:  # prompts of one token, which the decode step feeds
+            return []
+        if not prefill.caches:
+            prefill.caches = self._slots.new_prefill(prefill.length, [row.pieces for row in prefill.rows])
+            for row in prefill.rows:
+                row.pieces = ()
+        if chunk.stop > chunk.start:
+            tokens = np.zeros((len(prefill.rows), chunk.stop - chunk.start), np.int32)
+            for place, row in enumerate(prefill.rows):
+                piece = row.tokens[chunk.start : chunk.stop]
+                tokens[place, : len(piece)] = piece
+            self._lora.activate([row.owner.place for row in prefill.rows])
+            self._model(mx.array(tokens), cache=prefill.caches)
         if chunk.sources:
-            self._slots.write_prefixes(self._prefill_caches, chunk.sources, chunk.first_row, prefill.length)
-            self._prefill_caches = []
+            length = max(len(prefill.rows[source].tokens) for source in chunk.sources)
+            self._slots.write_prefixes(prefill.caches, chunk.sources, chunk.first_row, length)
+            prefill.caches = []
             return []  # the decode step reads the rows
-        return state
+        return arrays_of(prefill.caches)
 
     def _sampling_batch(self, rows: tuple[Sequence, ...]) -> SamplingBatch:
         if self._batch is None or rows != self._rows:
-            self._batch = SamplingBatch(rows)
+            self._batch = SamplingBatch(rows, processed_alternatives=self._processed_alternatives)
             self._rows = rows
         return self._batch

@@ -1,7 +1,7 @@
 """Draws one token for every row in one vectorised call; each row has its own parameters and its own random stream.
 
 `SamplingBatch` holds the rows' parameters as arrays and is made again only when the rows change. The order is vLLM's:
-forbidden tokens and bias → penalties → temperature → min_p → top_k → top_p → draw.
+tokens outside of the grammar → forbidden tokens and bias → penalties → temperature → min_p → top_k → top_p → draw.
 
 Every row draws with the key f(random stream of the sequence, number of the token), so a seeded request gives the same
 tokens whatever else is in the batch. Its log-probability is that of softmax(logits / temperature) before all filters;
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.engine.draw import Masses
+from mlx_parallm.engine.grammar import allowed_tokens
 from mlx_parallm.engine.logit_edits import stack_edits
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.logprobs import token_logprobs
@@ -42,9 +44,13 @@ class Sampled:
 
 
 class SamplingBatch:
-    """The parameters of the rows of a step, as arrays."""
+    """The parameters of the rows of a step, as arrays.
 
-    def __init__(self, rows: tuple[Sequence, ...]) -> None:
+    `processed_alternatives`: the likeliest tokens are those of the distribution that is drawn from, after all filters.
+    """
+
+    def __init__(self, rows: tuple[Sequence, ...], *, processed_alternatives: bool = False) -> None:
+        self.processed_alternatives = processed_alternatives
         params = [sequence.params for sequence in rows]
         temperatures = np.array([p.temperature or 1.0 for p in params], np.float32)
         greedy = np.array([p.temperature == 0.0 for p in params])
@@ -53,6 +59,8 @@ class SamplingBatch:
         self.greedy = mx.array(greedy)
         self.streams = np.array([sequence.random_stream for sequence in rows], np.uint64)
         self.edits = [sequence.edits for sequence in rows]
+        self.constrained = [i for i, sequence in enumerate(rows) if sequence.matcher is not None]
+        self.matchers = [sequence.matcher for sequence in rows if sequence.matcher is not None]
         self.reshaped = [i for i, p in enumerate(params) if p.reshapes_distribution]
         self.filter = _Filter(params)
         self.wants_top = [i for i, p in enumerate(params) if p.logprobs]
@@ -70,22 +78,26 @@ def sample(logits: mx.array, batch: SamplingBatch, positions: list[int]) -> Samp
         logits: [n, V].
         positions: how many tokens each row has drawn so far.
     """
-    edited = _edit(logits.astype(mx.float32), batch)
-    scaled = edited if isinstance(batch.temperature, float) else edited / batch.temperature[:, None]
-    scaled = batch.filter.apply(scaled)
+    plain = logits.astype(mx.float32)
+    edited = _edit(_constrain(plain, batch), batch)
+    raw = _scaled(plain, batch)
+    scaled = batch.filter.apply(raw if edited is plain else _scaled(edited, batch))
+    raw_masses = Masses.of(raw)
+    masses = raw_masses if scaled is raw else Masses.of(scaled)
     if batch.all_greedy:
         tokens = mx.argmax(edited, axis=-1)
     else:
-        tokens = _draw(scaled, batch.keys(positions))
+        tokens = masses.draw(batch.keys(positions))
         if batch.any_greedy:
             tokens = mx.where(batch.greedy, mx.argmax(edited, axis=-1).astype(tokens.dtype), tokens)
     tokens = tokens.astype(mx.int32)
     processed = None
     if batch.reshaped:
         index = mx.array(batch.reshaped)
-        processed = token_logprobs(scaled[index], tokens[index])
-    top_tokens, top_logprobs = _alternatives(logits, batch)
-    return Sampled(tokens, token_logprobs(logits, tokens, batch.temperature), processed, top_tokens, top_logprobs)
+        processed = token_logprobs(scaled[index], tokens[index], normalizer=masses.logsumexp[index])
+    top_tokens, top_logprobs = _alternatives(logits, scaled, batch)
+    logprobs = token_logprobs(logits, tokens, batch.temperature, normalizer=raw_masses.logsumexp)
+    return Sampled(tokens, logprobs, processed, top_tokens, top_logprobs)
 
 
 def random_keys(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -99,11 +111,21 @@ def random_keys(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return x.view(np.uint32).reshape(-1, 2)
 
 
-def _draw_row(logits: mx.array, key: mx.array) -> mx.array:
-    return mx.random.categorical(logits, key=key)
+def _scaled(logits: mx.array, batch: SamplingBatch) -> mx.array:
+    return logits if isinstance(batch.temperature, float) else logits / batch.temperature[:, None]
 
 
-_draw = mx.vmap(_draw_row)
+def _constrain(logits: mx.array, batch: SamplingBatch) -> mx.array:
+    """-inf for the tokens that a row's grammar does not let come next."""
+    if not batch.matchers:
+        return logits
+    allowed = mx.array(allowed_tokens(batch.matchers, logits.shape[-1]))
+    if len(batch.matchers) == logits.shape[0]:
+        return mx.where(allowed, logits, -mx.inf)
+    index = mx.array(batch.constrained)
+    masked = logits * 1.0
+    masked[index] = mx.where(allowed, logits[index], -mx.inf)
+    return masked
 
 
 def _edit(logits: mx.array, batch: SamplingBatch) -> mx.array:
@@ -121,10 +143,12 @@ def _edit(logits: mx.array, batch: SamplingBatch) -> mx.array:
     return edited
 
 
-def _alternatives(logits: mx.array, batch: SamplingBatch) -> tuple[mx.array | None, mx.array | None]:
+def _alternatives(logits: mx.array, scaled: mx.array, batch: SamplingBatch) -> tuple[mx.array | None, mx.array | None]:
     if not batch.wants_top:
         return None, None
     index = mx.array(batch.wants_top)
+    if batch.processed_alternatives:
+        return top_logprobs(scaled[index], batch.top_count)
     rows = logits[index].astype(mx.float32)
     if not isinstance(batch.temperature, float):
         rows = rows / batch.temperature[index][:, None]

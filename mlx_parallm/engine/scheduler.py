@@ -1,21 +1,28 @@
 """Decides what the next step does: plain Python over `Sequence`s, no tensor in sight.
 
 Rows of the KV cache are dense: running sequences hold rows 0..n-1. `schedule` fills the rows that were left by finished
-sequences and returns a `Plan`, which `ModelRunner` carries out in this order: take-overs (nothing to do), moves,
-copies, one chunk of prefill, one decode step over `rows`.
+sequences and returns a `Plan`, which `ModelRunner` carries out in this order: saves, moves, chunks of prefill, one
+decode step over `rows`.
 
-A prompt is computed once for all who ask it under the same adapter and weights (`epoch` counts every change of these):
-choices of one request and identical requests share a prefill (`PrefillRow.sequences`); one that comes later copies the
-prefix of a row that still holds it, or takes such a row over when its owner has just finished.
+Queue: by priority (lower first), then by arrival; `AGEING_STEPS` steps of waiting weigh as much as one level, so nobody
+waits for ever. Nobody overtakes who waits for memory.
+Prefill: any number of prompts may be under way; each step advances the one with the least left (so a short prompt does
+not wait for a long one), but one that was passed over gains a chunk a step. While rows decode, a prompt of several
+chunks advances by smaller ones.
+A prompt is computed once for all who ask it meanwhile, and its keys and values stay in the prefix cache
+(prefix_cache.py) under the weights that read it (`weights_of`), as far as that has room.
 """
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from bisect import insort
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
+from mlx_parallm.engine.prefix_cache import Key, Piece, PrefixCache, Segment
 from mlx_parallm.engine.sequence import Sequence, Status
 
-PrefixKey = tuple[str | None, int, tuple[int, ...]]  # adapter, weights epoch, prompt
+AGEING_STEPS = 256
+DECODING_SHARE = 4  # while all rows decode, a long prompt advances by this part of prefill_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,34 +35,47 @@ class RowMove:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixCopy:
-    """The first `length` tokens of row `source`, which stays, to row `target`."""
+class PrefixSave:
+    """Positions [segment.start, segment.stop) of row `row` go into the prefix cache."""
 
-    source: int
-    target: int
-    length: int
+    segment: Segment
+    row: int
 
 
 @dataclass(slots=True)
 class PrefillRow:
-    """One prompt being computed and everyone who waits for it."""
+    """One prompt being computed and everyone who waits for it. Its first `known` positions are in `pieces`, until
+    ModelRunner has taken them from there."""
 
-    key: PrefixKey
+    key: Key
+    owner: Sequence  # who asked first
+    pieces: tuple[Piece, ...]
+    known: int
     sequences: list[Sequence]
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """The prompt without its last token, which the first decode step feeds."""
-        return self.key[2][:-1]
+        return self.owner.prompt[:-1]
+
+    @property
+    def computed_tokens(self) -> int:
+        """The prompt's tokens but for the known ones; the last one alone does not count."""
+        return 0 if 0 < self.known == len(self.tokens) else len(self.owner.prompt) - self.known
 
 
 @dataclass(slots=True)
 class Prefill:
-    """Several short prompts in one chunk, or one long prompt in several. `done` counts computed positions."""
+    """Several short prompts in one chunk, or one long prompt in several. `done` counts the positions that are there:
+    at first those of the rows' known beginnings, which are equally long. `caches` is ModelRunner's."""
 
     rows: list[PrefillRow]
     length: int  # longest `tokens` of the rows
-    done: int = 0
+    done: int
+    last_step: int  # when it advanced; at first, when it was made up
+    started: bool = False
+    in_chunks: bool = False  # it was longer than one chunk
+    caches: list[Any] = field(default_factory=list)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -79,11 +99,12 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    saves: tuple[PrefixSave, ...]
     moves: tuple[RowMove, ...]
-    copies: tuple[PrefixCopy, ...]
-    prefill: PrefillChunk | None
+    prefill: tuple[PrefillChunk, ...]
     rows: tuple[Sequence, ...]  # row i of the cache belongs to rows[i]; all of them decode
-    prefilled_tokens: int  # tokens of the prompts whose computation this step completes
+    max_row_tokens: int | None  # rows × positions that the cache may have room for; the rest is the prompts'
+    prefilled_tokens: int  # tokens of the prompts whose computation this step completes, without known beginnings
 
 
 class Scheduler:
@@ -91,123 +112,102 @@ class Scheduler:
     Args:
         max_rows: sequences that decode together at most.
         prefill_chunk: prompt tokens (padding included) computed between two decode steps.
-        max_kv_tokens: upper bound of rows × longest sequence (prompt + max_tokens) among them, None = unbounded.
-            A sequence that exceeds it alone still runs, alone.
+        max_kv_tokens: upper bound of `reserved`: rows × longest sequence (prompt + max_tokens) among them, and beside
+            that the prompts being computed; None = unbounded.
+        max_cached_tokens: positions that the prefix cache holds at most.
+        rewindable: False: a row holds nothing but its whole text (a recurrent state), so its beginning cannot be used
+            by others, and prompts are computed one by one, without padding.
     """
 
-    def __init__(self, max_rows: int, prefill_chunk: int, max_kv_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        prefill_chunk: int,
+        max_kv_tokens: int | None = None,
+        max_cached_tokens: int = 0,
+        *,
+        rewindable: bool = True,
+    ) -> None:
         self.max_rows = max_rows
         self.prefill_chunk = prefill_chunk
         self.max_kv_tokens = max_kv_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.rewindable = rewindable
+        self.prefix_cache = PrefixCache(max_cached_tokens if rewindable else 0)
+        self.waiting: list[Sequence] = []  # in the order in which they are admitted
         self.rows: list[Sequence] = []
-        self.prefill: Prefill | None = None
+        self.prefills: list[Prefill] = []
         self.paused = False
+        self._step = 0
 
     @property
     def active(self) -> list[Sequence]:
         """Unfinished sequences that hold a row or were promised one."""
-        promised = [] if self.prefill is None else self.prefill.sequences
+        promised = [sequence for prefill in self.prefills for sequence in prefill.sequences]
         return [s for s in [*self.rows, *promised] if not s.finished]
 
     @property
     def has_work(self) -> bool:
-        return self.prefill is not None or bool(self.rows) or (bool(self.waiting) and not self.paused)
+        return bool(self.prefills) or bool(self.rows) or (bool(self.waiting) and not self.paused)
+
+    @property
+    def reserved(self) -> int:
+        """Positions that the sequences admitted so far can come to hold."""
+        return _reserved(self.active) + self._prompt_tokens
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        self.waiting.extend(sequences)
-
-    def find(self, request_id: str) -> list[Sequence]:
-        """The unfinished sequences of a request."""
-        return [s for s in [*self.waiting, *self.active] if s.request_id == request_id and not s.finished]
+        for sequence in sequences:
+            sequence.rank = sequence.priority * AGEING_STEPS + self._step
+            insort(self.waiting, sequence, key=lambda waiting: waiting.rank)
 
     def remove_finished_from_queue(self) -> None:
         """Drops sequences that were ended (aborted) while they waited."""
-        self.waiting = deque(s for s in self.waiting if not s.finished)
+        self.waiting = [s for s in self.waiting if not s.finished]
 
     def forget_rows(self) -> list[Sequence]:
-        """Empties rows and prefill, whose keys and values are lost; returns the sequences that had not finished."""
+        """Empties rows, prefills and the prefix cache, whose keys and values are lost or doubtful; returns the
+        sequences that had not finished."""
         lost = self.active
         for sequence in [*self.rows, *lost]:
             sequence.row = -1
-        self.rows, self.prefill = [], None
+        self.rows, self.prefills = [], []
+        self.prefix_cache.clear()
         return lost
 
-    def schedule(self, epoch: int) -> Plan:
-        """Plans one step under the weights of `epoch`. Finished sequences lose their rows here."""
-        sharers = [] if self.paused or not self.waiting else self._admit(epoch)
-        moves = self._compact()
-        copies = [copy for sequence, donor in sharers if (copy := self._share(sequence, donor)) is not None]
-        prefilled = sum(len(sequence.prompt) for sequence, donor in sharers if donor is None)
-        chunk = self._next_chunk()
-        if chunk is not None and chunk.sources:
-            prefilled += sum(len(row.key[2]) for row in chunk.prefill.rows)
-        return Plan(tuple(moves), tuple(copies), chunk, tuple(self.rows), prefilled)
+    def schedule(self, weights_of: Callable[[Sequence], Hashable], version: int = -1) -> Plan:
+        """Plans one step. Finished sequences lose their rows here.
 
-    def _admit(self, epoch: int) -> list[tuple[Sequence, Sequence | None]]:
-        """Takes from the queue, in order, who can start now.
-
-        Returns the sequences that get a row at once, each with the row's owner whose prefix it copies (None: its
-        prompt is one token, there is nothing to copy). Others took over a finished row or joined `self.prefill`.
+        Args:
+            weights_of: what identifies the weights that a sequence is read by now; equal for equal weights only.
+            version: the policy version, noted as `prompt_version` of who is admitted.
         """
-        sharers: list[tuple[Sequence, Sequence | None]] = []
-        holders = {(s.adapter, s.prefix_epoch, s.prompt): s for s in self.rows if s.can_share_prefix}
-        may_open = self.prefill is None
-        kept: list[Sequence] = []
-        for _ in range(self._free_rows()):
-            if not self.waiting:
-                break
-            sequence = self.waiting.popleft()
-            key = (sequence.adapter, epoch, sequence.prompt)
-            holder = holders.get(key)
-            if holder is None and len(sequence.prompt) > 1:
-                if not self._join_prefill(sequence, key, may_open):
-                    kept.append(sequence)
+        self._step += 1
+        saves = self._saves(weights_of)
+        moves = self._compact()
+        self._drop_ended_prefills()
+        if self.waiting and not self.paused:
+            self._admit(weights_of, version)
+        limit = None if self.max_kv_tokens is None else self.max_kv_tokens - self._prompt_tokens
+        chunks = self._next_chunks()
+        prefilled = sum(row.computed_tokens for chunk in chunks if chunk.sources for row in chunk.prefill.rows)
+        return Plan(tuple(saves), tuple(moves), tuple(chunks), tuple(self.rows), limit, prefilled)
+
+    def _saves(self, weights_of: Callable[[Sequence], Hashable]) -> list[PrefixSave]:
+        """What new rows hold of their prompts, and finished ones of all, goes into the prefix cache: unless it was read
+        under weights that have changed since, or is doubtful (a failed row may hold NaN)."""
+        saves: list[PrefixSave] = []
+        if not self.prefix_cache.max_tokens:
+            return saves
+        for sequence in self.rows:
+            if not (sequence.finished or sequence.is_new) or not sequence.feeds_prefix_cache:
                 continue
-            sequence.prefix_epoch = epoch
-            if holder is not None and holder.finished:
-                self._take_over(sequence, holder)
-            else:
-                sharers.append((sequence, holder))
-            holders[key] = sequence if holder is None or holder.finished else holder
-        self.waiting.extendleft(reversed(kept))
-        return sharers
-
-    def _free_rows(self) -> int:
-        active = self.active
-        free = self.max_rows - len(active)
-        if self.max_kv_tokens is None:
-            return free
-        longest = max((len(s.prompt) + s.max_tokens for s in active), default=0)
-        for admitted, sequence in enumerate(self.waiting):
-            longest = max(longest, len(sequence.prompt) + sequence.max_tokens)
-            rows = len(active) + admitted + 1
-            if admitted >= free or (rows > 1 and rows * longest > self.max_kv_tokens):
-                return min(admitted, free)
-        return free
-
-    def _join_prefill(self, sequence: Sequence, key: PrefixKey, may_open: bool) -> bool:
-        """Adds the sequence to the prefill being made up, or to its own prompt in one under way."""
-        if self.prefill is None:
-            self.prefill = Prefill([], 0)
-        prefill = self.prefill
-        row = next((row for row in prefill.rows if row.key == key), None)
-        if row is None:
-            length = max(prefill.length, len(sequence.prompt) - 1)
-            if not may_open or (prefill.rows and (len(prefill.rows) + 1) * length > self.prefill_chunk):
-                return False
-            row = PrefillRow(key, [])
-            prefill.rows.append(row)
-            prefill.length = length
-        row.sequences.append(sequence)
-        sequence.status, sequence.prefix_epoch = Status.PREFILLING, key[1]
-        return True
-
-    def _take_over(self, sequence: Sequence, finished: Sequence) -> None:
-        sequence.row, finished.row = finished.row, -1
-        sequence.cached = len(sequence.prompt) - 1
-        sequence.status = Status.RUNNING
-        self.rows[sequence.row] = sequence
+            sequence.is_new = False
+            key = (weights_of(sequence), sequence.cache_salt)
+            if key == sequence.prefix_key:
+                known = [*sequence.prompt, *sequence.tokens][: sequence.cached]
+                segment = self.prefix_cache.store(key, tuple(known))
+                if segment is not None:
+                    saves.append(PrefixSave(segment, sequence.row))
+        return saves
 
     def _compact(self) -> list[RowMove]:
         """Fills the rows of finished sequences with the last ones. No row is both a source and a target."""
@@ -230,32 +230,111 @@ class Scheduler:
                 last.row = -1
         return moves
 
-    def _share(self, sequence: Sequence, donor: Sequence | None) -> PrefixCopy | None:
+    def _drop_ended_prefills(self) -> None:
+        for prefill in self.prefills:
+            for row in prefill.rows:
+                row.sequences = [s for s in row.sequences if not s.finished]
+        self.prefills = [prefill for prefill in self.prefills if prefill.sequences]
+
+    def _admit(self, weights_of: Callable[[Sequence], Hashable], version: int) -> None:
+        """Promises rows to those at the head of the queue, as many as there is room for."""
+        admitted = 0
+        for sequence in self.waiting:
+            active = self.active
+            if len(active) >= self.max_rows:
+                break
+            key = (weights_of(sequence), sequence.cache_salt)
+            row = self._row_of(key, sequence.prompt)
+            prompts = self._prompt_tokens + (len(sequence.prompt) - 1 if row is None else 0)
+            if active and not self._fits([*active, sequence], prompts):
+                break
+            if row is None:
+                row = self._new_row(key, sequence, [*active, sequence])
+            row.sequences.append(sequence)
+            sequence.status, sequence.prefix_key, sequence.prompt_version = Status.PREFILLING, key, version
+            sequence.cached_prompt_tokens = row.known
+            admitted += 1
+        del self.waiting[:admitted]
+
+    @property
+    def _prompt_tokens(self) -> int:
+        """Positions of the caches of prompts that are being computed."""
+        return sum(len(prefill.rows) * prefill.length for prefill in self.prefills)
+
+    def _fits(self, active: list[Sequence], prompts: int) -> bool:
+        return self.max_kv_tokens is None or _reserved(active) + prompts <= self.max_kv_tokens
+
+    def _row_of(self, key: Key, prompt: tuple[int, ...]) -> PrefillRow | None:
+        """The row in which this very prompt is being computed already."""
+        rows = (row for prefill in self.prefills for row in prefill.rows)
+        return next((row for row in rows if row.key == key and row.owner.prompt == prompt), None)
+
+    def _new_row(self, key: Key, sequence: Sequence, active: list[Sequence]) -> PrefillRow:
+        """Adds the prompt to a group that has not started, where it fits beside the others, or makes one up."""
+        pieces = self.prefix_cache.find(key, sequence.prompt)
+        row = PrefillRow(key, sequence, pieces, pieces[-1].stop if pieces else 0, [])
+        length = len(row.tokens)
+        for prefill in self.prefills:
+            rows, longest = len(prefill.rows) + 1, max(prefill.length, length)
+            if (
+                prefill.started
+                or prefill.done != row.known
+                or not self.rewindable
+                or rows * (longest - row.known) > self.prefill_chunk
+                or not self._fits(active, self._prompt_tokens + rows * longest - (rows - 1) * prefill.length)
+            ):
+                continue
+            prefill.rows.append(row)
+            prefill.length = longest
+            return row
+        in_chunks = length - row.known > self.prefill_chunk
+        self.prefills.append(Prefill([row], length, row.known, self._step, in_chunks=in_chunks))
+        return row
+
+    def _next_chunks(self) -> list[PrefillChunk]:
+        """Prompts that can be finished within this step's `prefill_chunk` tokens, the most urgent first; when that one
+        cannot, a part of it. Who is finished gets a row."""
+        chunks: list[PrefillChunk] = []
+        left = self.prefill_chunk
+        for prefill in sorted(self.prefills, key=self._urgency):
+            limit = min(left, self._part_of_long_prompts()) if prefill.in_chunks else left
+            start, stop = prefill.done, min(prefill.length, prefill.done + limit // len(prefill.rows))
+            if stop < prefill.length and chunks:
+                continue
+            left -= (stop - start) * len(prefill.rows)
+            prefill.done, prefill.last_step, prefill.started = stop, self._step, True
+            first_row = len(self.rows)
+            sources: tuple[int, ...] = ()
+            if stop == prefill.length:
+                sources = tuple(index for index, row in enumerate(prefill.rows) for _ in row.sequences)
+                for sequence in prefill.sequences:
+                    self._give_row(sequence)
+                self.prefills.remove(prefill)
+            chunks.append(PrefillChunk(prefill, start, stop, first_row, sources))
+        return chunks
+
+    def _urgency(self, prefill: Prefill) -> int:
+        """Lower goes first: what is left to compute, less a chunk for each step that it was passed over."""
+        level = min(sequence.priority for sequence in prefill.sequences)
+        return prefill.length - prefill.done + self.prefill_chunk * (prefill.last_step + level * AGEING_STEPS)
+
+    def _part_of_long_prompts(self) -> int:
+        """Less, the more rows wait for their next token; all of the chunk when none does."""
+        free = self.max_rows - len(self.rows)
+        return max(self.prefill_chunk // DECODING_SHARE, self.prefill_chunk * free // self.max_rows)
+
+    def restore(self, sequence: Sequence) -> None:
+        """Gives a row to a sequence whose keys and values were computed again; they are not shared with others."""
         self._give_row(sequence)
-        return None if donor is None or not sequence.cached else PrefixCopy(donor.row, sequence.row, sequence.cached)
+        sequence.cached += len(sequence.tokens)
+        sequence.prefix_key = None
 
     def _give_row(self, sequence: Sequence) -> None:
         sequence.row, sequence.cached = len(self.rows), len(sequence.prompt) - 1
-        sequence.status = Status.RUNNING
+        sequence.status, sequence.is_new = Status.RUNNING, True
         self.rows.append(sequence)
 
-    def _next_chunk(self) -> PrefillChunk | None:
-        """Advances the prefill by one chunk; gives rows to its sequences when that is the last one."""
-        prefill = self.prefill
-        if prefill is None:
-            return None
-        for row in prefill.rows:
-            row.sequences = [s for s in row.sequences if not s.finished]
-        if not prefill.sequences:
-            self.prefill = None
-            return None
-        start, stop = prefill.done, min(prefill.length, prefill.done + self.prefill_chunk)
-        prefill.done = stop
-        first_row = len(self.rows)
-        sources: tuple[int, ...] = ()
-        if stop == prefill.length:
-            sources = tuple(index for index, row in enumerate(prefill.rows) for _ in row.sequences)
-            for sequence in prefill.sequences:
-                self._give_row(sequence)
-            self.prefill = None
-        return PrefillChunk(prefill, start, stop, first_row, sources)
+
+def _reserved(active: list[Sequence]) -> int:
+    """Rows are equally long, whoever is in them."""
+    return len(active) * max((len(s.prompt) + s.max_tokens for s in active), default=0)

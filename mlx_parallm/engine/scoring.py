@@ -11,11 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.engine.kv_cache import new_prefill_cache
+from mlx_parallm.engine.batch_cache import arrays_of
 from mlx_parallm.engine.sampler import ordered_alternatives, top_logprobs
 from mlx_parallm.models.logprobs import token_logprobs
+from mlx_parallm.models.lora import AdapterPlace
 from mlx_parallm.types import PromptLogprobs, TopLogprob
-from mlx_parallm.weights import WeightsView
 
 CHUNK_LOGITS = 1 << 24  # logits of one chunk: 64 MB of float32
 
@@ -26,7 +26,7 @@ class Score:
 
     request_id: str
     tokens: tuple[int, ...]
-    adapter: str | None
+    place: AdapterPlace | None
     top_count: int
     caches: list[Any] = field(default_factory=list)
     done: int = 0
@@ -45,29 +45,32 @@ class Scorer:
     """
     Args:
         model: the serving tree.
-        activate: tells its linear layers which adapter each row uses (`ModelRunner.activate`).
+        new_caches: caches for a forward over so many positions (`BatchCache.new_prefill`).
+        activate: tells its linear layers which adapter each row uses (`LoraContext.activate`).
         chunk: most tokens of one chunk.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        activate: Callable[[Sequence[str | None], WeightsView], None],
+        new_caches: Callable[[int], list[Any]],
+        activate: Callable[[Sequence[AdapterPlace | None]], None],
         chunk: int,
         vocab_size: int,
     ) -> None:
         self._model = model
+        self._new_caches = new_caches
         self._activate = activate
         self._chunk = max(16, min(chunk, CHUNK_LOGITS // vocab_size))
 
-    def launch(self, score: Score, view: WeightsView) -> list[mx.array]:
+    def launch(self, score: Score) -> list[mx.array]:
         """Builds the next chunk under the read lock: [C] log-probabilities, then alternatives [C, K] if wanted."""
         if score.finished:
             return []
         if score.done == 0:
-            score.caches = new_prefill_cache(self._model, len(score.tokens) - 1)
+            score.caches = self._new_caches(len(score.tokens) - 1)
         start, stop = score.done, min(score.done + self._chunk, len(score.tokens) - 1)
-        self._activate([score.adapter], view)
+        self._activate([score.place])
         logits = self._model(mx.array(score.tokens[start:stop], dtype=mx.int32)[None], cache=score.caches)[0]
         targets = mx.array(score.tokens[start + 1 : stop + 1], dtype=mx.int32)
         score.done = stop
@@ -80,7 +83,7 @@ class Scorer:
         """Waits for a chunk and appends its values."""
         if not arrays:
             return
-        mx.eval(arrays, [cache.state for cache in score.caches])
+        mx.eval(arrays, arrays_of(score.caches))
         values = np.array(arrays[0]).tolist()
         score.logprobs += values
         score.top_logprobs += ordered_alternatives(arrays[1], arrays[2]) if score.top_count else [None] * len(values)

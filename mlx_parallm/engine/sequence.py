@@ -4,9 +4,12 @@
 `Engine.postprocess` ends it → `Completion`.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
+from mlx_parallm.engine.grammar import Matcher
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.types import Completion, FinishReason, SamplingParams, TopLogprob
@@ -33,16 +36,23 @@ class Sequence:
     index: int
     prompt: tuple[int, ...]
     params: SamplingParams
-    adapter: str | None
+    place: Any  # models.lora.AdapterPlace, None = the base; held to the end, whatever is unloaded meanwhile
     max_tokens: int
     random_stream: int  # 64 bits; token t of this choice is drawn with f(random_stream, t)
     stop_ids: frozenset[int]  # EOS (unless ignored) and the request's stop ids
     text: OutputText
     edits: LogitEdits | None = None  # penalties, bias, forbidden ends; None = the logits stay as they are
+    matcher: Matcher | None = None  # where its text stands in the request's grammar
     status: Status = Status.WAITING
     row: int = -1
     cached: int = 0
-    prefix_epoch: int = -1  # weights epoch under which the prompt's keys and values began to be computed
+    priority: int = 0  # lower goes first
+    rank: int = 0  # place in the queue
+    cache_salt: str | None = None
+    prefix_key: Hashable = None  # weights and salt under which the prompt's keys and values began to be computed
+    prompt_version: int = -1  # policy version at that time
+    cached_prompt_tokens: int = 0  # of the prompt, found in the prefix cache
+    is_new: bool = False  # has its row since the last step
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     processed_logprobs: list[float] | None = None
@@ -54,6 +64,11 @@ class Sequence:
     emitted: int = 0  # tokens that a stream has been sent
 
     @property
+    def pinned_version(self) -> int | None:
+        """The policy version that was asked for by number; None = whatever is newest."""
+        return self.place.weights.version if self.place is not None and self.place.pinned else None
+
+    @property
     def next_token(self) -> int:
         """The token that the next decode step feeds."""
         return self.tokens[-1] if self.tokens else self.prompt[-1]
@@ -63,16 +78,16 @@ class Sequence:
         return self.status is Status.FINISHED
 
     @property
-    def can_share_prefix(self) -> bool:
-        """True when its row holds the prompt's keys and values in good order (a failed row may hold NaN)."""
-        return self.row >= 0 and self.error is None and self.cached >= len(self.prompt) - 1
+    def feeds_prefix_cache(self) -> bool:
+        """False when its row is doubtful (a failed one may hold NaN), or the request is a measurement."""
+        return self.error is None and self.params.prompt_logprobs is None
 
     def finish(self, reason: FinishReason, stop_reason: str | int | None = None, error: str | None = None) -> None:
         self.status = Status.FINISHED
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
 
-    def completion(self, prompt_version: int = -1) -> Completion:
-        """The finished choice, whose prompt was read under `prompt_version`; ends the text."""
+    def completion(self) -> Completion:
+        """The finished choice; ends the text."""
         assert self.finish_reason is not None
         return Completion(
             index=self.index,
@@ -85,7 +100,8 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
-            prompt_version=prompt_version,
+            prompt_version=self.prompt_version if self.pinned_version is None else self.pinned_version,
+            cached_tokens=self.cached_prompt_tokens,
         )
 
 

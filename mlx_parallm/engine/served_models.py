@@ -1,10 +1,12 @@
 """Under which names the engine answers: the base, the policy being trained, adapters. No MLX.
 
 While training, the base's id, its last path component, `default` and the configured names all mean the policy; the
-untouched base is `<id>:base`. Otherwise they mean the base. An adapter's own name always means that adapter.
+untouched base is `<id>:base`. Otherwise they mean the base. An adapter's own name always means that adapter. A name of
+the policy followed by `@VERSION` means the policy's adapter as it was under that version, as long as it is kept.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 
 from mlx_parallm.errors import ModelNotFoundError
@@ -23,6 +25,8 @@ class ServedModels:
         aliases: `server.served_model_names`.
         adapter_versions: present adapters and the policy version under which each was put there.
         version: the present policy version.
+        policy_versions: those that can be asked for by number.
+        loader: what must be called (in a thread that may wait) before a version can be used; None = nothing.
     """
 
     def __init__(
@@ -34,7 +38,11 @@ class ServedModels:
         policy_adapter: str | None = None,
         trains_base: bool = False,
         aliases: tuple[str, ...] = (),
+        policy_versions: Callable[[], Sequence[int]] = tuple,
+        loader: Callable[[str], Callable[[], object] | None] = lambda adapter: None,
     ) -> None:
+        self.loader = loader
+        self._policy_versions = policy_versions
         self.base_id = base_id
         self._adapter_versions = adapter_versions
         self._version = version
@@ -61,7 +69,27 @@ class ServedModels:
                 return model
         if not name or name in self._aliases:
             return models[0]
+        if "@" in name:
+            return self._pinned(name, models)
         raise ModelNotFoundError(name, [model.id for model in models])
+
+    def taken_by_server(self, name: str) -> bool:
+        """Names that no adapter can be given: they mean the base, the policy, or a version."""
+        return name in (*self._aliases, self.base_id + BASE_SUFFIX, self._policy_adapter) or "@" in name
+
+    def _pinned(self, name: str, models: tuple[ServedModel, ...]) -> ServedModel:
+        asked, _, version = name.rpartition("@")
+        policy = models[0]
+        known = self._policy_versions()
+        if asked not in (*self._aliases, "", self._policy_adapter):
+            why = "only the policy being trained has versions"
+        elif self._trains_base:
+            why = "versions are not kept when all weights are trained"
+        elif version.isdecimal() and int(version) in known:
+            return replace(policy, id=name, adapter=f"{policy.adapter}@{int(version)}", policy_version=int(version))
+        else:
+            why = f"versions that can be asked for: {', '.join(str(each) for each in known) or 'none'}"
+        raise ModelNotFoundError(name, [model.id for model in models], why)
 
     def _main(self, version: int) -> ServedModel:
         is_policy = self._policy_adapter is not None or self._trains_base

@@ -2,7 +2,8 @@
 
 Everything MLX that serves runs here. `build` makes the engine on this thread from a model that was evaluated where it
 was loaded (docs/design.md). The loop blocks on the command queue when idle. A step that raises fails the requests that
-took part and the engine goes on; several in a row, and it is dead and says so in `stats`.
+raise alone too, and the engine goes on. When none does, the step is tried once more, then fails all who took part; the
+third such step in a row is the end: the engine is dead and says so in `stats`.
 """
 
 import queue
@@ -22,7 +23,6 @@ from mlx_parallm.engine.client import (
     EngineInfo,
     Mailbox,
     NotifyIdle,
-    SetAdmission,
     Stop,
     Submit,
     SubmitScore,
@@ -100,13 +100,16 @@ class EngineThread:
             requests_aborted=counters.requests_aborted,
             policy_version=engine.weights.version,
             error=self._error,
+            prefix_cache_query_tokens=engine.scheduler.prefix_cache.query_tokens,
+            prefix_cache_hit_tokens=engine.scheduler.prefix_cache.hit_tokens,
+            holders=tuple(engine.holders),
         )
 
     def _main(self) -> None:
         reason = "the engine has stopped"
         try:
             engine = self._engine = self._build()
-            self.client.open(EngineInfo(engine.limits, self._models))
+            self.client.open(EngineInfo(engine.limits, self._models, engine.grammars))
             self._started.set()
             while not self._stopping:
                 self._turn(engine)
@@ -124,7 +127,6 @@ class EngineThread:
 
     def _turn(self, engine: Engine) -> None:
         self._take_commands(engine)
-        self._last_turn = time.monotonic()
         self._deliver(engine.take_events())
         if engine.has_work and not self._stopping:
             self._step(engine)
@@ -140,7 +142,12 @@ class EngineThread:
         except Exception as error:  # boundary: a failed forward ends its requests, not the engine
             get_logger(__name__).exception("engine_step_failed")
             self._failed_steps += 1
-            events = engine.fail_active(f"the engine's step failed: {error!r}")
+            if self._failed_steps == 1:
+                if engine.recover():
+                    self._failed_steps = 0
+                events = engine.take_events()
+            else:
+                events = engine.fail_active(f"the engine's step failed: {error!r}")
             if self._failed_steps >= MAX_FAILED_STEPS:
                 self._deliver(events)
                 raise
@@ -150,13 +157,13 @@ class EngineThread:
         """Everything in the queue; when there is nothing to do, blocks until there is."""
         idle_turns = 0
         while not self._stopping:
-            busy = engine.has_work or bool(self._idle_waiters)
+            self._last_turn = time.monotonic()  # also when commands alone keep it awake: paused is not stalled
+            busy = engine.has_work or (bool(self._idle_waiters) and engine.idle)
             try:
                 command = self.client.commands.get(block=not busy, timeout=IDLE_TURN_S)
             except queue.Empty:
                 if busy:
                     return
-                self._last_turn = time.monotonic()
                 idle_turns += 1
                 if idle_turns == IDLE_TURNS_BEFORE_RELEASE:
                     engine.release_memory()
@@ -172,8 +179,6 @@ class EngineThread:
                 self._accept(mailbox, engine.score, mailbox.request_id, token_ids, adapter, top_count)
             case Abort(request_id):
                 engine.abort(request_id)
-            case SetAdmission(is_open):
-                engine.scheduler.paused = not is_open
             case NotifyIdle(event):
                 self._idle_waiters.append(event)
             case Call(function, future):

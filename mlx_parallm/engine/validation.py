@@ -15,6 +15,18 @@ MAX_ALTERNATIVES = 1024
 class RequestLimits:
     max_model_len: int
     vocab_size: int
+    max_kv_tokens: int | None = None  # positions whose keys and values memory holds; None = unbounded
+    default_max_tokens: int | None = None  # of a request that names none; None = all the room there is
+
+    def room(self, prompt: int) -> int:
+        """The longest completion of a prompt of that many tokens. While a prompt is computed its keys and values
+        exist twice: in a cache of their own, and in the row that they move to."""
+        room = self.max_model_len - prompt
+        return room if self.max_kv_tokens is None else min(room, self.max_kv_tokens - 2 * prompt + 1)
+
+    def default_length(self, prompt: int) -> int:
+        room = self.room(prompt)
+        return room if self.default_max_tokens is None else min(room, self.default_max_tokens)
 
 
 def check_request(request: Request, limits: RequestLimits) -> None:
@@ -24,6 +36,8 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _check_length(len(request.prompt_token_ids), params.max_tokens, limits)
     _check_sampling(params)
     _check_stops(params, limits)
+    ends = params.structure is None or not params.ignore_eos
+    _require(ends, "ignore_eos", "excludes structured output, whose grammar says where the text ends")
     for token, bias in params.logit_bias.items():
         _require(0 <= token < limits.vocab_size, "logit_bias", f"token id {token} is not in the vocabulary")
         _require(math.isfinite(bias), "logit_bias", "values must be finite")
@@ -39,13 +53,18 @@ def check_tokens(tokens: Sequence[int], limits: RequestLimits) -> None:
 
 
 def _check_length(prompt: int, max_tokens: int | None, limits: RequestLimits) -> None:
-    if max_tokens is None:
-        if prompt >= limits.max_model_len:
-            raise ContextLengthError(prompt, limits.max_model_len)
-        return
-    _require(max_tokens >= 0, "max_tokens", "must be at least 0")
-    if prompt + max_tokens > limits.max_model_len:
+    if max_tokens is None and prompt >= limits.max_model_len:
+        raise ContextLengthError(prompt, limits.max_model_len)
+    _require(max_tokens is None or max_tokens >= 0, "max_tokens", "must be at least 0")
+    if max_tokens is not None and prompt + max_tokens > limits.max_model_len:
         raise ContextLengthError(prompt, limits.max_model_len, max_tokens)
+    room = limits.room(prompt)
+    if room < (1 if max_tokens is None else max_tokens):
+        raise RequestError(
+            f"max_tokens: memory (server.kv_cache_bytes) holds keys and values of {limits.max_kv_tokens} tokens: with"
+            f" this prompt of {prompt} tokens there is room for at most {max(room, 0)} more",
+            param="max_tokens",
+        )
 
 
 def _check_sampling(params: SamplingParams) -> None:
@@ -59,7 +78,8 @@ def _check_sampling(params: SamplingParams) -> None:
     _require(0 <= params.min_p <= 1, "min_p", "must be in [0, 1]")
     _require(-2 <= params.presence_penalty <= 2, "presence_penalty", "must be in [-2, 2]")
     _require(-2 <= params.frequency_penalty <= 2, "frequency_penalty", "must be in [-2, 2]")
-    _require(params.repetition_penalty > 0, "repetition_penalty", "must be above 0")
+    # Beyond these a logit times the penalty leaves float32, and 0 times infinity is no number.
+    _require(1e-30 <= params.repetition_penalty <= 1e30, "repetition_penalty", "must be in [1e-30, 1e30]")
     _require(1 <= params.n <= MAX_CHOICES, "n", f"must be in 1..{MAX_CHOICES}")
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)

@@ -5,6 +5,7 @@ another thread (docs/design.md).
 """
 
 import importlib.resources
+import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from mlx_parallm.config_server import ModelConfig
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.formats import check_directory, check_names, check_quantization, gguf_message
 from mlx_parallm.models.hub import download, fetch_config
-from mlx_parallm.models.mlx_lm_api import load_config, load_hf_model, load_hf_tokenizer
+from mlx_parallm.models.mlx_lm_api import load_config, load_hf_model, load_hf_tokenizer, tool_parsers
 from mlx_parallm.models.quantize import load_quantized
 from mlx_parallm.models.support import check_config
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -71,6 +72,8 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
         dtype = _dtype(config.dtype)
         if dtype is not None:
             model.set_dtype(dtype)
+        if not hasattr(model, "_no_grad"):  # recurrent_gemma of mlx-lm 0.32.2 leaves out nn.Module's constructor
+            nn.Module.__init__(model)
         model.freeze()
         model.eval()
         evaluate_module(model)  # weights are read here: a damaged file shows now
@@ -104,9 +107,18 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
         template = Path(config.chat_template)
         is_file = len(config.chat_template) < 4096 and "\n" not in config.chat_template and template.is_file()
         extra["chat_template"] = template.read_text(encoding="utf-8") if is_file else config.chat_template
+    if config.tool_parser not in ("auto", "off"):
+        known = [module.name for module in pkgutil.iter_modules(tool_parsers.__path__)]
+        if config.tool_parser not in known:
+            raise ModelError(f"model.tool_parser = {config.tool_parser!r} is none of: auto, off, {', '.join(known)}")
+        extra["tool_parser_type"] = config.tool_parser
     eos = read_config(path).get("eos_token_id")
     try:
-        return Tokenizer(load_hf_tokenizer(path, extra, eos_token_ids=eos))
+        return Tokenizer(
+            load_hf_tokenizer(path, extra, eos_token_ids=eos),
+            reads_tools=config.tool_parser != "off",
+            splits_reasoning=config.reasoning_parser != "off",
+        )
     except Exception as error:
         raise ModelError(f"{path}: the tokenizer cannot be loaded: {error}") from error
 

@@ -7,20 +7,23 @@ to 0.1 nat (measured by others on a 32k vocabulary), which an importance ratio t
 import mlx.core as mx
 
 
-def token_logprobs(logits: mx.array, tokens: mx.array, temperature: float | mx.array = 1.0) -> mx.array:
+def token_logprobs(
+    logits: mx.array, tokens: mx.array, temperature: float | mx.array = 1.0, normalizer: mx.array | None = None
+) -> mx.array:
     """Log-probabilities of given tokens.
 
     Args:
         logits: [..., V], any float dtype.
         tokens: [...], integer ids.
         temperature: a positive number, or an array that broadcasts against [...].
+        normalizer: [...], logsumexp(logits / T) where it is known already (engine/draw.py).
 
     Returns:
         [...] float32.
     """
     scaled = _scale(logits, temperature)
     chosen = mx.take_along_axis(scaled, tokens[..., None].astype(mx.int32), axis=-1).squeeze(-1)
-    return chosen - mx.logsumexp(scaled, axis=-1)
+    return chosen - (mx.logsumexp(scaled, axis=-1) if normalizer is None else normalizer)
 
 
 def token_logprobs_and_entropy(

@@ -4,7 +4,7 @@
     adapter_layers        trainer → AdapterWeights: the arrays that are published and saved
     load_adapter          disk → layers; reads mlx-lm's and PEFT's formats
     save_adapter          layers → disk in mlx-lm's format
-    prepare_for_serving   server: wraps every linear layer; `LoraContext.active` says which rows use which adapter
+    prepare_for_serving   server: wraps every linear layer (served_lora.py)
 
 The update is y = Wx + scale · (xA)B with scale = alpha / rank (Hu et al. 2021, arXiv:2106.09685). Shapes are mlx-lm's:
 A [in, r], B [r, out].
@@ -13,6 +13,7 @@ A [in, r], B [r, out].
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mlx.utils import tree_unflatten
 from mlx_parallm.errors import AdapterError
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.mlx_lm_api import LoRALinear, QuantizedSwitchLinear, SwitchLinear
+from mlx_parallm.models.served_lora import LoraContext, ServedLinear
 
 ADAPTER_FILE = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -57,10 +59,22 @@ class AdapterWeights:
     name: str
     version: int
     layers: Mapping[str, LoraPair]
+    serial: int = field(default_factory=count(1).__next__)  # tells arrays apart: names and versions may come again
 
     @property
     def arrays(self) -> list[mx.array]:
         return [array for pair in self.layers.values() for array in (pair.a, pair.b)]
+
+
+@dataclass(eq=False)
+class AdapterPlace:
+    """A name under which an adapter is served. Publishing and replacing rebind `weights` (weights.py, under the write
+    lock). A request holds its place to its end: one that has left the table keeps what it held. `pinned`: it holds one
+    version of the policy for ever, and its tokens say so."""
+
+    name: str
+    weights: AdapterWeights
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,13 +153,17 @@ def adapter_layers(model: nn.Module) -> dict[str, LoraPair]:
     }
 
 
-def check_adapter(model: nn.Module, layers: Mapping[str, LoraPair], source: str) -> None:
-    """Raises AdapterError naming the first layer that the model lacks or whose shape differs."""
-    known = linear_layers(model)
+def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """(in, out) of every layer that an adapter may update, by path."""
+    return {path: linear_shape(layer) for path, layer in linear_layers(model).items()}
+
+
+def check_adapter(shapes: Mapping[str, tuple[int, int]], layers: Mapping[str, LoraPair], source: str) -> None:
+    """Raises AdapterError naming the first layer that the model (`linear_shapes`) lacks or whose shape differs."""
     for path, pair in layers.items():
-        if path not in known:
+        if path not in shapes:
             raise AdapterError(f"{source}: the model has no linear layer {path!r}")
-        in_features, out_features = linear_shape(known[path])
+        in_features, out_features = shapes[path]
         rank = pair.a.shape[-1]
         if pair.a.shape != (in_features, rank) or pair.b.shape != (rank, out_features):
             raise AdapterError(
@@ -210,52 +228,10 @@ def save_adapter(directory: Path, layers: Mapping[str, LoraPair], *, num_layers:
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class ActiveAdapter:
-    """One adapter of a step's batch. `rows`: [B, 1, 1] bool, or None when every row uses it."""
-
-    weights: AdapterWeights
-    rows: mx.array | None
-
-
-@dataclass
-class LoraContext:
-    """What the serving tree's linear layers read while a step's graph is built. Owned by the engine thread."""
-
-    active: tuple[ActiveAdapter, ...] = ()
-    paths: frozenset[str] = field(default_factory=frozenset)
-
-
-class ServedLinear(nn.Module):
-    """A linear layer whose rows may use different adapters, or none; no merging, the base array is shared."""
-
-    def __init__(self, linear: nn.Module, path: str, context: LoraContext) -> None:
-        super().__init__()
-        self.linear = linear
-        object.__setattr__(self, "_path", path)
-        object.__setattr__(self, "_context", context)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        y = self.linear(x)
-        for adapter in self._context.active:
-            pair = adapter.weights.layers.get(self._path)
-            if pair is not None:
-                updated = mx.addmm(y, x @ pair.a, pair.b, alpha=pair.scale).astype(y.dtype)
-                # A choice, not a product with 0: other rows stay bit-equal and an adapter's NaN stays in its rows.
-                y = updated if adapter.rows is None else mx.where(adapter.rows, updated, y)
-        return y
-
-    def __getattr__(self, name: str) -> Any:
-        # Architectures read attributes of their projections (weight, bias, bits); the wrapper is transparent.
-        if name in self or "linear" not in self:
-            return super().__getattr__(name)
-        return getattr(self["linear"], name)
-
-
 def prepare_for_serving(model: nn.Module) -> LoraContext:
     """Wraps every linear layer of the serving tree, once, in place; the engine sets the returned context per step."""
     layers = linear_layers(model)
-    context = LoraContext(paths=frozenset(layers))
+    context = LoraContext()
     model.update_modules(tree_unflatten([(path, ServedLinear(layer, path, context)) for path, layer in layers.items()]))
     return context
 

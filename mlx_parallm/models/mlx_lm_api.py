@@ -1,6 +1,7 @@
 """Every mlx-lm name in use outside model architectures, imported in one place: what to check when mlx-lm moves."""
 
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm import tool_parsers
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_hf_tokenizer
@@ -11,9 +12,12 @@ from mlx_lm.utils import load_model as load_hf_model
 
 __all__ = [
     "MODEL_REMAPPING",
+    "ArraysCache",
+    "CacheList",
     "KVCache",
     "LoRALinear",
     "QuantizedSwitchLinear",
+    "RotatingKVCache",
     "SwitchLinear",
     "TokenizerWrapper",
     "dequantize_model",
@@ -24,4 +28,5 @@ __all__ = [
     "model_classes",
     "save_config",
     "save_model",
+    "tool_parsers",
 ]

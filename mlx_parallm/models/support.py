@@ -2,11 +2,10 @@
 
     model_types        every architecture of the installed mlx-lm
     blueprint          the architecture at full size; its arrays are never evaluated, so it costs no memory
-    check_config       raises ModelError naming the layer that cannot be served, or trained on this device
+    check_config       raises ModelError naming the layer that cannot be trained on this device
 
-The engine batches full attention only (`engine/kv_cache.py`); a layer with another cache (a recurrent state, a sliding
-window) is refused here. A layer whose forward is a kernel without a gradient is found by differentiating the blueprint:
-MLX says so while it builds the graph. docs/models.md has the same for every architecture.
+A layer whose forward is a kernel without a gradient is found by differentiating the blueprint: MLX says so while it
+builds the graph. What can be served is found at load (`engine/probe.py`). docs/models.md has both for all of them.
 """
 
 import ast
@@ -21,7 +20,7 @@ import numpy as np
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
-from mlx_parallm.models.mlx_lm_api import MODEL_REMAPPING, KVCache, make_prompt_cache, model_classes
+from mlx_parallm.models.mlx_lm_api import MODEL_REMAPPING, make_prompt_cache, model_classes
 
 BUILD_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RuntimeError)
 ARCHITECTURES = "the architectures and what each can do are listed in docs/models.md"
@@ -71,18 +70,15 @@ def blueprint(config: Mapping[str, Any]) -> nn.Module:
 
 
 def check_config(config: Mapping[str, Any], *, train: bool) -> None:
-    """Raises ModelError when the architecture is unknown or cannot be built, served, or (`train`) differentiated."""
+    """Raises ModelError when the architecture is unknown or cannot be built, or (`train`) differentiated."""
     if "model_file" in config:
         return  # code of the checkpoint, which is not here yet
     model = blueprint(config)
     name = config["model_type"]
     try:
-        caches = make_prompt_cache(model)
+        make_prompt_cache(model)
     except BUILD_ERRORS as error:
         raise ModelError(f"model_type {name!r}: mlx-lm cannot make its cache: {error!r}") from error
-    if reason := _other_cache(model, caches):
-        verb = "trained or served" if train else "served"
-        raise ModelError(f"model_type {name!r} cannot be {verb}: {reason}; {ARCHITECTURES}")
     if train and (reason := layer_without_gradient(model)):
         raise ModelError(f"model_type {name!r} cannot be trained here: {reason}; {ARCHITECTURES}")
 
@@ -116,27 +112,6 @@ def layer_without_gradient(model: nn.Module) -> str:
     finally:
         model.train(was_training)
     return found[0] if found else ""
-
-
-def _other_cache(model: nn.Module, caches: list[Any]) -> str:
-    """What keeps the engine from batching the model: the first layer that does not keep all keys and values."""
-    for index, cache in enumerate(caches):
-        if type(cache) is not KVCache:
-            layers = list(getattr(model, "layers", []))
-            layer = _layer_name(layers[index]) if len(layers) == len(caches) else "a layer"
-            return (
-                f"layer {index} ({layer}) keeps {_CACHES.get(type(cache).__name__, 'state')} ({type(cache).__name__}),"
-                " and the engine batches full attention only"
-            )
-    return ""
-
-
-_CACHES = {
-    "ArraysCache": "a recurrent state",
-    "RotatingKVCache": "a sliding window",
-    "ChunkedKVCache": "attention in chunks",
-    "CacheList": "several caches",
-}
 
 
 def _layer_name(block: Any) -> str:

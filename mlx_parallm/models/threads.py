@@ -1,9 +1,14 @@
 """What a thread owes MLX when it ends."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import TypeVar
 
 import mlx.core as mx
+
+T = TypeVar("T")
 
 
 def release_streams() -> None:
@@ -22,3 +27,23 @@ def mlx_thread() -> Iterator[None]:
         yield
     finally:
         release_streams()
+
+
+def in_mlx_thread(function: Callable[[], T]) -> T:
+    """Runs `function`, which uses MLX, in a thread of its own and waits; raises what it raises.
+
+    A thread that has given its streams back cannot use MLX again (0.32.4), so those of a pool will not do.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        with mlx_thread():
+            try:
+                outcome.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - boundary: it is the caller's
+                outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="mlx", daemon=True)
+    thread.start()
+    thread.join()
+    return outcome.result()

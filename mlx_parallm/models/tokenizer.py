@@ -1,6 +1,8 @@
 """A thin face over mlx-lm's tokenizer: ids in and out, chat rendering, incremental text. One instance per thread."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -12,7 +14,14 @@ INCOMPLETE = "\ufffd"  # what a decoder shows for half a UTF-8 character
 
 
 class Tokenizer:
-    def __init__(self, wrapper: TokenizerWrapper) -> None:
+    """What mlx-lm knows of how the model writes reasoning and tool calls is here as plain values, for `server`:
+
+    `think_markers`, `tool_markers` = (start, end), the end "" where a format has none; None where none is known.
+    `structural_markers` stand around content and are no part of it. `parse_tool_call(text, tools)` reads what stands
+    between the tool markers: a call {"name", "arguments", "id"?} or a list of them; it may raise anything.
+    """
+
+    def __init__(self, wrapper: TokenizerWrapper, *, reads_tools: bool = True, splits_reasoning: bool = True) -> None:
         self._wrapper = wrapper
         self._hf = wrapper._tokenizer
         marked = (token_id for token_id, token in self._hf.added_tokens_decoder.items() if token.special)
@@ -21,6 +30,28 @@ class Tokenizer:
         self.eos_token_ids: frozenset[int] = frozenset(wrapper.eos_token_ids)
         self.has_chat_template: bool = bool(wrapper.has_chat_template)
         self.vocab_size: int = len(self._hf)
+        self.longest_token = max(len(token) for token in self._hf.get_vocab())  # in characters, or bytes shown as such
+        self.think_markers = _pair(wrapper.think_start, wrapper.think_end) if splits_reasoning else None
+        self.tool_markers = _pair(wrapper.tool_call_start, wrapper.tool_call_end) if reads_tools else None
+        self.structural_markers: tuple[str, ...] = tuple(wrapper.structural_markers)
+        self.parse_tool_call: Callable[[str, Any], Any] | None = wrapper.tool_parser
+
+    @property
+    def template_takes_tools(self) -> bool:
+        """False: the chat template would leave tools out without a word."""
+        if not self.has_chat_template:
+            return False
+        written_in_python = self._wrapper._chat_template is not None or self._hf.chat_template is None
+        return written_in_python or "tools" in str(self._hf.chat_template)
+
+    def to_json(self) -> str | None:
+        """The tokenizer as a tokenizer.json, added tokens included; None where it is not one of Rust's."""
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        return None if backend is None else str(backend.to_str())
+
+    def hides(self, marker: str) -> bool:
+        """True when text without special tokens does not show the marker: it is one, or holds one."""
+        return self.decode(self.encode(marker, add_special_tokens=False)) != marker
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
@@ -49,15 +80,19 @@ class Tokenizer:
                 "this model has no chat template: use /v1/completions, or set model.chat_template", param="messages"
             )
         try:
-            text = self._wrapper.apply_chat_template(
-                [dict(message) for message in messages],
+            render = partial(
+                self._wrapper.apply_chat_template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
                 tools=tools,
                 **(template_kwargs or {}),
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            try:
+                text = render([dict(message) for message in messages])
+            except TypeError:  # some templates (DeepSeek's) take the arguments of earlier tool calls as JSON text only
+                text = render([_with_json_arguments(message) for message in messages])
+        except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
         return str(text)
 
@@ -74,7 +109,11 @@ class Tokenizer:
         return self.token_text(token_id).encode()
 
     def detokenizer(self) -> "Detokenizer":
-        return Detokenizer(self)
+        return Detokenizer(self.decode)
+
+    def verbatim_detokenizer(self) -> "Detokenizer":
+        """Shows special tokens too."""
+        return Detokenizer(partial(self.decode, skip_special_tokens=False))
 
 
 class Detokenizer:
@@ -84,8 +123,8 @@ class Detokenizer:
     tokens is decoded again with the new ones and the difference is what is new (the method of TGI and vLLM).
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decode = tokenizer.decode
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
         self._ids: list[int] = []
         self._shown = ""  # text of ids[prefix:read]
         self._read = 0
@@ -110,6 +149,21 @@ class Detokenizer:
         self._read = len(self._ids)
         self._shown = self._decode(self._ids)
         return new
+
+
+def _pair(start: str | None, end: str | None) -> tuple[str, str] | None:
+    return None if start is None else (start, end or "")
+
+
+def _with_json_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its tool calls' arguments as JSON text."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _is_byte_level(hf_tokenizer: Any) -> bool:

@@ -29,6 +29,7 @@ from mlx_parallm.environments.episodes import EpisodeRunner, GroupPlan, GroupRes
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.transcript import STAND_IN
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError, RequestError
+from mlx_parallm.hardware import memory_present
 from mlx_parallm.models.loading import LoadedModel, on_cpu, read_config
 from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -51,7 +52,6 @@ from mlx_parallm.rl_training.preflight import (
     ModelShape,
     checkpoint_bytes,
     longest,
-    memory_present,
     predict_memory,
     what_to_lower,
 )

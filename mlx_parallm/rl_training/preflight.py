@@ -15,7 +15,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import psutil
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config import Config
@@ -139,9 +138,9 @@ def predict_memory(config: Config, shape: ModelShape, lengths: Lengths | None = 
     narrow = 0 if shape.width == FLOAT else shape.width
     lora = training.lora.enabled
     activations, logits = _micro_batch(config, shape, lengths)
-    # AdamW's moments and the gradients; an adapter's own arrays, and those that are served; a float32 copy of all
+    # AdamW's moments and the gradients; an adapter's own arrays, and the versions that are kept; a float32 copy of all
     # weights where they are narrower; the weights of the start where they are the KL's reference.
-    kept = 8 + FLOAT + (2 * FLOAT if lora else FLOAT * bool(narrow))
+    kept = 8 + FLOAT + ((1 + config.server.keep_versions) * FLOAT if lora else FLOAT * bool(narrow))
     if training.kl_beta > 0 and (not lora or training.reference == "initial"):
         kept += FLOAT if lora else shape.width
     updating = shape.trained * (3 * FLOAT + (0 if lora else narrow))  # new weights beside old ones, clipped gradients
@@ -181,17 +180,6 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     return shape.trained * (FLOAT + 8 + (FLOAT if reference else 0))
 
 
-def memory_present() -> tuple[int, int]:
-    """(free now, all there is) in bytes where the model will lie: the GPU's memory, or the machine's."""
-    info: Mapping[str, Any] = {} if on_cpu() else mx.device_info()
-    whole = next((int(info[key]) for key in ("max_recommended_working_set_size", "total_memory") if key in info), 0)
-    machine = psutil.virtual_memory()
-    if not whole:
-        return machine.available, machine.total
-    free = int(info.get("free_memory", min(whole, machine.available)))
-    return free, whole
-
-
 # ---------------------------------------------------------------------- parts
 
 
@@ -217,7 +205,9 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
 
 
 def _kv_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
-    """The slot cache at its capacity (`engine/kv_cache.py`): a power of two of rows, positions by doubling."""
+    """The slot cache at its capacity (`engine/kv_cache.py`): a power of two of rows, positions by doubling. And the
+    prefix cache, with all that one step's sequences leave in it, where it was given a size: the default is a small share
+    of whatever memory there is."""
     rows = min(config.server.batch_size, 1 << (_rows(config) - 1).bit_length())
     wanted, positions = lengths.prompt + lengths.completion, FIRST_CAPACITY
     while positions < wanted:
@@ -225,7 +215,9 @@ def _kv_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
     if config.server.max_model_len is not None:
         positions = min(positions, config.server.max_model_len)
     growing = shape.kv_token // shape.layers  # one layer exists twice while the cache grows
-    return rows * positions * (shape.kv_token + growing) + config.server.prefill_chunk * shape.kv_token
+    running = rows * positions * (shape.kv_token + growing) + config.server.prefill_chunk * shape.kv_token
+    stored = config.rl_training.atropos.rollout_batch_size * wanted * shape.kv_token
+    return running + min(stored, config.server.prefix_cache_bytes or 0)
 
 
 def _rows(config: Config) -> int:

@@ -12,6 +12,7 @@ import copy
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -20,13 +21,13 @@ from mlx_parallm.config import Config
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.evaluate import Evaluation, evaluate
 from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.log import RunLog, get_logger
 from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training import report
 from mlx_parallm.rl_training.checkpoint import Checkpointer
+from mlx_parallm.rl_training.checkpoint_versions import CheckpointVersions
 from mlx_parallm.rl_training.display import RunInfo, TrainingDisplay
 from mlx_parallm.rl_training.grpo_trainer import make_algorithm
 from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
@@ -139,7 +140,7 @@ class TrainingRun:
             store.restore(0)
             metrics.cut(0)
         versions = state.restored_versions() if state else VersionSteps()
-        weights = self._open_serving(loaded, policy, versions)
+        weights = self._open_serving(loaded, policy, versions, directory.path)
         updater = WeightUpdater(
             weights,
             policy,
@@ -168,11 +169,19 @@ class TrainingRun:
         sources = {ENVIRONMENTS: manager} if manager else {}
         return Parts(trainer, buffer, versions, updater, checkpointer, metrics, sources), state
 
-    def _open_serving(self, loaded: LoadedModel, policy: TrainedPolicy, versions: VersionSteps) -> SharedWeights:
+    def _open_serving(
+        self, loaded: LoadedModel, policy: TrainedPolicy, versions: VersionSteps, run: Path
+    ) -> SharedWeights:
         """The server answers with what is being trained, under the version that the run stands at."""
         version, _ = versions.newest
         if policy.lora:
-            weights = SharedWeights(loaded.model, policy=POLICY, version=version)
+            weights = SharedWeights(
+                loaded.model,
+                policy=POLICY,
+                version=version,
+                keep_versions=self._config.server.keep_versions,
+                archive=CheckpointVersions(run),
+            )
             adapters = {POLICY: policy.adapter()}
         else:
             weights = SharedWeights(loaded.model, version=version - 1)
@@ -180,7 +189,14 @@ class TrainingRun:
             adapters = {}
         self._weights = weights
         main_adapter = POLICY if policy.lora else None
-        self._serving.open(loaded, weights, adapters=adapters, main_adapter=main_adapter, trains_base=not policy.lora)
+        self._serving.open(
+            loaded,
+            weights,
+            adapters=adapters,
+            main_adapter=main_adapter,
+            trains_base=not policy.lora,
+            adapter_roots=(run.parent,),
+        )
         return weights
 
     # ------------------------------------------------------------------ running
@@ -233,9 +249,7 @@ class TrainingRun:
         )
 
     def _look_after(self, display: TrainingDisplay) -> None:
-        stats = self._serving.client.stats()
-        if not stats.alive:
-            raise EngineUnavailableError(stats.error or "the engine thread has ended")
+        self._serving.check()
         self._rollouts.check()
         display.tick()
 

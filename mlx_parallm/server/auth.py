@@ -11,6 +11,7 @@ import binascii
 import hmac
 import ipaddress
 import re
+from collections.abc import Collection, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -18,6 +19,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.errors import error_response
 
 OPEN_PATH = "/health"
+ANY_ORIGIN = "*"
 BASIC_PREFIX = "/atropos"
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:@/\\\[\]]+)(?::\d{0,5})?")
 _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(?P<authority>[^\s/?#]+)")
@@ -30,6 +32,20 @@ def check_bind(host: str, api_key: str | None) -> None:
             f"server.host = {host!r} can be reached from other machines, so it needs an API key: set "
             "MLX_PARALLM_API_KEY or server.api_key_file, or bind 127.0.0.1"
         )
+
+
+def check_origins(origins: Sequence[str], api_key: str | None) -> None:
+    """Raises ConfigError: server.cors_origins holds something else than an origin, or "*" without a key."""
+    for origin in origins:
+        if origin == ANY_ORIGIN and api_key is None:
+            raise ConfigError(
+                'server.cors_origins = ["*"] lets every web page in, so it needs an API key: set MLX_PARALLM_API_KEY '
+                "or server.api_key_file, or name the origins"
+            )
+        if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f'server.cors_origins: {origin!r} is not an origin like "https://app.example.org" (no path, no slash)'
+            )
 
 
 def is_loopback_name(host: str) -> bool:
@@ -60,10 +76,14 @@ def is_loopback_origin(origin: str) -> bool:
 
 
 class AuthMiddleware:
-    """Answers 401 (key missing or wrong) or 403 (foreign Host or Origin, when there is no key)."""
+    """Answers 401 (key missing or wrong) or 403 (foreign Host or Origin, when there is no key).
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    Without a key the pages of `origins` are let in beside this machine's.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None, origins: Sequence[str] = ()) -> None:
         self._app = app
+        self._origins = frozenset(origins)
         self._key = api_key.encode() if api_key is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,7 +91,7 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         if self._key is None:
-            reason = _foreign(scope)
+            reason = _foreign(scope, self._origins)
             if reason is not None:
                 await error_response(reason, 403, code="foreign_request")(scope, receive, send)
                 return
@@ -104,11 +124,12 @@ def _basic_password(value: bytes) -> bytes:
         return b""
 
 
-def _foreign(scope: Scope) -> str | None:
+def _foreign(scope: Scope, allowed: Collection[str]) -> str | None:
     hosts = _header(scope, b"host")
     if not hosts or not all(is_loopback_authority(host.decode("latin-1")) for host in hosts):
         return "without an API key this server answers only requests to a loopback Host (e.g. 127.0.0.1 or localhost)"
-    if not all(is_loopback_origin(origin.decode("latin-1")) for origin in _header(scope, b"origin")):
+    origins = [origin.decode("latin-1") for origin in _header(scope, b"origin")]
+    if not all(origin in allowed or is_loopback_origin(origin) for origin in origins):
         return "without an API key this server answers only pages of this machine (a loopback Origin)"
     return None
 

@@ -12,15 +12,26 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from mlx_parallm.errors import EngineUnavailableError, ModelNotFoundError, ParallmError, RequestError
+from mlx_parallm.errors import (
+    AdapterRefusedError,
+    EngineUnavailableError,
+    ModelNotFoundError,
+    ParallmError,
+    RequestError,
+)
 
 RETRY_AFTER_SECONDS = 1
+TIMED_OUT = 504  # not 408, which says that the client was too slow in sending
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is left to read it
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class ClientDisconnectedError(ParallmError):
     """The client hung up before its answer was ready."""
+
+
+class ServerBusyError(ParallmError):
+    """The queue is full: send again a little later."""
 
 
 def error_body(
@@ -39,8 +50,10 @@ def error_response(
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
     sent = dict(headers or {})
-    if status == 503:
+    if status in (429, 503):
         sent.setdefault("Retry-After", str(RETRY_AFTER_SECONDS))
+    if status == TIMED_OUT:
+        sent.setdefault("X-Should-Retry", "false")  # the openai client would do the same work again
     return JSONResponse(error_body(message, status, param=param, code=code), status, sent)
 
 
@@ -48,10 +61,14 @@ def status_of(error: ParallmError) -> int:
     """The HTTP status that an error of our own tree is answered with."""
     if isinstance(error, ModelNotFoundError):
         return 404
+    if isinstance(error, AdapterRefusedError):
+        return error.status
     if isinstance(error, RequestError):
         return 400
     if isinstance(error, EngineUnavailableError):
         return 503
+    if isinstance(error, ServerBusyError):
+        return 429
     if isinstance(error, ClientDisconnectedError):
         return CLIENT_CLOSED_REQUEST
     return 500
@@ -95,7 +112,7 @@ def request_error(errors: Any) -> RequestError:
         return RequestError(f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
     if not field:
         return RequestError("the body must be a JSON object, sent with Content-Type: application/json")
-    name = field.split(".")[0]
+    name = field if len(entries) == 1 else field.split(".")[0]
     if kind == "extra_forbidden":
         return RequestError(f"unrecognized request argument: {field!r}", param=field, code="unknown_parameter")
     if kind == "missing":

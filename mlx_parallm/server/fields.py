@@ -8,11 +8,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import RequestError
-from mlx_parallm.types import SamplingParams
+from mlx_parallm.types import SamplingParams, Structure
 
+# What one request may ask for. MAX_CHOICES (prompts × n) and the ranges of sampling values: engine/validation.py.
 MAX_TOP_LOGPROBS = 20
-MAX_CHOICES = 1024
+MAX_BODY_BYTES = 32 << 20
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -22,11 +24,11 @@ WITHOUT_EFFECT = frozenset(
         "service_tier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "prompt_cache_options",
+        "session_id",  # as the header X-Session-ID
         "safety_identifier",
         "prediction",  # a hint for speed
         "parallel_tool_calls",  # says nothing without tools
-        "cache_salt",  # prefixes are never shared between requests
-        "priority",
     }
 )
 _OFF: tuple[Any, ...] = ()
@@ -35,7 +37,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": _OFF,
     "best_of": (1,),
@@ -44,14 +45,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "web_search_options": _OFF,
     "reasoning_effort": _OFF,
     "verbosity": _OFF,
-    "skip_special_tokens": (True,),
+    "moderation": _OFF,
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": _OFF,
-    "structured_outputs": _OFF,
-    "guided_json": _OFF,
-    "guided_regex": _OFF,
-    "guided_choice": _OFF,
-    "guided_grammar": _OFF,
     "allowed_token_ids": _OFF,
     "bad_words": ([],),
     "documents": _OFF,
@@ -90,6 +85,13 @@ def screen_fields(given: dict[str, Any], declared: Any) -> dict[str, Any]:
     return kept
 
 
+class QueueFields(BaseModel):
+    """How a request stands to the others."""
+
+    cache_salt: str | None = Field(None, min_length=1)  # prefixes are shared with requests of the same salt only
+    priority: int = Field(0, ge=-(2**31), lt=2**31)  # lower is admitted first
+
+
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool = False  # padding against traffic analysis; there is none here
@@ -114,6 +116,7 @@ class SamplingFields(Body):
     stop_token_ids: list[TokenId] = Field(default_factory=list)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0)
@@ -126,6 +129,10 @@ class SamplingFields(Body):
         if "" in ([stop] if isinstance(stop, str) else stop):
             raise ValueError("a stop string must not be empty")
         return stop
+
+    def structure(self) -> Structure | None:
+        """What the text must match: of bodies with `StructureFields`."""
+        return None
 
     def sampling_params(
         self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
@@ -145,12 +152,14 @@ class SamplingFields(Body):
             stop_token_ids=(*self.stop_token_ids, *ids),
             ignore_eos=self.ignore_eos,
             include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             logit_bias=dict(self.logit_bias),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs if prompt_logprobs is not None else self.prompt_logprobs,
+            structure=self.structure(),
         )
 
 

@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from mlx_parallm.errors import ParallmError, RequestError
+from mlx_parallm.errors import EngineUnavailableError, RequestError
 from mlx_parallm.server.errors import request_error
-from mlx_parallm.server.fields import MAX_CHOICES, Body, LogprobCount, SamplingFields, TokenId
+from mlx_parallm.server.fields import MAX_CHOICES, Body, LogprobCount, QueueFields, SamplingFields, TokenId
 from mlx_parallm.server.openai_responses import finite, version_spans
+from mlx_parallm.server.structure_fields import StructureFields
 from mlx_parallm.server.token_texts import TokenTexts
 from mlx_parallm.types import Completion, PromptLogprobs, RequestOutput, SamplingParams, TopLogprob
 
@@ -20,8 +21,8 @@ VLLM_MAX_TOKENS = 16
 SGLANG_MAX_NEW_TOKENS = 128
 
 
-class GenerationAbortedError(ParallmError):
-    """Stopped from outside; clients of /generate know only "stop" and "length"."""
+class GenerationAbortedError(EngineUnavailableError):
+    """Stopped from outside (HTTP 503: ask again); clients of /generate know only "stop" and "length"."""
 
 
 class VllmPrompt(Body):
@@ -31,14 +32,13 @@ class VllmPrompt(Body):
     prompt: str | None = None
 
 
-class VllmBody(SamplingFields):
+class VllmBody(QueueFields, StructureFields, SamplingFields):
     model_config = ConfigDict(extra="ignore")
     screened: ClassVar[bool] = False
     prompt: VllmPrompt | str | list[TokenId]
     stop: str | list[str] | list[TokenId] = Field(default_factory=list)  # type: ignore[assignment]
     max_tokens: int = Field(VLLM_MAX_TOKENS, ge=1)
     logprobs: LogprobCount | None = None
-    skip_special_tokens: bool = True
 
     def prompt_value(self) -> str | list[int]:
         if not isinstance(self.prompt, VllmPrompt):
@@ -74,7 +74,7 @@ class SglangSampling(SamplingFields):
         )
 
 
-class SglangBody(Body):
+class SglangBody(QueueFields, Body):
     model_config = ConfigDict(extra="ignore")
     screened: ClassVar[bool] = False
     model: str | None = None
@@ -118,15 +118,13 @@ def parse_generate(body: dict[str, Any]) -> VllmBody | SglangBody:
         raise request_error(error.errors()) from error
 
 
-def vllm_response(
-    texts: TokenTexts, body: VllmBody, output: RequestOutput, completion_texts: Sequence[str], default_version: int
-) -> dict[str, Any]:
+def vllm_response(body: VllmBody, output: RequestOutput, default_version: int) -> dict[str, Any]:
     """`logprobs`: [n][T][1] of {"<id>": logprob}, the sampled token's entry first."""
     completions = output.completions
     prompt = body.prompt_value()
     versions = [completion.policy_versions[-1] for completion in completions if completion.policy_versions]
     response: dict[str, Any] = {
-        "text": list(completion_texts),
+        "text": [completion.text for completion in completions],
         "prompt": prompt if isinstance(prompt, str) else None,
         "finish_reasons": [finish_reason(completion) for completion in completions],
         "prompt_token_ids": output.prompt_token_ids,

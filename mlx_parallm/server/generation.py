@@ -7,16 +7,20 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 from starlette.requests import Request as HTTPRequest
 
+from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import ParallmError, RequestError
 from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.fields import QueueFields
 from mlx_parallm.server.openai_protocol import Conversation
 from mlx_parallm.server.sse import merged, until_hangup
-from mlx_parallm.types import CompletionDelta, Request, RequestOutput, SamplingParams, ServedModel
+from mlx_parallm.types import Completion, CompletionDelta, Request, RequestOutput, SamplingParams, ServedModel
+
+Part = TypeVar("Part", Completion, CompletionDelta)
 
 
 class GenerationFailedError(ParallmError):
@@ -27,6 +31,12 @@ class GenerationFailedError(ParallmError):
 class EncodedPrompt:
     token_ids: tuple[int, ...]
     text: str | None = None  # None when the client sent ids
+
+    def last(self, count: int | None) -> "EncodedPrompt":
+        """`truncate_prompt_tokens`: the last `count` tokens; None = all."""
+        if count is None or count >= len(self.token_ids):
+            return self
+        return EncodedPrompt(self.token_ids[-count:])
 
 
 def new_id(prefix: str) -> str:
@@ -48,6 +58,7 @@ def encode_prompts(context: ServerContext, prompt: Any) -> list[EncodedPrompt]:
         entries = list(prompt)
     if not entries:
         raise RequestError("'prompt' must not be empty", param="prompt")
+    check_count(len(entries), 1)
     return [encode_prompt(context, entry) for entry in entries]
 
 
@@ -57,6 +68,7 @@ def encode_prompt(
     """One prompt as text or ids (the engine checks their range). Raises RequestError: no token, not Unicode."""
     if isinstance(prompt, str):
         check_text(prompt, "prompt")
+        check_size(context, prompt, "prompt")
         encoded = EncodedPrompt(tuple(context.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)), prompt)
     else:
         encoded = EncodedPrompt(tuple(prompt))
@@ -70,11 +82,37 @@ def render_conversation(context: ServerContext, conversation: Conversation) -> t
     messages = conversation.template_messages()
     for position, message in enumerate(messages):
         check_text(message["content"], f"messages.{position}.content")
+        check_size(context, message["content"], f"messages.{position}.content")
     options = conversation.render_options(context.deps.chat_template_kwargs)
-    token_ids = tuple(context.tokenizer.render_chat(messages, **options))
+    if options["tools"] and not context.tokenizer.template_takes_tools:
+        raise RequestError(
+            "this model's chat template takes no tools: serve a model that was trained to call tools, set "
+            'model.chat_template to a template that has them, or send tool_choice = "none"',
+            param="tools",
+        )
+    text = context.tokenizer.render_chat_text(messages, **options)
+    check_text(text, "messages")  # tools, names, tool calls … may hold half a character too
+    token_ids = tuple(context.tokenizer.encode(text, add_special_tokens=False))
     if not token_ids:
         raise RequestError("the chat template made an empty prompt of 'messages'", param="messages")
     return token_ids
+
+
+def check_count(prompts: int, n: int) -> None:
+    """Raises RequestError when one request asks for more than MAX_CHOICES completions."""
+    if prompts * n > MAX_CHOICES:
+        raise RequestError(f"{prompts} prompts × n = {n}: a request may ask for {MAX_CHOICES} completions", param="n")
+
+
+def check_size(context: ServerContext, text: str, param: str) -> None:
+    """Refuses a text that cannot fit before the tokenizer spends seconds on it. Raises RequestError."""
+    room = context.engine.max_model_len
+    if len(text) > room * context.tokenizer.longest_token:
+        raise RequestError(
+            f"This model's maximum context length is {room} tokens, but {param!r} has {len(text)} characters.",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def check_text(text: str, param: str) -> None:
@@ -90,35 +128,56 @@ def build_requests(
     prompts: Sequence[EncodedPrompt],
     params: SamplingParams,
     model: ServedModel,
+    body: QueueFields,
     *,
     stream: bool = False,
 ) -> list[Request]:
-    """One engine request a prompt; n choices of a prompt are one request."""
+    """One engine request a prompt; n choices of a prompt are one request. Raises RequestError: too many."""
+    check_count(len(prompts), params.n)
     return [
-        Request(f"{response_id}-{position}", prompt.token_ids, params, model.adapter, stream)
+        Request(
+            f"{response_id}-{position}",
+            prompt.token_ids,
+            params,
+            model.adapter,
+            stream,
+            cache_salt=body.cache_salt,
+            priority=body.priority,
+        )
         for position, prompt in enumerate(prompts)
     ]
 
 
-async def run(context: ServerContext, http_request: HTTPRequest, requests: Sequence[Request]) -> list[RequestOutput]:
+def in_mode(context: ServerContext, part: Part) -> Part:
+    """`logprobs` as `server.logprobs_mode` says: with "processed" those of the distribution that was drawn from."""
+    if context.deps.logprobs_mode == "raw" or part.processed_logprobs is None:
+        return part
+    return replace(part, logprobs=part.processed_logprobs)
+
+
+async def run(
+    context: ServerContext, http_request: HTTPRequest, requests: Sequence[Request], client_id: str | None = None
+) -> list[RequestOutput]:
     """All requests to their end, submitted together. The client's hang-up aborts them.
+
+    `client_id`: a name by which /abort_requests finds them, too.
 
     Raises RequestError, EngineUnavailableError, ClientDisconnectedError, GenerationFailedError.
     """
-    with context.admitted():
+    with context.admitted(), context.in_flight.holding(requests, client_id):
         outputs = await until_hangup(http_request.receive, context.engine.generate_many(list(requests)))
     for output in outputs:
         for completion in output.completions:
             if completion.finish_reason == "error":
                 raise GenerationFailedError(completion.error or "the generation failed")
-    return outputs
+    return [replace(o, completions=tuple(in_mode(context, c) for c in o.completions)) for o in outputs]
 
 
 async def stream(
-    context: ServerContext, requests: Sequence[Request]
+    context: ServerContext, requests: Sequence[Request], client_id: str | None = None
 ) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
     """Deltas of all requests as they come, with the request's position. Closing it aborts what still runs."""
-    with context.admitted():
+    with context.admitted(), context.in_flight.holding(requests, client_id):
         submitted: float | None = time.perf_counter()
         streams = [context.engine.stream(request) for request in requests]
         deltas = merged(cast("list[AsyncGenerator[CompletionDelta, None]]", streams))
@@ -129,4 +188,4 @@ async def stream(
                     submitted = None
                 if delta.finish_reason == "error":
                     raise GenerationFailedError(delta.error or "the generation failed")
-                yield position, delta
+                yield position, in_mode(context, delta)

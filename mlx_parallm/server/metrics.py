@@ -3,7 +3,7 @@ generation pays nothing; HTTP times and publishes are observed as they happen. E
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -15,6 +15,8 @@ _REQUEST_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0
 _COUNTERS = {
     "prompt_tokens": "Tokens of all admitted prompts",
     "prefill_tokens": "Prompt tokens really computed (n choices of one prompt count once)",
+    "prefix_cache_query_tokens": "Tokens of the prompts that were looked up in the prefix cache",
+    "prefix_cache_hit_tokens": "How many of them it held",
     "generation_tokens": "Tokens sampled",
     "requests_finished": "Generation requests that ended normally",
     "requests_failed": "Generation requests that ended with an error",
@@ -49,6 +51,11 @@ class ServerMetrics:
         self.http_in_flight = Gauge(
             f"{PREFIX}_generation_requests_in_flight",
             "HTTP generation requests being answered",
+            registry=self.registry,
+        )
+        self.malformed_tool_calls = Counter(
+            f"{PREFIX}_malformed_tool_calls",
+            "Texts between tool-call markers that were no call, and were given as content",
             registry=self.registry,
         )
         ProcessCollector(registry=self.registry)

@@ -1,4 +1,4 @@
-"""The layers around the routes, outermost first: request context → auth (auth.py) → body limit → loading gate.
+"""The layers around the routes, outermost first: request context → auth (auth.py) → body limit → gate.
 
 Plain ASGI callables: Starlette's BaseHTTPMiddleware would hide the client's hang-up from the handlers.
 """
@@ -14,57 +14,85 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.log import get_logger
 from mlx_parallm.server.context import ServerState
-from mlx_parallm.server.errors import error_response
+from mlx_parallm.server.errors import TIMED_OUT, error_body, error_response
 from mlx_parallm.server.metrics import ServerMetrics
+from mlx_parallm.server.sse import DONE, EVENT_STREAM, event
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _log = get_logger("server")
 
 
 class RequestContextMiddleware:
-    """Request id (echoed or made, bound to the log), access log, timing; and the last resort for unforeseen errors:
+    """Request id (echoed or made, bound to the log), access log, time limit; and the last resort for unforeseen errors:
     one 500 without a traceback in it, the traceback in the log, the server unharmed."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, timeout_s: float = 0.0) -> None:
         self._app = app
         self._metrics = metrics
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(scope)
-        status = 0
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
-            await send(message)
-
+        request_id = _named(scope, b"x-request-id") or uuid.uuid4().hex.encode()
+        session = _named(scope, b"x-session-id")  # which of a client's conversations it is; for the log
+        bound = {"request_id": request_id.decode()} | ({"session_id": session.decode()} if session else {})
+        answer = _Answer(send, request_id)
         started = time.perf_counter()
-        with structlog.contextvars.bound_contextvars(request_id=request_id.decode("ascii")):
+        limit = asyncio.timeout(self._timeout_s or None)
+        with structlog.contextvars.bound_contextvars(**bound):
             try:
-                await self._app(scope, receive, send_with_id)
+                async with limit:
+                    await self._app(scope, receive, answer.send)
             except asyncio.CancelledError:  # the drain's time is over; nothing is outside this layer but uvicorn
-                if status == 0:
-                    await error_response("the server is shutting down", 503)(scope, receive, send_with_id)
+                await answer.cut_short(scope, receive, "the server is shutting down", 503)
             except Exception:  # noqa: BLE001  the HTTP boundary: one request's bug must not reach another's
-                _log.exception("request failed", method=scope["method"], path=scope["path"])
-                if status == 0:
-                    response = error_response("the server had an error while processing the request", 500)
-                    await response(scope, receive, send_with_id)
+                if limit.expired():
+                    message = f"the answer was not ready within server.request_timeout_s = {self._timeout_s:g} s"
+                    await answer.cut_short(scope, receive, message, TIMED_OUT)
+                else:
+                    _log.exception("request failed", method=scope["method"], path=scope["path"])
+                    message = "the server had an error while processing the request"
+                    await answer.cut_short(scope, receive, message, 500)
             finally:
                 seconds = time.perf_counter() - started
-                self._metrics.observe_request(_route_of(scope), status, seconds)
+                self._metrics.observe_request(_route_of(scope), answer.status, seconds)
                 _log.debug(
                     "request",
                     method=scope["method"],
                     path=scope["path"],
-                    status=status,
+                    status=answer.status,
                     milliseconds=round(seconds * 1e3, 1),
                 )
+
+
+class _Answer:
+    """What of one answer has been sent, and the words that end it when it cannot go on."""
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self.status = 0
+        self._send = send
+        self._request_id = request_id
+        self._streams = self._ended = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = message.get("headers", [])
+            self._streams = any(value.startswith(EVENT_STREAM.encode()) for _, value in headers)
+            message["headers"] = [*headers, (b"x-request-id", self._request_id)]
+        elif message["type"] == "http.response.body":
+            self._ended = not message.get("more_body", False)
+        await self._send(message)
+
+    async def cut_short(self, scope: Scope, receive: Receive, message: str, status: int) -> None:
+        """A proper error when nothing is out yet; a last event in a stream; else the connection breaks off."""
+        if self.status == 0:
+            await error_response(message, status)(scope, receive, self.send)
+        elif self._streams and not self._ended:
+            last = event(error_body(message, status)) + DONE
+            await self.send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 class BodyLimitMiddleware:
@@ -99,26 +127,29 @@ class BodyLimitMiddleware:
         return f"the request body is larger than {self._max_bytes} bytes"
 
 
-class LoadingGateMiddleware:
-    """503 from every route but /health until the engine and the tokenizer are there."""
+class GateMiddleware:
+    """503 from every route but /health until the engine and the tokenizer are there, and once the server drains."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._state.is_ready and scope["path"] != "/health":
-            response = error_response(self._state.unavailable_reason, 503, code="model_not_ready")
-            await response(scope, receive, send)
+        if scope["type"] != "http" or scope["path"] == "/health":
+            await self._app(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        unavailable = self._state.unavailable
+        if unavailable is not None:
+            await error_response(unavailable[1], 503, code="model_not_ready")(scope, receive, send)
+            return
+        with self._state.answering():
+            await self._app(scope, receive, send)
 
 
-def _request_id(scope: Scope) -> bytes:
-    for key, value in scope["headers"]:
-        if key == b"x-request-id" and _REQUEST_ID.fullmatch(value):
-            return bytes(value)
-    return uuid.uuid4().hex.encode()
+def _named(scope: Scope, header: bytes) -> bytes | None:
+    """The first value of that header that can be a name."""
+    values = (bytes(value) for key, value in scope["headers"] if key == header)
+    return next((value for value in values if _REQUEST_ID.fullmatch(value)), None)
 
 
 def _route_of(scope: Scope) -> str:

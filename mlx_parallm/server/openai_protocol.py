@@ -6,21 +6,24 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.server.fields import Body, LogprobCount, SamplingFields, StreamOptions, TokenId
-from mlx_parallm.types import SamplingParams
+from mlx_parallm.server.fields import Body, LogprobCount, QueueFields, SamplingFields, StreamOptions, TokenId
+from mlx_parallm.server.structure_fields import StructureFields
+from mlx_parallm.server.tool_fields import Tool, ToolChoice, check_choice, forced_calls, name_results, template_fields
+from mlx_parallm.types import SamplingParams, Structure
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's and vLLM's default of the completions route
 
 Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
 
 
-class GenerationBody(SamplingFields):
+class GenerationBody(QueueFields, StructureFields, SamplingFields):
     """What completions and chat share beyond sampling."""
 
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=1)  # the prompt's last so many tokens are the prompt
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -75,33 +78,58 @@ class Conversation(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+
+    @model_validator(mode="after")
+    def _choice_among_tools(self) -> Self:
+        check_choice(self.tools, self.tool_choice)
+        return self
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools as the client wrote them; none with tool_choice = "none"."""
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
+    @property
+    def continues_final_message(self) -> bool:
+        """`continue_final_message`, or `prefix` in that message (DeepSeek's and Mistral's name for it)."""
+        return self.continue_final_message or (self.messages[-1].model_extra or {}).get("prefix") is True
 
     def render_options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Options of `Tokenizer.render_chat`. A trailing assistant message is gone on with only when
         `continue_final_message` says so; `defaults` are the configuration's template arguments."""
-        if self.continue_final_message and self.add_generation_prompt:
+        continued = self.continues_final_message
+        if continued and self.add_generation_prompt:
             raise RequestError(
                 "'continue_final_message' and 'add_generation_prompt' exclude each other", param="add_generation_prompt"
             )
-        if self.continue_final_message and self.messages[-1].role != "assistant":
+        if continued and self.messages[-1].role != "assistant":
             raise RequestError(
                 "'continue_final_message' needs a last message of role assistant", param="continue_final_message"
             )
-        generation_prompt = not self.continue_final_message
+        generation_prompt = not continued
         if self.add_generation_prompt is not None:
             generation_prompt = self.add_generation_prompt
         return {
             "add_generation_prompt": generation_prompt,
-            "continue_final_message": self.continue_final_message,
+            "continue_final_message": continued,
+            "tools": self.callable_tools or None,
             "template_kwargs": {**defaults, **self.chat_template_kwargs},
         }
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Messages as templates take them: content is one string."""
-        return [
-            {**(message.model_extra or {}), "role": message.role, "content": _flat_text(message.content, position)}
+        messages = [
+            {
+                **template_fields(message.model_extra or {}, position),
+                "role": message.role,
+                "content": _flat_text(message.content, position),
+            }
             for position, message in enumerate(self.messages)
         ]
+        name_results(messages)
+        return messages
 
 
 def _flat_text(content: str | list[Any] | None, position: int) -> str:
@@ -131,6 +159,8 @@ class ChatBody(Conversation, GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: LogprobCount | None = None
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = True  # SGLang's; False: the reasoning stays in the content
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:
@@ -138,9 +168,37 @@ class ChatBody(Conversation, GenerationBody):
             raise RequestError("'top_logprobs' needs logprobs = true", param="top_logprobs")
         return self
 
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in (None, "none", "auto")
+
+    def structure(self) -> Structure | None:
+        """What the answer must match, be it a tool call. Raises RequestError: more than one thing."""
+        asked = super().structure()
+        calls = forced_calls(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
+        if asked is not None and calls is not None:
+            raise RequestError(f"{asked.param!r} and a tool call cannot both be the answer", param="tool_choice")
+        return calls or asked
+
     def to_params(self) -> SamplingParams:
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         return self.sampling_params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    @property
+    def given_tokens(self) -> tuple[int, ...]:
+        """The prompt, where the client has rendered it itself; else ()."""
+        return ()
+
+
+class ChatTokensBody(ChatBody):
+    """/v1/chat/completions/tokens: `messages` are only what the tokens were made of; unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+    tokens: list[TokenId] = Field(min_length=1)
+
+    @property
+    def given_tokens(self) -> tuple[int, ...]:
+        return tuple(self.tokens)
 
 
 class TokenizeBody(Body):
@@ -148,12 +206,13 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None  # default: true for a prompt; a rendered chat has its special tokens
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: list[Tool] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -169,6 +228,7 @@ class TokenizeBody(Body):
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             chat_template_kwargs=self.chat_template_kwargs,
+            tools=self.tools,
         )
 
 

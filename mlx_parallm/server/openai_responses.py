@@ -18,20 +18,23 @@ def finite(logprob: float) -> float:
     return logprob if logprob > MINIMUM_LOGPROB else MINIMUM_LOGPROB
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+    """`cached_tokens`: of the prompts, found in the prefix cache."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
-def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, int]:
+def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
     """Each prompt counts once, every choice's tokens count."""
     outputs = list(outputs)
     return usage(
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(len(completion.token_ids) for output in outputs for completion in output.completions),
+        sum(output.completions[0].cached_tokens for output in outputs),
     )
 
 

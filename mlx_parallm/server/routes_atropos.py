@@ -29,6 +29,10 @@ from mlx_parallm.rollout_store.queue import AtroposQueue
 from mlx_parallm.rollout_store.wire import ScoredData, to_scored_data
 
 MAX_UNPACKED_BYTES = 512 << 20  # a gzip body may unpack to this; the app limits what comes over the wire
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    422: {"description": "Not to be trained on, with the reason"},
+    503: {"description": "Nothing was lost: send again"},
+}
 _NO_EXAMPLE = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs")
 
 
@@ -160,13 +164,14 @@ def _add_environment_routes(router: APIRouter, queue: AtroposQueue) -> None:
 
 
 def _add_data_routes(router: APIRouter, queue: AtroposQueue) -> None:
-    @router.post("/scored_data", openapi_extra=_json_body(ScoredData.model_json_schema()))
+    @router.post("/scored_data", responses=_REFUSALS, openapi_extra=_json_body(ScoredData.model_json_schema()))
     async def scored_data(request: Request) -> Response:
         data = await run_in_threadpool(_parsed, await request.body())
         return await run_in_threadpool(_submit, queue, [data], False)
 
     @router.post(
         "/scored_data_list",
+        responses=_REFUSALS,
         openapi_extra=_json_body({"type": "array", "items": ScoredData.model_json_schema()}),
     )
     async def scored_data_list(request: Request) -> Response:

@@ -21,6 +21,7 @@ from mlx_parallm.server.generation import (
 from mlx_parallm.server.openai_protocol import CompletionBody
 from mlx_parallm.server.openai_responses import (
     CompletionLogprobs,
+    finite,
     joined,
     last_version,
     prompt_logprob_entries,
@@ -42,9 +43,9 @@ def completions_router() -> APIRouter:
 
 async def create_completion(body: CompletionBody, request: Request, context: Context) -> Response:
     model = resolve_model(context, body.model)
-    prompts = encode_prompts(context, body.prompt)
+    prompts = [prompt.last(body.truncate_prompt_tokens) for prompt in encode_prompts(context, body.prompt)]
     response_id = new_id("cmpl")
-    requests = build_requests(response_id, prompts, body.to_params(), model, stream=body.stream)
+    requests = build_requests(response_id, prompts, body.to_params(), model, body, stream=body.stream)
     if body.stream:
         chunks = CompletionChunks(context, body, model, response_id, prompts)
         return await EventStream(chunks.events(requests)).prefetch(request.receive)
@@ -94,7 +95,7 @@ def _choice(
         "weight_versions": version_spans(completion.policy_versions),
     }
     if body.logprobs is not None and completion.processed_logprobs is not None:
-        choice["processed_logprobs"] = completion.processed_logprobs
+        choice["processed_logprobs"] = [finite(logprob) for logprob in completion.processed_logprobs]
     if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
         choice["prompt_logprobs"] = prompt_logprob_entries(
             context.texts, output.prompt_token_ids, output.prompt_logprobs
@@ -149,14 +150,15 @@ class CompletionChunks:
     async def events(self, requests: list[EngineRequest]) -> AsyncGenerator[dict[str, Any], None]:
         """Chunks, then the usage chunk when asked for. Closing it aborts the requests."""
         tail = {"usage": None} if self._body.include_usage else {}
-        generated = 0
+        generated = cached = 0
         async with aclosing(stream(self._context, requests)) as deltas:
             async for position, delta in deltas:
                 generated += len(delta.token_ids)
+                cached += delta.cached_tokens
                 yield {**self._head, **self._chunk(position, delta), **tail}
         if self._body.include_usage:
             prompt_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)
-            yield {**self._head, "choices": [], "usage": usage(prompt_tokens, generated)}
+            yield {**self._head, "choices": [], "usage": usage(prompt_tokens, generated, cached)}
 
     def _chunk(self, position: int, delta: CompletionDelta) -> dict[str, Any]:
         index = position * self._body.n + delta.index

@@ -13,7 +13,7 @@ from mlx_parallm.server.generate_protocol import (
     sglang_objects,
     vllm_response,
 )
-from mlx_parallm.server.generation import build_requests, encode_prompt, new_id, resolve_model, run
+from mlx_parallm.server.generation import build_requests, check_count, encode_prompt, new_id, resolve_model, run
 from mlx_parallm.server.strict_json import StrictJSONRoute
 
 
@@ -33,13 +33,8 @@ async def generate(body: dict[str, Any], request: Request, context: Context) -> 
 async def _vllm(body: VllmBody, request: Request, context: ServerContext) -> dict[str, Any]:
     model = resolve_model(context, body.model)
     prompt = encode_prompt(context, body.prompt_value())
-    [output] = await run(context, request, build_requests(new_id("gen"), [prompt], body.to_params(), model))
-    if body.skip_special_tokens:
-        texts = [completion.text for completion in output.completions]
-    else:
-        decode = context.tokenizer.decode
-        texts = [decode(completion.token_ids, skip_special_tokens=False) for completion in output.completions]
-    return vllm_response(context.texts, body, output, texts, model.policy_version)
+    [output] = await run(context, request, build_requests(new_id("gen"), [prompt], body.to_params(), model, body))
+    return vllm_response(body, output, model.policy_version)
 
 
 async def _sglang(body: SglangBody, request: Request, context: ServerContext) -> Any:
@@ -47,9 +42,11 @@ async def _sglang(body: SglangBody, request: Request, context: ServerContext) ->
     model = resolve_model(context, body.lora_path or body.model)
     values, batched = body.prompt_values()
     response_id = new_id("gen")
+    params_of = body.params_of(len(values))
+    check_count(len(values), max(params.n for params in params_of))
     requests = [
-        build_requests(f"{response_id}-{position}", [encode_prompt(context, value)], params, model)[0]
-        for position, (value, params) in enumerate(zip(values, body.params_of(len(values)), strict=True))
+        build_requests(f"{response_id}-{position}", [encode_prompt(context, value)], params, model, body)[0]
+        for position, (value, params) in enumerate(zip(values, params_of, strict=True))
     ]
     outputs = await run(context, request, requests)
     objects = [each for output in outputs for each in sglang_objects(context.texts, body, output)]

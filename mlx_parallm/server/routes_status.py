@@ -24,9 +24,9 @@ def status_router() -> APIRouter:
 
 async def health(context: Context) -> Response:
     """200 only when a request sent now would be worked on: loaded, engine thread alive, and stepping."""
-    state = context.deps.state
-    if not state.is_ready:
-        return _health_response("failed" if state.failure else "loading", state.unavailable_reason)
+    unavailable = context.deps.state.unavailable
+    if unavailable is not None:
+        return _health_response(*unavailable)
     stats = context.engine.stats()
     problem = engine_problem(stats, time.monotonic(), context.deps.stall_seconds)
     if problem is not None:
@@ -38,6 +38,7 @@ async def health(context: Context) -> Response:
             "running": stats.running,
             "waiting": stats.waiting,
             "steps": stats.steps,
+            "paused": context.clients_paused,
         }
     )
 
@@ -76,6 +77,7 @@ def _entry(context: ServerContext, model: ServedModel) -> dict[str, Any]:
         "parent": model.parent,
         "max_model_len": context.engine.max_model_len,
         "policy_version": model.policy_version,
+        "logprobs_mode": context.deps.logprobs_mode,
     }
 
 

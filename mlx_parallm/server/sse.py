@@ -19,6 +19,7 @@ from mlx_parallm.server.errors import ClientDisconnectedError, error_body, statu
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = "text/event-stream"
 _log = get_logger("server")
 
 
@@ -57,7 +58,7 @@ class EventStream(Response):
     after the headers becomes a last event `{"error": …}`.
     """
 
-    media_type = "text/event-stream"
+    media_type = EVENT_STREAM
 
     def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -76,9 +77,6 @@ class EventStream(Response):
             await until_hangup(receive, self._send_all(send))
         except ClientDisconnectedError:
             _log.debug("client hung up")
-        except asyncio.CancelledError:  # shutdown: say so rather than break off
-            await send(_body(event(error_body("the server is shutting down", 503))))
-            await send(_body(DONE, more=False))
         finally:
             await self._events.aclose()
 

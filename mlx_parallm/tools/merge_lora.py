@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import resolve_model_path
-from mlx_parallm.models.lora import LoraPair, check_adapter, linear_layers, load_adapter
+from mlx_parallm.models.lora import LoraPair, check_adapter, linear_layers, linear_shapes, load_adapter
 from mlx_parallm.models.mlx_lm_api import (
     QuantizedSwitchLinear,
     SwitchLinear,
@@ -68,7 +68,7 @@ def merge(
     base = resolve_model_path(base_model)
     adapter = load_adapter(lora_path)
     model, config = _load(base)
-    check_adapter(model, adapter.layers, str(adapter.path))
+    check_adapter(linear_shapes(model), adapter.layers, str(adapter.path))
     merged = merged_weights(model, adapter.layers)
     dequantized = _is_quantized(model, config)
     if dequantized:

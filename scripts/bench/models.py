@@ -60,15 +60,19 @@ def bench_prompts(count: int, length: int, seed: int = 1) -> list[list[int]]:
     return [[int(token) for token in row] for row in tokens.tolist()]
 
 
-def save_bench_model(directory: Path) -> Path:
-    """Writes the model in Hugging Face layout with a byte-level BPE tokenizer that covers all of its ids."""
+def save_bench_model(directory: Path, *, endless: bool = False) -> Path:
+    """Writes the model in Hugging Face layout with a byte-level BPE tokenizer that covers all of its ids.
+
+    `endless`: the end of text is an id that the model cannot sample, so every answer has the length asked for.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     model = bench_model()
     mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
     arguments = {key: value for key, value in vars(model.args).items() if value is not None}
-    (directory / "config.json").write_text(json.dumps(arguments | {"eos_token_id": VOCAB - 1}))
+    end = VOCAB if endless else VOCAB - 1
+    (directory / "config.json").write_text(json.dumps(arguments | {"eos_token_id": end}))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = [(a, b) for a in alphabet for b in alphabet][: VOCAB - len(alphabet) - 1]
+    pairs = [(a, b) for a in alphabet for b in alphabet][: end - len(alphabet)]
     vocabulary = {text: i for i, text in enumerate([*alphabet, *(a + b for a, b in pairs), END])}
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,136 +1,247 @@
-"""Tokens a second through the real HTTP server, divided by the ceiling loop (`ceiling.py`) at the same batch.
+"""Tokens a second through the real HTTP server against its peers: the table of docs/benchmarks/serving.md.
 
-A random 29 M parameter Qwen3 is written in Hugging Face layout with a byte-pair tokenizer of its 8192 ids and served as
-the daemon serves it. The clients are a process of their own: each of `--clients` keeps one connection and sends its
-requests one after the other. Rounds of ceiling and server alternate, so that a busy neighbour hits both.
+A random 29 M parameter Qwen3 is written in Hugging Face layout and served by this package and by `mlx_lm.server` (its
+newest release, `setup_peers`; peers.py) with the same BLAS; `ceiling.py` is mlx-lm's forward without any server. The
+sender (load.py) is a process of its own and sends all servers the same bodies. In every round each contender of a case
+runs once, one after the other, so that a busy neighbour hits all; the ratio of a round is within the round. Round 0
+warms up and is not counted.
 
-    .venv/bin/python scripts/bench/serving.py --clients 8 --clients 32
-    .venv/bin/python scripts/bench/serving.py --clients 16 --group 16 --prompt 400     # identical prompts
+    scripts/bench/setup_peers && .venv/bin/python -m scripts.bench.serving          # every case, about 10 minutes
+    .venv/bin/python -m scripts.bench.serving --case ceiling --case "32 clients"    # cases whose name contains one
 """
 
 import argparse
-import asyncio
-import json
+import random
 import statistics
-import subprocess
-import sys
+import string
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-import mlx_parallm  # noqa: F401 - puts a fast BLAS under MLX before MLX is imported
+from scripts.bench import peers
+from scripts.bench.ceiling import ceiling_rate  # the fast BLAS comes before MLX
+from scripts.bench.load import Report, send
+from scripts.bench.models import save_bench_model
+
+# isort: split
+import mlx.core as mx
+
+from mlx_parallm.config import parse_config
+from mlx_parallm.log import configure_logging
+from mlx_parallm.models.loading import LoadedModel, load_model
+from mlx_parallm.models.lora import LoraPair, linear_layers, linear_shape
+from mlx_parallm.serving import Serving
+from mlx_parallm.weights import SharedWeights
 
 OUTPUT = 64
+RANK = 8
+ADAPTERS = tuple(f"adapter-{i}" for i in range(8))
+Contender = Callable[["Case"], Report]
 
 
-async def client_main(url: str, prompts: list[list[int]], requests: int, stream: bool) -> dict[str, float]:
-    """One task a prompt; returns seconds and tokens received, as counted here."""
-    limits = httpx.Limits(max_connections=len(prompts))
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
-        (await http.get("/health")).raise_for_status()
-        started = time.perf_counter()
-        counts = await asyncio.gather(*[_one_client(http, prompt, requests, stream) for prompt in prompts])
-        return {"seconds": time.perf_counter() - started, "tokens": sum(counts)}
+@dataclass(frozen=True)
+class Case:
+    """`ours` is divided by `against`; `ours` names the models that the clients take in turn."""
+
+    name: str
+    against: str
+    clients: int
+    target: float
+    prompt: int = 64
+    group: int = 1
+    requests: int = 2
+    models: tuple[str, ...] = ("default",)
+
+    def prompts(self, turn: int) -> list[str]:
+        """One a client; letters, because a letter is one token. The same for every contender of a round."""
+        letters = random.Random(f"{self.name} {turn}")
+        distinct = ["".join(letters.choices(string.ascii_letters, k=self.prompt)) for _ in range(self.clients)]
+        return [distinct[client // self.group] for client in range(self.clients)]
 
 
-async def _one_client(http: httpx.AsyncClient, prompt: list[int], requests: int, stream: bool) -> int:
-    received = 0
-    for turn in range(requests):
-        body = {
-            "model": "default",
-            "prompt": [turn, *prompt[1:]],
-            "max_tokens": OUTPUT,
-            "ignore_eos": True,
-            "temperature": 1.0,
-            "logprobs": 0,
-            "return_token_ids": True,
-            "stream": stream,
-        }
-        if stream:
-            async with http.stream("POST", "/v1/completions", json=body) as response:
-                response.raise_for_status()
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        for choice in json.loads(line[6:])["choices"]:
-                            received += len(choice.get("token_ids") or ())
-        else:
-            response = await http.post("/v1/completions", json=body)
-            response.raise_for_status()
-            received += len(response.json()["choices"][0]["token_ids"])
-    return received
+CASES = (
+    *(Case(f"{clients} clients", "ceiling", clients, 0.88) for clients in (8, 32, 64)),
+    Case("1 client", "mlx_lm.server", 1, 1.0, requests=4),
+    Case("8 clients", "mlx_lm.server", 8, 1.2),
+    Case("32 clients", "mlx_lm.server", 32, 1.35),
+    Case("64 clients", "mlx_lm.server", 64, 1.35, requests=1),
+    Case("groups of 16, 400-token prompt", "mlx_lm.server", 16, 1.4, prompt=400, group=16),
+    Case("8 clients", "mlx_lm.server, reference BLAS", 8, 8.0, requests=1),
+    Case("1 adapter, 32 clients", "no adapter", 32, 0.93, models=ADAPTERS[:1]),
+    Case("8 adapters, 32 clients", "no adapter", 32, 0.83, models=ADAPTERS),
+)
 
 
-def measure(clients: int, arguments: argparse.Namespace, directory: Path) -> None:
-    from mlx_parallm.config import parse_config
-    from mlx_parallm.models.loading import load_model
-    from mlx_parallm.serving import Serving
-    from mlx_parallm.weights import SharedWeights
-    from scripts.bench.ceiling import ceiling_rate
-    from scripts.bench.models import bench_prompts
+class Bench:
+    """Knows how each contender runs a case. Servers are started when a case first asks for them."""
 
-    config = parse_config(
-        {"server": {"port": 0, "batch_size": max(clients, 8)}, "model": {"base_path": str(directory)}}
-    )
-    plain = load_model(config.model).model
-    distinct = bench_prompts(clients // arguments.group, arguments.prompt)
-    prompts = [prompt for prompt in distinct for _ in range(arguments.group)]
-    serving = Serving(config)
+    def __init__(self, directory: Path, stack: ExitStack, peer_flags: list[str]) -> None:
+        self._directory = directory
+        self._peer_flags = peer_flags
+        self._stack = stack
+        self._urls: dict[str, str] = {}
+        self._plain: LoadedModel | None = None
+
+    def run(self, contender: str, case: Case, turn: int) -> Report:
+        if contender == "ceiling":
+            return self._ceiling(case, turn)
+        models = case.models if contender == "ours" else ("default",)
+        if contender.startswith("mlx_lm.server"):
+            models = (str(self._directory),)
+        bodies = [
+            [
+                {"model": models[client % len(models)], "prompt": prompt, "max_tokens": OUTPUT, "temperature": 1.0}
+                for prompt in texts
+            ]
+            for client, texts in enumerate(zip(*self._turns(case, turn), strict=True))
+        ]
+        return send(self.url(contender), bodies)
+
+    def url(self, contender: str) -> str:
+        if contender not in self._urls:
+            if contender.startswith("mlx_lm.server"):
+                blas = "reference" if contender.endswith("reference BLAS") else "mkl"
+                server = peers.mlx_lm_server(self._directory, blas, self._peer_flags)
+            else:
+                server = our_server(self._directory)
+            url = self._stack.enter_context(server)
+            self._urls[contender] = url
+            if contender in ("ours", "no adapter"):
+                self._urls |= {"ours": url, "no adapter": url}
+        return self._urls[contender]
+
+    def _turns(self, case: Case, turn: int) -> list[list[str]]:
+        return [case.prompts(turn * case.requests + request) for request in range(case.requests)]
+
+    def _ceiling(self, case: Case, turn: int) -> Report:
+        if self._plain is None:
+            self._plain = load_model(parse_config({"model": {"base_path": str(self._directory)}}).model)
+        report = Report()
+        for texts in self._turns(case, turn):
+            # Which ids the prompts have makes no difference to the loop.
+            prompts = [[ord(letter) for letter in text] for text in texts]
+            report.seconds += case.clients * OUTPUT / ceiling_rate(self._plain.model, prompts, OUTPUT)
+            report.tokens += case.clients * OUTPUT
+        return report
+
+
+@contextmanager
+def our_server(directory: Path) -> Iterator[str]:
+    """This package's server in this process, with all adapters of the cases."""
+    tree = {"server": {"port": 0, "batch_size": 64}, "model": {"base_path": str(directory)}}
+    serving = Serving(parse_config(tree))
     try:
         serving.listen()
         loaded = serving.load()
-        serving.open(loaded, SharedWeights(loaded.model), adapters={}, main_adapter=None)
-        ceilings, served = [], []
-        for turn in range(arguments.rounds + 1):
-            ceiling = ceiling_rate(plain, prompts, OUTPUT)
-            rate = _served_rate(serving.url, prompts, arguments)
-            if turn:  # the first round warms up
-                ceilings.append(ceiling)
-                served.append(rate)
-        stats = serving.client.stats()
+        adapters = {name: _random_adapter(loaded, seed) for seed, name in enumerate(ADAPTERS)}
+        serving.open(loaded, SharedWeights(loaded.model), adapters=adapters, main_adapter=None)
+        yield serving.url
     finally:
         serving.close()
-    ratios = [rate / ceiling for rate, ceiling in zip(served, ceilings, strict=True)]
-    print(
-        f"{clients} clients: ceiling {statistics.median(ceilings):.0f} tok/s, served {statistics.median(served):.0f},"
-        f" ratio {statistics.median(ratios):.3f} (rounds {', '.join(f'{ratio:.2f}' for ratio in ratios)});"
-        f" prefill tokens {stats.prefill_tokens} of {stats.prompt_tokens}"
+
+
+def _random_adapter(loaded: LoadedModel, seed: int) -> dict[str, LoraPair]:
+    keys = iter(mx.random.split(mx.random.key(seed), 1000))
+    layers = {
+        path: LoraPair(
+            mx.random.normal((inputs, RANK), key=next(keys)) * inputs**-0.5,
+            mx.random.normal((RANK, outputs), key=next(keys)) * 0.01,
+            2.0,
+        )
+        for path, layer in linear_layers(loaded.model).items()
+        for inputs, outputs in [linear_shape(layer)]
+    }
+    mx.eval([array for pair in layers.values() for array in (pair.a, pair.b)])
+    return layers
+
+
+def measure(bench: Bench, case: Case, rounds: int) -> str:
+    """A line of the table."""
+    rates: dict[str, list[float]] = {"ours": [], case.against: []}
+    failed = dict.fromkeys(rates, 0)
+    for turn in range(rounds + 1):
+        for contender, measured in rates.items():
+            report = bench.run(contender, case if turn else replace(case, requests=1), turn)
+            if turn:
+                measured.append(report.rate)
+                failed[contender] += len(report.failures)
+            if report.failures:
+                print(
+                    f"  {contender}: {len(report.failures)} failed of {report.sent}, {report.failures[0]}", flush=True
+                )
+    ours, theirs = rates.values()
+    ratios = [mine / other if other else float("inf") for mine, other in zip(ours, theirs, strict=True)]
+    ratio = statistics.median(ratios)
+    cells = [
+        case.name,
+        case.against,
+        f"{statistics.median(ours):.0f}",
+        f"{statistics.median(theirs):.0f}",
+        f"**{ratio:.2f}**",
+        ", ".join(f"{value:.2f}" for value in ratios),
+        f"≥ {case.target:g} {'yes' if ratio >= case.target else 'NO'}",
+        " / ".join(str(count) for count in failed.values()),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def compare_greedy(bench: Bench, directory: Path, prompts: int = 32) -> str:
+    """Greedy answers of both servers, tokens and log-probabilities, up to the first difference of each answer."""
+    common: dict[str, Any] = {"max_tokens": OUTPUT, "temperature": 0.0}
+    ties, different, worst, agreed = 0, 0, 0.0, list[int]()
+    for text in Case("greedy", "mlx_lm.server", prompts, 1.0).prompts(0):
+        own = common | {"model": "default", "prompt": text, "logprobs": 2, "return_token_ids": True}
+        other = common | {"model": str(directory), "prompt": text, "logprobs": True}
+        ours, theirs = _choice(bench.url("ours"), own), _choice(bench.url("mlx_lm.server"), other)
+        entries = theirs["logprobs"]["content"]
+        own_logprobs = ours["logprobs"]["token_logprobs"]
+        for place, (token, logprob, entry) in enumerate(zip(ours["token_ids"], own_logprobs, entries, strict=True)):
+            if token != entry["id"]:  # from here on these are two texts
+                best, second = sorted(ours["logprobs"]["top_logprobs"][place].values(), reverse=True)[:2]
+                ties += best - second <= 1e-4
+                different += best - second > 1e-4
+                break
+            agreed.append(token)
+            worst = max(worst, abs(logprob - entry["logprob"]))
+    return (
+        f"greedy answers, {prompts} of {OUTPUT} tokens: {len(agreed)} tokens equal, {len(set(agreed))} distinct,"
+        f" log-probabilities within {worst:.1e}; answers that parted at a near tie: {ties}, otherwise: {different}"
     )
 
 
-def _served_rate(url: str, prompts: list[list[int]], arguments: argparse.Namespace) -> float:
-    command = [sys.executable, __file__, "--client", url, "--requests", str(arguments.requests)]
-    command += ["--stream"] if arguments.stream else []
-    result = subprocess.run(command, input=json.dumps(prompts), capture_output=True, text=True, check=True)
-    report = json.loads(result.stdout)
-    assert report["tokens"] == len(prompts) * arguments.requests * OUTPUT, "tokens were lost"
-    return float(report["tokens"] / report["seconds"])
+def _choice(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = httpx.post(url + "/v1/completions", json=body, timeout=300)
+    response.raise_for_status()
+    return dict(response.json()["choices"][0])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, action="append", help="may be given several times (8, 32)")
-    parser.add_argument("--requests", type=int, default=2, help="of each client, one after the other")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompt", type=int, default=51, help="tokens of a prompt")
-    parser.add_argument("--group", type=int, default=1, help="clients that send the same prompt")
-    parser.add_argument("--stream", action="store_true")
-    parser.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)  # the child process
+    parser.add_argument("--case", action="append", help="only cases whose name or peer contains this; may be repeated")
+    parser.add_argument("--rounds", type=int, default=3, help="counted ones")
+    parser.add_argument("--peer-flags", default=" ".join(peers.FLAGS), help="of mlx_lm.server")
     arguments = parser.parse_args()
-    if arguments.client:
-        prompts = json.load(sys.stdin)
-        report = asyncio.run(client_main(arguments.client, prompts, arguments.requests, arguments.stream))
-        print(json.dumps(report))
-        return
-    from mlx_parallm.log import configure_logging
-    from scripts.bench.models import save_bench_model
-
     configure_logging(level="warning")
-    with tempfile.TemporaryDirectory() as directory:
-        save_bench_model(Path(directory))
-        for clients in arguments.clients or [8, 32]:
-            measure(clients, arguments, Path(directory))
+    wanted = [c for c in CASES if any(part in f"{c.name}, {c.against}" for part in arguments.case or [""])]
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        directory = save_bench_model(Path(name), endless=True)
+        bench = Bench(directory, stack, arguments.peer_flags.split())
+        lines = []
+        for case in wanted:
+            lines.append(measure(bench, case, arguments.rounds))
+            print(f"[{time.perf_counter() - started:4.0f} s] {lines[-1]}", flush=True)
+        if any("mlx_lm" in case.against for case in wanted):
+            print(f"peer: {peers.version()}; flags {arguments.peer_flags}")
+            print(compare_greedy(bench, directory))
+    print("\n| case | against | ours tok/s | theirs | ratio, median | rounds | target | failed ours / theirs |")
+    print("|---|---|---|---|---|---|---|---|", *lines, sep="\n")
 
 
 if __name__ == "__main__":

@@ -73,10 +73,12 @@ class Served:
     layers: dict[str, nn.Module] = field(default_factory=dict)
 
 
-def serve(model: nn.Module, *, policy: str | None = None, tokenizer: Any = None, **options: Any) -> Served:
+def serve(
+    model: nn.Module, *, policy: str | None = None, keep_versions: int = 1, tokenizer: Any = None, **options: Any
+) -> Served:
     plain = copy.deepcopy(model)
     layers = linear_layers(plain)
-    weights = SharedWeights(model, policy=policy)
+    weights = SharedWeights(model, policy=policy, keep_versions=keep_versions)
     lora = prepare_for_serving(model)
     settings = {"max_model_len": 2048, "vocab_size": VOCAB, "max_rows": 64, "prefill_chunk": 256} | options
     engine = Engine(model, tokenizer or ByteTokenizer(), weights, lora, EngineOptions(**settings))

@@ -4,7 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.engine.kv_cache import SlotCache, new_prefill_cache
+from mlx_parallm.engine.batch_cache import BatchCache
+from mlx_parallm.engine.kv_cache import SlotCache
 from mlx_parallm.models.mlx_lm_api import KVCache
 from tests.engine.helpers import qwen3_model, ragged_prompts, request, serve
 
@@ -147,7 +148,7 @@ def test_the_engine_gives_its_cache_back_when_idle():
 
 def test_prefill_caches_are_allocated_at_once():
     model = qwen3_model()
-    caches = new_prefill_cache(model, 700)
+    caches = BatchCache(model, 1, 700).new_prefill(700)
     for start in (0, 512):
         model(mx.zeros((1, min(512, 700 - start)), mx.int32), cache=caches)
     assert {cache.keys.shape[2] for cache in caches} == {700}

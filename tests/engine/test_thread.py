@@ -212,18 +212,21 @@ async def test_publish_while_requests_stream(served, thread):
         assert list(tagged) == sorted(tagged) and tagged[-1] > tagged[0]
 
 
-async def test_a_failed_step_fails_its_requests_and_the_engine_lives(served, thread):
+@pytest.mark.parametrize(("times", "reason"), [(1, "length"), (2, "error")])
+async def test_a_step_that_fails_as_a_whole_is_tried_again_once_and_the_engine_lives(served, thread, times, reason):
     launch = served.engine._runner.launch
-    failures = iter([RuntimeError("out of memory")])
+    failures = [RuntimeError("out of memory")] * times
 
     def failing(*arguments):
-        served.engine._runner.launch = launch
-        raise next(failures)
+        if failures:
+            raise failures.pop()
+        return launch(*arguments)
 
     served.engine._runner.launch = failing
-    output = await thread.client.generate(request("hit", [1, 2], max_tokens=5))
-    assert output.completions[0].finish_reason == "error" and "out of memory" in output.completions[0].error
-    assert thread.stats().alive and thread.stats().requests_failed == 1
+    output = await thread.client.generate(request("hit", [1, 2], max_tokens=5, ignore_eos=True))
+    assert output.completions[0].finish_reason == reason
+    assert times == 1 or "out of memory" in output.completions[0].error
+    assert thread.stats().alive and thread.stats().requests_failed == times - 1
     after = await thread.client.generate(request("after", [1, 2], max_tokens=5, ignore_eos=True))
     assert len(after.completions[0].token_ids) == 5
 

@@ -4,7 +4,6 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_parallm.errors import RequestError
 from mlx_parallm.models.lora import LoraPair
 from tests.engine.helpers import (
     EOS,
@@ -141,20 +140,6 @@ def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind():
             assert list(completion.token_ids) == naive_greedy(served.plain, prompts[i], 9)
     assert served.engine.counters.requests_failed == 4
     assert not any(mx.isnan(array).any().item() for array in served.engine.slots.state)
-
-
-def test_an_adapter_removed_meanwhile_fails_its_requests_only():
-    served = serve(qwen3_model())
-    served.weights.add_adapter("a", random_adapter(served, 1))
-    served.engine.add(request("mine", [1, 2], adapter="a", max_tokens=50, ignore_eos=True))
-    served.engine.add(request("other", [1, 2], temperature=0.0, max_tokens=6))
-    served.engine.step()
-    served.weights.remove_adapter("a")
-    outputs = collect(served.engine)
-    assert outputs["mine"].completions[0].error == "the adapter 'a' was removed"
-    assert list(outputs["other"].completions[0].token_ids) == naive_greedy(served.plain, [1, 2], 6)
-    with pytest.raises(RequestError, match="no adapter 'a'"):
-        served.engine.add(request("late", [1], adapter="a"))
 
 
 def test_a_failed_step_fails_who_took_part_and_the_engine_goes_on():

@@ -36,6 +36,8 @@ def test_answers_all_through_a_run_under_rising_versions(tmp_path: Path) -> None
                         model="default", messages=[{"role": "user", "content": "Reverse: abc"}], max_tokens=8
                     )
                     versions.append(answer.model_extra["policy_version"])
+                    pinned = client.completions.create(model=f"policy@{versions[-1]}", prompt="abc", max_tokens=2)
+                    assert pinned.model_extra["policy_version"] == versions[-1]
                 except openai.OpenAIError as error:
                     if daemon.process.poll() is None and not done.is_set():
                         failures.append(repr(error))

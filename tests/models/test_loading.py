@@ -1,6 +1,7 @@
 """Checkpoints in Hugging Face layout: found, loaded as float32 on CPU, quantised on request, and refused in words."""
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.config_server import ModelConfig
 from mlx_parallm.errors import ModelError, RequestError
+from mlx_parallm.models import loading
 from mlx_parallm.models.loading import load_model, load_tokenizer, on_cpu, resolve_model_path
 from tests.tiny_models import LLAMA3_ROPE, TINY_ASSETS, make_model, save_checkpoint
 
@@ -28,6 +30,20 @@ def test_loading_reads_the_weights_that_were_saved(tmp_path: Path) -> None:
     tokens = mx.array([[1, 2, 3]])
     loaded = load_model(ModelConfig(base_path=str(tmp_path / "m")))
     assert mx.allclose(loaded.model(tokens), make_model(LLAMA3_ROPE, seed=3)(tokens), atol=1e-5)
+
+
+def test_a_model_class_without_its_parents_constructor_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """recurrent_gemma of mlx-lm 0.32.2."""
+    read = loading.load_hf_model
+
+    def unconstructed(*arguments: Any, **options: Any) -> tuple[nn.Module, Any]:
+        model, config = read(*arguments, **options)
+        del model.__dict__["_no_grad"]
+        return model, config
+
+    monkeypatch.setattr(loading, "load_hf_model", unconstructed)
+    loaded = load_model(ModelConfig(base_path=str(save_checkpoint(tmp_path / "m"))))
+    assert not tree_flatten(loaded.model.trainable_parameters())
 
 
 def test_quantise_on_load(tmp_path: Path) -> None:

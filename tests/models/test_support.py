@@ -1,4 +1,4 @@
-"""What config.json alone shows: architectures that are refused, by the layer's name, before any weight is there."""
+"""What config.json alone shows: what is refused before any weight is there."""
 
 import re
 from pathlib import Path
@@ -60,20 +60,15 @@ STATE_SPACE = {
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (GATED_DELTA, r"layer 0 \(linear_attn: Qwen3NextGatedDeltaNet\) keeps a recurrent state \(ArraysCache\)"),
-        (SLIDING, r"layer 0 \(self_attn: Attention\) keeps a sliding window \(RotatingKVCache\)"),
-        (STATE_SPACE, r"layer 0 \(mixer: MambaBlock\) keeps a recurrent state \(ArraysCache\)"),
         (QWEN3 | {"model_type": "perceptron"}, r"unknown to mlx-lm \d.*`pip install -U mlx-lm`"),
         ({"hidden_size": 64}, r"config\.json has no model_type"),
     ],
-    ids=["gated delta", "sliding window", "state space", "unknown", "no model_type"],
+    ids=["unknown", "no model_type"],
 )
 @pytest.mark.parametrize("train", [True, False])
-def test_what_cannot_run_is_refused_by_the_layers_name(config: dict[str, Any], text: str, train: bool) -> None:
-    with pytest.raises(ModelError, match=text) as caught:
+def test_what_mlx_lm_does_not_know_is_refused(config: dict[str, Any], text: str, train: bool) -> None:
+    with pytest.raises(ModelError, match=text):
         check_config(config, train=train)
-    if "layer" in str(caught.value):
-        assert ("cannot be trained or served" if train else "cannot be served") in str(caught.value)
 
 
 def test_a_model_of_any_size_is_checked_without_memory_and_leaves_the_random_state() -> None:
@@ -83,7 +78,7 @@ def test_a_model_of_any_size_is_checked_without_memory_and_leaves_the_random_sta
     mx.random.seed(3)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    for config in (LARGE, QWEN3, LLAMA3_ROPE):
+    for config in (LARGE, QWEN3, LLAMA3_ROPE, GATED_DELTA, SLIDING, STATE_SPACE):
         check_config(config, train=True)
     assert mx.get_peak_memory() - before < 5e6
     assert mx.array_equal(mx.random.normal((4,)), expected)
@@ -128,5 +123,7 @@ def test_the_table_says_what_the_check_says() -> None:
     rows = dict(re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]+?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     for name in ("qwen3", "llama", "qwen3_moe"):
         assert rows[name] == "trains"
-    for name in ("qwen3_next", "gemma3_text", "mamba", "rwkv7", "kimi_linear"):
-        assert rows[name] == "refused"
+    for name in ("qwen3_next", "mamba", "kimi_linear"):
+        assert rows[name] == "trains slowly"
+    for name in ("rwkv7", "talkie"):
+        assert rows[name] == "serves only"

@@ -30,11 +30,13 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(engine: Any, tokenizer: Any, *, loaded: bool = True, **deps: Any) -> Iterator[RunningServer]:
+def running_server(
+    engine: Any, tokenizer: Any, *, loaded: bool = True, adapters: Any = None, **deps: Any
+) -> Iterator[RunningServer]:
     """Serves `engine`; `deps` are fields of ServerDeps. With loaded=False the server stays in its loading state."""
     state = ServerState()
     if loaded:
-        state.ready(engine, tokenizer)
+        state.ready(engine, tokenizer, adapters)
     listener = bind_socket("127.0.0.1", 0)
     app = create_app(ServerDeps(state=state, **deps))
     thread = ServerThread(app, listener)

@@ -38,13 +38,23 @@ def bearer(key):
     return b"Bearer " + key.encode()
 
 
+def walk(routes):
+    """Every route that has a path, however routers hold each other."""
+    for route in routes:
+        if hasattr(route, "path"):
+            yield route
+        inner = getattr(route, "original_router", None) or getattr(route, "app", None)
+        yield from walk(getattr(inner, "routes", ()))
+
+
 def test_the_key_guards_every_route_but_health(guarded):
     with guarded.http() as http:
         assert http.get("/health").status_code == 200
-        paths = {*guarded.app.openapi()["paths"], "/openapi.json", "/docs", "/nowhere"}
-        assert {"/v1/models", "/metrics", "/generate", "/atropos/status"} <= paths
+        paths = {*(route.path for route in walk(guarded.app.routes)), *guarded.app.openapi()["paths"], "/nowhere"}
+        admin = {"/pause", "/resume", "/abort_requests", "/reset_prefix_cache", "/server_info", "/weight_info"}
+        assert {"/v1/models", "/metrics", "/generate", "/atropos/status", "/openapi.json", "/docs", *admin} <= paths
         for path in paths - {"/health"}:
-            for method in ("GET", "POST"):
+            for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS"):
                 refused = http.request(method, path.replace("{name:path}", "fake"))
                 assert (path, refused.status_code) == (path, 401)
                 assert refused.json()["error"]["code"] == "invalid_api_key"

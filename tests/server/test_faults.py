@@ -109,7 +109,7 @@ def test_an_unavailable_engine_is_503_with_retry_after(fake, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_requests_over_the_cap_are_503_and_a_hangup_frees_its_place(tiny_tokenizer, stream):
+def test_requests_over_the_cap_are_429_and_a_hangup_frees_its_place(tiny_tokenizer, stream):
     engine = FakeEngine("hang")
     with running_server(engine, tiny_tokenizer, max_concurrent_requests=1) as server:
         with server.http() as http, pytest.raises(httpx.ReadTimeout):
@@ -124,7 +124,8 @@ def test_requests_over_the_cap_are_503_and_a_hangup_frees_its_place(tiny_tokeniz
         until(lambda: engine.running == 1)
         with server.http() as http:
             busy = http.post("/v1/completions", json=COMPLETION)
-            assert busy.status_code == 503 and "busy" in busy.json()["error"]["message"]
+            assert busy.status_code == 429 and "busy" in busy.json()["error"]["message"]
+            assert busy.headers["retry-after"] == "1" and busy.json()["error"]["type"] == "rate_limit_error"
             assert http.get("/health").status_code == 200
         server.thread.stop(drain_timeout=0.1)
         blocked.join()
@@ -164,6 +165,67 @@ def _refused(url):
     except httpx.TransportError:
         return True
     return False
+
+
+def test_while_draining_the_running_end_and_new_ones_are_503(tiny_tokenizer):
+    engine = FakeEngine("hang")
+    with running_server(engine, tiny_tokenizer) as server, server.http() as http:
+        told, answers = threading.Event(), []
+
+        async def answer_when_told(requests):
+            engine.running += 1
+            await asyncio.to_thread(told.wait)
+            return [engine._output(request) for request in requests]
+
+        engine.generate_many = answer_when_told
+        asker = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=COMPLETION, timeout=60))
+        )
+        asker.start()
+        until(lambda: engine.running == 1)
+        drain = threading.Thread(target=server.state.drain, args=(20.0,))
+        drain.start()
+        until(lambda: server.state.draining)
+        refused = http.post("/v1/completions", json=COMPLETION)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "shutting down" in refused.json()["error"]["message"]
+        assert (http.get("/health").status_code, http.get("/health").json()["status"]) == (503, "draining")
+        assert drain.is_alive()
+        told.set()
+        drain.join(10)
+        asker.join(10)
+        assert not drain.is_alive() and answers[0].status_code == 200
+
+
+def test_an_answer_that_takes_too_long_is_504_and_its_work_is_stopped(tiny_tokenizer):
+    engine = FakeEngine("hang")
+    with running_server(engine, tiny_tokenizer, request_timeout_s=0.2) as server, server.http() as http:
+        late = http.post("/v1/completions", json=COMPLETION)
+        assert (late.status_code, late.headers["x-should-retry"]) == (504, "false")
+        assert "server.request_timeout_s = 0.2" in late.json()["error"]["message"]
+        streamed = http.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
+        assert streamed.status_code == 200 and events[-1] == "[DONE]"
+        assert json.loads(events[-2])["error"]["code"] == 504
+        assert engine.cancelled == 2
+        engine.behaviour = "answer"
+        assert http.post("/v1/completions", json=COMPLETION).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path, body, status",
+    [
+        ("/v1/completions", {"prompt": ["a"] * 1025}, 400),
+        ("/v1/completions", {"prompt": ["a"] * 3, "n": 400}, 400),
+        ("/generate", {"text": ["a"] * 3, "sampling_params": {"n": 400}}, 400),
+        ("/v1/completions", {"prompt": "a" * 10_000_000}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 10_000_000}]}, 400),
+        ("/v1/completions", {"prompt": "a" * 40_000_000}, 413),
+    ],
+)
+def test_a_request_may_not_ask_for_too_much(fake, path, body, status):
+    with fake.http() as http:
+        assert http.post(path, json={"model": "fake", **body}).status_code == status
 
 
 BAD_BODIES = {

@@ -1,0 +1,116 @@
+"""Adapters that come and go while the server runs. Any thread that may wait; not the engine's, not the HTTP loop's.
+
+server/routes_adapters.py ──thread──► AdapterLoader ──► SharedWeights ──► the engine's next step
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlx_parallm.engine.served_models import ServedModels
+from mlx_parallm.errors import AdapterError, AdapterRefusedError
+from mlx_parallm.models.lora import ADAPTER_CONFIG, check_adapter, find_adapter_file, load_adapter
+from mlx_parallm.models.threads import in_mlx_thread
+from mlx_parallm.weights import SharedWeights
+
+
+class AdapterLoader:
+    """
+    Args:
+        shapes: (in, out) of the model's linear layers by path.
+        names: which names are the server's own.
+        roots: directories that adapters may be read from.
+    """
+
+    def __init__(
+        self,
+        weights: SharedWeights,
+        shapes: Mapping[str, tuple[int, int]],
+        names: ServedModels,
+        roots: Sequence[Path],
+    ) -> None:
+        self._weights, self._shapes, self._names = weights, shapes, names
+        self._roots = [Path(os.path.realpath(root.expanduser())) for root in roots]
+        self._paths: dict[str, Path] = {}  # what was loaded from where
+        self._busy: set[str] = set()  # names being loaded or unloaded
+        self._free = threading.Condition()
+
+    def load(self, name: str, path: str, *, in_place: bool) -> None:
+        """Adds an adapter, or replaces the one of that name (whose requests go on under the new one).
+
+        Args:
+            in_place: a name that is taken is replaced; without it only when `path` is where it came from.
+
+        Raises AdapterRefusedError; the adapters there were are as they were.
+        """
+        self._check_name(name)
+        source = self._within_roots(path)
+        with self._alone(name):
+            if name in self._weights.adapters() and not in_place and self._paths.get(name) != source:
+                message = f"The lora adapter {name!r} has already been loaded; load_inplace = true replaces it"
+                raise AdapterRefusedError(message, 400, "lora_name")
+            try:
+                file = find_adapter_file(source)
+            except (AdapterError, OSError) as error:
+                raise AdapterRefusedError(str(error), 404, "lora_path") from error
+            for each in (file, file.parent / ADAPTER_CONFIG):
+                self._within_roots(str(each))  # a link inside of the directory may lead out of it
+            try:
+                in_mlx_thread(lambda: self._add(name, file))
+            except AdapterError as error:
+                raise AdapterRefusedError(str(error), 400, "lora_path") from error
+            self._paths[name] = source
+
+    def unload(self, name: str) -> None:
+        """Takes a name away: requests that run end under what they began with. Raises AdapterRefusedError."""
+        self._check_name(name)
+        with self._alone(name):
+            try:
+                self._weights.remove_adapter(name)
+            except AdapterError as error:
+                raise AdapterRefusedError(f"The lora adapter {name!r} cannot be found", 404, "lora_name") from error
+            self._paths.pop(name, None)
+
+    def _add(self, name: str, file: Path) -> None:
+        layers = load_adapter(file).layers
+        check_adapter(self._shapes, layers, name)
+        self._weights.add_adapter(name, layers)
+
+    def _check_name(self, name: str) -> None:
+        if not self._roots:
+            raise AdapterRefusedError(
+                "loading adapters into a running server is off: server.adapter_roots names the directories"
+                " that they may be loaded from",
+                403,
+            )
+        if not name or self._names.taken_by_server(name):
+            raise AdapterRefusedError(
+                f"an adapter cannot be named {name!r} here: that is the server's", 400, "lora_name"
+            )
+
+    def _within_roots(self, path: str) -> Path:
+        """The path without links and `..`."""
+        try:
+            real = Path(os.path.realpath(path))
+        except (OSError, ValueError) as error:
+            raise AdapterRefusedError(f"{path!r} is not a path: {error}", 400, "lora_path") from error
+        if not any(real.is_relative_to(root) for root in self._roots):
+            raise AdapterRefusedError(
+                f"{path!r} is in none of the directories of server.adapter_roots", 403, "lora_path"
+            )
+        return real
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """One at a time for a name; other names do not wait."""
+        with self._free:
+            self._free.wait_for(lambda: name not in self._busy)
+            self._busy.add(name)
+        try:
+            yield
+        finally:
+            with self._free:
+                self._busy.remove(name)
+                self._free.notify_all()

@@ -1,0 +1,92 @@
+"""exp and SwiGLU for serving on the CPU, where MLX computes exp one element at a time (12 ns each).
+
+    exp_minus         exp(x - shift): the sampler's masses
+    use_fast_swiglu   replaces the feed-forward of a serving tree where it is a SwiGLU, found out by asking it
+
+Both are MLX's own cheap operations, fused by `mx.compile` (which needs a C++ compiler; without one, and on GPUs, which
+have fast ones, MLX's functions stay). Times: docs/benchmarks/serving.md.
+They are not differentiated: the trainer keeps its own tree, and the two agree to 1e-6.
+"""
+
+import shutil
+from functools import cache, partial
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+_ROUND = 12582912.0  # 1.5 · 2²³: adding it leaves a float32 rounded to an integer
+_LOWEST = -87.0  # exp below it is no normal float32
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_AGREES = 1e-5  # of the largest output
+
+
+@cache
+def available() -> bool:
+    """True where these functions are faster than MLX's."""
+    return mx.default_device().type == mx.DeviceType.cpu and shutil.which("g++") is not None
+
+
+def exp_minus(x: mx.array, shift: mx.array) -> mx.array:
+    """exp(x - shift) of float32, x ≤ shift; relative error 8e-8, exactly 0 below exp(-87), NaN stays NaN."""
+    return _exp_minus(x, shift) if available() else mx.exp(x - shift)
+
+
+@mx.compile
+def _exp_minus(x: mx.array, shift: mx.array) -> mx.array:
+    """2^k · exp(r) with k = round(x / ln 2) and the polynomial of Cephes' expf for exp(r), |r| ≤ ln 2 / 2."""
+    x = x - shift
+    bounded = mx.maximum(x, _LOWEST)
+    k = (bounded * 1.4426950408889634 + _ROUND) - _ROUND
+    r = bounded - k * 0.693359375 + k * 2.12194440e-4
+    p = ((1.9875691500e-4 * r + 1.3981999507e-3) * r + 8.3334519073e-3) * r + 4.1665795894e-2
+    p = ((p * r + 1.6666665459e-1) * r + 5.0000001201e-1) * (r * r) + r + 1.0
+    power = mx.view((k.astype(mx.int32) + 127) << 23, mx.float32)
+    return mx.where(x < _LOWEST, 0.0, p * power)
+
+
+@partial(mx.compile, shapeless=True)
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    """silu(gate) · up in float32. sigmoid(x) = (1 + tanh(x / 2)) / 2; tanh is Eigen's rational function: no exp."""
+    t = mx.minimum(mx.maximum(gate * 0.5, -7.99881172180175781), 7.99881172180175781)
+    s = t * t
+    p = ((-2.76076847742355e-16 * s + 2.00018790482477e-13) * s - 8.60467152213735e-11) * s + 5.12229709037114e-08
+    p = ((p * s + 1.48572235717979e-05) * s + 6.37261928875436e-04) * s + 4.89352455891786e-03
+    q = ((1.19825839466702e-06 * s + 1.18534705686654e-04) * s + 2.26843463243900e-03) * s + 4.89352518554385e-03
+    return gate * (0.5 + 0.5 * (t * p / q)) * up
+
+
+class FastMLP(nn.Module):
+    """down(silu(gate(x)) · up(x)) over another feed-forward's projections, under their names."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        for name in _PROJECTIONS:
+            setattr(self, name, mlp[name])
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def use_fast_swiglu(model: nn.Module) -> int:
+    """Replaces, in place, the feed-forwards that give what FastMLP gives; returns how many. Before the linear layers
+    are wrapped. Evaluates each one once, on a few random vectors."""
+    if not available():
+        return 0
+    found = [(path, module) for path, module in model.named_modules() if set(module) == set(_PROJECTIONS)]
+    replaced = [(path, FastMLP(module)) for path, module in found if _is_swiglu(module)]
+    if replaced:
+        model.update_modules(tree_unflatten(replaced))
+    return len(replaced)
+
+
+def _is_swiglu(mlp: nn.Module) -> bool:
+    gate = mlp["gate_proj"]
+    if not isinstance(gate, nn.Linear) or gate.weight.dtype != mx.float32:
+        return False
+    x = mx.random.normal((4, gate.weight.shape[1]), key=mx.random.key(0))
+    try:
+        own, fast = mlp(x), FastMLP(mlp)(x)
+        return own.shape == fast.shape and bool((mx.abs(own - fast).max() <= _AGREES * mx.abs(own).max()).item())
+    except (ValueError, TypeError, AttributeError):
+        return False

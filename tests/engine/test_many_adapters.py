@@ -1,0 +1,263 @@
+"""Many adapters in one batch, unloaded and replaced while they are in use, and versions of the policy side by side.
+
+The twin of an adapter is a plain mlx-lm tree with scale · (AB)ᵀ added to its weights.
+"""
+
+import copy
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_parallm.errors import AdapterError, ModelNotFoundError
+from mlx_parallm.models.lora import AdapterPlace, AdapterWeights, LoraPair, linear_layers, prepare_for_serving
+from mlx_parallm.models.quantize import quantize_layers
+from mlx_parallm.models.served_lora import STACK_LIFETIME, LoraContext, ServedLinear
+from tests.engine.helpers import (
+    Served,
+    collect,
+    naive_greedy,
+    qwen3_model,
+    ragged_prompts,
+    random_adapter,
+    request,
+    run,
+    serve,
+)
+
+TOKENS = mx.array([[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4], [9, 1, 2, 3], [4, 4, 4, 4], [7, 7, 1, 2]])
+
+
+def twin(served: Served, layers: dict[str, LoraPair]) -> nn.Module:
+    model = copy.deepcopy(served.plain)
+    for path, layer in linear_layers(model).items():
+        if path in layers:
+            layer.weight = layer.weight + layers[path].scale * (layers[path].a @ layers[path].b).T
+    return model
+
+
+def place(name: str, layers: dict[str, LoraPair]) -> AdapterPlace:
+    return AdapterPlace(name, AdapterWeights(name, 0, layers))
+
+
+def greedy(name: str, prompt: list[int], adapter: str | None, tokens: int = 24):
+    return request(name, prompt, adapter=adapter, temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def tokens_of(outputs, name: str) -> list[int]:
+    return list(outputs[name].completions[0].token_ids)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_mixed_ranks_and_targets_give_what_each_adapter_gives_alone(quantized: bool) -> None:
+    served = serve(qwen3_model())
+    layers = [random_adapter(served, seed, scale=0.5 * seed, rank=rank) for seed, rank in ((1, 2), (2, 9), (3, 4))]
+    layers[1] = {path: pair for path, pair in layers[1].items() if "q_proj" in path or "down_proj" in path}
+    model = copy.deepcopy(served.plain)
+    if quantized:
+        quantize_layers(model)
+    base = model(TOKENS)
+    context = prepare_for_serving(model)
+    places = [place(str(index), each) for index, each in enumerate(layers)]
+    context.activate([places[0], places[1], None, places[2], places[1], None])
+    mixed = model(TOKENS)
+    assert mx.array_equal(mixed[2], base[2]) and mx.array_equal(mixed[5], base[5]), "rows without one are bit-equal"
+    for row, adapter in ((0, 0), (1, 1), (3, 2), (4, 1)):
+        context.activate([places[adapter]] * 6)
+        assert mx.allclose(mixed[row], model(TOKENS)[row], rtol=1e-4, atol=1e-4)
+        assert not mx.allclose(mixed[row], base[row], atol=0.1)
+
+
+def test_nan_and_infinity_of_one_adapter_stay_in_its_rows_of_a_mixed_batch() -> None:
+    served = serve(qwen3_model())
+    good, bad = random_adapter(served, 1), random_adapter(served, 2)
+    model = copy.deepcopy(served.plain)
+    context = prepare_for_serving(model)
+    places = [place("good", good), place("other", random_adapter(served, 3))]
+    context.activate([places[0], places[1], None] * 2)
+    expected = model(TOKENS)
+    for poison in (mx.nan, mx.inf):
+        broken = place("bad", {path: LoraPair(pair.a * poison, pair.b * poison, 1.0) for path, pair in bad.items()})
+        context.activate([places[0], broken, None] * 2)
+        got = model(TOKENS)
+        for row in (0, 2, 3, 5):
+            assert mx.array_equal(got[row], expected[row]), "other rows are bit-equal"
+        assert mx.isnan(got[1]).any().item()
+
+
+@pytest.mark.parametrize("shape", [(6, 1, 64), (6, 64), (18, 64), (6, 2, 3, 64)])
+def test_layers_that_see_their_rows_in_another_shape(shape: tuple[int, ...]) -> None:
+    served = serve(qwen3_model())
+    path = "model.layers.0.self_attn.q_proj"
+    context, layer = LoraContext(), served.layers[path]
+    adapted = ServedLinear(layer, path, context)
+    pairs = [random_adapter(served, seed)[path] for seed in (1, 2)]
+    places = [place(str(index), {path: pair}) for index, pair in enumerate(pairs)]
+    x = mx.random.normal(shape, key=mx.random.key(0))
+    for rows in ([0, 1, None, 1, 0, None], [0, None, None, 0, 0, None]):
+        context.activate([None if index is None else places[index] for index in rows])
+        got, each = adapted(x), shape[0] // 6
+        assert got.shape == (*shape[:-1], layer.weight.shape[0])
+        for row, index in enumerate(rows):
+            part = x[row * each : (row + 1) * each]
+            added = 0.0 if index is None else (part @ pairs[index].a) @ pairs[index].b
+            assert mx.allclose(got[row * each : (row + 1) * each], layer(part) + added, atol=1e-4)
+
+
+def test_eight_adapters_in_one_batch_equal_their_twins() -> None:
+    served = serve(qwen3_model(), prefill_chunk=64)
+    layers = {f"a{i}": random_adapter(served, i + 1, rank=2 + i % 3) for i in range(8)}
+    for name, each in layers.items():
+        served.weights.add_adapter(name, each)
+    prompts = ragged_prompts(9, shortest=3)
+    outputs = run(served.engine, [greedy(f"r{i}", prompts[i], f"a{i}" if i < 8 else None) for i in range(9)])
+    for i in range(8):
+        assert tokens_of(outputs, f"r{i}") == naive_greedy(twin(served, layers[f"a{i}"]), prompts[i], 24, eos=None)
+    assert tokens_of(outputs, "r8") == naive_greedy(served.plain, prompts[8], 24, eos=None)
+    assert len({token for i in range(8) for token in tokens_of(outputs, f"r{i}")}) >= 20
+
+
+def test_an_unloaded_adapter_serves_its_requests_to_their_end() -> None:
+    served = serve(qwen3_model(), prefill_chunk=16, max_rows=2)
+    old, new = random_adapter(served, 1), random_adapter(served, 2)
+    prompts = ragged_prompts(4, shortest=40)
+    served.weights.add_adapter("a", old)
+    for i in range(3):  # one decodes, one is in prefill, one waits
+        served.engine.add(greedy(f"old{i}", prompts[i], "a"))
+    served.engine.score("score", tuple(prompts[0]), "a")
+    for _ in range(5):
+        served.engine.step()
+    served.weights.remove_adapter("a")
+    with pytest.raises(ModelNotFoundError, match="'a' does not exist"):
+        served.engine.add(greedy("late", [1, 2], "a"))
+    served.engine.step()
+    served.weights.add_adapter("a", new)
+    served.engine.add(greedy("new", prompts[0], "a"))
+    outputs = _collect_finished(served)
+    for i in range(3):
+        assert tokens_of(outputs, f"old{i}") == naive_greedy(twin(served, old), prompts[i], 24, eos=None)
+    assert tokens_of(outputs, "new") == naive_greedy(twin(served, new), prompts[0], 24, eos=None)
+    assert tokens_of(outputs, "new") != tokens_of(outputs, "old0")
+
+
+def test_a_replaced_adapter_is_obeyed_by_the_requests_that_run() -> None:
+    served = serve(qwen3_model())
+    served.weights.add_adapter("a", random_adapter(served, 1))
+    served.weights.add_adapter("b", random_adapter(served, 2))
+    fresh = random_adapter(served, 3)
+    prompts = ragged_prompts(2, shortest=20)
+    served.engine.add(greedy("a", prompts[0], "a"))
+    served.engine.add(greedy("b", prompts[1], "b"))
+    for _ in range(5):
+        served.engine.step()
+    served.weights.add_adapter("a", {path: LoraPair(p.a, p.b * mx.nan, 1.0) for path, p in fresh.items()})
+    outputs = collect(served.engine)
+    assert "not finite" in outputs["a"].completions[0].error
+    assert tokens_of(outputs, "b") == naive_greedy(twin(served, random_adapter(served, 2)), prompts[1], 24, eos=None)
+
+
+def test_versions_of_the_policy_are_decoded_beside_the_newest_and_the_base() -> None:
+    served = serve(qwen3_model(), policy="policy", keep_versions=3)
+    layers = {version: random_adapter(served, version) for version in range(1, 6)}
+    for each in layers.values():
+        served.weights.publish_adapter(each)
+    prompt = ragged_prompts(1, shortest=30)[0]
+    assert served.weights.history.versions() == [3, 4, 5]
+    requests = [greedy(f"v{version}", prompt, f"policy@{version}") for version in (3, 4, 5)]
+    for item in (*requests, greedy("newest", prompt, "policy"), greedy("base", prompt, None)):
+        served.engine.add(item)
+    for _ in range(6):
+        served.engine.step()
+    served.weights.publish_adapter(random_adapter(served, 6))
+    outputs = collect(served.engine)
+    for version in (3, 4, 5):
+        completion = outputs[f"v{version}"].completions[0]
+        assert list(completion.token_ids) == naive_greedy(twin(served, layers[version]), prompt, 24, eos=None)
+        assert set(completion.policy_versions) == {version} and completion.prompt_version == version
+    assert set(outputs["newest"].completions[0].policy_versions) == {5, 6}
+    assert tokens_of(outputs, "base") == naive_greedy(served.plain, prompt, 24, eos=None)
+    with pytest.raises(ModelNotFoundError):
+        served.engine.add(greedy("gone", prompt, "policy@3"))
+    again = run(served.engine, [greedy("again", prompt, "policy@4")])
+    assert tokens_of(again, "again") == tokens_of(outputs, "v4")
+
+
+class Archive:
+    """Versions 1 and 2 "on disk"; counts what is read."""
+
+    def __init__(self, layers: dict[int, dict[str, LoraPair]]) -> None:
+        self.layers, self.loads = layers, []
+
+    def versions(self) -> list[int]:
+        return sorted(self.layers)
+
+    def load(self, version: int) -> dict[str, LoraPair]:
+        self.loads.append(version)
+        if version not in self.layers:
+            raise AdapterError("gone")
+        return self.layers[version]
+
+
+def test_archived_versions_are_read_once_and_forgotten_in_turn() -> None:
+    served = serve(qwen3_model(), policy="policy", keep_versions=1)
+    layers = {version: random_adapter(served, version) for version in (1, 2)}
+    archive = Archive(layers)
+    served.weights.history._archive = archive
+    for _ in range(3):
+        served.weights.publish_adapter(random_adapter(served, 9))
+    assert served.weights.history.versions() == [1, 2, 3]
+    load = served.weights.loader("policy@2")
+    assert load is not None and served.weights.loader("policy@3") is None and served.weights.loader("policy") is None
+    load()
+    assert served.weights.loader("policy@2") is None
+    prompt = ragged_prompts(1, shortest=30)[0]
+    outputs = run(served.engine, [greedy(f"v{v}", prompt, f"policy@{v}") for v in (2, 1)])
+    for version in (1, 2):
+        assert tokens_of(outputs, f"v{version}") == naive_greedy(twin(served, layers[version]), prompt, 24, eos=None)
+    assert archive.loads == [2, 1]
+    served.weights.find("policy@2")
+    assert archive.loads == [2, 1, 2], "one stays loaded"
+    assert served.weights.find("policy@7") is None and served.weights.find("other@1") is None
+
+
+def test_a_publish_copies_nothing_with_one_adapter_and_its_slot_with_several() -> None:
+    context = LoraContext()
+    size, rank = 1024, 16
+
+    def layers(fill: float) -> dict[str, LoraPair]:
+        made = {str(i): LoraPair(mx.full((size, rank), fill), mx.full((rank, size), fill), 2.0) for i in range(8)}
+        mx.eval([(pair.a, pair.b) for pair in made.values()])
+        return made
+
+    one = 8 * 2 * size * rank * 4
+    places = [place(str(i), layers(float(i))) for i in range(6)]
+    context.activate([places[0]] * 3)
+    assert context.pairs is places[0].weights.layers
+    context.activate([*places, None])
+    stacked = context.stacked
+    mx.eval(list(stacked.values()))
+    assert [array[:, 0, 0].tolist() for array in stacked["3"]] == [[0, 1, 2, 3, 4, 5, 0], [0, 2, 4, 6, 8, 10, 0]]
+    places[2].weights = AdapterWeights("2", 1, layers(7.0))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    context.activate([*places, None])
+    mx.eval(list(context.stacked.values()))
+    assert context.stacked is stacked and stacked["3"][1][2, 0, 0].item() == 14.0
+    assert mx.get_active_memory() <= before + 4096 and mx.get_peak_memory() <= before + one
+    context.activate([places[1], places[3], places[4]])
+    assert context.stacked is stacked, "adapters that have left may come again"
+    for _ in range(STACK_LIFETIME + 1):
+        context.activate([places[0], None])
+    del stacked
+    assert mx.get_active_memory() <= before - 6 * one, "a stack that no row uses is dropped"
+
+
+def _collect_finished(served: Served) -> dict:
+    outputs = {}
+    while served.engine.has_work:
+        for event in served.engine.step():
+            if hasattr(event, "output"):
+                outputs[event.request_id] = event.output
+            elif hasattr(event, "result"):
+                assert all(value is None or value < 0 for value in event.result.logprobs)
+    return outputs

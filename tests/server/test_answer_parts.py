@@ -1,0 +1,209 @@
+"""A chat answer's parts, without a server: what is reasoning, content and call, for any cut of the text."""
+
+import json
+import pkgutil
+import random
+import re
+from collections import Counter
+from importlib import import_module
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_parallm.models.mlx_lm_api import tool_parsers
+from mlx_parallm.server.answer_parts import AnswerFormat, AnswerParts, AnswerSplitter
+
+HERMES = import_module(f"{tool_parsers.__name__}.json_tools")
+MISTRAL = import_module(f"{tool_parsers.__name__}.mistral")
+THINK = ("<think>", "</think>")
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def form(parser=HERMES, **changes):
+    markers = (parser.tool_call_start, parser.tool_call_end)
+    return AnswerFormat(THINK, markers, parse=parser.parse_tool_call, tools=TOOLS, **changes)
+
+
+def streamed(answer_format, text, cuts, complete=True):
+    """The parts of a text that arrives in pieces, and the pieces' deltas put together as a client does."""
+    splitter, parts = AnswerSplitter(answer_format), AnswerParts()
+    edges = [0, *sorted(cuts), len(text)]
+    for start, end in pairwise(edges):
+        parts = parts.plus(splitter.feed(text[start:end]))
+    return parts.plus(splitter.finish(complete=complete))
+
+
+def shape(parts):
+    """Without the ids, which are random."""
+    calls = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in parts.tool_calls]
+    return parts.reasoning, parts.content, calls
+
+
+ADD = ("add", {"a": 1})
+ANSWERS = {
+    "plain": (" just \n text\n", ("", " just \n text\n", [])),
+    "reasoning": ("<think>\nhm\n</think>\n\nyes", ("hm", "yes", [])),
+    "only reasoning": ("<think>\nhm", ("hm", "", [])),
+    "call": (f"I add.\n{CALL}", ("", "I add.", [ADD])),
+    "two calls": (f"{CALL}\n{CALL}\n", ("", "", [ADD, ADD])),
+    "all": (f"<think>a</think>b {CALL} c", ("a", "bc", [ADD])),
+    "the end is forgotten": (CALL.removesuffix("</tool_call>"), ("", "", [ADD])),
+    "one end is forgotten": (CALL.removesuffix("</tool_call>") + CALL, ("", "", [ADD, ADD])),
+    "not JSON": ("so <tool_call>{oops</tool_call> it", ("", "so <tool_call>{oops</tool_call> it", [])),
+    "no call": ("<tool_call>[1]</tool_call>", ("", "<tool_call>[1]</tool_call>", [])),
+    "a word about it": ("use <tool_call> so", ("", "use <tool_call> so", [])),
+    "malformed, then right": (f"<tool_call>x</tool_call> {CALL}", ("", "<tool_call>x</tool_call>", [ADD])),
+    "called while thinking": (f"<think>hm {CALL}", ("hm", "", [ADD])),
+    "thinking of a call": (f"<think>a <tool_call> b</think>c{CALL}", ("a <tool_call> b", "c", [ADD])),
+    "thinking ends nowhere": ("a</think>b", ("", "a</think>b", [])),
+    "a call with a thinking mark in it": (
+        '<tool_call>{"name": "add", "arguments": {"a": "</think>"}}</tool_call>',
+        ("", "", [("add", {"a": "</think>"})]),
+    ),
+    "half a mark": ("a <tool_cal", ("", "a <tool_cal", [])),
+}
+
+
+@pytest.mark.parametrize("text, expected", ANSWERS.values(), ids=ANSWERS.keys())
+def test_an_answer_has_these_parts_whole_and_character_by_character(text, expected):
+    assert shape(form().read(text, "stop")) == expected
+    assert shape(streamed(form(), text, range(len(text)))) == expected
+
+
+def test_a_prompt_that_opened_the_thinking_begins_in_it():
+    text = f"hm\n</think>\n\nyes{CALL}"
+    assert shape(form(starts_reasoning=True).read(text, "stop")) == ("hm", "yes", [ADD])
+
+
+def test_what_a_limit_cuts_off_is_no_call():
+    cut = CALL.removesuffix("\n</tool_call>")
+    counted = Counter()
+    read = form(on_malformed=lambda: counted.update(n=1)).read
+    assert shape(read(cut, "length")) == ("", cut, []) and not counted
+    assert shape(read(f"{CALL}{cut[:-3]}", "stop")) == ("", cut[:-3], [ADD]) and counted["n"] == 1
+
+
+def test_without_parallel_calls_the_first_is_given():
+    only = form(parallel=False)
+    assert shape(only.read(f"{CALL}{CALL}x", "stop")) == ("", "x", [ADD])
+    both = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "b", "arguments": {}}]'
+    assert shape(form(MISTRAL).read(both, "stop")) == ("", "", [ADD, ("b", {})])
+    assert shape(form(MISTRAL, parallel=False).read(both, "stop")) == ("", "", [ADD])
+
+
+def test_a_format_without_an_end_mark():
+    text = 'ok [TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 1}'
+    assert shape(form(MISTRAL).read(text, "stop")) == ("", "ok", [ADD, ADD])
+    assert shape(form(MISTRAL).read("[TOOL_CALLS]add[ARGS]{", "stop")) == ("", "[TOOL_CALLS]add[ARGS]{", [])
+
+
+IN_EVERY_FORMAT = {
+    "function_gemma": "<start_function_call>call:sky{city:<escape>Köln<escape>}<end_function_call>",
+    "gemma4": '<|tool_call>call:sky{city:<|"|>Köln<|"|>}<tool_call|>',
+    "glm47": "<tool_call>sky<arg_key>city</arg_key><arg_value>Köln</arg_value></tool_call>",
+    "json_tools": '<tool_call>{"name": "sky", "arguments": {"city": "Köln"}}</tool_call>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.sky:0<|tool_call_argument_begin|>"
+    '{"city": "Köln"}<|tool_call_end|><|tool_calls_section_end|>',
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="sky" index="1"<|sep|><|open|>argument key="city" type="string"'
+    "<|sep|>Köln<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+    "laguna": "<tool_call>sky<arg_key>city</arg_key><arg_value>Köln</arg_value></tool_call>",
+    "longcat": "<longcat_tool_call>sky<longcat_arg_key>city</longcat_arg_key><longcat_arg_value>Köln"
+    "</longcat_arg_value></longcat_tool_call>",
+    "minicpm5": '<function name="sky"><param name="city">Köln</param></function>',
+    "minimax_m2": '<minimax:tool_call><invoke name="sky"><parameter name="city">Köln</parameter></invoke>'
+    "</minimax:tool_call>",
+    "mistral": '[TOOL_CALLS]sky[ARGS]{"city": "Köln"}',
+    "muse_spark": '<atem:function_calls><atem:invoke name="sky"><atem:parameter name="city">Köln</atem:parameter>'
+    "</atem:invoke></atem:function_calls>",
+    "pythonic": '<|tool_call_start|>[sky(city="Köln")]<|tool_call_end|>',
+    "qwen3_coder": "<tool_call>\n<function=sky>\n<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+def test_every_format_that_mlx_lm_knows_is_read():
+    assert {module.name for module in pkgutil.iter_modules(tool_parsers.__path__)} == set(IN_EVERY_FORMAT)
+    for name, call in IN_EVERY_FORMAT.items():
+        answer_format = form(import_module(f"{tool_parsers.__name__}.{name}"))
+        for text in (call, f"so {call}"):
+            parts = streamed(answer_format, text, range(len(text)))
+            assert shape(parts) == ("", text[: -len(call)].strip(), [("sky", {"city": "Köln"})]), name
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("7", "null", '{"name": ""}', '{"name": 3}', '{"name": "f", "arguments": [1]}', "[" * 3000 + "]" * 3000),
+        *('{"name": "f", "arguments": {"a": NaN}}', '{"name": "\\ud800"}', '{"arguments": {}}'),
+    ],
+)
+def test_whatever_else_a_model_writes_there_is_text(call):
+    text = f"<tool_call>{call}</tool_call>"
+    assert shape(form().read(text, "stop")) == ("", text, [])
+
+
+def test_arguments_are_json_that_can_be_sent():
+    text = '<tool_call>{"name": "f", "arguments": {"a": "é\\ud800"}}</tool_call>'
+    [call] = form().read(text, "stop").tool_calls
+    assert json.loads(call["function"]["arguments"].encode()) == {"a": "é\ud800"}
+    assert re.fullmatch("[0-9a-z]{9}", call["id"])
+    text = '<tool_call>{"name": "f", "id": "mine", "arguments": "{\\"a\\": 1}"}</tool_call>'
+    [call] = form().read(text, "stop").tool_calls
+    assert call == {"id": "mine", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+PIECES = st.sampled_from(
+    [
+        *(
+            "<think>",
+            "</think>",
+            "<tool_call>",
+            "</tool_call>",
+            CALL,
+            "<",
+            "</",
+            "<tool",
+            "call>",
+            " ",
+            "\n",
+            "é",
+            "a b",
+        ),
+        *("{}", "[TOOL_CALLS]", '[TOOL_CALLS]add[ARGS]{"a": 1}', "[TOOL"),
+    ]
+)
+
+
+def characters(text):
+    return Counter(re.sub(r"\s", "", text))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(PIECES, max_size=14), st.booleans(), st.booleans(), st.sampled_from([HERMES, MISTRAL]), st.data())
+def test_for_any_cut_the_stream_is_the_answer_and_nothing_is_lost(pieces, opened, complete, parser, data):
+    text = "".join(pieces)
+    answer_format = form(parser, starts_reasoning=opened)
+    whole = answer_format.read(text, "stop" if complete else "length")
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=10))
+    assert shape(streamed(answer_format, text, cuts, complete)) == shape(whole)
+    if parser is MISTRAL:  # its parser leaves aside what follows a call, which has no end mark
+        return
+    calls = characters('{"name":"add","arguments":{"a":1}}')
+    lost = characters(text) - characters(whole.content) - characters(whole.reasoning)
+    for _ in whole.tool_calls:
+        assert calls <= lost
+        lost -= calls
+    marks = [*THINK, parser.tool_call_start, parser.tool_call_end]
+    # What is left over is marks: no more of them than the text had.
+    most = sum((characters(mark * text.count(mark)) for mark in marks if mark), Counter())
+    assert lost <= most
+    if not any(mark in text for mark in marks if mark):
+        assert (whole.reasoning if opened else whole.content) in (text, text.lstrip() if opened else text)
+
+
+def test_a_degenerate_answer_takes_no_more_than_linear_time():
+    rng = random.Random(1)
+    text = "".join(rng.choice(["<tool_call>", "<think>", "</think>", "</tool_", "x"]) for _ in range(40_000))
+    assert form().read(text, "stop").content
