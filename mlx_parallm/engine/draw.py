@@ -2,8 +2,8 @@
 
 `Masses` keeps exp(logit - largest) summed over blocks of 128 tokens. A token is drawn in two stages, the block by its
 mass and the token within its block, each by Gumbel's maximum (`mx.random.categorical`): the distribution is the same as
-over the whole vocabulary, with (V / 128 + 128) random numbers and logarithms a row instead of V. docs/benchmarks/serving.md has
-the times.
+over the whole vocabulary, with (V / 128 + 128) random numbers and logarithms a row instead of V.
+Times: docs/benchmarks/serving.md.
 """
 
 from dataclasses import dataclass

@@ -85,7 +85,7 @@ def _declare(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> N
         content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
         responses[str(status)] = {"description": MEANINGS[status], "content": content}
     if "stream" in _body_properties(body, schemas):
-        responses["200"].setdefault("content", {})[EVENT_STREAM] = {"schema": {"type": "string"}}
+        responses["200"].setdefault("content", {})[EVENT_STREAM] = {}
 
 
 def _body_properties(body: dict[str, Any] | None, schemas: dict[str, Any]) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def test_gzip_bodies_as_base_env_sends_them(client, store):
     assert store.counts().waiting == 2
 
 
-@pytest.mark.parametrize("body", [b"not gzip", gzip.compress(b"{}" * 100)[:-10]])
+@pytest.mark.parametrize("body", [b"not gzip", gzip.compress(b"{}" * 100)[:-10]], ids=["not gzip", "cut off"])
 def test_bad_gzip_is_400(client, body):
     reply = client.post("/atropos/scored_data", content=body, headers={"Content-Encoding": "gzip"})
     assert reply.status_code == 400
