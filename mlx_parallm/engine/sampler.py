@@ -95,7 +95,8 @@ def sample(logits: mx.array, batch: SamplingBatch, positions: list[int]) -> Samp
     if batch.reshaped:
         index = mx.array(batch.reshaped)
         processed = token_logprobs(scaled[index], tokens[index], normalizer=masses.logsumexp[index])
-    top_tokens, top_logprobs = _alternatives(logits, scaled, batch)
+    shown = (scaled, masses) if batch.processed_alternatives else (raw, raw_masses)
+    top_tokens, top_logprobs = _alternatives(*shown, batch)
     logprobs = token_logprobs(logits, tokens, batch.temperature, normalizer=raw_masses.logsumexp)
     return Sampled(tokens, logprobs, processed, top_tokens, top_logprobs)
 
@@ -143,24 +144,24 @@ def _edit(logits: mx.array, batch: SamplingBatch) -> mx.array:
     return edited
 
 
-def _alternatives(logits: mx.array, scaled: mx.array, batch: SamplingBatch) -> tuple[mx.array | None, mx.array | None]:
+def _alternatives(logits: mx.array, masses: Masses, batch: SamplingBatch) -> tuple[mx.array | None, mx.array | None]:
+    """Of [n, V] logits and their masses; the sampled token's log-probability among them is the one reported for it."""
     if not batch.wants_top:
         return None, None
     index = mx.array(batch.wants_top)
-    if batch.processed_alternatives:
-        return top_logprobs(scaled[index], batch.top_count)
-    rows = logits[index].astype(mx.float32)
-    if not isinstance(batch.temperature, float):
-        rows = rows / batch.temperature[index][:, None]
-    return top_logprobs(rows, batch.top_count)
+    return top_logprobs(logits[index], batch.top_count, masses.logsumexp[index])
 
 
-def top_logprobs(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The `count` likeliest tokens and their log-probabilities, unordered: [..., V] float32 → two [..., count]."""
+def top_logprobs(logits: mx.array, count: int, normalizer: mx.array | None = None) -> tuple[mx.array, mx.array]:
+    """The `count` likeliest tokens and their log-probabilities, unordered: [..., V] float32 → two [..., count].
+
+    normalizer: [...], logsumexp of the logits where it is known already.
+    """
     count = min(count, logits.shape[-1])
     tokens = mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count]
     chosen = mx.take_along_axis(logits, tokens, axis=-1)
-    return tokens.astype(mx.int32), chosen - mx.logsumexp(logits, axis=-1, keepdims=True)
+    total = mx.logsumexp(logits, axis=-1) if normalizer is None else normalizer
+    return tokens.astype(mx.int32), chosen - total[..., None]
 
 
 def ordered_alternatives(tokens: mx.array, logprobs: mx.array) -> list[tuple[TopLogprob, ...]]:

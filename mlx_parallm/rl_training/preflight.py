@@ -206,8 +206,8 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
 
 def _kv_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
     """The slot cache at its capacity (`engine/kv_cache.py`): a power of two of rows, positions by doubling. And the
-    prefix cache, with all that one step's sequences leave in it, where it was given a size: the default is a small share
-    of whatever memory there is."""
+    prefix cache, with all that one step's sequences leave in it, where it was given a size: the default is a small
+    share of whatever memory there is."""
     rows = min(config.server.batch_size, 1 << (_rows(config) - 1).bit_length())
     wanted, positions = lengths.prompt + lengths.completion, FIRST_CAPACITY
     while positions < wanted:

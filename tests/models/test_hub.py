@@ -16,7 +16,6 @@ from mlx_parallm.errors import ConfigError, ModelError
 from mlx_parallm.models.hub import download
 from mlx_parallm.models.loading import check_model, load_model
 from tests.models.fake_hub import REPOSITORY, FakeHub, Refusal, fake_hub
-from tests.models.test_support import STATE_SPACE
 from tests.tiny_models import QWEN3, save_checkpoint
 
 
@@ -142,7 +141,6 @@ def test_what_config_json_shows_is_refused_before_the_weights(hub: FakeHub) -> N
     model = ModelConfig(base_path=REPOSITORY)
     for change, kind, text in [
         ({"model_type": "perceptron"}, ModelError, "model_type 'perceptron' is unknown to mlx-lm"),
-        (STATE_SPACE, ModelError, r"layer 0 \(mixer: MambaBlock\) keeps a recurrent state"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ModelError, "GPTQ to 4 bits"),
         ({"quantization": {"bits": 4, "group_size": 64}}, ConfigError, r"already quantised \(4 bits, groups of 64\)"),
     ]:
