@@ -28,9 +28,11 @@ class ServerConfig(Section):
     """Length limit of a chat request that sets none; less where the context ends before."""
     kv_cache_bytes: int | None = Field(None, ge=1)
     """Keys and values of running requests: who does not fit waits, with prompt + max_tokens reserved; who never fits is
-    answered 400. Default: half of the memory that is free once the model is loaded."""
+    answered 400. Default: half of the memory that is free once the model is loaded; no bound when
+    deterministic."""
     prefix_cache_bytes: int | None = Field(None, ge=0)
-    """Keys and values kept for later requests that begin alike; 0 = off. Default: 5 % of the memory."""
+    """Keys and values kept for later requests that begin alike; 0 = off. Default: 5 % of the memory; 0 when
+    deterministic."""
     api_key: SecretStr | None = None
     """Bearer key of every route but /health. Better: the environment variable MLX_PARALLM_API_KEY, or api_key_file."""
     api_key_file: Path | None = None

@@ -73,16 +73,25 @@ def memory_present() -> tuple[int, int]:
     return free, whole
 
 
-def prefix_cache_bytes(server: ServerConfig) -> int:
-    """`server.prefix_cache_bytes`, by default 1/PREFIX_CACHE_SHARE of all memory. Loads MLX."""
+def prefix_cache_bytes(server: ServerConfig, *, deterministic: bool) -> int:
+    """`server.prefix_cache_bytes`, by default 1/PREFIX_CACHE_SHARE of all memory. Loads MLX.
+
+    `deterministic`: by default none, as keys and values have other last bits where a decode step computed them, and a
+    resumed run does not find what the run before it had kept.
+    """
     if server.prefix_cache_bytes is not None:
         return server.prefix_cache_bytes
-    return memory_present()[1] // PREFIX_CACHE_SHARE
+    return 0 if deterministic else memory_present()[1] // PREFIX_CACHE_SHARE
 
 
-def kv_cache_bytes(server: ServerConfig) -> int:
-    """`server.kv_cache_bytes`, by default 1/KV_CACHE_SHARE of what is free now. Loads MLX."""
-    return server.kv_cache_bytes if server.kv_cache_bytes is not None else memory_present()[0] // KV_CACHE_SHARE
+def kv_cache_bytes(server: ServerConfig, *, deterministic: bool) -> int | None:
+    """`server.kv_cache_bytes`, by default 1/KV_CACHE_SHARE of what is free now. Loads MLX.
+
+    `deterministic`: by default no bound, as what is free differs between runs.
+    """
+    if server.kv_cache_bytes is not None:
+        return server.kv_cache_bytes
+    return None if deterministic else memory_present()[0] // KV_CACHE_SHARE
 
 
 def mlx_device() -> str:

@@ -168,6 +168,7 @@ class Serving:
 
     def _engine_options(self, loaded: LoadedModel) -> EngineOptions:
         server, own = self.config.server, loaded.max_model_len
+        deterministic = self.config.rl_training.deterministic
         if server.max_model_len is not None and server.max_model_len > own:
             raise ConfigError(f"server.max_model_len = {server.max_model_len}, but the model's context is {own} tokens")
         return EngineOptions(
@@ -175,8 +176,8 @@ class Serving:
             vocab_size=loaded.vocab_size,
             max_rows=server.batch_size,
             prefill_chunk=server.prefill_chunk,
-            kv_cache_bytes=kv_cache_bytes(server),
-            prefix_cache_bytes=prefix_cache_bytes(server),
+            kv_cache_bytes=kv_cache_bytes(server, deterministic=deterministic),
+            prefix_cache_bytes=prefix_cache_bytes(server, deterministic=deterministic),
             default_max_tokens=server.default_max_tokens,
             seed=random.SystemRandom().getrandbits(63),
             processed_alternatives=server.logprobs_mode == "processed",

@@ -31,7 +31,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1 = off
     min_p: float = 0.0
-    max_tokens: int | None = None  # None = up to the model's context
+    max_tokens: int | None = None  # None = server.default_max_tokens, or up to the model's context
     min_tokens: int = 0
     n: int = 1
     seed: int | None = None

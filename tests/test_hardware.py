@@ -1,11 +1,13 @@
 """Defaults that follow from the machine, and their place below the configuration."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mlx_parallm.config import load_config
-from mlx_parallm.hardware import GIB, Hardware, defaults, detect, mlx_device, usable_cores
+from mlx_parallm.hardware import GIB, Hardware, defaults, detect, memory_present, mlx_device, usable_cores
+from mlx_parallm.serving import Serving
 
 
 def machine(backend: str = "cpu", memory: int = 64) -> Hardware:
@@ -38,6 +40,20 @@ def test_hardware_defaults_lie_below_file_and_command_line(tmp_path: Path) -> No
     (tmp_path / "x.toml").write_text("[server]\nprefill_chunk = 64\n")
     config = load_config(tmp_path / "x.toml", ["rl_training.token_budget=99"], found)
     assert (config.server.prefill_chunk, config.rl_training.token_budget) == (64, 99)
+
+
+@pytest.mark.parametrize("given", [[], ["server.kv_cache_bytes=8", "server.prefix_cache_bytes=9"]])
+def test_in_deterministic_mode_nothing_depends_on_free_memory_or_earlier_answers(given: list[str]) -> None:
+    loaded = SimpleNamespace(max_model_len=64, vocab_size=300, config={})
+    found = []
+    for mode in ([], ["rl_training.deterministic=true", "rl_training.max_staleness=0"]):
+        config = load_config(None, [*given, *mode])
+        options = Serving._engine_options(SimpleNamespace(config=config), loaded)  # type: ignore[arg-type]
+        found.append((options.kv_cache_bytes, options.prefix_cache_bytes))
+    if given:
+        assert found == [(8, 9)] * 2
+    else:
+        assert found[0][0] > 0 and found[0][1] == memory_present()[1] // 20 and found[1] == (None, 0)
 
 
 def test_this_machine() -> None:

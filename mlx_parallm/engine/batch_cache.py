@@ -230,7 +230,8 @@ def arrays_of(caches: Iterable[Any]) -> list[mx.array]:
 def token_bytes(model: nn.Module, caches: list[Any]) -> int:
     """Bytes of one token's keys and values, by the shapes [1, H, T, D] that a forward gives to fresh caches."""
     model(mx.zeros((1, 1), mx.int32), cache=caches)
-    return sum(array.nbytes // array.shape[2] for array in arrays_of(caches) if array.ndim == 4)
+    growing = [cache for cache in _leaves(caches) if not isinstance(cache, ArraysCache)]
+    return sum(array.nbytes // array.shape[2] for array in arrays_of(growing) if array.ndim == 4)
 
 
 def _prefill_cache(cache: Any, length: int) -> Any:

@@ -104,13 +104,12 @@ class Engine:
         self._scores: deque[Score] = deque()
         self._scorer = Scorer(model, self.slots.new_prefill, lora.activate, options.prefill_chunk, options.vocab_size)
         self.holders: Mapping[str, bool] = {}  # who wants nothing new to start: does what runs stand still too?
-        self._lora = lora
         self._version = self._revision = self._base_serial = -1  # what was last seen under the read lock
 
     @property
     def has_work(self) -> bool:
         """True when there is something to step for, or to tell."""
-        return self._live.has_events or (not self.frozen and (self.scheduler.has_work or bool(self._scores)))
+        return self._live.has_events or (not self.frozen and (self.scheduler.has_work or self._scoring))
 
     @property
     def frozen(self) -> bool:
@@ -120,7 +119,12 @@ class Engine:
     @property
     def idle(self) -> bool:
         """True when nothing runs; requests may wait while admission is paused."""
-        return not self.scheduler.active and not self._scores
+        return not self.scheduler.active and not self._scoring
+
+    @property
+    def _scoring(self) -> bool:
+        """True when there is a text to score; while admission is paused, one that has begun."""
+        return bool(self._scores) and (not self.scheduler.paused or self._scores[0].done > 0)
 
     def step(self) -> list[Event]:
         """One token for every running sequence; returns what there is to tell."""
@@ -149,7 +153,8 @@ class Engine:
         sequences = self._sequences(request, place)
         self._live.start(request, sequences, scoring=scoring)
         if scoring:
-            self.score(request.request_id, request.prompt_token_ids, request.adapter, params.prompt_logprobs or 0)
+            score = Score(request.request_id, request.prompt_token_ids, place, params.prompt_logprobs or 0)
+            self._scores.append(score)
         if params.max_tokens == 0:
             for sequence in sequences:
                 sequence.finish("length")
@@ -175,6 +180,7 @@ class Engine:
         self.counters.requests_aborted += 1
         self._live.end_unfinished(live, "abort")
         self.scheduler.remove_finished_from_queue()
+        self.counters.running = len(self.scheduler.active)  # there may be no step soon
 
     def hold(self, holder: str, *, freeze: bool) -> None:
         """Starts nothing that waits until `release` with the same name; with `freeze` nothing that runs steps either,
@@ -226,8 +232,7 @@ class Engine:
     def release_memory(self) -> None:
         """When idle: gives the KV cache and MLX's buffer cache back."""
         if not self.scheduler.has_work:
-            self.slots.clear()
-            self._lora.release()
+            self._runner.reset()
             mx.clear_cache()
 
     def check_integrity(self) -> None:
@@ -347,7 +352,7 @@ class Engine:
 
     def _advance_score(self) -> None:
         """One chunk of the oldest score."""
-        if not self._scores:
+        if not self._scoring:
             return
         score = self._scores[0]
         try:

@@ -83,7 +83,11 @@ class LiveRequests:
         self._finish_if_done(live)
 
     def end_unfinished(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> None:
-        """Ends what is left of a request, wherever its sequences are; the scheduler frees rows and queue later."""
+        """Ends what is left of a request, wherever its sequences are; the scheduler frees rows and queue later. Choices
+        that have ended and wait for the prompt's scores end so too: without those the answer is not what was asked."""
+        for sequence in live.sequences if live.scoring else ():
+            if sequence.finished:
+                sequence.finish(reason, error=error)
         live.scoring = False
         for sequence in live.sequences:
             if not sequence.finished:

@@ -119,7 +119,7 @@ class ModelRunner:
         ]
 
     def reset(self) -> None:
-        """After a failed step: whatever it left half-built is dropped."""
+        """After a failed step, or when idle: drops rows, adapter stacks and what the last batch held."""
         self._slots.clear()
         self._rows, self._batch = (), None
         self._lora.release()

@@ -190,7 +190,8 @@ class _Filter:
         self._largest_top_k = max((p.top_k for p in chosen), default=0)
         with np.errstate(divide="ignore"):
             self._log_min_p = mx.array(np.log(np.array([p.min_p for p in chosen], np.float32)))[:, None]
-        self._top_k = mx.array([p.top_k if p.top_k > 0 else np.iinfo(np.int32).max for p in chosen])[:, None]
+        everything = np.iinfo(np.int32).max
+        self._top_k = mx.array([min(p.top_k, everything) if p.top_k > 0 else everything for p in chosen])[:, None]
         self._top_p = mx.array([p.top_p if p.top_p < 1.0 else _OFF for p in chosen], dtype=mx.float32)[:, None]
 
     def apply(self, scaled: mx.array) -> mx.array:

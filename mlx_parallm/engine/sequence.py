@@ -1,7 +1,7 @@
 """One generation in flight. Mutable, owned by the engine thread, plain Python: no tensors, no parallel lists elsewhere.
 
 `client.Submission` → n × `Sequence` → `Scheduler` gives it a row of the KV cache → `ModelRunner` samples its tokens →
-`Engine.postprocess` ends it → `Completion`.
+`Engine` ends it → `Completion`.
 """
 
 from collections.abc import Hashable

@@ -80,15 +80,15 @@ class ServedModels:
     def _pinned(self, name: str, models: tuple[ServedModel, ...]) -> ServedModel:
         asked, _, version = name.rpartition("@")
         policy = models[0]
-        known = self._policy_versions()
+        known = {str(each): each for each in self._policy_versions()}
         if asked not in (*self._aliases, "", self._policy_adapter):
             why = "only the policy being trained has versions"
         elif self._trains_base:
             why = "versions are not kept when all weights are trained"
-        elif version.isdecimal() and int(version) in known:
-            return replace(policy, id=name, adapter=f"{policy.adapter}@{int(version)}", policy_version=int(version))
+        elif version in known:
+            return replace(policy, id=name, adapter=f"{policy.adapter}@{version}", policy_version=known[version])
         else:
-            why = f"versions that can be asked for: {', '.join(str(each) for each in known) or 'none'}"
+            why = f"versions that can be asked for: {', '.join(known) or 'none'}"
         raise ModelNotFoundError(name, [model.id for model in models], why)
 
     def _main(self, version: int) -> ServedModel:

@@ -239,7 +239,8 @@ class EngineThread:
                 case NotifyIdle(event):
                     event.set()
                 case Call(future=future):
-                    future.set_exception(EngineUnavailableError(reason))
+                    if future.set_running_or_notify_cancel():
+                        future.set_exception(EngineUnavailableError(reason))
         self._mailboxes.clear()
         self._send([(m, Failed(m.request_id, EngineUnavailableError(reason))) for m in unheard])
         for event in self._idle_waiters:
@@ -247,6 +248,8 @@ class EngineThread:
 
 
 def _call(function: Callable[[Engine], Any], engine: Engine, future: "Future[Any]") -> None:
+    if not future.set_running_or_notify_cancel():
+        return  # whoever asked has gone: a time limit, a shutdown
     try:
         future.set_result(function(engine))
     except Exception as error:  # noqa: BLE001 - boundary: the caller's function fails in the caller

@@ -70,9 +70,9 @@ def _check_length(prompt: int, max_tokens: int | None, limits: RequestLimits) ->
 def _check_sampling(params: SamplingParams) -> None:
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
         _require(math.isfinite(getattr(params, name)), name, "must be finite")
-    _require(params.temperature >= 0, "temperature", "must be at least 0")
-    # Below this logits / temperature leaves float32; the distribution is one-hot long before.
-    _require(params.temperature == 0 or params.temperature >= 1e-5, "temperature", "must be 0 or at least 1e-5")
+    # Beyond these logits / temperature leaves float32; the distribution is one-hot, or flat, long before.
+    within = params.temperature == 0 or 1e-5 <= params.temperature <= 1e30
+    _require(within, "temperature", "must be 0, or in [1e-5, 1e30]")
     _require(0 < params.top_p <= 1, "top_p", "must be in (0, 1]")
     _require(params.top_k >= -1, "top_k", "must be at least -1 (-1 and 0 switch it off)")
     _require(0 <= params.min_p <= 1, "min_p", "must be in [0, 1]")

@@ -164,8 +164,8 @@ def check_adapter(shapes: Mapping[str, tuple[int, int]], layers: Mapping[str, Lo
         if path not in shapes:
             raise AdapterError(f"{source}: the model has no linear layer {path!r}")
         in_features, out_features = shapes[path]
-        rank = pair.a.shape[-1]
-        if pair.a.shape != (in_features, rank) or pair.b.shape != (rank, out_features):
+        rank = pair.a.shape[-1:]
+        if pair.a.shape != (in_features, *rank) or pair.b.shape != (*rank, out_features):
             raise AdapterError(
                 f"{source}: {path} is [{in_features} → {out_features}], the adapter's A is {pair.a.shape}"
                 f" and B is {pair.b.shape}"
@@ -200,9 +200,13 @@ def load_adapter(path: str | Path) -> AdapterFile:
         raise AdapterError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("lora_parameters", {}), dict):
         raise AdapterError(f"{config_file} is not an adapter's configuration")
-    assert isinstance(tensors, dict)
+    if not isinstance(tensors, dict):
+        raise AdapterError(f"{file} holds one array: an adapter is a safetensors file")
     peft = any(".lora_A." in key for key in tensors)
-    layers = _from_peft(tensors, config, file) if peft else _from_mlx_lm(tensors, config, file)
+    try:
+        layers = _from_peft(tensors, config, file) if peft else _from_mlx_lm(tensors, config, file)
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise AdapterError(f"{config_file} does not fit {file.name}: {error!r}") from error
     if not layers:
         raise AdapterError(f"{file} holds no LoRA tensors")
     mx.eval([array for pair in layers.values() for array in (pair.a, pair.b)])

@@ -122,7 +122,8 @@ class ServedLinear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """x [B, ..., in] or [B * positions, in]."""
         context = self._context
-        if x.ndim != 3 and (context.rows is not None or context.slots is not None):
+        mixed = context.rows is not None or context.slots is not None
+        if mixed and (x.ndim != 3 or x.shape[0] != context.batch):
             # Architectures that flatten or split the positions: rows come first all the same.
             return self(x.reshape(context.batch, -1, x.shape[-1])).reshape(*x.shape[:-1], -1)
         y = self.linear(x)

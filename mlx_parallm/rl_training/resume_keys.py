@@ -16,6 +16,7 @@ from mlx_parallm.redaction import REDACTED
 
 MAY_CHANGE = (
     *("server.*", "logging.*", "model.lora_path", "model.trust_remote_code", "model.quantized_cache"),
+    *("model.tool_parser", "model.reasoning_parser"),
     *(
         f"rl_training.{key}"
         for key in (

@@ -131,6 +131,8 @@ def _foreign(scope: Scope, allowed: Collection[str]) -> str | None:
     origins = [origin.decode("latin-1") for origin in _header(scope, b"origin")]
     if not all(origin in allowed or is_loopback_origin(origin) for origin in origins):
         return "without an API key this server answers only pages of this machine (a loopback Origin)"
+    if not origins and b"cross-site" in _header(scope, b"sec-fetch-site"):  # an image or a link: no Origin is sent
+        return "without an API key this server answers no requests of foreign pages"
     return None
 
 

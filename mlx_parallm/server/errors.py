@@ -38,6 +38,7 @@ def error_body(
     message: str, status: int, *, param: str | None = None, code: str | int | None = None
 ) -> dict[str, dict[str, Any]]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    message = message.encode(errors="backslashreplace").decode()  # it may quote half a surrogate pair
     return {"error": {"message": message, "type": kind, "param": param, "code": code if code is not None else status}}
 
 

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from mlx_parallm.errors import EngineUnavailableError, RequestError
 from mlx_parallm.server.errors import request_error
 from mlx_parallm.server.fields import MAX_CHOICES, Body, LogprobCount, QueueFields, SamplingFields, TokenId
-from mlx_parallm.server.openai_responses import finite, version_spans
+from mlx_parallm.server.openai_responses import finite, last_version, version_spans
 from mlx_parallm.server.structure_fields import StructureFields
 from mlx_parallm.server.token_texts import TokenTexts
 from mlx_parallm.types import Completion, PromptLogprobs, RequestOutput, SamplingParams, TopLogprob
@@ -122,7 +122,6 @@ def vllm_response(body: VllmBody, output: RequestOutput, default_version: int) -
     """`logprobs`: [n][T][1] of {"<id>": logprob}, the sampled token's entry first."""
     completions = output.completions
     prompt = body.prompt_value()
-    versions = [completion.policy_versions[-1] for completion in completions if completion.policy_versions]
     response: dict[str, Any] = {
         "text": [completion.text for completion in completions],
         "prompt": prompt if isinstance(prompt, str) else None,
@@ -130,7 +129,7 @@ def vllm_response(body: VllmBody, output: RequestOutput, default_version: int) -
         "prompt_token_ids": output.prompt_token_ids,
         "token_ids": [completion.token_ids for completion in completions],
         "weight_versions": [version_spans(completion.policy_versions) for completion in completions],
-        "policy_version": max(versions, default=default_version),
+        "policy_version": last_version([output], default_version),
     }
     if body.logprobs is not None:
         response["logprobs"] = [_vllm_logprobs(completion) for completion in completions]
@@ -181,7 +180,7 @@ def sglang_objects(texts: TokenTexts, body: SglangBody, output: RequestOutput) -
             "finish_reason": _sglang_finish(completion),
             "prompt_tokens": len(output.prompt_token_ids),
             "completion_tokens": len(completion.token_ids),
-            "cached_tokens": 0,
+            "cached_tokens": completion.cached_tokens,
             "weight_version": str(completion.policy_versions[-1]) if completion.policy_versions else None,
             "weight_versions": version_spans(completion.policy_versions),
         }

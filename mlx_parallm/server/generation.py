@@ -92,6 +92,7 @@ def render_conversation(context: ServerContext, conversation: Conversation) -> t
         )
     text = context.tokenizer.render_chat_text(messages, **options)
     check_text(text, "messages")  # tools, names, tool calls … may hold half a character too
+    check_size(context, text, "messages")
     token_ids = tuple(context.tokenizer.encode(text, add_special_tokens=False))
     if not token_ids:
         raise RequestError("the chat template made an empty prompt of 'messages'", param="messages")

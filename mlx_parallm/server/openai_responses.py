@@ -72,10 +72,10 @@ def chat_logprobs(
 class CompletionLogprobs:
     """The completions route's form: four parallel lists. Grows over a stream, keeping the text offset."""
 
-    def __init__(self, texts: TokenTexts, as_ids: bool, offset: int = 0) -> None:
+    def __init__(self, texts: TokenTexts, as_ids: bool) -> None:
         self._texts = texts
         self._as_ids = as_ids
-        self._offset = offset
+        self._offset = 0
 
     def take(
         self,

@@ -18,7 +18,6 @@ MEANINGS = {
     401: "The API key is missing or wrong",
     403: "Without a key: a foreign Host or Origin",
     404: "No such model, adapter or object",
-    405: "Another method is meant",
     413: "The body is too large",
     429: "The queue is full: try again after Retry-After",
     500: "The server failed on this request; others go on",
@@ -78,7 +77,6 @@ def _declare(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> N
         statuses |= {400, 404}
     if body:
         statuses.add(413)
-        operation["requestBody"] = body | {"required": True}
     if body and set(operation.get("tags", [])) & set(GENERATING):
         statuses.add(429)
     for status in sorted(statuses - {int(status) for status in responses}):

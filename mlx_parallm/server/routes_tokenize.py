@@ -5,7 +5,7 @@ from fastapi.responses import JSONResponse, Response
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.context import Context
-from mlx_parallm.server.generation import check_text, render_conversation, resolve_model
+from mlx_parallm.server.generation import check_size, check_text, render_conversation, resolve_model
 from mlx_parallm.server.openai_protocol import DetokenizeBody, TokenizeBody
 from mlx_parallm.server.strict_json import StrictJSONRoute
 
@@ -24,6 +24,7 @@ async def tokenize(body: TokenizeBody, context: Context) -> Response:
         token_ids = list(render_conversation(context, body.conversation()))
     else:
         check_text(body.prompt, "prompt")
+        check_size(context, body.prompt, "prompt")
         special = True if body.add_special_tokens is None else body.add_special_tokens
         token_ids = context.tokenizer.encode(body.prompt, add_special_tokens=special)
     return JSONResponse(

@@ -265,6 +265,15 @@ def test_rows_with_and_without_an_adapter_equal_separate_runs(name):
     assert changed == 3, "only the rows of the adapter"
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "deepseek_v3", "falcon_h1", "mamba2"])
+def test_memory_is_counted_by_what_grows_with_the_text(name):
+    slots = BatchCache(model := model_of(name), 1, 128)
+    slots.begin_step([0])
+    model(mx.array([[1]]), cache=slots.batches()[0][2])
+    held = sum(layer.nbytes for layer in slots.layers)
+    assert slots.token_bytes() == held // (slots.row_capacity * slots.position_capacity)
+
+
 def test_a_window_that_only_the_cache_knows_is_kept():
     model = make_model(QWEN3 | {"vocab_size": VOCAB, "tie_word_embeddings": False})
     model.make_cache = lambda: [RotatingKVCache(max_size=8) for _ in range(2)]

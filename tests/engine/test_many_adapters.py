@@ -85,7 +85,7 @@ def test_nan_and_infinity_of_one_adapter_stay_in_its_rows_of_a_mixed_batch() -> 
         assert mx.isnan(got[1]).any().item()
 
 
-@pytest.mark.parametrize("shape", [(6, 1, 64), (6, 64), (18, 64), (6, 2, 3, 64)])
+@pytest.mark.parametrize("shape", [(6, 1, 64), (6, 64), (18, 64), (18, 1, 64), (6, 2, 3, 64)])
 def test_layers_that_see_their_rows_in_another_shape(shape: tuple[int, ...]) -> None:
     served = serve(qwen3_model())
     path = "model.layers.0.self_attn.q_proj"
@@ -138,6 +138,24 @@ def test_an_unloaded_adapter_serves_its_requests_to_their_end() -> None:
         assert tokens_of(outputs, f"old{i}") == naive_greedy(twin(served, old), prompts[i], 24, eos=None)
     assert tokens_of(outputs, "new") == naive_greedy(twin(served, new), prompts[0], 24, eos=None)
     assert tokens_of(outputs, "new") != tokens_of(outputs, "old0")
+
+
+def test_an_adapter_unloaded_while_its_request_comes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve(qwen3_model())
+    served.weights.add_adapter("a", random_adapter(served, 1))
+    find = served.weights.find
+
+    def found_once(name: str) -> AdapterPlace | None:
+        place = find(name)
+        if place is not None:
+            served.weights.remove_adapter(name)  # as by the thread of /v1/unload_lora_adapter
+        return place
+
+    monkeypatch.setattr(served.weights, "find", found_once)
+    outputs = run(served.engine, [request("r", [1, 2, 3], adapter="a", max_tokens=2, prompt_logprobs=0)])
+    assert outputs["r"].prompt_logprobs is not None
+    served.engine.release_memory()
+    assert served.engine._runner._rows == (), "nothing keeps an unloaded adapter alive"
 
 
 def test_a_replaced_adapter_is_obeyed_by_the_requests_that_run() -> None:

@@ -183,6 +183,17 @@ async def test_draining_waits_for_the_running_and_holds_the_rest(thread):
     await held
 
 
+def test_a_call_that_was_given_up_is_left_out_and_harms_nobody(thread):
+    started, go, ran = threading.Event(), threading.Event(), []
+    thread.client.call(lambda engine: started.set() or go.wait(10))
+    assert started.wait(10)
+    given_up = thread.client.call(ran.append)
+    assert given_up.cancel()
+    go.set()
+    assert thread.client.call(lambda engine: 7).result(10) == 7
+    assert not ran and thread.stats().alive
+
+
 async def test_waiting_for_idle_gives_up_in_time(thread):
     running = asyncio.create_task(thread.client.generate(request("running", [1, 2], ignore_eos=True)))
     await until(lambda: thread.stats().running == 1)

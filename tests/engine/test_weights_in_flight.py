@@ -1,5 +1,8 @@
 """Adapters side by side in one batch, publishes while sequences run, and rows that go wrong alone."""
 
+import math
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
@@ -191,6 +194,21 @@ def test_prompt_logprobs_come_with_the_output():
     assert outputs["r"].prompt_logprobs == outputs["none"].prompt_logprobs == expected
     assert outputs["one token"].prompt_logprobs.logprobs == (None,)
     assert len(outputs["r"].completions[0].token_ids) >= 1
+
+
+def test_a_prompt_whose_scores_do_not_come_is_no_success():
+    """Aborted, or with NaN: the choices have ended before, and the answer must not pass for a whole one."""
+    served = serve(qwen3_model(), prefill_chunk=16)
+    asked = request("r", list(range(40)), prompt_logprobs=1, max_tokens=0)
+    served.engine.add(asked)
+    served.engine.abort("r")
+    [event] = served.engine.take_events()
+    assert event.output.completions[0].finish_reason == "abort" and event.output.prompt_logprobs is None
+    broken = {path: LoraPair(pair.a * math.nan, pair.b, 1.0) for path, pair in random_adapter(served, 1).items()}
+    served.weights.add_adapter("nan", broken)
+    output = run(served.engine, [replace(asked, adapter="nan")])["r"]
+    assert output.completions[0].finish_reason == "error" and "finite" in output.completions[0].error
+    assert served.engine.counters.requests_failed == 1
 
 
 def _all_events(served: Served) -> list:

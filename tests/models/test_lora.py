@@ -153,6 +153,18 @@ def test_tensors_that_would_be_left_out_are_an_error(tmp_path: Path) -> None:
         load_adapter(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("shape", "config"),
+    [((), "{}"), ((0, 4), "{}"), ((2, 4), '{"lora_alpha": "much"}'), ((2, 4), '{"alpha_pattern": [1]}')],
+)
+def test_damaged_peft_adapters_are_refused(tmp_path: Path, shape: tuple[int, ...], config: str) -> None:
+    tensors = {f"base_model.model.x.lora_{name}.weight": mx.zeros(shape) for name in "AB"}
+    mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), tensors)
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(AdapterError, match=r"adapter_config\.json does not fit adapter_model\.safetensors"):
+        load_adapter(tmp_path)
+
+
 def test_a_rescaled_adapter_keeps_its_effect_in_the_trainer(tmp_path: Path) -> None:
     model = make_model()
     tree = trained(model, LoraSpec(4, 8, ("q_proj",)))
@@ -177,6 +189,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     wrong = {"model.layers.0.self_attn.q_proj": LoraPair(mx.zeros((32, 2)), mx.zeros((2, 64)), 1.0)}
     with pytest.raises(AdapterError, match=r"x: model.layers.0.self_attn.q_proj is \[64 → 64\].*\(32, 2\)"):
         check_adapter(linear_shapes(model), wrong, "x")
+    flat = {"model.layers.0.self_attn.q_proj": LoraPair(mx.zeros(()), mx.zeros(()), 1.0)}
+    with pytest.raises(AdapterError, match=r"q_proj is \[64 → 64\]"):
+        check_adapter(linear_shapes(model), flat, "x")
     with pytest.raises(AdapterError, match=r"no linear layer 'model\.layers\.9\.q'"):
         check_adapter(linear_shapes(model), {"model.layers.9.q": wrong["model.layers.0.self_attn.q_proj"]}, "x")
     (tmp_path / "run" / "final").mkdir(parents=True)

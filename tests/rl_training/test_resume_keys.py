@@ -48,6 +48,7 @@ def base(*settings: str) -> tuple[str, ...]:
         "rl_training.atropos.api_url=http://u:KEY@host",
         "environments.0.max_tokens=999",
         "model.quantized_cache=/elsewhere",
+        "model.tool_parser=off",
     ],
 )
 def test_may_change(tmp_path: Path, run: Path, setting: str) -> None:

@@ -118,6 +118,15 @@ def test_template_arguments_come_from_the_request_and_the_configuration():
         assert tokenizer.decode(tokens) == "x|False|b"
 
 
+def test_an_error_that_quotes_half_a_character_can_be_sent():
+    config = ModelConfig(base_path="builtin:tiny", chat_template="{{ raise_exception(messages[0].role) }}")
+    tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"), config)
+    with running_server(FakeEngine(), tokenizer) as server, server.http() as http:
+        body = json.dumps({"messages": [{"role": "\ud800", "content": "a"}]})
+        answer = http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400 and "\\ud800" in answer.json()["error"]["message"]
+
+
 def test_chat_without_a_template_is_a_clear_error(tiny_tokenizer):
     class Templateless:
         def __getattr__(self, name):
@@ -148,6 +157,7 @@ REFUSED = {
     "both prompts": ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
     "nothing to continue": ({"continue_final_message": True}, "continue_final_message"),
     "unknown": ({"max_new_tokens": 5}, "max_new_tokens"),
+    "own template": ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
 }
 
 

@@ -17,6 +17,7 @@ from tests.server.test_other_routes import until
 STREAMS, TOKENS = 8, 60
 BODY = {"prompt": "a", "temperature": 4.0, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
 LONG = BODY | {"max_tokens": 240}
+SCORED = {"echo": True, "logprobs": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -88,9 +89,14 @@ def test_waiting_lets_what_runs_end_and_holds_the_rest(server, client):
         assert server.engine.stats().running == 0 and len(running.result(20)[0]) == 120
         held = pool.submit(streamed, client, 2)
         until(lambda: server.engine.stats().waiting == 1)
-        assert not held.done()
-        http.post("/resume")
+        scored = pool.submit(http.post, "/v1/completions", json={"prompt": "ab", "max_tokens": 0, **SCORED})
+        until(lambda: server.engine.call(lambda engine: len(engine._scores)).result(20) == 1)
+        steps(server)
+        assert not held.done() and not scored.done()
+        with server.http() as other:
+            other.post("/resume")
         assert len(held.result(60)[0]) == TOKENS
+        assert len(scored.result(20).json()["choices"][0]["logprobs"]["token_logprobs"]) >= 2
 
 
 def test_aborting_ends_what_runs(server, client):
@@ -149,6 +155,7 @@ def test_a_frozen_request_can_be_aborted(server, client):
         assert http.post("/abort_requests", json={}).json()["aborted"] == 1
         assert running.result(20)[1].choices[0].finish_reason == "abort"
         assert http.get("/is_paused").json() == {"is_paused": True}
+        assert http.get("/health").json()["running"] == 0
 
 
 async def test_ids_of_the_request_and_of_the_session_are_bound_to_the_log():

@@ -220,6 +220,8 @@ def test_an_answer_that_takes_too_long_is_504_and_its_work_is_stopped(tiny_token
         ("/generate", {"text": ["a"] * 3, "sampling_params": {"n": 400}}, 400),
         ("/v1/completions", {"prompt": "a" * 10_000_000}, 400),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 10_000_000}]}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 500}] * 2000}, 400),
+        ("/tokenize", {"prompt": "a" * 10_000_000}, 400),
         ("/v1/completions", {"prompt": "a" * 40_000_000}, 413),
     ],
 )

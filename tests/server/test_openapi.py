@@ -46,3 +46,14 @@ def test_a_penalty_that_leaves_float32_is_refused_and_the_largest_one_works(serv
         assert huge.status_code == 400 and huge.json()["error"]["param"] == "repetition_penalty"
         largest = http.post(path, json={**body, "repetition_penalty": 1e30})
         assert largest.status_code == 200 and len(largest.json()["choices"]) == 1
+
+
+def test_numbers_that_no_array_holds(server) -> None:
+    with server.http() as http:
+        flat = http.post("/v1/completions", json={"prompt": "a", "min_tokens": 1, "temperature": 1e300})
+        assert flat.status_code == 400 and flat.json()["error"]["param"] == "temperature"
+        every = {"prompt": "a", "max_tokens": 20, "seed": 1, "temperature": 3.0, "top_p": 0.9}
+        texts = {
+            http.post("/v1/completions", json={**every, "top_k": k}).json()["choices"][0]["text"] for k in (0, 10**30)
+        }
+        assert len(texts) == 1

@@ -57,7 +57,9 @@ def test_metrics_count_what_was_done(server):
 
     with server.http() as http:
         before, _ = read(http)
-        http.post("/v1/completions", json={"prompt": [5] * 20, "n": 4, "max_tokens": 3, "ignore_eos": True})
+        http.post(
+            "/v1/completions", json={"prompt": [9, *range(100, 119)], "n": 4, "max_tokens": 3, "ignore_eos": True}
+        )
         until(lambda: server.engine.stats().running == 0)
         http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "stream": True})
         server.state.metrics.observe_publish(0.0004)
@@ -137,6 +139,7 @@ def test_generate_speaks_sglang(server, tiny_tokenizer):
         assert len(batch) == 1 and "".join(entry[2] for entry in batch[0]["meta_info"]["output_token_logprobs"])
         text = http.post("/generate", json={"text": PROMPT, "sampling_params": sampling}).json()
         assert text["output_ids"] == one["output_ids"] and "output_token_logprobs" not in text["meta_info"]
+        assert text["meta_info"]["cached_tokens"] == len(ids) - 1
         scored = http.post("/generate", json=body | {"logprob_start_len": 1, "top_logprobs_num": 2}).json()
         assert [token_id for _, token_id, _ in scored["meta_info"]["input_token_logprobs"]] == ids[1:]
         assert [len(top) for top in scored["meta_info"]["output_top_logprobs"]] == [2] * len(one["output_ids"])
