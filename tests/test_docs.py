@@ -1,6 +1,7 @@
 """What the documentation points at is there."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,12 @@ def test_the_reading_order_has_every_page() -> None:
     order = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     pages = {p.name for p in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert {page for page in pages if f"({page})" not in order} == set()
+
+
+def test_dockerfile_copies_what_the_build_needs_before_the_set_up() -> None:
+    """Its first layer installs the package before the rest of the tree is there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    before = (ROOT / "Dockerfile.dev").read_text(encoding="utf-8").split("RUN make .venv/.ready-dev")[0]
+    copied = {word for line in before.splitlines() if line.startswith("COPY") for word in line.split()[1:-1]}
+    assert {*included, "pyproject.toml", "README.md", "LICENSE", "Makefile", "scripts/setup"} <= copied
