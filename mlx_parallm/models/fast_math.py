@@ -29,7 +29,8 @@ def available() -> bool:
 
 
 def exp_minus(x: mx.array, shift: mx.array) -> mx.array:
-    """exp(x - shift) of float32, x ≤ shift; relative error 8e-8, exactly 0 below exp(-87), NaN stays NaN."""
+    """exp(x - shift) of float32, x ≤ shift; relative error 8e-8 (MLX's own: 4e-6), exactly 0 below exp(-87), NaN stays
+    NaN."""
     return _exp_minus(x, shift) if available() else mx.exp(x - shift)
 
 
