@@ -22,7 +22,7 @@ from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError, EngineUnavailableError, ModelError
 from mlx_parallm.hardware import kv_cache_bytes, prefix_cache_bytes
-from mlx_parallm.models.fast_math import use_fast_swiglu
+from mlx_parallm.models.fast_math import use_fast_rope, use_fast_swiglu
 from mlx_parallm.models.loading import (
     LoadedModel,
     load_model,
@@ -141,6 +141,7 @@ class Serving:
         )
         options = self._engine_options(loaded)
         use_fast_swiglu(loaded.model)
+        use_fast_rope(loaded.model)
         lora = prepare_for_serving(loaded.model)
         tokenizer = self.tokenizer()
         self._engine = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), names)

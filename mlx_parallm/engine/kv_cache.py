@@ -54,10 +54,13 @@ class LayerCache:
         rows, span = self._slots.rows, self._slots.span
         return self.keys[:rows, :, :span], self.values[:rows, :, :span]
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """[n, 1, 1, T] bool; with a window only the last `window_size` positions of each row."""
-        windows = [window for window in (window_size, self._window) if window]
-        return self._slots.mask(min(windows, default=None))
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
+        """[n, 1, 1, T] bool; with a window only the last `window_size` positions of each row. None: all are seen."""
+        window = min((window for window in (window_size, self._window) if window), default=None)
+        slots = self._slots
+        if slots.same_position is not None and slots.span <= (window or slots.span) and not return_array:
+            return None
+        return slots.mask(window)
 
     @property
     def state(self) -> list[mx.array]:
@@ -91,7 +94,7 @@ class SlotCache:
         self.rows = 0  # of the step being built
         self.span = 0  # T: positions that its attention reads
         self.positions = mx.zeros((0,), dtype=mx.int32)
-        self.same_position: int | None = None  # of all rows: a slice is written 5 times faster than a scatter
+        self.same_position: int | None = None  # of all rows: a slice is written 5 times faster than a scatter, no mask
         self.indices = mx.zeros((0,), dtype=mx.int32)
         self._masks: dict[int | None, mx.array] = {}
 
@@ -135,9 +138,10 @@ class SlotCache:
         longest = max(positions) + 1
         self.reserve(len(positions), longest)
         self.rows = len(positions)
-        self.span = min(self.position_capacity, -(-longest // POSITION_BLOCK) * POSITION_BLOCK)
         self.positions = mx.array(positions, dtype=mx.int32)
         self.same_position = positions[0] if min(positions) == max(positions) else None
+        blocks = min(self.position_capacity, -(-longest // POSITION_BLOCK) * POSITION_BLOCK)
+        self.span = blocks if self.same_position is None else longest
         if self.indices.shape[0] != self.rows:
             self.indices = mx.arange(self.rows, dtype=mx.int32)
         self._masks = {}

@@ -1,13 +1,15 @@
-"""exp and SwiGLU for serving on the CPU, where MLX computes exp one element at a time (12 ns each).
+"""exp, SwiGLU and rotary positions for serving on the CPU, where MLX computes exp one element at a time (12 ns each).
 
     exp_minus         exp(x - shift): the sampler's masses
     use_fast_swiglu   replaces the feed-forward of a serving tree where it is a SwiGLU, found out by asking it
+    use_fast_rope     replaces mlx's nn.RoPE: a step's angles are computed once, not by every layer
 
-Both are MLX's own cheap operations, fused by `mx.compile` (which needs a C++ compiler; without one, and on GPUs, which
+All are MLX's own cheap operations, fused by `mx.compile` (which needs a C++ compiler; without one, and on GPUs, which
 have fast ones, MLX's functions stay). Times: docs/benchmarks/serving.md.
 They are not differentiated: the trainer keeps its own tree, and the two agree to 1e-6.
 """
 
+import math
 import shutil
 from functools import cache, partial
 
@@ -77,6 +79,64 @@ def use_fast_swiglu(model: nn.Module) -> int:
         return 0
     found = [(path, module) for path, module in model.named_modules() if set(module) == set(_PROJECTIONS)]
     replaced = [(path, FastMLP(module)) for path, module in found if _is_swiglu(module)]
+    if replaced:
+        model.update_modules(tree_unflatten(replaced))
+    return len(replaced)
+
+
+class FastRoPE(nn.Module):
+    """nn.RoPE. A decode step's `offset` is one array [B] for all layers: its cos and sin are computed by the first that
+    asks. Everything else (a prefill, other types) goes to `rope`."""
+
+    def __init__(self, rope: nn.RoPE, angles: "_Angles") -> None:
+        super().__init__()
+        self.rope = rope
+        object.__setattr__(self, "_angles", angles)  # not a parameter
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        """x [B, H, T, D], at positions offset … offset + T - 1."""
+        one_position = isinstance(offset, mx.array) and offset.ndim == 1 and x.ndim == 4 and x.shape[2] == 1
+        if not one_position or x.dtype != mx.float32 or x.shape[3] != self.rope.dims:
+            return self.rope(x, offset=offset)
+        return _rotated(x, *self._angles.of(offset))
+
+
+class _Angles:
+    """cos and sin of the last positions that were asked for, [B, 1, 1, dims / 2] each."""
+
+    def __init__(self, rope: nn.RoPE) -> None:
+        half = rope.dims // 2
+        self._frequencies = rope.scale * mx.exp(mx.arange(0.0, -half, -1.0) * (math.log(rope.base) / half))
+        mx.eval(self._frequencies)  # another thread will use it
+        self._positions: mx.array | None = None
+        self._cos_sin: tuple[mx.array, mx.array] = (self._frequencies, self._frequencies)
+
+    def of(self, positions: mx.array) -> tuple[mx.array, mx.array]:
+        if positions is not self._positions:
+            self._positions, self._cos_sin = positions, _cos_sin(positions, self._frequencies)
+        return self._cos_sin
+
+
+@mx.compile
+def _cos_sin(positions: mx.array, frequencies: mx.array) -> tuple[mx.array, mx.array]:
+    angles = positions[:, None].astype(mx.float32) * frequencies
+    return mx.cos(angles)[:, None, None], mx.sin(angles)[:, None, None]
+
+
+@mx.compile
+def _rotated(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    half = x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
+    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def use_fast_rope(model: nn.Module) -> int:
+    """Replaces, in place, the nn.RoPE modules that turn halves (not pairs); returns how many."""
+    if not available():
+        return 0
+    found = [(path, rope) for path, rope in model.named_modules() if type(rope) is nn.RoPE and not rope.traditional]
+    angles = {(rope.dims, rope.base, rope.scale): _Angles(rope) for _, rope in found}
+    replaced = [(path, FastRoPE(rope, angles[rope.dims, rope.base, rope.scale])) for path, rope in found]
     if replaced:
         model.update_modules(tree_unflatten(replaced))
     return len(replaced)

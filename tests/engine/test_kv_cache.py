@@ -51,6 +51,16 @@ def test_masks_show_each_row_its_own_past_and_window():
     assert window[1, 0, 0, 2:6].all()
 
 
+def test_rows_at_one_position_read_up_to_it_without_a_mask():
+    slots = SlotCache(1, max_rows=2, max_positions=512)
+    _, keys, _ = decode(slots, [40, 40], 1)
+    assert keys.shape[2] == 41
+    assert slots.layers[0].make_mask(1) is None
+    assert slots.layers[0].make_mask(1, window_size=41) is None
+    assert np.array(slots.layers[0].make_mask(1, window_size=40)).sum() == 2 * 40
+    assert slots.layers[0].make_mask(1, return_array=True).all()
+
+
 def test_the_window_mask_is_mlx_lms():
     slots = SlotCache(1, max_rows=1, max_positions=512)
     slots.begin_step([9])

@@ -1,4 +1,4 @@
-"""The CPU's own exp and SwiGLU against float64, and whom they replace."""
+"""The CPU's own exp, SwiGLU and RoPE against float64 and MLX, and whom they replace."""
 
 import copy
 
@@ -46,6 +46,37 @@ def test_a_swiglu_model_is_served_by_the_fast_one() -> None:
     assert mx.abs(model(tokens) - plain(tokens)).max() < 1e-5
 
 
+@needs_compiler
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_fast_rope_turns_each_row_at_its_position_as_mlx_does(scale: float) -> None:
+    block = Block(nn.RoPE(32, base=1e6, scale=scale))
+    assert fast_math.use_fast_rope(block) == 1
+    fast, plain = block.mlp, nn.RoPE(32, base=1e6, scale=scale)
+    offsets = mx.array([0, 7, 4000], dtype=mx.int32)
+    for heads in (2, 4):  # the second asks for the angles of the first
+        x = mx.random.normal((3, heads, 1, 32), key=mx.random.key(heads))
+        angles = np.array([0, 7, 4000])[:, None] * scale * 1e6 ** (-np.arange(16) / 16)
+        cos, sin = np.cos(angles)[:, None, None], np.sin(angles)[:, None, None]
+        a, b = np.array(x)[..., :16], np.array(x)[..., 16:]
+        np.testing.assert_allclose(
+            fast(x, offset=offsets), np.concatenate([a * cos - b * sin, b * cos + a * sin], -1), atol=2e-3
+        )
+        np.testing.assert_allclose(fast(x, offset=offsets), plain(x, offset=offsets), atol=1e-6)
+    moved = offsets + 1
+    np.testing.assert_allclose(fast(x, offset=moved), plain(x, offset=moved), atol=1e-6)
+    prompt = mx.random.normal((1, 2, 9, 32), key=mx.random.key(9))
+    np.testing.assert_array_equal(fast(prompt, offset=3), plain(prompt, offset=3))
+
+
+@needs_compiler
+def test_rope_of_pairs_or_of_a_part_is_mlx_own() -> None:
+    assert fast_math.use_fast_rope(Block(nn.RoPE(32, traditional=True))) == 0
+    block = Block(nn.RoPE(16))
+    fast_math.use_fast_rope(block)
+    x, offsets = mx.random.normal((2, 2, 1, 32), key=mx.random.key(0)), mx.array([3, 5], dtype=mx.int32)
+    np.testing.assert_array_equal(block.mlp(x, offset=offsets), nn.RoPE(16)(x, offset=offsets))
+
+
 class OtherMLP(nn.Module):
     """Three projections of the same names, another formula."""
 
@@ -81,4 +112,5 @@ def test_another_formula_is_left_alone(formula: type[OtherMLP]) -> None:
 def test_without_a_compiler_mlx_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_math, "available", lambda: False)
     assert fast_math.use_fast_swiglu(make_model(QWEN3)) == 0
+    assert fast_math.use_fast_rope(make_model(QWEN3)) == 0
     assert fast_math.exp_minus(mx.array([0.5]), mx.array([1.0])).item() == pytest.approx(np.exp(-0.5), rel=1e-6)
