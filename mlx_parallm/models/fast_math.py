@@ -24,10 +24,15 @@ _AGREES = 1e-5  # of the largest output
 _SCALES = (1.0, 1000.0)  # of the inputs tried: the small one shows another curve, the large one a clamp (step3p5)
 
 
+def on_cpu() -> bool:
+    """True when MLX computes on the CPU: float32 is then 10 to 20 times faster than half precision."""
+    return mx.default_device().type == mx.DeviceType.cpu
+
+
 @cache
 def available() -> bool:
     """True where these functions are faster than MLX's."""
-    return mx.default_device().type == mx.DeviceType.cpu and shutil.which("g++") is not None
+    return on_cpu() and shutil.which("g++") is not None
 
 
 def exp_minus(x: mx.array, shift: mx.array) -> mx.array:

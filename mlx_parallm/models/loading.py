@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from mlx_parallm.config_server import ModelConfig
 from mlx_parallm.errors import ModelError
+from mlx_parallm.models.fast_math import on_cpu
 from mlx_parallm.models.formats import check_directory, check_names, check_quantization, gguf_message
 from mlx_parallm.models.hub import download, fetch_config
 from mlx_parallm.models.mlx_lm_api import load_config, load_hf_model, load_hf_tokenizer, tool_parsers
@@ -126,11 +127,6 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
 def evaluate_module(module: nn.Module) -> None:
     """Evaluates every array of every submodule, also those that `parameters()` leaves out (`_freqs`, …)."""
     mx.eval([array for child in module.modules() for array in _arrays([*child.values(), *vars(child).values()])])
-
-
-def on_cpu() -> bool:
-    """True when MLX computes on the CPU: float32 is then 10 to 20 times faster than half precision."""
-    return mx.default_device().type == mx.DeviceType.cpu
 
 
 def _arrays(values: Any) -> Iterator[mx.array]:

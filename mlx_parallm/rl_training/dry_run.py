@@ -30,7 +30,8 @@ from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.transcript import STAND_IN
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError, RequestError
 from mlx_parallm.hardware import memory_present
-from mlx_parallm.models.loading import LoadedModel, on_cpu, read_config
+from mlx_parallm.models.fast_math import on_cpu
+from mlx_parallm.models.loading import LoadedModel, read_config
 from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.batch import TrainBatch

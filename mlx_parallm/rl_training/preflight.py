@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_parallm.config import Config
 from mlx_parallm.engine.kv_cache import DOUBLING_LIMIT, FIRST_CAPACITY
 from mlx_parallm.models.blockwise import HEAD_ELEMENTS
-from mlx_parallm.models.loading import on_cpu
+from mlx_parallm.models.fast_math import on_cpu
 from mlx_parallm.models.lora import LoraSpec, inject_lora
 from mlx_parallm.models.support import blueprint
 from mlx_parallm.rl_training.collate import padded_length
