@@ -2,8 +2,8 @@
 
 mlx_parallm_train → `daemon.run_training` · mlx_parallm_serve → `daemon.run_server` · mlx_parallm_merge_lora →
 `tools.merge_lora.merge` · mlx_parallm_doctor → `tools.{doctor,contracts}.run` · mlx_parallm_explain →
-`rl_training.explain.explain`. An error made on purpose (`ParallmError`) is one line on stderr and exit code 2;
-anything else is a bug and keeps its traceback.
+`rl_training.explain.explain` · mlx_parallm_rollouts → `tools.rollouts`. An error made on purpose (`ParallmError`) is
+one line on stderr and exit code 2; anything else is a bug and keeps its traceback.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,8 +59,10 @@ def train(argv: Sequence[str] | None = None) -> int:
         if args.write_config:
             return _write_config(args)
         config = _training_config(args)
+        from mlx_parallm.rl_training.run_directory import directory_of, with_run_name
+
         resume = args.resume or config.rl_training.resume
-        config = _with_run_name(config, args.config or args.data, resume)
+        config = with_run_name(config, args.config or args.data, resume)
         if args.dry_run:
             _before_mlx(config)
             from mlx_parallm.daemon import run_dry_run
@@ -71,7 +72,7 @@ def train(argv: Sequence[str] | None = None) -> int:
             from mlx_parallm.supervisor import supervise
 
             arguments = sys.argv[1:] if argv is None else argv
-            run_directory = _run_directory(config, resume)
+            run_directory = directory_of(config, resume)
             return supervise(arguments, config, run_directory, resume=resume, restarts=args.restarts)
         _before_mlx(config)
         from mlx_parallm.daemon import run_training
@@ -96,6 +97,12 @@ def serve(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", help="address to bind; anything but loopback needs an API key")
     parser.add_argument("--port", type=int, help="0 takes a free one and prints it")
     parser.add_argument("--api-key-file", metavar="FILE", help="file that holds the API key")
+    parser.add_argument(
+        "--atropos-queue",
+        metavar="DIR",
+        type=Path,
+        help="serve a durable Atropos queue under /atropos, kept in DIR, for an outside trainer",
+    )
     parser.add_argument("--config", metavar="FILE", help="a TOML file with [server] and [model]")
     _add_set(parser)
     args = parser.parse_args(argv)
@@ -116,7 +123,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
         _before_mlx(config)
         from mlx_parallm.daemon import run_server
 
-        return run_server(config, named)
+        return run_server(config, named, args.atropos_queue)
 
     return _exit_code(run)
 
@@ -210,6 +217,39 @@ def explain(argv: Sequence[str] | None = None) -> int:
     return _exit_code(run)
 
 
+def rollouts(argv: Sequence[str] | None = None) -> int:
+    """`mlx_parallm_rollouts`: what became of the groups of a run."""
+    parser = _parser(
+        "mlx_parallm_rollouts",
+        "Show what became of every group of rollouts of a run: counts by state, environment and policy version; one"
+        " group; or what was refused. Reads only, also while the run goes on.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="checkpoints/<run>, or one of its steps")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--show",
+        metavar="ID",
+        help="one group (its id, or how it begins), or its n-th rollout (ID#n): tokens, masks, logprobs, scores",
+    )
+    what.add_argument("--rejects", action="store_true", help="the newest groups that were refused, with the reason")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    args = parser.parse_args(argv)
+
+    def run() -> int:
+        from mlx_parallm.tools import rollouts
+
+        if args.show is not None:
+            found, parts = rollouts.show(args.run_dir, args.show), rollouts.draw_group
+        elif args.rejects:
+            found, parts = rollouts.rejects(args.run_dir, rollouts.SHOWN), rollouts.draw_rejects
+        else:
+            found, parts = rollouts.summary(args.run_dir), rollouts.draw_summary
+        sys.stdout.write(json.dumps(found, indent=1) + "\n" if args.json else rollouts.as_text(parts(found)))
+        return 0
+
+    return _exit_code(run)
+
+
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=name, description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mlx-parallm {__version__}")
@@ -275,14 +315,18 @@ def _training_config(args: argparse.Namespace) -> "Config":
                 "--config is required, or --model with --data and --reward"
                 " (a run directory given to --resume brings its own configuration)"
             )
-        source = str(_saved_config(Path(args.resume).expanduser()))
+        from mlx_parallm.rl_training.run_directory import saved_config
+
+        source = str(saved_config(Path(args.resume).expanduser()))
     return _load(source, args.set + base)
 
 
 def _as_it_began(config: "Config", args: argparse.Namespace) -> "Config":
     """What the run that `--resume auto` finds was started with. Some values that the flags amount to follow from the
     model's size, and that is a guess until the model has been downloaded: written anew they could differ."""
-    saved = _run_directory(_with_run_name(config, args.data, "auto"), "auto") / "config.toml"
+    from mlx_parallm.rl_training.run_directory import CONFIG_FILE, directory_of, with_run_name
+
+    saved = directory_of(with_run_name(config, args.data, "auto"), "auto") / CONFIG_FILE
     if not saved.is_file():
         return config
     began = _load(str(saved), args.set)
@@ -323,46 +367,6 @@ def _write_config(args: argparse.Namespace) -> int:
         raise ConfigError(f"--write-config {file}: {error.strerror or error}") from error
     sys.stdout.write(f"wrote {file}; train with: mlx_parallm_train --config {file}\n")
     return 0
-
-
-def _with_run_name(config: "Config", source: str | None, resume: str | None) -> "Config":
-    """Names the run after its configuration and the time; without the time for "auto", which must find it again."""
-    if config.rl_training.run_name is not None or source is None:
-        return config
-    stem = Path(source).name.removesuffix(".toml").removesuffix(".jsonl")
-    name = stem if resume == "auto" else f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    section = config.rl_training.model_copy(update={"run_name": name})
-    return config.model_copy(update={"rl_training": section})
-
-
-def _run_directory(config: "Config", resume: str | None) -> Path:
-    if resume is None or resume == "auto":
-        return config.rl_training.checkpoint_dir / str(config.rl_training.run_name)
-    from mlx_parallm.rl_training.run_directory import STORE_FILE
-
-    given = Path(resume).expanduser()
-    if (given / STORE_FILE).is_file():  # also a run that was killed before it wrote its configuration
-        return given.resolve()
-    return _saved_config(given).parent.resolve()
-
-
-def _saved_config(resume: Path) -> Path:
-    """The resolved configuration of a run, from its directory or from one of its steps."""
-    if not resume.exists():
-        found = ", ".join(map(str, _same_step(resume)))
-        raise ConfigError(f"--resume {resume}: no such directory" + (f"; that step is in {found}" if found else ""))
-    for directory in (resume, resume.resolve().parent):
-        if (directory / "config.toml").is_file():
-            return directory / "config.toml"
-    raise ConfigError(f"--resume {resume}: no config.toml there or above it: give --config")
-
-
-def _same_step(resume: Path) -> list[Path]:
-    """The directories of that name, or of that step (step_5000 is step_005000), in the runs beside it."""
-    word, _, number = resume.name.rpartition("_")
-    names = {resume.name, f"step_{int(number):06d}"} if word == "step" and number.isdecimal() else {resume.name}
-    runs = sorted(path for path in resume.parent.glob("*/") if not path.is_symlink())
-    return [run / name for run in runs for name in sorted(names) if (run / name).is_dir()]
 
 
 def _load(source: str | None, overrides: list[str], text: str = "") -> "Config":

@@ -16,7 +16,8 @@ import tomli
 import tomli_w
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from mlx_parallm.config_environment import HUB_PREFIX, EnvironmentConfig, Section
+from mlx_parallm.config_environment import HUB_PREFIX, EnvironmentConfig, Section, check_shares
+from mlx_parallm.config_rollouts import RolloutsConfig
 from mlx_parallm.config_server import ModelConfig, ServerConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.redaction import REDACTED, Redactor, environment_secrets
@@ -53,6 +54,8 @@ class AtroposConfig(Section):
     """Longest sequence (prompt + completion) that is trained on."""
     poll_interval_s: float = Field(1.0, gt=0)
     """Pause between two polls of an external API that has no batch."""
+    missing_logprobs: Literal["reject", "recompute"] = "reject"
+    """Groups without log-probabilities (server_type openai): refused, or trained on with the trainer's own, ratio 1."""
 
     @field_validator("api_url")
     @classmethod
@@ -121,7 +124,7 @@ class RLTrainingConfig(Section):
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature of rollouts; training divides logits by it too."""
     max_staleness: int = Field(1, ge=0)
-    """Steps that a rollout may lag behind; 0 = on-policy: rollouts of step n+1 start after publish n."""
+    """Steps that a rollout may lag behind, and that the environments run ahead; 0 = on-policy: publish, then sample."""
     deterministic: bool = False
     """Bit-equal repeats; needs max_staleness = 0; slower on CPU."""
     buffer_sampling: Literal["fifo", "uniform", "priority"] = "fifo"
@@ -190,9 +193,15 @@ class Config(Section):
     server: ServerConfig = ServerConfig()
     model: ModelConfig = ModelConfig()
     rl_training: RLTrainingConfig = RLTrainingConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
     logging: LoggingConfig = LoggingConfig()
     environments: tuple[EnvironmentConfig, ...] = ()
     """In-process environments; none = only environments that come over HTTP."""
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> "Config":
+        check_shares(self.environments, self.rl_training.atropos.rollout_batch_size)
+        return self
 
     def resolve_api_key(self) -> str | None:
         """The key from the environment, the file, or the configuration, in this order."""

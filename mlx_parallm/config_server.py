@@ -49,6 +49,11 @@ class ServerConfig(Section):
     the runs (rl_training.checkpoint_dir) is one more."""
     keep_versions: int = Field(4, ge=1)
     """Newest versions of the policy's adapter that requests can ask for as NAME@VERSION; each keeps its arrays."""
+    kept_completions_bytes: int = Field(64 << 20, ge=0)
+    """In training: packed size of the last answers that POST /v1/rewards can reward, about 8 bytes a sampled token;
+    0 = off."""
+    kept_completions_s: float = Field(600.0, gt=0)
+    """How long an answer is kept for its rewards at most; later ones are answered 410."""
     drain_timeout_s: float = Field(5.0, ge=0)
     """How long shutdown waits for running requests before it aborts them."""
 

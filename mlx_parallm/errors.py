@@ -7,7 +7,8 @@ ParallmError
 ├── RequestError             a generation request that cannot be run (HTTP 400); carries `param` and `code`
 │   ├── ContextLengthError   the prompt does not fit ("maximum context length")
 │   ├── ModelNotFoundError   no such served model (HTTP 404)
-│   └── AdapterRefusedError  an adapter that is not loaded or unloaded (HTTP 400, 403, 404)
+│   ├── AdapterRefusedError  an adapter that is not loaded or unloaded (HTTP 400, 403, 404)
+│   └── RewardRefusedError   a reward for a completion that cannot have one (HTTP 400, 404, 409, 410)
 ├── EngineUnavailableError   the engine thread is loading, draining or dead (HTTP 503)
 ├── RolloutRejectedError     a scored group that may not be trained on; the reason is kept with it
 ├── StoreError               the rollout database cannot be opened, written or read (full disk, lock)
@@ -69,6 +70,14 @@ class AdapterRefusedError(RequestError):
 
     def __init__(self, message: str, status: int, param: str | None = None) -> None:
         super().__init__(message, param=param)
+        self.status = status
+
+
+class RewardRefusedError(RequestError):
+    """A reward for a completion that cannot have one (any more); `status` is HTTP's."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message, param="id")
         self.status = status
 
 

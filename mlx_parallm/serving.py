@@ -33,6 +33,7 @@ from mlx_parallm.models.loading import (
 )
 from mlx_parallm.models.lora import LoraPair, check_adapter, linear_shapes, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.rollout_store.completions import KeptCompletions
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.auth import check_bind, check_origins
 from mlx_parallm.server.context import ServerDeps, ServerState
@@ -80,7 +81,7 @@ class Serving:
         assert self._engine is not None, "open() comes first"
         return self._engine.client
 
-    def listen(self, routers: Sequence[APIRouter] = ()) -> None:
+    def listen(self, routers: Sequence[APIRouter] = (), completions: KeptCompletions | None = None) -> None:
         server = self.config.server
         deps = ServerDeps(
             state=self.state,
@@ -91,6 +92,7 @@ class Serving:
             cors_origins=server.cors_origins,
             logprobs_mode=server.logprobs_mode,
             extra_routers=routers,
+            completions=completions,
         )
         self._http = ServerThread(create_app(deps), self._listener)
         self._http.start()

@@ -196,12 +196,17 @@ class Rollout:
     `policy_versions[t]` is the version that sampled the token; where mask is 0, the one that read it (-1 unknown).
 
     All lists have the length T of the whole sequence. `mask[t]` is 1 where the policy sampled the token (EOS included).
-    `logprobs[t]` is the behaviour policy's (see the module docstring), 0.0 where mask is 0.
+    `logprobs[t]` is the behaviour policy's (see the module docstring), 0.0 where mask is 0; None: the sender had none,
+    and the trainer's own at the time of the step stand in for all of them.
+
+    An episode is one sequence, unless its chat template rewrote what came before a turn (Qwen3 leaves out earlier
+    thinking). Then each stretch that was really sampled as one sequence is a segment: the last one is this rollout,
+    which has the scores of the episode, those before it are `earlier`.
     """
 
     tokens: tuple[int, ...]
     mask: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...] | None
     policy_versions: tuple[int, ...]
     temperature: float
     scores: Mapping[str, float]  # named parts; "reward" is the number that is trained on
@@ -209,14 +214,21 @@ class Rollout:
     processed_logprobs: tuple[float, ...] | None = None
     error: str | None = None
     zero_advantage: bool = False  # learn nothing from this one (the environment's word); its score counts in the group
+    earlier: tuple["Rollout", ...] = ()  # segments, oldest first; no scores and no `earlier` of their own
 
     @property
     def reward(self) -> float:
         return self.scores["reward"]
 
     @property
+    def segments(self) -> tuple["Rollout", ...]:
+        """All sequences of the episode, oldest first; this one is the last."""
+        return (*self.earlier, self)
+
+    @property
     def sampled_tokens(self) -> int:
-        return sum(self.mask)
+        """Of the whole episode."""
+        return sum(sum(segment.mask) for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +248,7 @@ class RolloutGroup:
         return tuple(
             version
             for rollout in self.rollouts
-            for version, sampled in zip(rollout.policy_versions, rollout.mask, strict=True)
+            for segment in rollout.segments
+            for version, sampled in zip(segment.policy_versions, segment.mask, strict=True)
             if sampled
         )

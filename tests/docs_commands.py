@@ -21,7 +21,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mlx_parallm.config import Config
 
-OURS = ("mlx_parallm_train", "mlx_parallm_serve", "mlx_parallm_merge_lora", "mlx_parallm_doctor", "mlx_parallm_explain")
+OURS = (
+    *("mlx_parallm_train", "mlx_parallm_serve", "mlx_parallm_merge_lora", "mlx_parallm_doctor", "mlx_parallm_explain"),
+    "mlx_parallm_rollouts",
+)
 NOT_RUN = (
     *("make", "pip", "pip3", "uv", "brew", "apt-get", "sudo", "docker", "systemctl", "journalctl", "launchctl", "git"),
     *("ssh", "scp", "rsync", "wandb", "tensorboard", "trackio", "hf", "prometheus", "loginctl", "pmset", "open"),
@@ -159,10 +162,8 @@ def train(words: list[str]) -> int:
         changed += ["--set", f"{key}={value}"]
     if (
         config is not None and not config.environments and "--dry-run" not in words
-    ):  # it would wait for rollouts that nobody sends
-        code = start("mlx_parallm_train", changed, int(os.environ["DOCS_PORT"]))
-        stop_server()
-        return code
+    ):  # it waits for rollouts: perhaps a later block sends them
+        return start("mlx_parallm_train", changed, int(os.environ["DOCS_PORT"]))
     return real("mlx_parallm_train", changed)
 
 

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "mlx_parallm"
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("__init__", "types", "errors", "log", "blas", "config", "config_environment", "own_data", "user_code"),
-        *("config_server", "signals", "hardware", "power", "redaction"),
+        *("config_rollouts", "config_server", "signals", "hardware", "power", "redaction"),
     ),
     ("weights", "models", "losses", "rewards"),
     ("engine", "environments", "rollout_store"),
@@ -53,6 +53,7 @@ MLX_FREE_MODULES = (  # and every config.py
     "blas",
     "cli",
     "config_environment",
+    "config_rollouts",
     "config_server",
     "errors",
     "log",

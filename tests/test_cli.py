@@ -21,10 +21,11 @@ import json, os, signal, sys, types
 import mlx_parallm
 from mlx_parallm import cli
 
-def record(config, adapters=None, *, resume=None):
+def record(config, adapters=None, atropos_queue=None, *, resume=None):
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     print(json.dumps({
         "config": config.model_dump(mode="json"), "adapters": adapters, "resume": resume,
+        "atropos_queue": str(atropos_queue),
         "blocked": sorted(s.name for s in blocked), "mlx": "mlx.core" in sys.modules,
         "cbwr": os.environ.get("MKL_CBWR"), "path": os.environ["PATH"],
     }))
@@ -168,11 +169,23 @@ def test_deterministic_asks_mkl_before_mlx_is_loaded(tmp_path: Path) -> None:
 def test_serve_hands_over_model_and_adapters(tmp_path: Path) -> None:
     (tmp_path / "odd=name").mkdir()
     adapters = ("--lora-path", "odd=name", "one=a/b", "--lora-path", "two=c=d")
-    flags = ("--host", "::1", "--port", "0", "--api-key-file", 'k"ey', "--set", "server.batch_size=3")
+    flags = (
+        "--host",
+        "::1",
+        "--port",
+        "0",
+        "--api-key-file",
+        'k"ey',
+        "--set",
+        "server.batch_size=3",
+        "--atropos-queue",
+        "q",
+    )
     given = call("serve", "--model-path", "builtin:tiny", *adapters, *flags, cwd=tmp_path)
     config = given["config"]
     assert (config["model"]["base_path"], config["model"]["lora_path"]) == ("builtin:tiny", "odd=name")
     assert given["adapters"] == {"one": "a/b", "two": "c=d"}
+    assert given["atropos_queue"] == "q"
     server = config["server"]
     assert (server["host"], server["port"], server["api_key_file"], server["batch_size"]) == ("::1", 0, 'k"ey', 3)
     assert given["blocked"] == ["SIGHUP", "SIGINT", "SIGTERM"]

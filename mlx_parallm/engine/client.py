@@ -10,17 +10,17 @@ A `Mailbox` belongs to one request and one asyncio loop. Only that loop's thread
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_parallm.engine.events import Event, Failed, Finished, StreamDelta
+from mlx_parallm.engine.events import Event, Failed, StreamDelta
 from mlx_parallm.engine.grammar import Grammars
 from mlx_parallm.engine.served_models import ServedModels
-from mlx_parallm.engine.validation import RequestLimits, check_request, check_tokens
+from mlx_parallm.engine.validation import RequestLimits, check_request
 from mlx_parallm.errors import EngineUnavailableError
-from mlx_parallm.types import CompletionDelta, EngineStats, PromptLogprobs, Request, RequestOutput, ServedModel
+from mlx_parallm.types import CompletionDelta, EngineStats, Request, RequestOutput, ServedModel
 
 TRAINER, CLIENTS = "trainer", "clients"  # who may pause admission
 
@@ -31,7 +31,7 @@ class Mailbox:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.loop = asyncio.get_running_loop()
-        self.result: asyncio.Future[Any] = self.loop.create_future()
+        self.result: asyncio.Future[RequestOutput] = self.loop.create_future()
         self.deltas: asyncio.Queue[CompletionDelta | None] = asyncio.Queue()  # None: the result is there
 
     def deliver(self, event: Event) -> None:
@@ -43,7 +43,7 @@ class Mailbox:
             if isinstance(event, Failed):
                 self.result.set_exception(event.error)
             else:
-                self.result.set_result(event.output if isinstance(event, Finished) else event.result)
+                self.result.set_result(event.output)
         self.deltas.put_nowait(None)
 
 
@@ -58,14 +58,6 @@ class Submit:
     """Requests that enter the queue together."""
 
     letters: tuple[tuple[Request, Mailbox], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitScore:
-    token_ids: tuple[int, ...]
-    adapter: str | None
-    top_count: int
-    mailbox: Mailbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +85,7 @@ class Stop:
     pass
 
 
-Command = Submit | SubmitScore | Abort | NotifyIdle | Call | Stop
+Command = Submit | Abort | NotifyIdle | Call | Stop
 
 
 @dataclass(frozen=True)
@@ -180,22 +172,6 @@ class EngineClient:
             if not mailbox.result.done():
                 self.abort(request.request_id)
 
-    async def score(
-        self, request_id: str, token_ids: Sequence[int], adapter: str | None, top_count: int = 0
-    ) -> PromptLogprobs:
-        """Log-probabilities (temperature 1) of a given text under an adapter. Raises as `generate`."""
-        check_tokens(token_ids, self._ready().limits)
-        await self._load_versions([adapter])
-        mailbox = Mailbox(request_id)
-        self._send(SubmitScore(tuple(token_ids), adapter, top_count, mailbox))
-        try:
-            result = await mailbox.result
-        finally:
-            if not mailbox.result.done() or mailbox.result.cancelled():
-                self.abort(request_id)
-        assert isinstance(result, PromptLogprobs)
-        return result
-
     def abort(self, request_id: str) -> None:
         """Ends a request with finish_reason "abort". Unknown or finished ones are ignored, and so is a dead engine."""
         with self._lock:
@@ -225,18 +201,14 @@ class EngineClient:
         return future
 
     async def _prepare(self, requests: Sequence[Request]) -> None:
-        """What would have them refused is found here, and grammars are compiled off the engine thread."""
+        """What would have them refused is found here. Off this loop and off the engine's thread grammars are compiled,
+        and versions of the policy that lie on disk are read."""
         info = self._ready()
         for request in requests:
             check_request(request, info.limits)
         await info.grammars.prepare([request.params.structure for request in requests])
-        await self._load_versions(request.adapter for request in requests)
-
-    async def _load_versions(self, adapters: Iterable[str | None]) -> None:
-        """Reads versions of the policy that lie on disk, off this loop and off the engine's thread."""
-        models = self._ready().models
-        for load in [models.loader(adapter) for adapter in set(adapters) if adapter is not None]:
-            if load is not None:
+        for adapter in {request.adapter for request in requests}:
+            if adapter is not None and (load := info.models.loader(adapter)) is not None:
                 await asyncio.to_thread(load)
 
     def _ready(self) -> EngineInfo:

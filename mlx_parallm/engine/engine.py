@@ -8,6 +8,7 @@ raised by `step`; the caller (thread.py) then calls `recover`, which finds whose
 again, or `fail_active`, after which the engine goes on with an empty cache.
 """
 
+import gc
 import math
 import random
 from collections import deque
@@ -28,8 +29,8 @@ from mlx_parallm.engine.recovery import RowRebuilder
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.engine.scoring import Score, Scorer
 from mlx_parallm.engine.sequence import Sequence, random_stream
-from mlx_parallm.engine.validation import RequestLimits, check_request, check_tokens
-from mlx_parallm.errors import ModelNotFoundError, ParallmError, RequestError
+from mlx_parallm.engine.validation import RequestLimits, check_request
+from mlx_parallm.errors import ModelNotFoundError, RequestError
 from mlx_parallm.models.lora import AdapterPlace
 from mlx_parallm.models.served_lora import LoraContext
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -94,7 +95,6 @@ class Engine:
             model,
             lora,
             self.slots,
-            options.prefill_chunk,
             processed_alternatives=options.processed_alternatives,
         )
         self._rebuilder = RowRebuilder(model, self.slots, lora, weights.read, options.prefill_chunk)
@@ -162,21 +162,12 @@ class Engine:
         else:
             self.scheduler.add(sequences)
 
-    def score(self, request_id: str, tokens: tuple[int, ...], adapter: str | None, top_count: int = 0) -> None:
-        """Queues the log-probabilities of a given text; ends with a `Scored` event. Raises RequestError."""
-        check_tokens(tokens, self.limits)
-        self._scores.append(Score(request_id, tuple(tokens), self._place(adapter), top_count))
-
     def abort(self, request_id: str) -> None:
         """Ends a request's unfinished sequences with finish_reason "abort"; unknown ids are ignored."""
-        dropped = [score for score in self._scores if score.request_id == request_id]
-        for score in dropped:
-            self._scores.remove(score)
         live = self._live.get(request_id)
         if live is None:
-            if dropped:
-                self._live.score_failed(request_id, RequestError("the request was aborted"))
             return
+        self._scores = deque(score for score in self._scores if score.request_id != request_id)
         self.counters.requests_aborted += 1
         self._live.end_unfinished(live, "abort")
         self.scheduler.remove_finished_from_queue()
@@ -233,6 +224,7 @@ class Engine:
         """When idle: gives the KV cache and MLX's buffer cache back."""
         if not self.scheduler.has_work:
             self._runner.reset()
+            gc.collect()  # arrays in a reference cycle (a traceback): the collector counts objects, not their megabytes
             mx.clear_cache()
 
     def check_integrity(self) -> None:
@@ -369,7 +361,7 @@ class Engine:
             self._live.scored(score.request_id, score.result())
 
     def _fail_score(self, score: Score, error: str) -> None:
-        self._live.score_failed(score.request_id, ParallmError(error))
+        self._live.score_failed(score.request_id, error)
         self.scheduler.remove_finished_from_queue()
 
     def _after_step(self) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.types import CompletionDelta, PromptLogprobs, RequestOutput
+from mlx_parallm.types import CompletionDelta, RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,6 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    request_id: str
-    result: PromptLogprobs
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """The request could not be run at all."""
 
@@ -36,4 +30,4 @@ class Failed:
     error: ParallmError
 
 
-Event = StreamDelta | Finished | Scored | Failed
+Event = StreamDelta | Finished | Failed

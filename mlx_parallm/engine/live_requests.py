@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mlx_parallm.engine.events import Event, Failed, Finished, Scored, StreamDelta
+from mlx_parallm.engine.events import Event, Finished, StreamDelta
 from mlx_parallm.engine.sequence import Sequence
-from mlx_parallm.errors import ParallmError
 from mlx_parallm.types import CompletionDelta, FinishReason, PromptLogprobs, Request, RequestOutput
 
 
@@ -96,19 +95,13 @@ class LiveRequests:
         self._finish_if_done(live)
 
     def scored(self, request_id: str, result: PromptLogprobs) -> None:
-        live = self._live.get(request_id)
-        if live is None:
-            self._events.append(Scored(request_id, result))
-            return
+        """The prompt's log-probabilities are there."""
+        live = self._live[request_id]
         live.prompt_logprobs, live.scoring = result, False
         self._finish_if_done(live)
 
-    def score_failed(self, request_id: str, error: ParallmError) -> None:
-        live = self._live.get(request_id)
-        if live is None:
-            self._events.append(Failed(request_id, error))
-        else:
-            self.end_unfinished(live, "error", str(error))
+    def score_failed(self, request_id: str, error: str) -> None:
+        self.end_unfinished(self._live[request_id], "error", error)
 
     def _finish_if_done(self, live: LiveRequest) -> None:
         request = live.request

@@ -50,7 +50,6 @@ class ModelRunner:
         model: the serving tree (after `prepare_for_serving`).
         lora: what its linear layers read.
         slots: what the rows' layers keep.
-        prefill_chunk: tokens of one chunk of prefill.
         processed_alternatives: see SamplingBatch.
     """
 
@@ -59,7 +58,6 @@ class ModelRunner:
         model: nn.Module,
         lora: LoraContext,
         slots: BatchCache | RowCaches,
-        prefill_chunk: int,
         *,
         processed_alternatives: bool = False,
     ) -> None:
@@ -67,7 +65,6 @@ class ModelRunner:
         self._model = model
         self._lora = lora
         self._slots = slots
-        self._prefill_chunk = prefill_chunk
         self._rows: tuple[Sequence, ...] = ()
         self._batch: SamplingBatch | None = None
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of a given text (`prompt_logprobs`, echo, `EngineClient.score`): a forward of its own, by chunks.
+"""Log-probabilities of a given text (`prompt_logprobs`, echo): a forward of its own, by chunks.
 
 One chunk is computed a step, so decoding rows wait for one chunk at most, and logits of one chunk exist at a time.
 """

@@ -25,7 +25,6 @@ from mlx_parallm.engine.client import (
     NotifyIdle,
     Stop,
     Submit,
-    SubmitScore,
     deliver_all,
 )
 from mlx_parallm.engine.engine import Engine
@@ -33,7 +32,7 @@ from mlx_parallm.engine.events import Event, Failed, StreamDelta
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import EngineUnavailableError, ParallmError, RequestError
 from mlx_parallm.log import get_logger
-from mlx_parallm.types import EngineStats
+from mlx_parallm.types import EngineStats, Request
 
 IDLE_TURN_S = 1.0  # an idle thread shows that it lives this often
 IDLE_TURNS_BEFORE_RELEASE = 5  # idle turns after which the KV cache is given back
@@ -174,9 +173,7 @@ class EngineThread:
         match command:
             case Submit(letters):
                 for request, mailbox in letters:
-                    self._accept(mailbox, engine.add, request)
-            case SubmitScore(token_ids, adapter, top_count, mailbox):
-                self._accept(mailbox, engine.score, mailbox.request_id, token_ids, adapter, top_count)
+                    self._accept(engine, request, mailbox)
             case Abort(request_id):
                 engine.abort(request_id)
             case NotifyIdle(event):
@@ -186,9 +183,9 @@ class EngineThread:
             case Stop():
                 self._stopping = True
 
-    def _accept(self, mailbox: Mailbox, add: Callable[..., None], *arguments: Any) -> None:
+    def _accept(self, engine: Engine, request: Request, mailbox: Mailbox) -> None:
         try:
-            add(*arguments)
+            engine.add(request)
         except ParallmError as error:
             self._send([(mailbox, Failed(mailbox.request_id, error))])
         except Exception as error:  # noqa: BLE001 - boundary: one request's bad values must not end the engine
@@ -234,8 +231,6 @@ class EngineThread:
             match command:
                 case Submit(letters):
                     unheard += [mailbox for _, mailbox in letters]
-                case SubmitScore(mailbox=mailbox):
-                    unheard.append(mailbox)
                 case NotifyIdle(event):
                     event.set()
                 case Call(future=future):

@@ -32,7 +32,7 @@ class RequestLimits:
 def check_request(request: Request, limits: RequestLimits) -> None:
     """Raises RequestError naming the parameter, or ContextLengthError."""
     params = request.params
-    check_tokens(request.prompt_token_ids, limits)
+    _check_tokens(request.prompt_token_ids, limits)
     _check_length(len(request.prompt_token_ids), params.max_tokens, limits)
     _check_sampling(params)
     _check_stops(params, limits)
@@ -43,7 +43,7 @@ def check_request(request: Request, limits: RequestLimits) -> None:
         _require(math.isfinite(bias), "logit_bias", "values must be finite")
 
 
-def check_tokens(tokens: Sequence[int], limits: RequestLimits) -> None:
+def _check_tokens(tokens: Sequence[int], limits: RequestLimits) -> None:
     """Raises RequestError: no tokens, or an id outside the vocabulary; ContextLengthError: too many."""
     _require(len(tokens) > 0, "prompt", "the prompt is empty")
     if len(tokens) > limits.max_model_len:

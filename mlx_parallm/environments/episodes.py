@@ -90,10 +90,9 @@ class EpisodeRunner:
             if not isinstance(task, Task):
                 raise RolloutRejectedError(f"{type(plan.source).__name__}.task returned {task!r}, not a Task")
             prompt = self.render_prompt(task, config)
-            longest = min(self._max_token_length, self._client.max_model_len)
-            room = longest - len(prompt)
+            room = self._longest - len(prompt)
             if room < 1:
-                raise RolloutRejectedError(f"the prompt has {len(prompt)} tokens, at most {longest} are allowed")
+                raise RolloutRejectedError(f"the prompt has {len(prompt)} tokens, at most {self._longest} are allowed")
         if outcome.failure is not None:
             return _failed(plan, outcome.failure)
         params = SamplingParams(
@@ -111,6 +110,10 @@ class EpisodeRunner:
         if task.plain:
             return self._tokenizer.encode(task.messages[-1]["content"])
         return self._tokenizer.render_chat(task.messages, template_kwargs=self._template_options(config))
+
+    @property
+    def _longest(self) -> int:
+        return min(self._max_token_length, self._client.max_model_len)
 
     def _template_options(self, config: EnvironmentConfig) -> dict[str, Any]:
         return self._template_kwargs | config.chat_template_kwargs
@@ -143,48 +146,62 @@ class EpisodeRunner:
 
     async def _episode(self, job: _Job, completion: Completion) -> Response:
         """One rollout from its first completion to its end; errors are in the rollout."""
-        transcript = Transcript(job.request.prompt_token_ids)
+        segments = [Transcript(job.request.prompt_token_ids)]
         text, stop_reason = completion.text, "error"
         with attempt() as outcome:
             async with _deadline(job):
-                text, stop_reason = await self._turns(job, transcript, completion)
-        rollout = transcript.rollout(temperature=self._temperature, stop_reason=stop_reason, error=outcome.failure)
-        return Response(text, rollout)
+                text, stop_reason = await self._turns(job, segments, completion)
+        *earlier, last = segments
+        rollout = last.rollout(temperature=self._temperature, stop_reason=stop_reason, error=outcome.failure)
+        ended = (segment.rollout(temperature=self._temperature, stop_reason="stop") for segment in earlier)
+        return Response(text, dataclasses.replace(rollout, earlier=tuple(ended)))
 
-    async def _turns(self, job: _Job, transcript: Transcript, completion: Completion) -> tuple[str, str]:
+    async def _turns(self, job: _Job, segments: list[Transcript], completion: Completion) -> tuple[str, str]:
+        """Plays on to the end of the episode; a template that rewrites history opens another segment."""
         environment = job.plan.source.environment(job.task)
         conversation = list(job.task.messages)
-        longest = min(self._max_token_length, self._client.max_model_len)
-        for turn in range(1, longest + 1):
-            transcript.sample(completion)
+        for turn in range(1, self._longest + 1):
+            segments[-1].sample(completion)
             if completion.finish_reason not in ("stop", "length"):
                 raise RolloutRejectedError(completion.error or f"generation ended with {completion.finish_reason!r}")
             answer = await _step(environment, completion.text)
-            room = longest - len(transcript)
             if answer is None or completion.finish_reason == "length":
                 break
-            given = self._continue(job, transcript, conversation, answer)
-            if room <= len(given):
+            room = self._give(job, segments, conversation, completion.text, answer)
+            if room <= 0:
                 return completion.text, "length"
             conversation += [{"role": "assistant", "content": completion.text}, *answer]
-            transcript.give(given)
-            completion = await self._next_turn(job, transcript, completion.index, turn, room - len(given))
+            completion = await self._next_turn(job, segments[-1], completion.index, turn, room)
         return completion.text, completion.finish_reason
 
-    def _continue(
+    def _give(
         self,
         job: _Job,
-        transcript: Transcript,
+        segments: list[Transcript],
         conversation: list[Mapping[str, str]],
+        text: str,
         answer: Sequence[Mapping[str, str]],
-    ) -> list[int]:
-        return continuation(
-            self._tokenizer,
-            conversation,
-            answer,
-            last_token=transcript.last_token,
-            template_kwargs=self._template_options(job.plan.source.config),
-        )
+    ) -> int:
+        """Gives the environment's answer to the turn `text`; returns the room for the next one. Without room, nothing
+        is given."""
+        options, last = self._template_options(job.plan.source.config), segments[-1]
+        given: list[int] | None
+        if job.task.plain:
+            given = self._tokenizer.encode("".join(turn["content"] for turn in answer), add_special_tokens=False)
+        else:
+            given = continuation(
+                self._tokenizer, conversation, text, answer, last_token=last.last_token, template_kwargs=options
+            )
+        if given is None:
+            turns = [*conversation, {"role": "assistant", "content": text}, *answer]
+            opened = Transcript(self._tokenizer.render_chat(turns, template_kwargs=options))
+            if len(opened) < self._longest:
+                segments.append(opened)
+            return self._longest - len(opened)
+        room = self._longest - len(last) - len(given)
+        if room > 0:
+            last.give(given)
+        return room
 
     async def _next_turn(self, job: _Job, transcript: Transcript, rollout: int, turn: int, room: int) -> Completion:
         params = dataclasses.replace(
@@ -209,7 +226,7 @@ def attempt() -> Iterator[Outcome]:
     outcome = Outcome()
     try:
         yield outcome
-    except Exception as error:  # noqa: BLE001  boundary: a failed episode is a recorded result
+    except (Exception, SystemExit) as error:  # noqa: BLE001  boundary: a failed episode is a recorded result
         outcome.failure = describe(error)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()

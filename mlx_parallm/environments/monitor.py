@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.environments.episodes import GroupPlan, GroupResult
@@ -49,36 +49,35 @@ class RolloutMonitor:
         self._lock = threading.Lock()
         self._clock = clock
         self._stall_after_s = stall_after_s
-        self._in_flight: dict[str, tuple[str, float]] = {}  # group id → environment, start
-        self._recent: deque[tuple[str, str | None]] = deque(maxlen=RECENT_GROUPS)  # environment, failure
+        self._in_flight: dict[str, str] = {}  # group id → environment
+        self._recent: dict[str, deque[str | None]] = {name: deque(maxlen=RECENT_GROUPS) for name in names}  # failures
         self._per_environment = dict.fromkeys(names, EnvironmentStatistics())
         self._started = self._known = self._sampled_tokens = 0
-        self._last_progress = self._idle_since = clock()
+        self._idle_since = clock()
+        self._last_progress = dict.fromkeys(names, self._idle_since)
         self._waiting_s = 0.0
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._in_flight)
 
     def started(self, plans: Sequence[GroupPlan]) -> None:
         with self._lock:
             now = self._clock()
             if not self._in_flight:
                 self._waiting_s += now - self._idle_since
-                self._last_progress = now
+            idle = {plan.source.name for plan in plans}.difference(self._in_flight.values())
+            self._last_progress |= dict.fromkeys(idle, now)
             self._started += len(plans)
-            self._in_flight |= {plan.group_id: (plan.source.name, now) for plan in plans}
+            self._in_flight |= {plan.group_id: plan.source.name for plan in plans}
 
     def finished(self, results: Sequence[GroupResult]) -> None:
         with self._lock:
             for result in results:
                 del self._in_flight[result.plan.group_id]
-            self._last_progress = self._idle_since = self._clock()
+            self._idle_since = self._clock()
+            self._last_progress |= dict.fromkeys({result.plan.source.name for result in results}, self._idle_since)
 
     def delivered(self, result: GroupResult, *, known: bool) -> None:
         name, rollouts = result.plan.source.name, result.group.rollouts
         with self._lock:
-            self._recent.append((name, None))
+            self._recent[name].append(None)
             if known:
                 self._known += 1
                 return
@@ -94,16 +93,24 @@ class RolloutMonitor:
     def failed(self, result: GroupResult, reason: str) -> None:
         name = result.plan.source.name
         with self._lock:
-            self._recent.append((name, reason))
+            self._recent[name].append(reason)
             before = self._per_environment[name]
             self._per_environment[name] = EnvironmentStatistics(
                 before.groups, before.failed + 1, before.reward_sum, before.rollouts
             )
 
-    def health(self) -> str | None:
-        """In words: nothing finishes, or too many groups of an environment fail. None when neither is so."""
+    def health(self, known: Mapping[str, str]) -> list[str]:
+        """A sentence for each environment in which nothing finishes, or too many groups fail.
+
+        Args:
+            known: what is known of some environments already, in words; it takes the place of the first of the two.
+        """
         with self._lock:
-            return self._stalled() or self._failing()
+            found = [
+                known.get(name) or self._stalled(name) or self._failing(name, failures)
+                for name, failures in self._recent.items()
+            ]
+        return [sentence for sentence in found if sentence]
 
     def statistics(self, *, demand: int, held: int) -> RolloutStatistics:
         with self._lock:
@@ -123,23 +130,21 @@ class RolloutMonitor:
                 environments=parts,
             )
 
-    def _stalled(self) -> str | None:
-        silent_s = self._clock() - self._last_progress
-        if not self._in_flight or silent_s <= self._stall_after_s:
+    def _stalled(self, name: str) -> str | None:
+        silent_s = self._clock() - self._last_progress[name]
+        groups = [group for group, environment in self._in_flight.items() if environment == name]
+        if not groups or silent_s <= self._stall_after_s:
             return None
-        oldest = min(self._in_flight, key=lambda group: self._in_flight[group][1])
         return (
-            f"environment {self._in_flight[oldest][0]} stalled: nothing finished for {silent_s:.0f} s with"
-            f" {len(self._in_flight)} groups in flight (oldest: {oldest})"
+            f"environment {name} stalled: nothing finished for {silent_s:.0f} s with"
+            f" {len(groups)} groups in flight (oldest: {groups[0]})"
         )
 
-    def _failing(self) -> str | None:
-        for name in self._per_environment:
-            outcomes = [failure for environment, failure in self._recent if environment == name]
-            failures = [failure for failure in outcomes if failure is not None]
-            if len(failures) >= max(FEWEST_FAILURES, WORST_HEALTHY_FAILURE_RATE * len(outcomes)):
-                return (
-                    f"environment {name}: {len(failures)} of its last {len(outcomes)} groups failed,"
-                    f" the last one: {failures[-1]}"
-                )
-        return None
+    def _failing(self, name: str, outcomes: Collection[str | None]) -> str | None:
+        failures = [failure for failure in outcomes if failure is not None]
+        if len(failures) < max(FEWEST_FAILURES, WORST_HEALTHY_FAILURE_RATE * len(outcomes)):
+            return None
+        return (
+            f"environment {name}: {len(failures)} of its last {len(outcomes)} groups failed,"
+            f" the last one: {failures[-1]}"
+        )

@@ -1,39 +1,41 @@
-"""RolloutManager: the thread of the in-process environments. It keeps many groups in flight against the engine.
+"""RolloutManager: the in-process environments of a run. It keeps many groups in flight against the engine.
 
-The trainer allows groups (`request_groups`), `Schedule` says what group k is, `EpisodeRunner` plays it, and the
-finished `RolloutGroup` goes to `sink` (durable store) or, with the reason, to `on_failure`; a failed group is replaced
-by a further one.
+    request_groups → manager's thread: which environment starts a group → its Player (a thread each) → results
+        → manager's thread: in each environment's order → sink (durable store), or on_failure with the reason
 
-Groups reach the sink in the order in which they were started, whenever they finished. Otherwise a batch of the groups
-that finish first is a batch of short answers, and the long ones go stale while they wait (the short-answer bias); and
-because of it the whole position is one number, `cursor`: groups below it are settled, groups from it on are played
-again after a resume. Group ids are stable, so what the store holds already is recognised (`skip`, or the sink's False).
+Groups of one environment reach the sink in the order in which they were started, whenever they finished. Otherwise a
+batch of the groups that finish first is a batch of short answers, and the long ones go stale while they wait (the
+short-answer bias); and because of it an environment's whole position is one number: groups below it are settled, groups
+from it on are played again after a resume. Group ids are stable, so what the store holds already is recognised (`skip`,
+or the sink's False).
+
+Environments do not wait for each other's order. One that hangs (its oldest group takes far longer than is usual) or
+dies (its groups fail one after another) is absent: it keeps the places that it holds, they no longer count, the others
+make its groups, and the health line names it. It is back with its next finished group. With `fixed_order` (a run that
+can be repeated bit for bit) nothing depends on a clock: all environments share a thread and wait for each other.
 """
 
-import asyncio
-import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient
 from mlx_parallm.environments.episodes import EpisodeRunner, GroupPlan, GroupResult, describe
+from mlx_parallm.environments.lanes import Lane, absent, is_late, next_event
 from mlx_parallm.environments.monitor import RolloutMonitor, RolloutStatistics
-from mlx_parallm.environments.schedule import Schedule, derive_seed, group_id
+from mlx_parallm.environments.player import Player, SharedTokenizer
+from mlx_parallm.environments.schedule import Schedule, with_minimums
 from mlx_parallm.errors import CheckpointError, EnvironmentFailedError, RolloutRejectedError
 from mlx_parallm.log import get_logger
 from mlx_parallm.types import RolloutGroup
 
 log = get_logger("environments")
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 FAILURES_IN_A_ROW = 64
-"""So many failed groups in a row end the run: something is broken that retrying does not mend."""
-LONGEST_PAUSE_S = 5.0
-"""Pause after a failed group: 0.05 s, doubled by each further failure in a row up to this."""
+"""So many failed groups in a row, with every environment broken, end the run: retrying does not mend it."""
 
 
 class RolloutManager:
@@ -59,86 +61,97 @@ class RolloutManager:
     ) -> None:
         """
         Args:
-            tokenizer: an instance of its own; it is used on the manager's thread.
+            tokenizer: an instance of its own; it is used on the environments' threads.
             sink: takes a finished group for good. False = it was there already (another one is played instead);
                 RolloutRejectedError = it may not be trained on; any other exception stops the manager.
             on_failure: takes a group that may not be trained on, and why.
             fixed_order: the groups of one `request_groups` call are submitted atomically, call after call
                 (deterministic mode), in portions of at most `max_in_flight_groups`.
         """
-        self._runner = EpisodeRunner(
+        self._seed, self._sink, self._on_failure = seed, sink, on_failure
+        self._fixed_order, self._max_in_flight, self._clock = fixed_order, max_in_flight_groups, clock
+        self._monitor = RolloutMonitor([source.name for source in sources], stall_after_s=stall_after_s, clock=clock)
+        configs = [source.config for source in sources]
+        weights = with_minimums(
+            [config.weight for config in configs],
+            [config.group_size for config in configs],
+            [config.min_share for config in configs],
+        )
+        self._schedule = Schedule(weights, seed=seed)
+        self._changed = threading.Condition()  # guards what follows
+        self._lanes = tuple(Lane(source, seed=seed, clock=clock) for source in sources)
+        self._rewind(dict.fromkeys([lane.source.name for lane in self._lanes], 0))
+        self._turn = 0  # position in the schedule: whose turn it is to start a group
+        self._first: deque[Lane] = deque()  # turns that come before: groups asked for by name
+        self._owed: deque[int] = deque()  # groups allowed and not delivered, one entry for each call
+        self._known: set[str] = set()
+        self._paused = self._stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
+
+        runner = EpisodeRunner(
             client,
-            tokenizer,
+            SharedTokenizer(tokenizer),
             temperature=temperature,
             max_token_length=max_token_length,
             adapter=adapter,
             template_kwargs=template_kwargs,
         )
-        self._sources = tuple(sources)
-        self._schedule = Schedule([source.config.weight for source in sources], seed=seed)
-        self._seed = seed
-        self._sink = sink
-        self._on_failure = on_failure
-        self._fixed_order = fixed_order
-        self._max_in_flight = max_in_flight_groups
-        self._monitor = RolloutMonitor([source.name for source in sources], stall_after_s=stall_after_s, clock=clock)
-        self._clock = clock
-
-        self._lock = threading.Lock()  # guards what follows
-        self._demand: deque[int] = deque()  # groups allowed and not started, one entry for each call
-        self._known: set[str] = set()
-        self._finished: dict[int, GroupResult | None] = {}  # waiting for an earlier group; None = skipped
-        self._cursor = 0  # first group that is not settled
-        self._next = 0  # first group that is not started
-        self._paused = False
-        self._stopping = False
-        self._failures_in_a_row = 0
-        self._not_before = 0.0
-        self._failure: BaseException | None = None
-        self._wake: Callable[[], object] | None = None  # wakes the loop while there is one
-        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
+        names = [", ".join(source.name for source in sources)] if fixed_order else [source.name for source in sources]
+        self._players = [Player(name, runner, on_results=self._on_results, on_error=self._fail) for name in names]
 
     # --- control, from any thread
 
     def start(self) -> None:
+        for player in self._players:
+            player.start()
         self._thread.start()
 
-    def request_groups(self, n: int) -> None:
-        """Allows n more groups. Each brings one group to the sink: failed and known ones are replaced."""
+    def request_groups(self, n: int, environment: str | None = None) -> None:
+        """Allows n more groups. Each brings one group to the sink: failed and known ones are replaced.
+
+        By the weights; those of a named `environment` come from it unless it is absent then.
+        """
         if n < 1:
             return
-        with self._lock:
-            self._demand.append(n)
-        self._notify()
+        with self._changed:
+            self._owed.append(n)
+            self._first.extend(lane for lane in self._lanes if lane.source.name == environment for _ in range(n))
+            self._changed.notify_all()
 
     def pause(self) -> None:
         """Starts no more groups; those in flight go on."""
-        with self._lock:
+        with self._changed:
             self._paused = True
 
     def resume(self) -> None:
-        with self._lock:
+        with self._changed:
             self._paused = False
-        self._notify()
+            self._changed.notify_all()
 
     def skip(self, group_ids: Collection[str]) -> None:
         """Names groups that lie in the store already: they are not played again and use up no demand."""
-        with self._lock:
+        with self._changed:
             self._known.update(group_ids)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Cancels what is in flight (the engine drops it) and joins the thread. What was cancelled is not settled.
+        """Cancels what is in flight (the engine drops it) and joins the threads. What was cancelled is not settled.
 
-        Raises EnvironmentFailedError: an environment blocks the thread.
+        Raises EnvironmentFailedError: an environment blocks its thread.
         """
-        with self._lock:
+        with self._changed:
             self._stopping = True
-        self._notify()
-        if self._thread.ident is None:
-            return
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise EnvironmentFailedError(f"an environment blocks its thread: it did not stop within {timeout_s:g} s")
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+        for player in self._players:
+            player.stop()
+        deadline = time.monotonic() + timeout_s
+        blocked = [player.name for player in self._players if not player.join(max(0.0, deadline - time.monotonic()))]
+        if blocked:
+            raise EnvironmentFailedError(
+                f"environment {', '.join(blocked)} blocks its thread: it did not stop within {timeout_s:g} s"
+            )
 
     def check(self) -> None:
         """Raises EnvironmentFailedError when the manager has given up."""
@@ -147,134 +160,150 @@ class RolloutManager:
 
     # --- position
 
-    @property
-    def cursor(self) -> int:
-        """First group that is not settled."""
-        with self._lock:
-            return self._cursor
-
     def state(self) -> dict[str, Any]:
-        """For the checkpoint; JSON."""
-        return {"version": STATE_VERSION, "seed": self._seed, "next_group": self.cursor}
+        """For the checkpoint; JSON. `next_group`: of each environment, the first index that is not settled."""
+        with self._changed:
+            cursors = {lane.source.name: lane.cursor for lane in self._lanes}
+            return {"version": STATE_VERSION, "seed": self._seed, "turn": self._turn, "next_group": cursors}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on at the group that `state` names. Before `start`. Raises CheckpointError: not a state of ours."""
+        """Goes on at the groups that `state` names. Before `start`. Raises CheckpointError: not a state of ours."""
         if self._thread.ident is not None:
             raise RuntimeError("restore() comes before start()")
-        if state.get("version") != STATE_VERSION or not isinstance(state.get("next_group"), int):
+        position = _position(state, [lane.source.name for lane in self._lanes])
+        if position is None:
             raise CheckpointError(f"environment state not understood: {dict(state)}")
         if state["seed"] != self._seed:
             log.warning("seed changed: the environments draw other problems", saved=state["seed"], now=self._seed)
-        with self._lock:
-            self._cursor = self._next = state["next_group"]
+        with self._changed:
+            self._turn, cursors = position
+            self._rewind(cursors)
+
+    def _rewind(self, cursors: Mapping[str, int]) -> None:
+        for number, lane in enumerate(self._lanes):
+            first = cursors[lane.source.name]
+            lane.rewind(self._schedule.groups_of(number, first), first)
 
     # --- reports
+
+    def absent(self) -> frozenset[str]:
+        """Environments that the others do not wait for now."""
+        with self._changed:
+            return frozenset(lane.source.name for lane in self._absent(self._clock()))
 
     def health(self) -> str | None:
         """What is wrong, in words; None when nothing is."""
         if self._failure is not None:
             return f"environments stopped: {describe(self._failure)}"
-        return self._monitor.health()
+        with self._changed:
+            now = self._clock()
+            late = [lane for lane in self._absent(now) if is_late(lane, self._lanes, now)]
+            sentences = {lane.source.name: lane.explain_late() for lane in late}
+        return "; ".join(self._monitor.health(sentences)) or None
 
     def statistics(self) -> RolloutStatistics:
-        with self._lock:
-            demand, held = sum(self._demand), sum(result is not None for result in self._finished.values())
+        with self._changed:
+            demand = max(0, sum(self._owed) - sum(lane.pending for lane in self._lanes))
+            held = sum(lane.pending - lane.in_flight for lane in self._lanes)
         return self._monitor.statistics(demand=demand, held=held)
 
-    # --- the thread
+    # --- the manager's thread
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._main())
-        except Exception as error:  # noqa: BLE001  boundary of the thread: kept, told by health() and check()
-            self._failure = error
-            log.error("environments stopped", error=describe(error))
-
-    def _notify(self) -> None:
-        if (wake := self._wake) is not None:
-            with suppress(RuntimeError):  # the loop has ended: there is nobody to wake
-                wake()
-
-    async def _main(self) -> None:
-        wake = asyncio.Event()
-        self._wake = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, wake.set)
-        running: set[asyncio.Task[None]] = set()
-        try:
             while not self._stopping:
-                wake.clear()
-                while plans := self._startable():
-                    task = asyncio.create_task(self._play(plans))
-                    running.add(task)
-                    task.add_done_callback(lambda _: wake.set())
-                await self._wait(wake)
-                for task in [task for task in running if task.done()]:
-                    running.remove(task)
-                    task.result()  # an error of the sink ends the thread
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+                self._settle()
+                with self._changed:
+                    if not (self._stopping or self._start_groups() or self._oldest_ready()):
+                        self._changed.wait(next_event(self._lanes, self._clock()))
+        except Exception as error:  # noqa: BLE001  boundary of the thread: kept, told by health() and check()
+            self._fail(error)
 
-    async def _wait(self, wake: asyncio.Event) -> None:
-        with self._lock:
-            pause = self._not_before - self._clock() if self._demand else 0.0
-        try:
-            async with asyncio.timeout(pause if pause > 0 else None):
-                await wake.wait()
-        except TimeoutError:
-            return
+    def _fail(self, error: BaseException) -> None:
+        log.error("environments stopped", error=describe(error))
+        with self._changed:
+            self._failure, self._stopping = error, True
+            self._changed.notify_all()
 
-    def _startable(self) -> list[GroupPlan]:
-        """The next groups to submit together; empty when none may start now."""
-        with self._lock:
-            room = self._max_in_flight - self._monitor.in_flight
-            if self._stopping or self._paused or not self._demand or room < 1 or self._clock() < self._not_before:
-                return []
-            if self._fixed_order and self._monitor.in_flight:
-                return []
-            count = min(self._demand[0], room) if self._fixed_order else 1
-            self._demand[0] -= count
-            if self._demand[0] == 0:
-                self._demand.popleft()
-            plans = [self._next_plan() for _ in range(count)]
-        self._monitor.started(plans)
-        return plans
-
-    def _next_plan(self) -> GroupPlan:
-        while True:
-            index = self._next
-            self._next += 1
-            placement = self._schedule.place(index)
-            source = self._sources[placement.environment]
-            name = group_id(source.name, self._seed, index)
-            if name not in self._known:
-                seed = derive_seed("group", self._seed, index)
-                return GroupPlan(name, source, placement.task, source.config.group_size, seed, index)
-            self._finished[index] = None
-
-    async def _play(self, plans: Sequence[GroupPlan]) -> None:
-        results = await self._runner.run(plans)
+    def _on_results(self, results: Sequence[GroupResult]) -> None:
+        """A player's thread."""
         self._monitor.finished(results)
-        with self._lock:
-            self._finished.update({result.plan.index: result for result in results if result.plan.index is not None})
-        self._settle()
+        with self._changed:
+            for result in results:
+                self._lane_of(result.plan).finish(result)
+            self._changed.notify_all()
+
+    def _start_groups(self) -> bool:
+        """Starts what may be started now; False: nothing."""
+        if self._stopping or self._paused or not self._owed:
+            return False
+        now = self._clock()
+        away = self._absent(now)
+        tried = [lane for lane in away if lane.broken and not lane.pending and lane.not_before <= now]
+        lanes = tried[:1] or self._next_lanes([lane for lane in self._lanes if lane not in away], now)
+        if lanes:
+            self._play(lanes)
+        return bool(lanes)
+
+    def _next_lanes(self, there: Sequence[Lane], now: float) -> list[Lane]:
+        """The environments whose groups are submitted together now."""
+        pending, in_flight = sum(lane.pending for lane in there), sum(lane.in_flight for lane in there)
+        if any(lane.not_before > now for lane in there):  # a pause after a failure: its turn stays its turn
+            return []
+        if self._fixed_order:
+            count = 0 if pending else min(self._owed[0], self._max_in_flight)
+        else:
+            count = int(pending < sum(self._owed) and in_flight < self._max_in_flight)
+        return [self._next_lane(there) for _ in range(count)]
+
+    def _next_lane(self, there: Collection[Lane]) -> Lane:
+        """Whose turn it is among those that are there; the turn is over then."""
+        while True:
+            if self._first:
+                lane = self._first.popleft()
+            else:
+                lane = self._lanes[self._schedule.environment_of(self._turn)]
+                self._turn += 1
+            if lane in there:
+                return lane
+
+    def _play(self, lanes: Iterable[Lane]) -> None:
+        plans = [lane.start(self._known) for lane in lanes]
+        self._monitor.started(plans)
+        number = 0 if self._fixed_order else self._lanes.index(self._lane_of(plans[0]))
+        self._players[number].play(plans)
+
+    def _lane_of(self, plan: GroupPlan) -> Lane:
+        return next(lane for lane in self._lanes if lane.source is plan.source)
+
+    def _absent(self, now: float) -> set[Lane]:
+        return set() if self._fixed_order else absent(self._lanes, now)
+
+    # --- what is finished
 
     def _settle(self) -> None:
-        """Hands on everything that no earlier group holds back."""
-        missing = 0
-        while self._cursor in self._finished:
-            result = self._finished[self._cursor]
-            if result is not None and not self._deliver(result):
-                missing += 1
-            with self._lock:
-                del self._finished[self._cursor]
-                self._cursor += 1
-        if missing:
-            with self._lock:
-                self._demand.appendleft(missing)
+        """Hands on everything that no earlier group of its environment holds back."""
+        while not self._stopping:
+            with self._changed:
+                lane = self._oldest_ready()
+                result = lane.ready if lane else None
+            if lane is None or result is None:
+                return
+            reason, wanted = self._deliver(result)
+            with self._changed:
+                lane.settle(failed=reason is not None)
+                if wanted and self._owed:
+                    self._owed[0] -= 1
+                    if self._owed[0] == 0:
+                        self._owed.popleft()
+            if reason is not None:
+                self._give_up_at_last(reason)
 
-    def _deliver(self, result: GroupResult) -> bool:
-        """Sink or failure; False when the demand for this group is still open."""
+    def _oldest_ready(self) -> Lane | None:
+        return min((lane for lane in self._lanes if lane.ready), key=lambda lane: lane.cursor, default=None)
+
+    def _deliver(self, result: GroupResult) -> tuple[str | None, bool]:
+        """To the sink, or to `on_failure`: (why it may not be trained on, whether it is one of those allowed)."""
         reason = result.failure
         if reason is None:
             try:
@@ -282,15 +311,30 @@ class RolloutManager:
             except RolloutRejectedError as error:
                 reason = str(error)
         if reason is None:
-            self._failures_in_a_row = 0
             self._monitor.delivered(result, known=known)
-            return not known
-        self._failures_in_a_row += 1
+            return None, not known
         self._monitor.failed(result, reason)
         log.warning("group dropped", group=result.group.group_id, reason=reason)
         if self._on_failure is not None:
             self._on_failure(result.group, reason)
-        if self._failures_in_a_row >= FAILURES_IN_A_ROW:
-            raise EnvironmentFailedError(f"{FAILURES_IN_A_ROW} groups in a row failed, the last one: {reason}")
-        self._not_before = self._clock() + min(LONGEST_PAUSE_S, 0.05 * 2 ** min(self._failures_in_a_row - 1, 10))
-        return False
+        return reason, False
+
+    def _give_up_at_last(self, reason: str) -> None:
+        failures = sum(lane.failures_in_a_row for lane in self._lanes)
+        if failures >= FAILURES_IN_A_ROW and all(lane.broken for lane in self._lanes):
+            raise EnvironmentFailedError(f"{failures} groups in a row failed, the last one: {reason}")
+
+
+def _position(state: Mapping[str, Any], names: Sequence[str]) -> tuple[int, dict[str, int]] | None:
+    """(turn, first unsettled index of each environment); an environment that is new begins at its first group.
+
+    Version 1 had one cursor for all environments, whose groups were settled in one order.
+    """
+    version, cursors, turn = state.get("version"), state.get("next_group"), state.get("turn")
+    if version == 1 and isinstance(cursors, int):
+        return cursors, dict.fromkeys(names, cursors)
+    if version != STATE_VERSION or not isinstance(turn, int) or not isinstance(cursors, Mapping):
+        return None
+    if not all(isinstance(cursor, int) for cursor in cursors.values()):
+        return None
+    return turn, {name: cursors.get(name, 0) for name in names}

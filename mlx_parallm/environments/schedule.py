@@ -1,4 +1,4 @@
-"""Which environment and which of its tasks group k gets, and its seed: pure functions of (run seed, weights, k).
+"""Which environment group k belongs to, and its seed: pure functions of (run seed, weights, k).
 
 Environments are chosen by a low-discrepancy sequence (Weyl's, with the golden ratio), so that every stretch of groups
 holds them nearly in proportion to their weights. Each environment counts its own tasks, so a finite data set is gone
@@ -8,17 +8,10 @@ through once before it repeats, whatever it is mixed with.
 import bisect
 import hashlib
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 GOLDEN = 0.6180339887498949
 SEED_BITS = 31
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    environment: int  # position among the sources
-    task: int  # index of the task in that source
 
 
 class Schedule:
@@ -28,26 +21,41 @@ class Schedule:
         total = sum(weights)
         self._bounds = [bound / total for bound in itertools.accumulate(weights)][:-1]
         self._phase = derive_seed("schedule", seed) / 2**SEED_BITS
-        self._size = len(weights)
-        self._rewind()
 
     def environment_of(self, index: int) -> int:
         """The environment of group `index`."""
         return bisect.bisect_right(self._bounds, (self._phase + index * GOLDEN) % 1.0)
 
-    def place(self, index: int) -> Placement:
-        """Environment and task of group `index`. Walking upwards is O(1) a group, a jump is O(distance)."""
-        if index < self._position:
-            self._rewind()
-        while self._position < index:
-            self._counts[self.environment_of(self._position)] += 1
-            self._position += 1
-        environment = self.environment_of(index)
-        return Placement(environment, self._counts[environment])
+    def groups_of(self, environment: int, first: int = 0) -> Iterator[tuple[int, int]]:
+        """The groups of one environment from index `first` on: (index, number of its task), without end."""
+        own = (index for index in itertools.count() if self.environment_of(index) == environment)
+        return ((index, task) for task, index in enumerate(own) if index >= first)
 
-    def _rewind(self) -> None:
-        self._position = 0
-        self._counts = [0] * self._size
+
+def with_minimums(weights: Sequence[float], sizes: Sequence[int], minimums: Sequence[float]) -> list[float]:
+    """Weights of groups under which each environment makes its least share of the sequences; else unchanged.
+
+    Args:
+        sizes: sequences of one group of each environment.
+        minimums: least share of all sequences, each in [0, 1], at most 1 together.
+    """
+    shares = [weight * size for weight, size in zip(weights, sizes, strict=True)]
+    raised: set[int] = set()
+    while True:
+        left = 1.0 - sum(minimums[number] for number in raised)
+        others = sum(share for number, share in enumerate(shares) if number not in raised)
+        low = {
+            number
+            for number, share in enumerate(shares)
+            if number not in raised and share * left < minimums[number] * others
+        }
+        if not low:
+            break
+        raised |= low
+    if not raised:
+        return list(weights)
+    final = (minimums[i] if i in raised else share * left / others for i, share in enumerate(shares))
+    return [share / size for share, size in zip(final, sizes, strict=True)]
 
 
 def derive_seed(purpose: str, *parts: int) -> int:

@@ -1,14 +1,13 @@
 """A conversation as the tokens that really went through the engine: what was sampled is never tokenised again."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mlx_parallm.environments.base import ChatTokenizer
-from mlx_parallm.errors import RequestError
 from mlx_parallm.types import Completion, Rollout
 
 UNKNOWN_VERSION = -1
-STAND_IN = "STAND-IN-FOR-THE-ANSWER"
 
 
 class Transcript:
@@ -51,7 +50,7 @@ class Transcript:
         self._versions += completion.policy_versions
 
     def rollout(self, *, temperature: float, stop_reason: str | None, error: str | None = None) -> Rollout:
-        """The episode so far, without scores."""
+        """The sequence so far, without scores."""
         return Rollout(
             tokens=tuple(self._tokens),
             mask=tuple(self._mask),
@@ -67,23 +66,32 @@ class Transcript:
 def continuation(
     tokenizer: ChatTokenizer,
     conversation: Sequence[Mapping[str, str]],
-    answer_to_it: Sequence[Mapping[str, str]],
+    text: str,
+    answer: Sequence[Mapping[str, str]],
     *,
     last_token: int,
     template_kwargs: Mapping[str, Any] | None = None,
-) -> list[int]:
+) -> list[int] | None:
     """Token ids that follow a sampled turn: its closing marks, the environment's messages, the next turn's opening.
 
-    The template is rendered with a stand-in for the sampled turn and everything up to the stand-in is cut off, so the
-    sampled tokens stay as they are whatever a template does to earlier turns. `conversation` ends before that turn.
+    None where the template rewrites what came before, as Qwen3's does with earlier thinking: then the next turn is not
+    asked for after the tokens that were sampled, but after another text. White space around `text` may differ.
 
-    Raises RequestError: a template that refuses the messages or leaves the turn out.
+    Args:
+        conversation: the messages that the turn answered; `text` is what it said.
+        last_token: that was sampled; when it is the EOS that the template closes a turn with, it is not given twice.
+
+    Raises RequestError: a template that refuses the messages.
     """
-    turns = [*conversation, {"role": "assistant", "content": STAND_IN}, *answer_to_it]
-    text = tokenizer.render_chat_text(turns, add_generation_prompt=True, template_kwargs=template_kwargs)
-    _, found, tail = text.rpartition(STAND_IN)
-    if not found:
-        raise RequestError("the chat template leaves out earlier assistant turns: no token-exact episode of many turns")
-    if last_token in tokenizer.eos_token_ids:
-        tail = tail.removeprefix(tokenizer.token_text(last_token))
-    return tokenizer.encode(tail, add_special_tokens=False)
+    render = partial(tokenizer.render_chat_text, template_kwargs=template_kwargs)
+    before = render(conversation)
+    after = render([*conversation, {"role": "assistant", "content": text}, *answer])
+    rest = after.removeprefix(before)
+    if len(rest) == len(after) - len(before):
+        for shown, said in ((rest, text), (rest.lstrip(), text.strip())):
+            if shown.startswith(said):
+                tail = shown[len(said) :]
+                if last_token in tokenizer.eos_token_ids:
+                    tail = tail.removeprefix(tokenizer.token_text(last_token))
+                return tokenizer.encode(tail, add_special_tokens=False)
+    return None

@@ -48,10 +48,10 @@ def fetch_config(repo: str, revision: str | None) -> Path:
     return Path(found)
 
 
-def download(repo: str, revision: str | None) -> Path:
+def download(repo: str, revision: str | None, *, fetch: bool = True) -> Path:
     """The local directory of the repository's model files; fetches what is not in the cache. Raises ModelError."""
     try:
-        info = _info(repo, revision)
+        info = _info(repo, revision) if fetch else None
         if info is not None:
             _check_files(repo, info)
             _check_disk(repo, info)

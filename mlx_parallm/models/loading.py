@@ -52,9 +52,10 @@ def check_model(config: ModelConfig, *, train: bool, quantize: bool = False) -> 
     check_config(found, train=train)
 
 
-def resolve_model_path(base_path: str, revision: str | None = None) -> Path:
-    """The local directory of a model, complete; downloads a hub id. Raises ModelError."""
-    directory = _local(base_path) or download(base_path, revision)
+def resolve_model_path(base_path: str, revision: str | None = None, *, fetch: bool = True) -> Path:
+    """The local directory of a model, complete; downloads a hub id, or with `fetch` False looks into the cache only.
+    Raises ModelError."""
+    directory = _local(base_path) or download(base_path, revision, fetch=fetch)
     check_directory(directory)
     return directory
 

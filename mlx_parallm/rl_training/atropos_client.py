@@ -1,15 +1,18 @@
 """Groups from an external Atropos API (`api_url = "http://…"`): register, poll /batch, check, store.
 
 `AtroposPoller` runs in a thread with a loop of its own; the trainer makes it over the run's `RolloutStore`, starts it
-before the first step and shows `health()`. `AtroposClient` is the HTTP side. Wire conventions: `rollout_store.wire`.
+before the first step and shows `health()`. `atropos_api` is the HTTP side. Wire conventions: `rollout_store.wire`.
 
-What atroposlib 0.4.0's server does to a trainer, and the answer to each (measured; atropos.md §1):
+What atroposlib 0.4.0's server does to a trainer, and the answer to each (measured):
 * environments wait until the first GET /batch: the poller asks once right after registering, room or not;
 * /batch hands a batch out once: no poll while the store already holds a batch, the client's timeout is 120 s, and
   when the disk is full the batch in hand is tried again until it is kept;
-* null for minutes is normal; a constant queue with null is not (group sizes that never add up): `health` says so;
+* it forms all batches at once, hands them out newest first, and counts them as steps: the trainer counts its own;
+* null for minutes is normal; a constant queue with null is not (group sizes that never add up): `health` says why;
+* a NaN in a group makes /batch fail, and the batch is gone: counted, and asked again;
 * after an unhandled error it answers 500 and closes the socket: a transport error is tried again on a new one;
-* an error comes as 200 with `"batch": []`, and after a restart nobody is registered: register again;
+* an error comes as 200 with `"batch": []`, and after a restart nobody is registered: register again, also while the
+  store is full and /batch is not asked, because environments wait for it;
 * a second /register is ignored, and one after stray data is too ("poisoned"): /info tells. A reset throws queued
   groups away and ends running environments, so it is done only where nothing can be lost.
 """
@@ -19,47 +22,25 @@ import contextlib
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError, StoreError
 from mlx_parallm.log import get_logger
-from mlx_parallm.rollout_store.checks import check_group
+from mlx_parallm.rl_training.atropos_api import UNSET, AtroposClient, BatchReply, TrainerRegistration, why_no_batch
+from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.rollout_store.wire import from_scored_data
 
-REQUEST_TIMEOUT_S = 120.0  # a 52 MB batch takes the server 12 s, and it blocks meanwhile
 STALLED_AFTER_S = 60.0
-STATUS_EVERY_S = 10.0  # how often /status is asked while /batch is null
-MAX_RETRY_PAUSE_S = 15.0
+STATUS_EVERY_S = 10.0  # how often the API is looked at while /batch is null or not asked
+MAX_RETRY_PAUSE_S = 5.0  # an API that comes back has its trainer, and so its environments, within this
 RESET_ATTEMPTS = 3
 
 T = TypeVar("T")
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerRegistration:
-    """The body of POST /register; every field is required there. `batch_size` counts sequences."""
-
-    wandb_group: str
-    wandb_project: str
-    batch_size: int
-    max_token_len: int
-    checkpoint_dir: str
-    save_checkpoint_interval: int
-    starting_step: int  # 0, or the step that a resumed run goes on from
-    num_steps: int  # absolute, also after a resume
-
-
-@dataclass(frozen=True, slots=True)
-class BatchReply:
-    """One answer of /batch: `groups` is None for null; `registered` False asks for a registration."""
-
-    groups: list[dict[str, Any]] | None
-    registered: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,62 +50,6 @@ class _ApiQueue:
     size: int
     since: float
     asked: float
-
-
-class AtroposClient:
-    """One Atropos API. Every method raises httpx.HTTPError (unreachable, bad status) or ValueError (not its JSON)."""
-
-    def __init__(self, api_url: str, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
-        self.url = api_url.rstrip("/")
-        # identity: on a loopback connection gzip makes a large batch three times slower
-        self._http = httpx.AsyncClient(timeout=timeout_s, headers={"Accept-Encoding": "identity"})
-
-    async def register(self, registration: TrainerRegistration) -> int:
-        """Returns the uuid, a 128-bit integer that no later call wants."""
-        return int((await self._json("POST", "/register", json=asdict(registration)))["uuid"])
-
-    async def info(self) -> tuple[int, int]:
-        """(batch_size, max_token_len) that environments are told; -1 where unset."""
-        info = await self._json("GET", "/info")
-        return int(info["batch_size"]), int(info["max_token_len"])
-
-    async def queue_size(self) -> int:
-        """Groups that wait; 0 also when nobody is registered."""
-        return int((await self._json("GET", "/status"))["queue_size"])
-
-    async def has_environments(self) -> bool:
-        """Whether an environment ever registered: /status-env of the first id fails without one."""
-        reply = await self._send("GET", "/status-env", json={"env_id": 0})
-        return reply.status_code == httpx.codes.OK
-
-    async def reset(self) -> None:
-        """Throws away the queue, the environments and the registration."""
-        (await self._send("GET", "/reset_data")).raise_for_status()
-
-    async def batch(self) -> BatchReply:
-        """Takes the next batch: it is handed out once."""
-        reply = await self._json("GET", "/batch")
-        if reply.get("status") == "error":
-            return BatchReply(None, registered=False)
-        return BatchReply(reply["batch"] or None)
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    async def _json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        reply = await self._send(method, path, **options)
-        reply.raise_for_status()
-        value = reply.json()
-        if not isinstance(value, dict):
-            raise ValueError(f"{self.url}{path} answered {str(value)[:80]!r}: is this an Atropos API?")
-        return value
-
-    async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        try:
-            return await self._http.request(method, self.url + path, **options)
-        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
-            # a kept-alive connection that the server closed after its last error
-            return await self._http.request(method, self.url + path, **options)
 
 
 class AtroposPoller:
@@ -139,6 +64,7 @@ class AtroposPoller:
         vocab_size: int,
         policy_version: Callable[[], int],
         temperature: float = 1.0,
+        missing_logprobs: MissingLogprobs = "reject",
         poll_interval_s: float = 1.0,
         stalled_after_s: float = STALLED_AFTER_S,
         status_every_s: float = STATUS_EVERY_S,
@@ -149,6 +75,7 @@ class AtroposPoller:
         self._vocab_size = vocab_size
         self._policy_version = policy_version
         self._temperature = temperature
+        self._missing_logprobs = missing_logprobs
         self._poll_interval_s = poll_interval_s
         self._stalled_after_s = stalled_after_s
         self._status_every_s = status_every_s
@@ -158,13 +85,16 @@ class AtroposPoller:
         self._registered = threading.Event()  # set once for good, by success or by `_fatal`
         self._fatal: ConfigError | None = None
         self._problem: str | None = None
-        self._hungry_since: float | None = None  # since when there is room and /batch is null
-        self._queue = _ApiQueue(size=0, since=0.0, asked=0.0)
+        self._stall: str | None = None
+        self._queue: _ApiQueue | None = None  # while there is room and /batch is null
+        self._asked = 0.0  # when the API last told whether this run is registered (monotonic)
+        self._was_away = False  # it may have been restarted, and be another run's now
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._grace_s = 0.0
         self.groups_received = 0
         self.groups_rejected = 0
+        self.batches_lost = 0  # by the API
 
     @property
     def source(self) -> str:
@@ -187,7 +117,7 @@ class AtroposPoller:
         """Raises ConfigError when polling has ended for good, and says why."""
         if self._fatal is not None:
             raise self._fatal
-        if self._started.is_set() and not self._thread.is_alive() and not self._stopping:
+        if self._has_died:
             raise ConfigError(f"the thread that polls {self._client.url} has died; its error is in the log")
 
     def stop(self, *, grace_s: float = 2.0) -> None:
@@ -203,21 +133,9 @@ class AtroposPoller:
         """What is wrong, in words; None when nothing is."""
         if self._fatal is not None:
             return str(self._fatal)
-        if self._problem is not None:
-            return self._problem
-        if self._started.is_set() and not self._thread.is_alive() and not self._stopping:
+        if self._has_died:
             return f"the thread that polls {self._client.url} has died; its error is in the log"
-        hungry_since, queue, now = self._hungry_since, self._queue, time.monotonic()
-        if hungry_since is None or queue.asked < hungry_since or now - hungry_since < self._stalled_after_s:
-            return None
-        if queue.size == 0:
-            return f"no environment has sent a group to {self._client.url} for {now - hungry_since:.0f} s"
-        if now - queue.since < self._stalled_after_s:
-            return None  # it grows: environments are slow, not stuck
-        return (
-            f"the Atropos API at {self._client.url} has {queue.size} groups queued but makes no batch of"
-            f" {self._registration.batch_size} sequences: group sizes must divide the batch size"
-        )
+        return self._problem or self._stall
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -248,7 +166,10 @@ class AtroposPoller:
                     if await self._persistently(self._fetch):
                         continue
                 else:
-                    self._hungry_since = None
+                    self._queue = self._stall = None
+                    must_ask = bool(await self._persistently(self._was_forgotten))
+                    if must_ask:
+                        continue
                 await self._pause(self._poll_interval_s)
         except ConfigError as error:
             self._fatal = error
@@ -262,8 +183,15 @@ class AtroposPoller:
         while not self._stopping:
             try:
                 result = await action()
-            except (httpx.HTTPError, ValueError, KeyError) as error:
+            except ConfigError as error:
+                if not self._registered.is_set():
+                    raise
+                self._set_problem(str(error))  # another run took a restarted API: it may give it back
+            except httpx.HTTPError as error:
+                self._was_away |= isinstance(error, httpx.TransportError)
                 self._set_problem(f"the Atropos API at {self._client.url} does not answer: {error or repr(error)}")
+            except ValueError as error:
+                self._set_problem(str(error))
             else:
                 self._set_problem(None)
                 return result
@@ -272,7 +200,10 @@ class AtroposPoller:
         return None
 
     async def _register(self) -> None:
-        """Registers and makes sure that it counted. Raises ConfigError when another run's registration is in force."""
+        """Registers and makes sure that it counted.
+
+        Raises ConfigError when another run's registration is in force, ValueError when data keeps coming first.
+        """
         wanted = (self._registration.batch_size, self._registration.max_token_len)
         for _ in range(RESET_ATTEMPTS):
             await self._client.register(self._registration)
@@ -280,36 +211,55 @@ class AtroposPoller:
             if found == wanted:
                 logger.info("atropos_registered", url=self._client.url, starting_step=self._registration.starting_step)
                 return
-            poisoned = found[0] == -1  # data came before any trainer: nothing of it can ever be fetched
-            if not poisoned and (await self._client.queue_size() or await self._client.has_environments()):
-                break
+            poisoned = found[0] == UNSET  # data came before any trainer: nothing of it can ever be fetched
+            if not poisoned and (await self._client.queue_size() or await self._client.environments()):
+                raise ConfigError(
+                    f"rl_training.atropos.api_url: {self._client.url} serves another run (batch_size {found[0]},"
+                    f" max_token_len {found[1]}; this run wants {wanted[0]} and {wanted[1]}). Set rollout_batch_size"
+                    f" and max_token_length to its values, or stop its environments, call"
+                    f" {self._client.url}/reset_data and start again"
+                )
             await self._client.reset()
-        raise ConfigError(
-            f"rl_training.atropos.api_url: {self._client.url} serves another run (batch_size {found[0]}, max_token_len"
-            f" {found[1]}; this run wants {wanted[0]} and {wanted[1]}). Set rollout_batch_size and max_token_length to"
-            f" its values, or stop its environments, call {self._client.url}/reset_data and start again"
+        raise ValueError(
+            f"the Atropos API at {self._client.url} ignores this run's registration, because groups from an earlier"
+            " run keep coming in before it: restart their environments"
         )
 
     async def _fetch(self) -> bool:
         """One /batch; True when it brought groups."""
+        if self._was_away:
+            await self._register()  # nothing happens where the registration still holds
+            self._was_away = False
         try:
             reply = await self._client.batch()
         except httpx.HTTPStatusError as error:
-            if (await self._client.info())[0] != -1:
-                logger.warning("atropos_batch_lost", url=self._client.url, status=error.response.status_code)
-                raise
+            if (await self._client.info())[0] != UNSET:
+                self.batches_lost += 1
+                raise ValueError(
+                    f"the Atropos API at {self._client.url} answered {error.response.status_code} to /batch and lost"
+                    f" the batch, the {self.batches_lost}. so far: an environment sends NaN or infinite numbers"
+                ) from error
             reply = BatchReply(None, registered=False)  # /reset_data was called: 500 until someone registers
         if not reply.registered:
             logger.warning("atropos_registering_again", url=self._client.url)
             await self._register()
             reply = await self._client.batch()  # environments wait for this one
+        self._asked = time.monotonic()
         if reply.groups is None:
             await self._watch_queue()
             return False
-        self._hungry_since = None
+        self._queue = self._stall = None
         for data in reply.groups:
             await self._keep(data)
         return True
+
+    async def _was_forgotten(self) -> bool:
+        """Whether the API has lost the registration (it was restarted). Asked now and then."""
+        if time.monotonic() - self._asked < self._status_every_s:
+            return False
+        forgotten = (await self._client.info())[0] == UNSET
+        self._asked = time.monotonic()
+        return forgotten or self._was_away
 
     async def _keep(self, data: dict[str, Any]) -> None:
         """Into the store or into quarantine; a full disk is waited out, for the API has forgotten the group."""
@@ -335,7 +285,13 @@ class AtroposPoller:
                 environment="external" if env_id is None else f"env_{env_id}",
                 temperature=self._temperature,
             )
-            check_group(group, vocab_size=self._vocab_size, max_token_length=self._registration.max_token_len)
+            check_group(
+                group,
+                vocab_size=self._vocab_size,
+                max_token_length=self._registration.max_token_len,
+                missing_logprobs=self._missing_logprobs,
+                newest_version=self._policy_version(),
+            )
             self._store.add(group, source=self.source)
         except RolloutRejectedError as error:
             self._store.reject(data, source=self.source, reason=str(error))
@@ -345,15 +301,18 @@ class AtroposPoller:
             self.groups_received += 1
 
     async def _watch_queue(self) -> None:
-        """While /batch is null: how many groups wait at the API, and since when that has not changed."""
+        """While /batch is null: how many groups wait at the API, since when that has not changed, and then why."""
         now = time.monotonic()
-        if self._hungry_since is None:
-            self._hungry_since = now
-        if now - max(self._hungry_since, self._queue.asked) < self._status_every_s:
+        queue = self._queue = self._queue or _ApiQueue(size=0, since=now, asked=now)
+        if now - queue.asked < self._status_every_s:
             return
         size = await self._client.queue_size()
-        unchanged = size == self._queue.size and self._queue.asked >= self._hungry_since
-        self._queue = _ApiQueue(size, self._queue.since if unchanged else now, now)
+        since = queue.since if size == queue.size else now  # it grows: environments are slow, not stuck
+        self._queue = _ApiQueue(size, since, now)
+        self._stall = None
+        if now - since >= self._stalled_after_s:
+            environments = await self._client.environments()
+            self._stall = why_no_batch(self._client.url, self._registration.batch_size, size, environments, now - since)
 
     def _has_room(self) -> bool:
         """False while a batch waits in the store: what stays at the API tells environments to slow down.
@@ -361,6 +320,10 @@ class AtroposPoller:
         True all the same when the trainer waits for more: the sizes of what lies there do not add up to its batch.
         """
         return self._store.waiting_sequences() < self._registration.batch_size or self._store.starved()
+
+    @property
+    def _has_died(self) -> bool:
+        return self._started.is_set() and not self._thread.is_alive() and not self._stopping
 
     @property
     def _stopping(self) -> bool:

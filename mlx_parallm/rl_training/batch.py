@@ -15,6 +15,10 @@ class TrainSequence:
     fresh: bool
 
 
+EnvironmentNumbers = dict[str, float | None]
+"""Of one environment in one step: groups, reward_mean, trained_groups, trained_sequences, staleness, dropped_stale."""
+
+
 @dataclass(frozen=True)
 class BatchStatistics:
     """Numbers about every group that the step consumed by its own choice: trained on, or dropped for want of variance.
@@ -32,11 +36,15 @@ class BatchStatistics:
     truncated_fraction: float = 0.0
     eos_fraction: float | None = None  # of the sequences that say how they ended
     completion_tokens_mean: float = 0.0
-    rollout_entropy: float | None = None  # mean of -logprobs over the sampled tokens, in nats
+    rollout_entropy: float | None = None  # mean of -logprobs over the sampled tokens that have one, in nats
     staleness: float = 0.0  # mean over the groups that are trained on, in steps
     staleness_max: int = 0
     dropped_stale: int = 0  # groups
-    reward_by_environment: dict[str, float] = field(default_factory=dict)
+    dropped_misfit: int = 0  # groups of another tokenizer or model
+    groups_without_logprobs: int = 0
+    extra_segments: int = 0  # sequences beyond one an episode, because the chat template rewrote history
+    reward_by_environment: dict[str, float | None] = field(default_factory=dict)
+    environments: dict[str, EnvironmentNumbers] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)  # further scores by name: means over who has them
 
     def to_json(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ weights, optimizer, random states, consumed groups to waiting, metrics lines cut
 
 import os
 import random
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,12 +27,13 @@ from mlx_parallm.rl_training.files import point, remove_leftovers, write_directo
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.policy import TrainedPolicy, read_tensors
-from mlx_parallm.rl_training.run_directory import FINAL, LATEST
+from mlx_parallm.rl_training.run_directory import FINAL, LATEST, checkpoints, moment
 from mlx_parallm.rl_training.trainer_state import STATE_FILE, TrainerState
+from mlx_parallm.rollout_store.disk import GB, free_bytes
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 SUPERSEDED = "superseded_"
-_NAME = re.compile(r"step_(\d+)(?:_mb(\d+))?")
+STATE_BYTES = 64 << 10  # of a checkpoint's small files: configuration, random states, the last blocks of each file
 
 log = structlog.get_logger(__name__)
 
@@ -71,15 +71,27 @@ class Checkpointer:
         path = self.run_directory / state.checkpoint_name
         state = state.with_random_state(random_state())
         if not (path.is_dir() and self._same(path, state)):
+            self._check_room(path)
             write_directory(path, lambda directory: self._fill(directory, state))
         point(self.run_directory / LATEST, path.name)
         self._point_beside(LATEST)
         if final:
             write_directory(self.run_directory / FINAL, lambda directory: _link_all(path, directory))
             self._point_beside(FINAL)
-        for old in _steps(self.run_directory)[: -self._keep]:
+        for old in checkpoints(self.run_directory)[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
         return path
+
+    def _check_room(self, path: Path) -> None:
+        """A full disk is found before the first byte is written."""
+        optimizer = sum(array.nbytes for array in self._optimizer.state().values())
+        needed = self._policy.saved_bytes() + optimizer + STATE_BYTES
+        if (free := free_bytes(self.run_directory)) < needed:
+            kept = ", ".join(old.name for old in checkpoints(self.run_directory)) or "none"
+            raise CheckpointError(
+                f"{path} needs {needed / GB:.2f} GB and {free / GB:.2f} GB are free: it was not begun. Free some space"
+                f" and go on with --resume {self.run_directory} (checkpoints there: {kept})"
+            )
 
     def _fill(self, directory: Path, state: TrainerState) -> None:
         self._policy.save(directory)
@@ -115,7 +127,7 @@ class Checkpointer:
         restore_random_state(state.random_state)
         store.restore(state.step, keep_drops_of=state.in_progress.step if state.in_progress else None)
         metrics.cut(state.step)
-        later = [path for path in _steps(self.run_directory) if _order(path) > (state.step, state.mini_batches)]
+        later = [path for path in checkpoints(self.run_directory) if moment(path) > (state.step, state.mini_batches)]
         if later:
             _set_aside(later, keep=checkpoint)
         if (self.run_directory / state.checkpoint_name).is_dir():
@@ -153,19 +165,8 @@ def _newest(run: Path) -> Path | None:
     """What `latest` points at; should a kill have left it dangling, the newest complete step."""
     if (run / LATEST / STATE_FILE).is_file():
         return (run / LATEST).resolve()
-    complete = [path for path in _steps(run) if (path / STATE_FILE).is_file()]
+    complete = [path for path in checkpoints(run) if (path / STATE_FILE).is_file()]
     return complete[-1].resolve() if complete else None
-
-
-def _steps(run: Path) -> list[Path]:
-    """The step_* directories, oldest first."""
-    return sorted((path for path in run.glob("step_*") if _NAME.fullmatch(path.name)), key=_order)
-
-
-def _order(path: Path) -> tuple[int, int]:
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1]), int(match[2] or 0)
 
 
 def _set_aside(later: list[Path], *, keep: Path) -> None:
@@ -178,8 +179,8 @@ def _set_aside(later: list[Path], *, keep: Path) -> None:
 
 
 def _padded(name: str) -> str:
-    match = _NAME.fullmatch(name)
-    return f"step_{int(match[1]):06d}" if match and match[2] is None else name
+    number = name.removeprefix("step_")
+    return f"step_{int(number):06d}" if number != name and number.isdecimal() else name
 
 
 def _link_all(source: Path, directory: Path) -> None:

@@ -74,7 +74,8 @@ def _micro_batch(sequences: Sequence[TrainSequence], rows: Sequence[int]) -> Mic
         last = len(rollout.tokens) - 1
         tokens[i, : last + 1] = rollout.tokens
         mask[i, :last] = rollout.mask[1:]
-        rollout_logprobs[i, :last] = rollout.logprobs[1:]
+        if rollout.logprobs is not None:  # else the trainer's own, which are not known before it has scored them
+            rollout_logprobs[i, :last] = rollout.logprobs[1:]
         advantages[i, :last] = sequence.advantages[1:]
         fresh[i, :last] = sequence.fresh
     positions = np.flatnonzero(mask).astype(np.int32)

@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import threading
 import time
 from collections import deque
@@ -164,8 +165,11 @@ class TrainingDisplay:
 
     @_guarded
     def tick(self) -> None:
-        """Called while the trainer waits: without a terminal, a change of the health line is a line of its own."""
-        if self._live is None and (health := self.health()) != self._told:
+        """Called while the trainer waits: without a terminal, a change of the health line is a line of its own.
+
+        Of the words: a number in it may count the seconds.
+        """
+        if self._live is None and _wording(health := self.health()) != _wording(self._told):
             self._told = health
             (log.info if health == HEALTHY else log.warning)("health", health=health)
 
@@ -248,6 +252,8 @@ class TrainingDisplay:
         rows.add_column(overflow="fold")
         rows.add_row("step", self._progress(info, int(last.get("step", info.start_step))))
         rows.add_row("reward", self._reward())
+        if len(environments := last.get("environments") or {}) > 1:
+            rows.add_row("", _facts([(name, _of_environment(numbers)) for name, numbers in environments.items()]))
         facts = (
             ("KL", _number(last, "kl", ".4f")),
             ("entropy", _number(last, "entropy", ".3f")),
@@ -299,6 +305,14 @@ def _facts(pairs: Sequence[tuple[str, str]]) -> Text:
     for name, value in pairs:
         text.append(" · " if text else "", style="dim").append(f"{name} ", style="dim").append(value)
     return text
+
+
+def _wording(text: str) -> str:
+    return re.sub(r"[0-9.,]+", "", text)
+
+
+def _of_environment(numbers: Mapping[str, Any]) -> str:
+    return f"{_number(numbers, 'reward_mean', '.2f')} in {numbers['groups']:.0f}"
 
 
 def _number(metrics: Mapping[str, Any], key: str, form: str, unit: str = "") -> str:

@@ -27,7 +27,6 @@ from mlx_parallm.config import Config
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episodes import EpisodeRunner, GroupPlan, GroupResult, attempt
 from mlx_parallm.environments.schedule import derive_seed
-from mlx_parallm.environments.transcript import STAND_IN
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError, RequestError
 from mlx_parallm.hardware import memory_present
 from mlx_parallm.models.fast_math import on_cpu
@@ -61,6 +60,7 @@ from mlx_parallm.rl_training.run_directory import RunDirectory
 from mlx_parallm.rl_training.starting import initial_adapter
 from mlx_parallm.rl_training.train import TrainingRun, unless_stopped
 from mlx_parallm.rl_training.trainer_state import TrainerState
+from mlx_parallm.rollout_store.disk import GB
 from mlx_parallm.rollout_store.store import RolloutStore
 
 FEWEST_STEPS = 3
@@ -75,6 +75,7 @@ ALIKE = 0.8
 LOG_LINE = 400
 """Bytes that a step adds to run.log and samples.jsonl."""
 NEVER = 10**9
+STAND_IN = "STAND-IN-FOR-THE-ANSWER"
 
 
 @dataclass
@@ -281,6 +282,7 @@ class DryRun(TrainingRun):
             seconds=probe.seconds,
             measured_steps=max(0, len(probe.times) - 1),
             disk_step=self._disk_step(directory),
+            rollouts_most=round(asked.rollouts.max_gb * GB),
         )
         self._console.print(show_forecast(forecast, asked))
         self._say([*self._probe_remarks(), *shortcomings(forecast, what_to_lower(asked, self._shape, most))])

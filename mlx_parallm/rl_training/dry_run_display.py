@@ -46,10 +46,13 @@ class Forecast:
     seconds: float | None = None
     measured_steps: int = 0
     disk_step: int = 0  # rollouts and metrics
+    rollouts_most: int = 0  # bytes that they are pruned to; 0 = no bound
 
     @property
     def disk(self) -> int:
-        return OTHER_FILES + self.steps * self.disk_step + self.checkpoints * self.checkpoint
+        steps = self.steps * self.disk_step
+        bounded = min(steps, self.rollouts_most) if self.rollouts_most else steps
+        return OTHER_FILES + bounded + self.checkpoints * self.checkpoint
 
     @property
     def hours(self) -> float | None:

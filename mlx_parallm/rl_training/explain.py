@@ -20,15 +20,23 @@ import tomli
 from rich.console import Console
 from rich.text import Text
 
-from mlx_parallm.errors import ConfigError, StoreError
+from mlx_parallm.errors import StoreError
 from mlx_parallm.rl_training import health
 from mlx_parallm.rl_training.advantages import group_advantages, token_advantages
 from mlx_parallm.rl_training.batch_statistics import StatisticsCollector
 from mlx_parallm.rl_training.display import sparkline
 from mlx_parallm.rl_training.health import WINDOW, Diagnosis, Evidence
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
-from mlx_parallm.rl_training.rollout_buffer import TOO_OLD
-from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, LATEST, LOCK_FILE, STORE_FILE, RunDirectory
+from mlx_parallm.rl_training.rollout_buffer import OTHER_MODEL, TOO_OLD
+from mlx_parallm.rl_training.run_directory import (
+    CONFIG_FILE,
+    FINAL,
+    LATEST,
+    LOCK_FILE,
+    STORE_FILE,
+    RunDirectory,
+    find_run,
+)
 from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
 
 Metrics = Mapping[str, Any]
@@ -50,6 +58,7 @@ class Contents:
     counts: StoreCounts = NOTHING
     refused: tuple[tuple[str, int], ...] = ()  # reason, times among the newest; the most frequent first
     too_old: int = 0
+    misfits: int = 0
     last_received: float | None = None
     statistics: Metrics | None = None  # of its groups, as a metrics line; only of a run without steps
     unreadable: str | None = None
@@ -165,8 +174,11 @@ def of_the_whole(record: Record) -> Iterator[Diagnosis]:
     if not record.waits or contents.unreadable:
         return
     too_old = contents.too_old - round(sum(line.get("dropped_stale") or 0 for line in record.lines))
-    if (stale := health.stale_while_waiting(too_old, counts.waiting, record.steps + 1)) is not None:
-        yield stale
+    misfits = contents.misfits - round(sum(line.get("dropped_misfit") or 0 for line in record.lines))
+    dropped = health.misfit_while_waiting(misfits, record.steps + 1)
+    dropped = dropped or health.stale_while_waiting(too_old, counts.waiting, record.steps + 1)
+    if dropped is not None:
+        yield dropped
     elif (stalled := _stalled(record, groups)) is not None:
         yield stalled
 
@@ -196,14 +208,9 @@ def _stalled(record: Record, groups: int) -> Diagnosis | None:
 
 def read_record(path: Path) -> Record:
     """The run directory at `path`, or the one that `path` is a step of. Raises ConfigError, CheckpointError."""
-    directory = next((place for place in (path, path.resolve().parent) if _is_run(place)), None)
-    if directory is None:
-        runs = sorted(place.name for place in path.iterdir() if _is_run(place)) if path.is_dir() else []
-        hint = f"; runs in it: {', '.join(runs)}" if runs else ""
-        raise ConfigError(f"{path} is no run directory (no {METRICS_FILE}, {STORE_FILE} or {CONFIG_FILE}){hint}")
-    directory = directory.resolve()
+    directory = find_run(path)
     running = RunDirectory.in_use(directory)
-    until = time.time() if running else _last_sign(directory)  # before the store is opened, which touches its files
+    until = time.time() if running else _last_sign(directory)
     lines = list(MetricsFile(directory / METRICS_FILE).read())
     contents = _read_store(directory / STORE_FILE, whole=not lines)
     config = directory / CONFIG_FILE
@@ -217,10 +224,6 @@ def read_record(path: Path) -> Record:
         until=max(until, contents.last_received or 0.0),
         contents=contents,
     )
-
-
-def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in (METRICS_FILE, STORE_FILE, CONFIG_FILE))
 
 
 def _last_sign(directory: Path) -> float:
@@ -240,15 +243,17 @@ def _read_store(file: Path, *, whole: bool) -> Contents:
     if not file.is_file():
         return Contents()
     try:
-        store = RolloutStore(file)
+        store = RolloutStore(file, read_only=True)
     except StoreError as error:
         return Contents(unreadable=str(error))
     try:
         refused = Counter(reject.reason for reject in store.rejects(LOOKED_AT))
+        reasons = store.drop_reasons()
         return Contents(
             counts=store.counts(),
             refused=tuple(refused.most_common()),
-            too_old=store.drop_reasons().get(TOO_OLD, 0),
+            too_old=reasons.get(TOO_OLD, 0),
+            misfits=reasons.get(OTHER_MODEL, 0),
             last_received=store.last_received(),
             statistics=_statistics(store) if whole else None,
         )

@@ -144,6 +144,38 @@ def stale_while_waiting(dropped: int, others: int, step: int) -> Diagnosis | Non
     )
 
 
+def misfit_while_waiting(dropped: int, step: int) -> Diagnosis | None:
+    """The same for groups of another tokenizer or model: a step may wait for others for ever."""
+    return _misfits(dropped, f"while step {step} waited for its batch") if dropped else None
+
+
+def _misfits(dropped: int, when: str) -> Diagnosis:
+    return Diagnosis(
+        "another-model",
+        f"another model's groups: {dropped} dropped {when}; their log-probabilities are far from this model's",
+        "let environments ask this server, with its tokenizer, and send its log-probabilities unchanged",
+        {"dropped_misfit": dropped},
+    )
+
+
+def _misfit(evidence: Evidence) -> Diagnosis | None:
+    dropped = evidence.total("dropped_misfit")
+    return _misfits(dropped, f"in {len(evidence.window)} steps") if dropped else None
+
+
+def _without_logprobs(evidence: Evidence) -> Diagnosis | None:
+    count, groups = evidence.total("groups_without_logprobs"), evidence.total("groups")
+    if not count or not evidence.tells:
+        return None
+    return Diagnosis(
+        "no-log-probabilities",
+        f"no log-probabilities: {count} of {groups} groups came without, so the trainer's own stand in and nothing"
+        " corrects for what the policy has learned since",
+        "collect through atroposlib's managed_server with server_type vllm, which returns them",
+        {"groups_without_logprobs": count, "groups": groups},
+    )
+
+
 def _not_finite(evidence: Evidence) -> Diagnosis | None:
     count = evidence.total("skipped_steps")
     if not count:
@@ -316,6 +348,7 @@ def _stalled(evidence: Evidence) -> Diagnosis | None:
 
 CHECKS: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
     _not_finite,
+    _misfit,
     _logprob_mismatch,
     _kl,
     _ratio,
@@ -326,6 +359,7 @@ CHECKS: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
     _publish_timeouts,
     _stale,
     _stalled,
+    _without_logprobs,
 )
 
 

@@ -2,8 +2,8 @@
 
     wait for a batch → [ask for the next one] → train → publish → metrics line → checkpoint → [ask for the next one]
 
-Overlap: the next step's groups are asked for *before* training when `max_staleness` allows what that makes of them,
-else after the publish, so that they are sampled by the newest weights. In deterministic mode (max_staleness = 0) the
+Overlap: groups of the next `max_staleness` steps are asked for *before* training; with 0 those of the next step after
+the publish, so that they are sampled by the newest weights. In deterministic mode (max_staleness = 0) the
 groups of step n + 1 are therefore started after publish, metrics line and checkpoint of step n.
 
 A metrics line is on the disk before the checkpoint of its step: a resume cuts lines, it never misses one. Asked to
@@ -58,14 +58,15 @@ class Parts:
 class Hooks:
     """What the loop tells and asks; all called on the trainer's thread.
 
-    `on_wait(seconds)` at least every `wait_turn_s` while a batch is not there: the place to look after sources that
-    have failed (raise to end the run) and to say that they stall. `on_batch`, then `on_step` when a step is finished.
-    `served_tokens`: the engine's counter.
+    `before_step()`, and `on_wait(seconds)` at least every `wait_turn_s` while a batch is not there: the places to look
+    after sources that have failed or a disk that fills (raise to save and end), and to say that they stall. `on_batch`,
+    then `on_step` when a step is finished. `served_tokens`: the engine's counter.
     """
 
     should_stop: Callable[[], bool] = lambda: False
     on_batch: Callable[[TrainBatch], None] = lambda batch: None
     on_step: Callable[[dict[str, Any]], None] = lambda line: None
+    before_step: Callable[[], None] = lambda: None
     on_wait: Callable[[float], None] = lambda seconds: None
     on_checkpoint: Callable[[Any], None] = lambda path: None
     served_tokens: Callable[[], int] = lambda: 0
@@ -91,7 +92,6 @@ class TrainingLoop:
 
     def run(self) -> Outcome:
         """Trains up to total_steps, or until asked to stop; saves at the end either way. Raises CheckpointError, …"""
-        buffer = self._parts.buffer
         while self._step < self._config.total_steps:
             step = self._step + 1
             work, self._in_progress = self._in_progress, None
@@ -105,8 +105,7 @@ class TrainingLoop:
             if batch is None:
                 return self._stop(None)
             time_rollout_s = (work.time_rollout_s if work else 0.0) + time.perf_counter() - waited
-            if step < self._config.total_steps and self._young_enough(step + 1):
-                buffer.request(step + 1)
+            self._request_ahead(step + 1, 1 + self._config.max_staleness)
             result = self._train(batch, work)
             result = replace(result, seconds=result.seconds + (work.time_train_s if work else 0.0))
             if not result.finished:
@@ -123,10 +122,12 @@ class TrainingLoop:
             batch = self._parts.buffer.resume(step, work.group_ids)
             return replace(batch, statistics=BatchStatistics(**work.statistics))
         started, asked = time.perf_counter(), False
+        self._hooks.before_step()
         while not self._hooks.should_stop():
             if self._young_enough(step):
                 if not asked:
                     self._parts.buffer.request(step)
+                    self._request_ahead(step, self._config.max_staleness)
                 asked = True
                 batch_or_none = self._parts.buffer.collect(step, timeout_s=self._hooks.wait_turn_s)
                 if batch_or_none is not None:
@@ -134,6 +135,13 @@ class TrainingLoop:
             self._hooks.on_wait(time.perf_counter() - started)
             self._parts.updater.publish_if_due(self._step)  # waits for the lock, so this loop does not spin
         return None
+
+    def _request_ahead(self, step: int, lead: int) -> None:
+        """Asks for the groups of `step` and later ones, up to `lead` steps beyond those behind the served weights."""
+        _, steps = self._parts.versions.newest
+        last = min(steps + lead, self._config.total_steps)
+        if last >= step:
+            self._parts.buffer.request(step, last)
 
     def _young_enough(self, step: int) -> bool:
         """Whether groups of `step`, sampled by what is served now, will be young enough when it is trained."""

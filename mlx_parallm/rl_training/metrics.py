@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.rl_training.files import write_atomically
+from mlx_parallm.rl_training.files import flush_to_disk, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -22,19 +22,22 @@ KEYS = (
     *("staleness", "staleness_max", "logprob_diff_max", "logprob_diff_mean", "tokens"),
     *("groups", "sequences", "groups_without_variance", "groups_all_wrong", "groups_all_right"),
     *("truncated_fraction", "eos_fraction", "completion_tokens_mean", "rollout_entropy"),
+    *("dropped_misfit", "groups_without_logprobs", "extra_segments"),
     *("dropped_stale", "skipped_steps", "optimizer_updates", "publish_timeouts", "gave_up"),
     *("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb"),
-    "reward_by_environment",
+    *("reward_by_environment", "environments"),
 )
 """Every line has all of these (null = not known); further ones may follow. `kl`: mean estimate of
 KL(policy || reference), null unless kl_beta > 0. `groups*`, `sequences`, `reward*`: all groups the step consumed, those
-without variance too.
+without variance too. `extra_segments`: sequences beyond one an episode, because the chat template rewrote history.
+`dropped_misfit`: groups of another tokenizer or model. `environments`: `batch.EnvironmentNumbers` of each.
 `logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the very weights that the step starts from,
-before its first update; null when there are none. `skipped_steps`: mini-batches skipped as not finite. `update_norm`,
-`weight_norm`, `weights_moved`: `optimizer.Movement`, means over the step's updates. `groups_all_wrong`, `_all_right`:
-share of the groups in which no reward is above 0, or none below 1. `eos_fraction`: share of the answers that ended by
-themselves; null where their senders do not say. `rollout_entropy`: mean of -logprobs of the sampled tokens, which is
-there also for steps with nothing to train on. `time_rollout_s`: how long the step waited for its batch."""
+before its first update, as far as they came with one; null when there are none. `skipped_steps`: mini-batches skipped
+as not finite. `update_norm`, `weight_norm`, `weights_moved`: `optimizer.Movement`, means over the step's updates.
+`groups_all_wrong`, `_all_right`: share of the groups in which no reward is above 0, or none below 1. `eos_fraction`:
+share of the answers that ended by themselves; null where their senders do not say. `rollout_entropy`: mean of -logprobs
+of the sampled tokens that came with one, which is there also for steps with nothing to train on. `time_rollout_s`: how
+long the step waited for its batch."""
 
 TIMES = ("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb")
 """Keys that differ between two otherwise equal runs."""
@@ -59,7 +62,7 @@ class MetricsFile:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, allow_nan=False) + "\n")
                 file.flush()
-                os.fsync(file.fileno())
+                flush_to_disk(file.fileno())
         except OSError as error:
             if self.path.exists():
                 os.truncate(self.path, before)

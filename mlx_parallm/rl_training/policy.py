@@ -104,6 +104,12 @@ class TrainedPolicy:
         """All weights as they are now, by path; shares the arrays."""
         return dict(zip(self.slots.names, self.slots.read(), strict=True))
 
+    def saved_bytes(self) -> int:
+        """What `save` writes, but for its configuration file."""
+        arrays = [*self.slots.read(), *(self._reference or () if self.lora else ())]
+        copied = [] if self.lora else [file for file in self._source.iterdir() if file.suffix in COMPANIONS]
+        return sum(array.nbytes for array in arrays) + sum(file.stat().st_size for file in copied)
+
     def save(self, directory: Path) -> None:
         """Writes an adapter in mlx-lm's format, or a Hugging Face model directory, into an existing directory."""
         if self.lora:

@@ -15,7 +15,7 @@ from mlx_parallm.log import get_logger
 from mlx_parallm.redaction import REDACTED
 
 MAY_CHANGE = (
-    *("server.*", "logging.*", "model.lora_path", "model.trust_remote_code", "model.quantized_cache"),
+    *("server.*", "logging.*", "rollouts.*", "model.lora_path", "model.trust_remote_code", "model.quantized_cache"),
     *("model.tool_parser", "model.reasoning_parser"),
     *(
         f"rl_training.{key}"
@@ -27,9 +27,10 @@ MAY_CHANGE = (
             *("total_steps", "checkpoint_interval", "keep_checkpoints", "eval_problems"),
             *("checkpoint_dir", "run_name", "resume"),
             *("atropos.api_url", "atropos.poll_interval_s", "atropos.wandb_*", "atropos.max_token_length"),
+            "atropos.missing_logprobs",
         )
     ),
-    *(f"environments.*.{key}" for key in ("weight", "max_tokens", "timeout_s")),
+    *(f"environments.*.{key}" for key in ("weight", "min_share", "max_tokens", "timeout_s")),
 )
 """Dotted keys; `*` stands for anything but a dot. A key that is a path may also name the same file elsewhere."""
 

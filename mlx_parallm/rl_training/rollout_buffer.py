@@ -8,23 +8,37 @@ and asks for as many again. What it takes is marked `taken(step)`; a checkpoint 
 
 Order: "fifo" oldest first · "uniform" at random by (seed, step) · "priority" largest mean |advantage| first. In
 deterministic mode it waits until everything asked for has arrived, and goes by the groups' own index.
+
+Environments with a minimum share of the batch have places kept for them while they deliver; others do not take these.
+One that stops delivering, or whose groups cannot be trained on (`max_empty_rounds` refills), loses its places of that
+step to the others, and the health line says so: a minimum never keeps a step from its batch for good.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.log import get_logger
 from mlx_parallm.rl_training.advantages import Estimator, token_advantages
 from mlx_parallm.rl_training.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.batch_statistics import StatisticsCollector
-from mlx_parallm.rl_training.health import stale_while_waiting
+from mlx_parallm.rl_training.health import misfit_while_waiting, stale_while_waiting
 from mlx_parallm.rl_training.versions import VersionSteps
-from mlx_parallm.types import RolloutGroup
+from mlx_parallm.types import Rollout, RolloutGroup
 
+log = get_logger("train")
+
+NOTHING_TO_LEARN = (
+    "{rounds} refills in a row brought no group with different rewards: the problems are all too easy or all too hard"
+    " for this policy, or the reward does not tell answers apart"
+)
+UNTRAINABLE = "refill after refill brought no group of it that can be trained on"
 NO_VARIANCE = "no variance: all rewards of the group are equal"
+OTHER_MODEL = "other tokenizer or model: its log-probabilities are far from this model's"
 TOO_OLD = "too old: sampled more than max_staleness steps ago"
 
 Advantages = tuple[tuple[float, ...], ...]
@@ -48,14 +62,29 @@ class GroupStore(Protocol):
     def wait_for_groups(self, timeout_s: float, *, at_least: int = 1) -> bool: ...
 
 
+class RequestGroups(Protocol):
+    def __call__(self, n: int, environment: str | None = None, /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Minimum:
+    """An environment's least part of a batch."""
+
+    sequences: int  # of whole groups
+    group_size: int
+    on_request: bool = True  # it makes a group when it is asked for one
+
+
 class RolloutBuffer:
     """One thread's. `collect` of a step is called until it gives a batch, then for the next step.
 
     Args:
         estimate: rewards of a group → advantages, or None without variance.
         group_sizes: of the in-process environments, one entry each; empty = groups come by HTTP only.
-        request_groups: allows the in-process source n more groups; each brings exactly one.
+        request_groups: allows the in-process source n more groups (of one environment); each brings exactly one.
+        minimums: of the environments that deliver now, by name.
         max_empty_rounds: refills in a row without one trainable group before a step is given up.
+        misfit: whether a group that came from outside is not this model's; asked before it enters a batch.
 
     Raises ConfigError: no mix of these group sizes makes `rollout_batch_size` sequences.
     """
@@ -68,12 +97,14 @@ class RolloutBuffer:
         *,
         rollout_batch_size: int,
         group_sizes: Sequence[int] = (),
-        request_groups: Callable[[int], None] | None = None,
+        request_groups: RequestGroups | None = None,
+        minimums: Callable[[], Mapping[str, Minimum]] = dict,
         sampling: Literal["fifo", "uniform", "priority"] = "fifo",
         max_staleness: int = 1,
         max_empty_rounds: int = 8,
         seed: int = 0,
         deterministic: bool = False,
+        misfit: Callable[[RolloutGroup], bool] | None = None,
     ) -> None:
         if group_sizes and not reachable(rollout_batch_size, set(group_sizes)):
             sizes = ", ".join(map(str, sorted(set(group_sizes))))
@@ -85,9 +116,10 @@ class RolloutBuffer:
         self._target = rollout_batch_size
         self._nominal_sizes = set(group_sizes)
         self._mean_size = sum(group_sizes) / len(group_sizes) if group_sizes else 1.0
-        self._request_groups = request_groups
+        self._request_groups, self._read_minimums = request_groups, minimums
+        self._minimums: Mapping[str, Minimum] = {}
         self._sampling, self._max_staleness, self._max_empty_rounds = sampling, max_staleness, max_empty_rounds
-        self._seed, self._deterministic = seed, deterministic
+        self._seed, self._deterministic, self._misfit = seed, deterministic, misfit
         self._held: dict[str, RolloutGroup] = {}  # waiting in the store, read already; in the store's order
         self._outstanding = 0  # in-process groups asked for and not seen yet
         # What a former process left is no answer to our requests, and perhaps of weights that were lost with it.
@@ -100,25 +132,34 @@ class RolloutBuffer:
         self._chosen: list[tuple[RolloutGroup, Advantages, int]] = []
         self._statistics = StatisticsCollector()
         self._empty_rounds = 0
+        self._lifted: list[str] = []  # environments whose minimum this step does without
 
     # ------------------------------------------------------------------ demand
 
-    def request(self, step: int) -> None:
-        """Asks for what `step` lacks, beyond what waits (and is not too old for it) and what was asked for already."""
+    def request(self, step: int, last: int | None = None) -> None:
+        """Asks for what `step` (to step `last`) lacks, beyond what waits (and is not too old for `step`) and what was
+        asked for already."""
         self._poll()
         waiting = sum(len(g.rollouts) for g in self._held.values() if self._age(g, step) <= self._max_staleness)
-        self._ask(self._target - waiting - self._outstanding * self._mean_size)
+        wanted = self._target * ((last or step) - step + 1)
+        self._ask(wanted - waiting - self._outstanding * self._mean_size)
 
-    def _ask(self, sequences: float) -> None:
-        groups = math.ceil(sequences / self._mean_size)
+    def _ask(self, sequences: float, environment: str | None = None) -> None:
+        size = self._mean_size if environment is None else self._minimums[environment].group_size
+        groups = math.ceil(sequences / size)
         if self._request_groups is not None and groups > 0:
             self._outstanding += groups
-            self._request_groups(groups)
+            self._request_groups(*((groups, environment) if environment else (groups,)))
 
     def health(self) -> str | None:
         """What keeps the step from its batch, in words; None when nothing does. From any thread."""
         chosen, held = len(self._chosen), len(self._held)
-        found = stale_while_waiting(self._statistics.stale, chosen + held, self._step)
+        statistics = self._statistics
+        found = misfit_while_waiting(statistics.misfit, self._step) or stale_while_waiting(
+            statistics.stale, chosen + held, self._step
+        )
+        if found is None and self._lifted:
+            return f"step {self._step} is made without the minimum share of {', '.join(self._lifted)}: {UNTRAINABLE}"
         return str(found) if found else None
 
     # ------------------------------------------------------------------ the batch
@@ -145,18 +186,43 @@ class RolloutBuffer:
 
     def _give_up(self, missing: int) -> str:
         """Asks for what is missing once everything asked for has come; says why when that has gone on for too long."""
-        if self._chosen and sum(len(group.rollouts) for group in self._held.values()) >= 2 * self._target:
-            return f"no mix of the waiting groups' sizes fills the last {missing} places"
+        reserved = self._reserved(missing)
+        no_mix = f"no mix of the waiting groups' sizes fills the last {missing} places"
+        if self._chosen and not reserved and self._waiting_sequences() >= 2 * self._target:
+            return no_mix
+        if reserved and self._empty_rounds >= self._max_empty_rounds:
+            self._lifted, self._empty_rounds = [*self._lifted, *reserved], 0
+            log.warning("a minimum share is not kept", step=self._step, environments=list(reserved), reason=UNTRAINABLE)
+            return ""
         if self._outstanding > 0 or self._request_groups is None:
             return ""
         if self._empty_rounds >= self._max_empty_rounds:
-            return (
-                f"{self._empty_rounds} refills in a row brought no group with different rewards: the problems are all"
-                " too easy or all too hard for this policy, or the reward does not tell answers apart"
-            )
-        self._empty_rounds += 1
-        self._ask(missing)
+            return no_mix if self._held else NOTHING_TO_LEARN.format(rounds=self._empty_rounds)
+        wanted: dict[str | None, int] = {None: missing - sum(reserved.values())}
+        wanted |= {name: lacking for name, lacking in reserved.items() if self._minimums[name].on_request}
+        if any(wanted.values()):
+            self._empty_rounds += 1
+        for name, sequences in wanted.items():
+            self._ask(sequences, name)
         return ""
+
+    def _reserved(self, room: int) -> dict[str, int]:
+        """Sequences among the last `room` that are kept for environments below their minimum: whole groups of each."""
+        reserved: dict[str, int] = {}
+        for name, minimum in self._minimums.items():
+            taken = sum(len(group.rollouts) for group, _, _ in self._chosen if group.environment == name)
+            lacking = min(minimum.sequences - taken, room - sum(reserved.values()))
+            if lacking >= minimum.group_size and name not in self._lifted:
+                reserved[name] = lacking // minimum.group_size * minimum.group_size
+        return reserved
+
+    def _has_place(self, group: RolloutGroup, room: int, sizes: set[int]) -> bool:
+        """Whether the rest can be filled when `group` takes its part of `room`, the places of others left to them."""
+        kept = sum(lacking for name, lacking in self._reserved(room).items() if name != group.environment)
+        return reachable(room - len(group.rollouts) - kept, sizes)
+
+    def _waiting_sequences(self) -> int:
+        return sum(len(group.rollouts) for group in self._held.values())
 
     def _poll(self) -> None:
         """Reads groups that are new in the store; forgets those that somebody else dropped (/atropos/reset_data)."""
@@ -172,6 +238,7 @@ class RolloutBuffer:
     def _choose(self, step: int) -> None:
         if self._deterministic and self._outstanding > 0:
             return
+        self._minimums = self._read_minimums()
         room = self._target - sum(len(group.rollouts) for group, _, _ in self._chosen)
         sizes = self._nominal_sizes | {len(group.rollouts) for group in self._held.values()}
         stale: list[str] = []
@@ -183,13 +250,13 @@ class RolloutBuffer:
             age = self._age(group, step)
             if age > self._max_staleness:
                 stale.append(group.group_id)
-                self._statistics.add_stale()
+                self._statistics.add_stale(group)
             elif (advantages := token_advantages(group, self._estimate)) is None:
                 constant.append(group.group_id)
                 self._statistics.add_without_variance(group)
             elif self._sampling != "fifo":
                 trainable.append((group, advantages, age))
-            elif reachable(room - len(group.rollouts), sizes):
+            elif self._has_place(group, room, sizes) and self._fits(group, step):
                 self._take(group, advantages, age)
                 room -= len(group.rollouts)
         self._discard(stale, step, TOO_OLD)
@@ -209,9 +276,17 @@ class RolloutBuffer:
         else:
             trainable = sorted(trainable, key=lambda entry: -_weight(entry[1]))
         for group, advantages, age in trainable:
-            if room and reachable(room - len(group.rollouts), sizes):
+            if room and self._has_place(group, room, sizes) and self._fits(group, step):
                 self._take(group, advantages, age)
                 room -= len(group.rollouts)
+
+    def _fits(self, group: RolloutGroup, step: int) -> bool:
+        """False: it came from outside and is another model's; it is dropped then."""
+        misfit = self._misfit is not None and group.index is None and self._misfit(group)
+        if misfit:
+            self._statistics.add_misfit()
+            self._discard([group.group_id], step, OTHER_MODEL)
+        return not misfit
 
     def _ordered(self) -> list[RolloutGroup]:
         groups = list(self._held.values())
@@ -228,7 +303,8 @@ class RolloutBuffer:
         if group_ids:
             self._store.drop(group_ids, step, reason)
         for group_id in group_ids:
-            del self._held[group_id]
+            minimum = self._minimums.get(self._held.pop(group_id).environment)
+            self._empty_rounds += minimum is not None and not minimum.on_request  # the buffer cannot ask it for others
 
     def _age(self, group: RolloutGroup, step: int) -> int:
         return self._versions.staleness(group.sampled_versions, step)
@@ -261,11 +337,17 @@ class RolloutBuffer:
         for group, advantages in chosen:
             known = group.group_id not in self._restored or self._deterministic
             for rollout, row in zip(group.rollouts, advantages, strict=True):
-                # All of a sequence or nothing: keys and values that older weights have left in the cache move every
-                # later log-probability.
-                fresh = known and all(v >= 0 and self._versions.steps(v) == step - 1 for v in rollout.policy_versions)
-                sequences.append(TrainSequence(rollout, row, fresh))
+                for segment in rollout.segments:
+                    # Environments that bring advantages of each token send one sequence an episode.
+                    own = row if segment is rollout else (row[-1],) * len(segment.tokens)
+                    sequences.append(TrainSequence(segment, own, known and self._is_fresh(segment, step)))
         return tuple(sequences)
+
+    def _is_fresh(self, rollout: Rollout, step: int) -> bool:
+        """All of a sequence or nothing: keys and values that older weights have left in the cache move every later
+        log-probability."""
+        steps_known = all(v >= 0 and self._versions.steps(v) == step - 1 for v in rollout.policy_versions)
+        return steps_known and rollout.logprobs is not None
 
 
 def reachable(total: int, sizes: set[int]) -> bool:

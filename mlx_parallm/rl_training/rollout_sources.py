@@ -8,15 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 from mlx_parallm.config import Config
+from mlx_parallm.config_environment import least_sequences
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.rollouts import RolloutManager
 from mlx_parallm.errors import EnvironmentFailedError
 from mlx_parallm.log import get_logger
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.rl_training.atropos_client import AtroposClient, AtroposPoller, TrainerRegistration
+from mlx_parallm.rl_training.atropos_api import AtroposClient, TrainerRegistration
+from mlx_parallm.rl_training.atropos_client import AtroposPoller
+from mlx_parallm.rl_training.rollout_buffer import Minimum
 from mlx_parallm.rl_training.run_directory import RunDirectory
 from mlx_parallm.rl_training.trainer_state import TrainerState
 from mlx_parallm.rollout_store.checks import check_group
+from mlx_parallm.rollout_store.completions import KeptCompletions
 from mlx_parallm.rollout_store.queue import AtroposQueue, AtroposSettings
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server.routes_atropos import create_atropos_router
@@ -28,6 +32,9 @@ log = get_logger("train")
 POLICY = "policy"  # the adapter's name in /v1/models
 ENVIRONMENTS = "environments"  # the in-process source, in the store and in a checkpoint
 EMBEDDED = "embedded"
+NO_END = 2**31 - 1
+"""The last step that HTTP environments are told. They count the batches that they have filled and would exit too early:
+a training step takes more than one where groups have no variance, and are replaced."""
 
 
 class RolloutSources:
@@ -57,6 +64,18 @@ class RolloutSources:
         """What each source says of itself; None = well."""
         return [part.health() for part in (self.manager, self._poller, self._queue) if part is not None]
 
+    def minimums(self) -> dict[str, Minimum]:
+        """Least parts of a batch, of those environments that deliver now; by name."""
+        over_http = self._queue.minimums() if self._queue else {}
+        minimums = {name: Minimum(*numbers, on_request=False) for name, numbers in over_http.items()}
+        batch = self._config.rl_training.atropos.rollout_batch_size
+        absent = self.manager.absent() if self.manager else frozenset()
+        return minimums | {
+            source.name: Minimum(least_sequences(own.min_share, own.group_size, batch), own.group_size)
+            for source in self._sources
+            if (own := source.config).min_share and source.name not in absent
+        }
+
     def stop(self) -> None:
         """Ends the sources' threads."""
         if self.manager is not None:
@@ -79,14 +98,29 @@ class RolloutSources:
             vocab_size=vocab_size,
             checkpoint_dir=str(directory.path),
             checkpoint_interval=training.checkpoint_interval,
-            total_steps=training.total_steps,
+            total_steps=NO_END,
             wandb_group=atropos.wandb_group,
             wandb_project=atropos.wandb_project,
             temperature=training.temperature,
+            missing_logprobs=atropos.missing_logprobs,
             other_group_sizes=tuple(source.config.group_size for source in self._sources),
         )
         self._queue = AtroposQueue(store, settings, current_step=self._step, policy_version=self._version)
         return [create_atropos_router(self._queue)]
+
+    def completions(self, store: RolloutStore, vocab_size: int) -> KeptCompletions:
+        """What the server keeps of its answers, for rewards that come later."""
+        server, training = self._config.server, self._config.rl_training
+        return KeptCompletions(
+            store,
+            policy_adapter=POLICY if training.lora.enabled else None,
+            max_bytes=server.kept_completions_bytes,
+            max_age_s=server.kept_completions_s,
+            batch_size=training.atropos.rollout_batch_size,
+            max_token_length=training.atropos.max_token_length,
+            vocab_size=vocab_size,
+            on_reward=self._queue.note_reward if self._queue else lambda: None,
+        )
 
     def start(self, serving: Serving, loaded: LoadedModel, store: RolloutStore, state: TrainerState | None) -> None:
         """Starts what the configuration names, from where `state` stands."""
@@ -132,7 +166,7 @@ class RolloutSources:
             checkpoint_dir=str(training.checkpoint_dir),
             save_checkpoint_interval=training.checkpoint_interval,
             starting_step=state.step if state else 0,
-            num_steps=training.total_steps,
+            num_steps=NO_END,
         )
         poller = AtroposPoller(
             AtroposClient(atropos.api_url),
@@ -141,6 +175,7 @@ class RolloutSources:
             vocab_size=loaded.vocab_size,
             policy_version=self._version,
             temperature=training.temperature,
+            missing_logprobs=atropos.missing_logprobs,
             poll_interval_s=atropos.poll_interval_s,
         )
         poller.start()

@@ -1,14 +1,18 @@
-"""The directory of a run: `checkpoints/<run>/`, one process at a time, with the resolved configuration. No MLX."""
+"""The directory of a run: `checkpoints/<run>/`, one process at a time, with the resolved configuration; and how it is
+found by what a command line says. No MLX."""
 
 import fcntl
 import os
+import re
 import shutil
+from datetime import datetime
 from pathlib import Path
 
 from mlx_parallm.config import Config
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.log import get_logger
-from mlx_parallm.rl_training.files import write_atomically
+from mlx_parallm.rl_training.files import sync, write_atomically
+from mlx_parallm.rl_training.metrics import METRICS_FILE
 
 log = get_logger("train")
 
@@ -16,7 +20,33 @@ CONFIG_FILE = "config.toml"
 STORE_FILE = "rollouts.sqlite"
 LOCK_FILE = ".lock"
 LATEST, FINAL = "latest", "final"  # the newest checkpoint; the one at total_steps
-USED_BY = ("metrics.jsonl", STORE_FILE, "latest")  # what says that a run has been here
+USED_BY = (METRICS_FILE, STORE_FILE, LATEST)  # what says that a run has been here
+_CHECKPOINT = re.compile(r"step_(\d+)(?:_mb(\d+))?")
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The step_* directories, oldest first."""
+    return sorted((path for path in run.glob("step_*") if _CHECKPOINT.fullmatch(path.name)), key=moment)
+
+
+def moment(checkpoint: Path) -> tuple[int, int]:
+    """(finished steps, mini-batches of the next) of a step_* directory, by its name. (-1, 0): it is none."""
+    match = _CHECKPOINT.fullmatch(checkpoint.name)
+    return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
+
+
+def find_run(path: Path) -> Path:
+    """The run directory at `path`, or the one that `path` is a step of. Raises ConfigError: it is neither."""
+    for place in (path, path.resolve().parent):
+        if _is_run(place):
+            return place.resolve()
+    runs = sorted(place.name for place in path.iterdir() if _is_run(place)) if path.is_dir() else []
+    hint = f"; runs in it: {', '.join(runs)}" if runs else ""
+    raise ConfigError(f"{path} is no run directory (no {METRICS_FILE}, {STORE_FILE} or {CONFIG_FILE}){hint}")
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in (METRICS_FILE, STORE_FILE, CONFIG_FILE))
 
 
 class RunDirectory:
@@ -48,9 +78,17 @@ class RunDirectory:
                 raise ConfigError(
                     f"{path} holds a run already: go on with --resume {path}, or choose another rl_training.run_name"
                 )
+        return cls.hold(path)
+
+    @classmethod
+    def hold(cls, path: Path) -> "RunDirectory":
+        """This directory; made when it is not there. Raises CheckpointError: in use, or not writable."""
         made_here = not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
+            if made_here:  # what the run keeps must not hang on a name that a power cut takes away
+                sync(path.parent)
+                sync(path.parent.parent)
             lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
@@ -90,3 +128,45 @@ class RunDirectory:
 
     def close(self) -> None:
         os.close(self._lock)
+
+
+# ---------------------------------------------------------------------- which run a command line means
+
+
+def with_run_name(config: Config, source: str | None, resume: str | None) -> Config:
+    """Names the run after its configuration and the time; without the time for "auto", which must find it again."""
+    if config.rl_training.run_name is not None or source is None:
+        return config
+    stem = Path(source).name.removesuffix(".toml").removesuffix(".jsonl")
+    name = stem if resume == "auto" else f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    section = config.rl_training.model_copy(update={"run_name": name})
+    return config.model_copy(update={"rl_training": section})
+
+
+def directory_of(config: Config, resume: str | None) -> Path:
+    """Where the run lies or will lie. Raises ConfigError: nothing to resume there."""
+    if resume is None or resume == "auto":
+        return config.rl_training.checkpoint_dir / str(config.rl_training.run_name)
+    given = Path(resume).expanduser()
+    if (given / STORE_FILE).is_file():  # also a run that was killed before it wrote its configuration
+        return given.resolve()
+    return saved_config(given).parent.resolve()
+
+
+def saved_config(resume: Path) -> Path:
+    """The resolved configuration of a run, from its directory or from one of its steps. Raises ConfigError."""
+    if not resume.exists():
+        found = ", ".join(map(str, _same_step(resume)))
+        raise ConfigError(f"--resume {resume}: no such directory" + (f"; that step is in {found}" if found else ""))
+    for directory in (resume, resume.resolve().parent):
+        if (directory / CONFIG_FILE).is_file():
+            return directory / CONFIG_FILE
+    raise ConfigError(f"--resume {resume}: no {CONFIG_FILE} there or above it: give --config")
+
+
+def _same_step(resume: Path) -> list[Path]:
+    """The directories of that name, or of that step (step_5000 is step_005000), in the runs beside it."""
+    word, _, number = resume.name.rpartition("_")
+    names = {resume.name, f"step_{int(number):06d}"} if word == "step" and number.isdecimal() else {resume.name}
+    runs = sorted(path for path in resume.parent.glob("*/") if not path.is_symlink())
+    return [run / name for run in runs for name in sorted(names) if (run / name).is_dir()]

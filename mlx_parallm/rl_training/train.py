@@ -28,10 +28,12 @@ from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training import report
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoint_versions import CheckpointVersions
+from mlx_parallm.rl_training.disk_use import DiskUse
 from mlx_parallm.rl_training.display import RunInfo, TrainingDisplay
 from mlx_parallm.rl_training.grpo_trainer import make_algorithm
 from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.rl_training.misfit import MisfitCheck
 from mlx_parallm.rl_training.policy import TrainedPolicy
 from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
 from mlx_parallm.rl_training.rollout_sources import ENVIRONMENTS, POLICY, RolloutSources
@@ -43,6 +45,7 @@ from mlx_parallm.rl_training.trainer_base import Trainer
 from mlx_parallm.rl_training.trainer_state import TrainerState
 from mlx_parallm.rl_training.versions import VersionSteps
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
+from mlx_parallm.rollout_store.disk import reserve_bytes
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.serving import Serving
 from mlx_parallm.weights import SharedWeights
@@ -79,6 +82,7 @@ class TrainingRun:
         self._began = False
         self._loop: TrainingLoop | None = None
         self._weights: SharedWeights | None = None
+        self._disk: DiskUse | None = None
         self._rollouts = RolloutSources(config, self._sources, current_step=self._step, policy_version=self._version)
 
     def execute(self) -> None:
@@ -91,11 +95,16 @@ class TrainingRun:
         self._closing.callback(lambda: None if self._began else directory.discard())
         self._closing.callback(directory.close)
         self._run_log.open(directory.path)
-        store = RolloutStore(directory.path / STORE_FILE)
+        reserve = reserve_bytes(directory.path, config.rollouts.min_free_gb)
+        store = RolloutStore(directory.path / STORE_FILE, min_free_bytes=reserve)
         self._closing.callback(store.close)
+        self._disk = DiskUse(directory.path, store, config.rollouts)
+        self._disk.check()
         self._closing.callback(self._serving.close)  # before the store, which /atropos writes to
         vocab_size = self._serving.vocab_size
-        self._serving.listen(self._rollouts.routers(store, directory, vocab_size))
+        self._serving.listen(
+            self._rollouts.routers(store, directory, vocab_size), self._rollouts.completions(store, vocab_size)
+        )
         loaded = self._serving.load(quantize=quantize)
         parts, state = self._training_parts(loaded, initial, directory, store)
         directory.write_config(config)
@@ -160,11 +169,13 @@ class TrainingRun:
             rollout_batch_size=training.atropos.rollout_batch_size,
             group_sizes=[source.config.group_size for source in self._sources],
             request_groups=manager.request_groups if manager else None,
+            minimums=self._rollouts.minimums,
             sampling=training.buffer_sampling,
             max_staleness=training.max_staleness,
             max_empty_rounds=training.max_empty_rounds,
             seed=training.seed,
             deterministic=training.deterministic,
+            misfit=MisfitCheck(trainer),
         )
         sources = {ENVIRONMENTS: manager} if manager else {}
         return Parts(trainer, buffer, versions, updater, checkpointer, metrics, sources), state
@@ -218,8 +229,9 @@ class TrainingRun:
             should_stop=self._stop.is_set,
             on_batch=self._sample_log(directory, state, display, trackers).on_batch,
             on_step=on_step,
+            before_step=self._check_disk,
             on_wait=lambda seconds: self._look_after(display),
-            on_checkpoint=lambda path: display.note(f"saved {path}"),
+            on_checkpoint=lambda path: self._after_checkpoint(path, display),
             served_tokens=lambda: self._serving.client.stats().generation_tokens,
         )
         self._loop = TrainingLoop(parts, training, hooks=hooks, state=state)
@@ -248,8 +260,18 @@ class TrainingRun:
             told=(display.samples, trackers.samples),
         )
 
+    def _after_checkpoint(self, path: Path, display: TrainingDisplay) -> None:
+        display.note(f"saved {path}")
+        if self._disk is not None:
+            self._disk.after_checkpoint()
+
+    def _check_disk(self) -> None:
+        if self._disk is not None:
+            self._disk.check()
+
     def _look_after(self, display: TrainingDisplay) -> None:
         self._serving.check()
+        self._check_disk()
         self._rollouts.check()
         display.tick()
 

@@ -2,6 +2,10 @@
 
     step = update_epochs × mini-batches (one optimizer update each) × micro-batches (one backward pass each)
 
+Sequences that came without log-probabilities are scored before the first update of the step: the policy that the step
+starts from stands in for the one that sampled. So their ratio starts at 1, and what it is against stays fixed over
+mini-batches and epochs.
+
 A mini-batch is normalised by its own token count over all its micro-batches, so how it is cut changes nothing. A
 mini-batch with a non-finite loss or gradient is skipped and counted. Training stops between two micro-batches when it
 is asked to; what the mini-batch in work had gathered is dropped, and `StepPosition` says where to go on.
@@ -24,11 +28,12 @@ from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.rl_training.advantages import Estimator
-from mlx_parallm.rl_training.batch import TrainBatch
+from mlx_parallm.rl_training.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.collate import MicroBatch, MiniBatch, collate, epoch_order
 from mlx_parallm.rl_training.eval_pace import EvalPace
 from mlx_parallm.rl_training.optimizer import PolicyOptimizer, learning_rate_at
 from mlx_parallm.rl_training.policy import TrainedPolicy
+from mlx_parallm.types import Rollout
 
 MEASURED = (
     *("loss", "kl", "entropy", "clip_fraction", "ratio_mean", "grad_norm"),
@@ -50,7 +55,10 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class StepPosition:
-    """Where inside a step training stands; JSON by `asdict`. `totals`: sums of the metrics of finished mini-batches."""
+    """Where inside a step training stands; JSON by `asdict`. `totals`: sums of the metrics of finished mini-batches.
+
+    `recomputed`: log-probabilities of the trained tokens of each sequence that came without, in the batch's order.
+    """
 
     epoch: int = 0
     order: tuple[int, ...] = ()  # of the sequences, in this epoch
@@ -60,11 +68,13 @@ class StepPosition:
     totals: dict[str, float] = field(default_factory=dict)
     logprob_diff: tuple[float, float] | None = None  # max, mean; measured before the step's first update
     tokens: int = 0
+    recomputed: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepPosition":
-        diff = data["logprob_diff"]
-        return cls(**data | {"order": tuple(data["order"]), "logprob_diff": None if diff is None else tuple(diff)})
+        diff, rows = data["logprob_diff"], data.get("recomputed", ())
+        tuples = {"order": tuple(data["order"]), "recomputed": tuple(tuple(row) for row in rows)}
+        return cls(**data | tuples | {"logprob_diff": None if diff is None else tuple(diff)})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,6 +114,15 @@ class Trainer:
         if config.lora.dropout > 0:
             log.warning("lora.dropout is off in RL: every pass yields a log-probability that is compared")
 
+    def logprobs(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        """Of each rollout's sampled tokens ([N], the first token of a sequence left out), under today's weights."""
+        sequences = [TrainSequence(rollout, (0.0,) * len(rollout.tokens), fresh=False) for rollout in rollouts]
+        mini_batch = collate(sequences, range(len(sequences)), token_budget=self._pace.budget)
+        found: dict[int, np.ndarray] = {}
+        for micro_batch in mini_batch.micro_batches:
+            found |= self._scores(micro_batch)
+        return [found[row] for row in range(len(sequences))]
+
     # ------------------------------------------------------------------ a step
 
     def train_step(
@@ -118,6 +137,10 @@ class Trainer:
         self._reference_logprobs.clear()
         learning_rate = learning_rate_at(batch.step, self._config)
         at = position or StepPosition()
+        completed = self._complete(batch, at, should_stop)
+        if completed is None:
+            return self._result(at, learning_rate, started, finished=False)
+        batch, at = completed
         size, count = self._config.batch_size, len(batch.sequences)
         for epoch in range(at.epoch, self._config.update_epochs):
             if not at.order:
@@ -131,6 +154,38 @@ class Trainer:
                 at = replace(after, next_mini_batch=number + 1)
             at = replace(at, epoch=epoch + 1, order=(), next_mini_batch=0)
         return self._result(at, learning_rate, started, finished=True)
+
+    def _complete(
+        self, batch: TrainBatch, at: StepPosition, should_stop: Callable[[], bool]
+    ) -> tuple[TrainBatch, StepPosition] | None:
+        """Fills in the log-probabilities that senders left out; None when asked to stop. Costs a forward pass of them.
+
+        Scored are the micro-batches of the first epoch, so that rounding is the same as in the pass that learns.
+        """
+        missing = {row for row, sequence in enumerate(batch.sequences) if sequence.rollout.logprobs is None}
+        if missing and not at.recomputed:
+            found: dict[int, np.ndarray] = {}
+            order = epoch_order(len(batch.sequences), seed=self._config.seed, step=batch.step, epoch=0)
+            for start in range(0, len(order), self._config.batch_size):
+                rows = order[start : start + self._config.batch_size]
+                for micro_batch in collate(batch.sequences, rows, token_budget=self._pace.budget).micro_batches:
+                    if should_stop():
+                        return None
+                    if not missing.isdisjoint(micro_batch.rows):
+                        found |= self._scores(micro_batch)
+            at = replace(at, recomputed=tuple(tuple(found[row].tolist()) for row in sorted(missing)))
+        sequences = list(batch.sequences)
+        for row, values in zip(sorted(missing), at.recomputed, strict=True):
+            rollout, remaining = sequences[row].rollout, iter(values)
+            spread = (0.0, *(next(remaining) if sampled else 0.0 for sampled in rollout.mask[1:]))
+            sequences[row] = replace(sequences[row], rollout=replace(rollout, logprobs=spread))
+        return replace(batch, sequences=tuple(sequences)), at
+
+    def _scores(self, micro_batch: MicroBatch) -> dict[int, np.ndarray]:
+        """Log-probabilities of each row's trained tokens, by row."""
+        logprobs, _ = self.model.score(_token_batch(micro_batch))
+        ends = np.cumsum(micro_batch.mask.sum(axis=1))[:-1]
+        return dict(zip(micro_batch.rows, np.split(np.array(logprobs), ends), strict=True))
 
     def _mini_batch(
         self,
@@ -227,11 +282,9 @@ class Trainer:
     def _reference(self, micro_batch: MicroBatch) -> mx.array:
         """Reference log-probabilities [N]; computed once a step for each sequence, whatever the number of epochs."""
         cache = self._reference_logprobs
-        counts = micro_batch.mask.sum(axis=1)
         if any(row not in cache for row in micro_batch.rows):
             with self.policy.reference():
-                logprobs, _ = self.model.score(_token_batch(micro_batch))
-            cache.update(zip(micro_batch.rows, np.split(np.array(logprobs), np.cumsum(counts)[:-1]), strict=True))
+                cache.update(self._scores(micro_batch))
         return mx.array(np.concatenate([cache[row] for row in micro_batch.rows]))
 
     def _result(self, at: StepPosition, learning_rate: float, started: float, *, finished: bool) -> StepResult:

@@ -5,30 +5,54 @@ The reasons are sentences: they lie in quarantine beside the group, go out in th
 
 from collections.abc import Sequence
 from math import isfinite
+from typing import Literal
 
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.types import Rollout, RolloutGroup
 
 LOGPROB_TOLERANCE = 1e-3  # float32 log-softmax may come out a hair above 0
 
+MissingLogprobs = Literal["reject", "recompute"]
 
-def check_group(group: RolloutGroup, *, vocab_size: int, max_token_length: int) -> None:
+
+def check_group(
+    group: RolloutGroup,
+    *,
+    vocab_size: int,
+    max_token_length: int,
+    missing_logprobs: MissingLogprobs = "reject",
+    newest_version: int | None = None,
+) -> None:
     """Raises RolloutRejectedError with the first fault, in words; returns when the group can be trained on.
 
-    `vocab_size` is the number of ids of the model's embedding, `max_token_length` the longest whole sequence.
+    `vocab_size` is the number of ids of the model's embedding, `max_token_length` the longest whole sequence;
+    `missing_logprobs` says whether rollouts without any log-probabilities can be trained on; `newest_version` is the
+    policy's that is served: what claims a later one, of groups from outside, would never count as stale.
     """
     if not group.group_id:
         raise RolloutRejectedError("the group has no id")
+    for name in (group.group_id, group.environment):
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            raise RolloutRejectedError(f"the name {name!r} holds half a character (a lone surrogate)")
     if not group.rollouts:
         raise RolloutRejectedError("the group has no rollouts")
+    if missing_logprobs == "reject" and any(r.logprobs is None for r in group.rollouts):
+        raise RolloutRejectedError(
+            "no inference_logprobs: the environment must collect through atroposlib's ManagedServer (server_type vllm)"
+            ' or return them itself; rl_training.atropos.missing_logprobs = "recompute" trains without them'
+        )
     for number, rollout in enumerate(group.rollouts):
         try:
-            _check_lengths(rollout, max_token_length)
-            _check_tokens(rollout, vocab_size)
-            _check_logprobs(rollout)
+            for segment in rollout.segments:
+                _check_lengths(segment, max_token_length)
+                _check_tokens(segment, vocab_size)
+                _check_logprobs(segment)
             _check_scores(rollout)
         except RolloutRejectedError as error:
             raise RolloutRejectedError(f"rollout {number}: {error}") from None
+    newest = max(group.sampled_versions, default=0)
+    if newest_version is not None and newest > newest_version:
+        raise RolloutRejectedError(f"policy version {newest} has not been served yet: the newest is {newest_version}")
     _check_advantages(group)
 
 
@@ -36,9 +60,10 @@ def _check_lengths(rollout: Rollout, max_token_length: int) -> None:
     length = len(rollout.tokens)
     columns: dict[str, Sequence[float]] = {
         "mask values": rollout.mask,
-        "logprobs": rollout.logprobs,
         "policy versions": rollout.policy_versions,
     }
+    if rollout.logprobs is not None:
+        columns["logprobs"] = rollout.logprobs
     if rollout.processed_logprobs is not None:
         columns["processed logprobs"] = rollout.processed_logprobs
     for name, column in columns.items():
@@ -64,7 +89,7 @@ def _check_tokens(rollout: Rollout, vocab_size: int) -> None:
 
 
 def _check_logprobs(rollout: Rollout) -> None:
-    for position, (value, sampled) in enumerate(zip(rollout.logprobs, rollout.mask, strict=True)):
+    for position, (value, sampled) in enumerate(zip(rollout.logprobs or (), rollout.mask, strict=False)):
         if not isfinite(value):
             raise RolloutRejectedError(f"the logprob of token {position} is {value}")
         if sampled and value > LOGPROB_TOLERANCE:

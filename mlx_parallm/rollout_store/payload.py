@@ -2,11 +2,13 @@
 
 `store.py` is the only user. Layout before zlib: 4 bytes header length (little-endian) · header (JSON) · columns.
 The header holds everything that is not per token, and for each column its `array` type code and length. Columns come
-in a fixed order: for each rollout tokens, mask, logprobs, policy_versions, processed_logprobs (when there are any);
-then the advantages, row by row. Log-probabilities are float32 values in Python floats: a column whose values survive
-float32 is stored in 4 bytes a token, any other in 8. All platforms of MLX are little-endian.
+in a fixed order: for each rollout tokens, mask, logprobs (when there are any), policy_versions, processed_logprobs
+(when there are any), then the same of its earlier segments; then the advantages, row by row. Log-probabilities are
+float32 values in Python floats: a column whose values survive float32 is stored in 4 bytes a token, any other in 8.
+All platforms of MLX are little-endian.
 """
 
+import dataclasses
 import json
 import zlib
 from array import array
@@ -17,6 +19,8 @@ from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.types import Rollout, RolloutGroup
 
 _LENGTH_BYTES = 4
+MAX_REJECT_BYTES = 1 << 20  # compressed; a larger reject keeps its reason only
+MAX_REJECT_VALUES = 1 << 20  # numbers, or characters of a text
 _COMPRESSION_LEVEL = 1  # tokens shrink to a quarter at any level; the trainer's cores have better things to do
 
 
@@ -28,12 +32,14 @@ def encode_group(group: RolloutGroup) -> bytes:
     """
     columns = _ColumnWriter()
     for rollout in group.rollouts:
-        columns.integers(rollout.tokens)
-        columns.integers(rollout.mask)
-        columns.floats(rollout.logprobs)
-        columns.integers(rollout.policy_versions)
-        if rollout.processed_logprobs is not None:
-            columns.floats(rollout.processed_logprobs)
+        for segment in (rollout, *rollout.earlier):
+            columns.integers(segment.tokens)
+            columns.integers(segment.mask)
+            if segment.logprobs is not None:
+                columns.floats(segment.logprobs)
+            columns.integers(segment.policy_versions)
+            if segment.processed_logprobs is not None:
+                columns.floats(segment.processed_logprobs)
     per_token = bool(group.advantages) and isinstance(cast(tuple[Any, ...], group.advantages)[0], tuple)
     if per_token:
         for row in cast(tuple[tuple[float, ...], ...], group.advantages):
@@ -76,8 +82,38 @@ def decode_group(payload: bytes) -> RolloutGroup:
     )
 
 
+def encode_reject(payload: Any) -> bytes | None:
+    """JSON values, a RolloutGroup, or anything with a repr as compressed JSON; None when that is large or deep."""
+    if _is_large(payload):
+        return None
+    try:
+        packed = zlib.compress(json.dumps(payload, default=_as_json).encode(), _COMPRESSION_LEVEL)
+    except RecursionError:
+        return None
+    return packed if len(packed) <= MAX_REJECT_BYTES else None
+
+
+def _is_large(payload: Any) -> bool:
+    """Found out before millions of numbers are written as text, which holds every other thread up."""
+    values, unseen = 0, [payload] if isinstance(payload, str | list | dict) else []
+    while unseen:
+        value = unseen.pop()
+        values += len(value)
+        if values > MAX_REJECT_VALUES:
+            return True
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        unseen += [entry for entry in inner if isinstance(entry, str | list | dict)]
+    return False
+
+
+def _as_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return repr(value)
+
+
 def _rollout_header(rollout: Rollout) -> dict[str, Any]:
-    return {
+    header = {
         "temperature": rollout.temperature,
         "scores": dict(rollout.scores),
         "stop_reason": rollout.stop_reason,
@@ -85,13 +121,18 @@ def _rollout_header(rollout: Rollout) -> dict[str, Any]:
         "zero_advantage": rollout.zero_advantage,
         "processed": rollout.processed_logprobs is not None,
     }
+    if rollout.logprobs is None:
+        header["logprobs"] = False
+    if rollout.earlier:
+        header["earlier"] = [_rollout_header(segment) for segment in rollout.earlier]
+    return header
 
 
 def _rollout(entry: dict[str, Any], columns: "_ColumnReader") -> Rollout:
     return Rollout(
         tokens=columns.next(),
         mask=columns.next(),
-        logprobs=columns.next(),
+        logprobs=columns.next() if entry.get("logprobs", True) else None,
         policy_versions=columns.next(),
         processed_logprobs=columns.next() if entry["processed"] else None,
         temperature=entry["temperature"],
@@ -99,6 +140,7 @@ def _rollout(entry: dict[str, Any], columns: "_ColumnReader") -> Rollout:
         stop_reason=entry["stop_reason"],
         error=entry["error"],
         zero_advantage=entry["zero_advantage"],
+        earlier=tuple(_rollout(segment, columns) for segment in entry.get("earlier", ())),
     )
 
 

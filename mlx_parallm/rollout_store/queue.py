@@ -1,15 +1,14 @@
 """The Atropos API's state without HTTP: registered environments, and the way of a scored group into the store.
 
 `server/routes_atropos.py` turns requests into calls of `AtroposQueue`; the daemon makes the queue over the run's
-`RolloutStore`, from which the trainer of the same process learns. Hence what differs from atroposlib's server, all on
-purpose: the trainer is registered from the start, so no environment waits for it; batches are not handed out; every
-group waits whole and in order of arrival, whatever its size; a group that could never be trained on is refused at once
-with the reason; and environments keep their ids when the daemon is started again.
+`RolloutStore`, from which the trainer of the same process learns. `hand_out.HandOutQueue` is the same for somebody
+else's trainer. What differs from atroposlib's server, all on purpose, is docs/atropos_queue.md.
 
 An environment tells its load by `queue_size`: groups of *its own* size that wait, from all sources together, because it
 stops generating when `queue_size * group_size >= max_batches_offpolicy * batch_size`.
 """
 
+import json
 import threading
 import time
 from collections import deque
@@ -17,10 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.rollout_store.checks import check_group
+from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group
 from mlx_parallm.rollout_store.store import RolloutStore, WaitingSource
-from mlx_parallm.rollout_store.wire import from_scored_data
+from mlx_parallm.rollout_store.wire import AtroposData, from_scored_data
 from mlx_parallm.types import RolloutGroup
 
 SOURCE = "atropos"
@@ -29,22 +30,28 @@ STALLED_AFTER_S = 600.0  # without a group although environments are there
 RECENT = 20  # submissions that `health` judges by
 MIN_ENV_WEIGHT = 0.01  # atroposlib's floor, so that no environment is starved
 _NOTE = "atropos_environments"
+_LOOSE = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_ENV_ID = TypeAdapter(NonNegativeInt | None)
 
 
 @dataclass(frozen=True, slots=True)
 class AtroposSettings:
-    """What environments are told, and what their groups are checked against. `batch_size` counts sequences."""
+    """What environments are told, and what their groups are checked against. `batch_size` counts sequences.
 
-    batch_size: int
-    max_token_length: int
-    vocab_size: int
-    checkpoint_dir: str
-    checkpoint_interval: int
-    total_steps: int
-    wandb_group: str = ""
-    wandb_project: str = ""
+    Defaults are what nobody has registered yet.
+    """
+
+    batch_size: int = -1
+    max_token_length: int = -1
+    vocab_size: int = 0
+    checkpoint_dir: str = ""
+    checkpoint_interval: int = -1
+    total_steps: int = -1
+    wandb_group: str | None = None
+    wandb_project: str | None = None
     temperature: float = 1.0  # of groups that do not name theirs
     other_group_sizes: tuple[int, ...] = ()  # of the in-process environments that fill the same batches
+    missing_logprobs: MissingLogprobs = "reject"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +65,7 @@ class EnvironmentEntry:
     weight: float
     group_size: int
     connected: bool = True
-
-    @property
-    def source(self) -> str:
-        return f"{SOURCE}:{self.env_id}"
+    min_batch_allocation: float | None = None  # part of each batch, 0 to 1
 
 
 class AtroposQueue:
@@ -84,9 +88,15 @@ class AtroposQueue:
         self._lock = threading.Lock()
         self._environments = [EnvironmentEntry(**entry) for entry in store.recall(_NOTE) or []]
         self._last_seen: dict[int, float] = {}  # no entry: not heard of since this process started
-        self._last_group = clock()
+        self._last_group = self._last_reward = clock()
         self._recent: deque[str | None] = deque(maxlen=RECENT)  # None = accepted, else why not
-        self._latest: RolloutGroup | None = None
+        self._sent: dict[str, float] = {}  # environment's name → when its last group came
+        self._latest: Mapping[str, Any] | None = None
+
+    @property
+    def started(self) -> bool:
+        """True once a trainer asks for batches: environments may register."""
+        return True
 
     @property
     def current_step(self) -> int:
@@ -97,8 +107,22 @@ class AtroposQueue:
         with self._lock:
             return tuple(self._environments)
 
+    def register_trainer(self, settings: AtroposSettings, starting_step: int) -> str | None:
+        """A trainer's registration; returns what to tell it. This process trains by itself: nothing changes."""
+        return "the trainer is this server's own process: nothing was changed, and /batch hands nothing out"
+
+    def batch(self) -> dict[str, Any]:
+        """The answer of /batch: the trainer of this process takes groups from the store."""
+        return {"batch": None}
+
     def register_environment(
-        self, desired_name: str, *, max_token_length: int, weight: float, group_size: int
+        self,
+        desired_name: str,
+        *,
+        max_token_length: int,
+        weight: float,
+        group_size: int,
+        min_batch_allocation: float | None = None,
     ) -> EnvironmentEntry:
         """Gives an environment its id and name.
 
@@ -110,7 +134,15 @@ class AtroposQueue:
             former = next((entry for entry in namesakes if not self._is_present(entry)), None)
             env_id = former.env_id if former else len(self._environments)
             name = former.name if former else f"{desired_name}_{len(namesakes)}"
-            entry = EnvironmentEntry(env_id, desired_name, name, max_token_length, weight, group_size)
+            entry = EnvironmentEntry(
+                env_id,
+                desired_name,
+                name,
+                max_token_length,
+                weight,
+                group_size,
+                min_batch_allocation=min_batch_allocation,
+            )
             self._environments[env_id : env_id + 1] = [entry]
             self._last_seen[env_id] = self._clock()
             self._save()
@@ -129,30 +161,54 @@ class AtroposQueue:
         """`queue_size` counts waiting groups of all sources."""
         return {"current_step": self._current_step(), "queue_size": self.store.counts().waiting}
 
-    def environment_status(self, env_id: int) -> dict[str, float] | None:
-        """What an environment throttles itself by; None when no environment has that id."""
+    def environment_status(self, env_id: int) -> dict[str, int | float] | None:
+        """What an environment throttles itself by, as atroposlib computes it; None when no environment has that id."""
         waiting = self.store.waiting_by_source()
         with self._lock:
             if not 0 <= env_id < len(self._environments):
                 return None
             entry = self._environments[env_id]
             self._last_seen[env_id] = self._clock()
-            if not entry.connected:
-                entry = self._environments[env_id] = replace(entry, connected=True)
             weight = self._weight(entry)
-        own = waiting.get(entry.source, WaitingSource(0, 0, 0))
-        group_size = max(entry.group_size, own.largest, 1)
-        sequences = sum(source.sequences for source in waiting.values())
-        if sequences >= self.settings.batch_size and self.store.starved():
-            sequences = 0  # a batch and more, and yet none can be made of it: full queues would wait for each other
+            present = [other for other in self._environments if self._is_present(other)]
+        shares = {_source(other.env_id): other.min_batch_allocation or 0.0 for other in present}
+        own = waiting.pop(_source(env_id), WaitingSource(0, 0, 0))
+        largest = max([1, own.largest, *(source.largest for source in waiting.values())])
+        group_size = max(entry.group_size, own.largest) or 1
+        sequences = own.sequences
+        for name, source in waiting.items():  # in packs of the largest group, beyond what each is sure of
+            packed = -(-source.sequences // largest) * largest if largest > 1 else 0
+            sequences += max(0, packed - int(self.settings.batch_size * shares.get(name, 0.0)))
+        if self._starved():
+            sequences = 0  # full queues would wait for each other
         return {
-            "current_step": self._current_step(),
+            "current_step": self.status()["current_step"],
             "queue_size": sequences // group_size,
-            "unallocated_fraction": 1.0,
+            "unallocated_fraction": 1.0 - min(sum(shares.values()), 1.0),
             "self_queue_size": own.sequences // group_size,
-            "max_group_size": max([1, *(source.largest for source in waiting.values())]),
+            "max_group_size": largest,
             "env_weight": weight,
         }
+
+    def _starved(self) -> bool:
+        """True when a batch and more waits, and yet none can be made of it."""
+        return self.store.waiting_sequences() >= self.settings.batch_size and self.store.starved()
+
+    def minimums(self) -> dict[str, tuple[int, int]]:
+        """environment's name → (sequences of each batch that are its own: whole groups, its group size).
+
+        Of those with a `min_batch_allocation` that are there and have sent a group within SILENT_AFTER_S: one that
+        delivers nothing must not hold batches up.
+        """
+        now, found = self._clock(), {}
+        with self._lock:
+            for entry in self._environments:
+                wanted = int(self.settings.batch_size * (entry.min_batch_allocation or 0.0))
+                sent = self._sent.get(entry.name)
+                if wanted > 0 and self._is_present(entry) and sent is not None and now - sent <= SILENT_AFTER_S:
+                    size = max(entry.group_size, 1)
+                    found[entry.name] = (-(-wanted // size) * size, size)
+        return found
 
     def submit(self, data: Any) -> bool:
         """Takes one scored group off the wire; on the disk when this returns. False: it was sent before.
@@ -160,17 +216,14 @@ class AtroposQueue:
         Raises RolloutRejectedError when it may not be trained on (it lies in quarantine then, with the reason), and
         StoreError when it cannot be kept: the sender should try again.
         """
-        entry = self._sender(data)
-        source = entry.source if entry else SOURCE
+        env_id = _env_id(data)
+        entry, source = self._sender(env_id), _source(env_id)
+        environment = entry.name if entry else "external"
         try:
-            group = from_scored_data(
-                _mapping(data),
-                policy_version=self._policy_version(),
-                environment=entry.name if entry else "external",
-                temperature=self.settings.temperature,
-            )
-            check_group(group, vocab_size=self.settings.vocab_size, max_token_length=self.settings.max_token_length)
-            if len(group.rollouts) > self.settings.batch_size:
+            if not isinstance(data, Mapping):
+                raise RolloutRejectedError(f"a scored group is a JSON object, not {type(data).__name__}")
+            group = self._group(data, environment)
+            if 0 < self.settings.batch_size < len(group.rollouts):
                 raise RolloutRejectedError(
                     f"{len(group.rollouts)} sequences in one group, but a batch has {self.settings.batch_size}"
                     " (rollout_batch_size) and groups are never split"
@@ -178,18 +231,46 @@ class AtroposQueue:
             added = self.store.add(group, source=source)
         except RolloutRejectedError as error:
             self.store.reject(data, source=source, reason=str(error))
-            self._note_submission(str(error), None)
+            self._note_submission(str(error), environment, None)
             raise
-        self._note_submission(None, group)
+        self._note_submission(None, environment, data)
         return added
 
-    def latest_example(self) -> RolloutGroup | None:
-        """The group that was accepted last since this process started."""
-        return self._latest
+    def quarantine(self, reason: str) -> None:
+        """Counts what came as a group and was not even JSON, or too large to be read."""
+        self.store.reject(None, source=SOURCE, reason=reason)
+        self._note_submission(reason, "external", None)
+
+    def _group(self, data: Mapping[str, Any], environment: str) -> RolloutGroup:
+        """The group that `data` is. Raises RolloutRejectedError: it may not be trained on."""
+        require_finite({key: data.get(key) for key in _LOOSE})
+        group = from_scored_data(
+            data,
+            policy_version=self._policy_version(),
+            environment=environment,
+            temperature=self.settings.temperature,
+        )
+        check_group(
+            group,
+            vocab_size=self.settings.vocab_size,
+            max_token_length=self.settings.max_token_length,
+            missing_logprobs=self.settings.missing_logprobs,
+            newest_version=self._policy_version(),
+        )
+        return group
+
+    def latest_example(self) -> dict[str, Any] | None:
+        """The group that was accepted last since this process started, as it was sent."""
+        return None if self._latest is None else AtroposData.model_validate(self._latest).model_dump()
 
     def reset(self) -> int:
         """Drops what waits from environments, recorded as such; registrations stay. Returns how many groups."""
         return self.store.drop_waiting(SOURCE, self._current_step(), "dropped by /atropos/reset_data")
+
+    def note_reward(self) -> None:
+        """A group came by /v1/rewards: somebody makes rollouts, though nobody may have registered here."""
+        with self._lock:
+            self._last_reward = self._clock()
 
     def health(self) -> str | None:
         """What is wrong with the environments that come over HTTP, in words; None when nothing is."""
@@ -198,7 +279,7 @@ class AtroposQueue:
             seen = [(entry, self._last_seen.get(entry.env_id)) for entry in self._environments if entry.connected]
             reasons = [reason for reason in self._recent if reason is not None]
             recent = len(self._recent)
-            quiet_s = now - self._last_group
+            quiet_s, unrewarded_s = now - self._last_group, now - self._last_reward
         for entry, last in seen:
             if last is not None and now - last > SILENT_AFTER_S:
                 return f"environment {entry.name} has not called for {now - last:.0f} s: is it still running?"
@@ -207,8 +288,12 @@ class AtroposQueue:
             return f"{len(reasons)} of the last {recent} groups from environments were rejected: {reasons[-1]}"
         if fault := self._unreachable_batch(present):
             return fault
-        if not present and not self.settings.other_group_sizes and quiet_s > SILENT_AFTER_S:
-            return f"no environment has registered at /atropos for {quiet_s:.0f} s: nothing makes rollouts"
+        nobody_s = min(quiet_s, unrewarded_s)
+        if not present and not self.settings.other_group_sizes and nobody_s > SILENT_AFTER_S:
+            return (
+                f"no environment has registered at /atropos and nothing came to /v1/rewards for {nobody_s:.0f} s:"
+                " nothing makes rollouts"
+            )
         if present and quiet_s > STALLED_AFTER_S:
             return f"{len(present)} environments are registered, but none has sent a group for {quiet_s:.0f} s"
         return None
@@ -226,29 +311,26 @@ class AtroposQueue:
         listed = ", ".join(map(str, sorted(sizes)))
         return f"no mix of groups of {listed} sequences makes a batch of {total} (rollout_batch_size)"
 
-    def _sender(self, data: Any) -> EnvironmentEntry | None:
-        env_id = data.get("env_id") if isinstance(data, Mapping) else None
+    def _sender(self, env_id: int | None) -> EnvironmentEntry | None:
         with self._lock:
-            if not isinstance(env_id, int) or not 0 <= env_id < len(self._environments):
+            if env_id is None or env_id >= len(self._environments):
                 return None
             self._last_seen[env_id] = self._clock()
             return self._environments[env_id]
 
-    def _note_submission(self, reason: str | None, group: RolloutGroup | None) -> None:
+    def _note_submission(self, reason: str | None, environment: str, accepted: Mapping[str, Any] | None) -> None:
         with self._lock:
             self._recent.append(reason)
-            if group is not None:
-                self._latest = group
-                self._last_group = self._clock()
+            if accepted is not None:
+                self._latest = accepted
+                self._last_group = self._sent[environment] = self._clock()
 
     def _weight(self, entry: EnvironmentEntry) -> float:
         """atroposlib's share of an environment: context length x weight, over the environments that are there."""
         total = sum(
-            other.max_token_length * max(0.0, other.weight)
-            for other in self._environments
-            if self._is_present(other) or other.env_id == entry.env_id
+            other.max_token_length * max(0.0, other.weight) for other in self._environments if self._is_present(other)
         )
-        return max(MIN_ENV_WEIGHT, entry.max_token_length * entry.weight / total) if total > 0 else MIN_ENV_WEIGHT
+        return max(MIN_ENV_WEIGHT, entry.max_token_length * entry.weight / total) if total else MIN_ENV_WEIGHT
 
     def _is_present(self, entry: EnvironmentEntry) -> bool:
         last = self._last_seen.get(entry.env_id)
@@ -258,7 +340,24 @@ class AtroposQueue:
         self.store.remember(_NOTE, [asdict(entry) for entry in self._environments])
 
 
-def _mapping(data: Any) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping):
-        raise RolloutRejectedError(f"a scored group is a JSON object, not {type(data).__name__}")
-    return data
+def require_finite(fields: Mapping[str, Any]) -> None:
+    """Raises RolloutRejectedError: a field holds NaN or an infinity (JSON has neither), or is nested too deep."""
+    for name, value in fields.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise RolloutRejectedError(f"{name} holds NaN or an infinity") from None
+        except RecursionError:
+            raise RolloutRejectedError(f"{name} is nested too deep") from None
+
+
+def _source(env_id: int | None) -> str:
+    return SOURCE if env_id is None else f"{SOURCE}:{env_id}"
+
+
+def _env_id(data: Any) -> int | None:
+    """None when there is none, or none that is one."""
+    try:
+        return _ENV_ID.validate_python(data.get("env_id") if isinstance(data, Mapping) else None)
+    except ValidationError:
+        return None

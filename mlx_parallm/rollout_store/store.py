@@ -1,59 +1,37 @@
-"""The durable queue of scored groups: one SQLite file a run, `rollouts.sqlite`.
+"""The durable queue of scored groups and its ledger: one SQLite file a run, `rollouts.sqlite`.
 
 Who writes: `environments.RolloutManager` (in process), the `/atropos` routes through `queue.py`, and
 `rl_training.atropos_client`. Who reads: `rl_training.rollout_buffer`, which marks what it consumes. A group is on the
-disk (WAL, synchronous=FULL) before `add` returns, so an acknowledgement after it is a promise.
+disk (`database.py` says how) before `add` returns, so an acknowledgement after it is a promise.
 
 A group is `waiting`, then `taken` by a step or `dropped` with a reason; what may not be trained on lies in `rejects`.
 The checkpoint is the truth about what was consumed: `restore(step)` puts every group that a later step took or dropped
-back to waiting. Payloads of consumed groups stay (replay, inspection); `size_bytes` tells what they cost.
-
-One connection, one lock: SQLite has a single writer anyway, and a commit takes about a millisecond.
+back to waiting. `prune` deletes payloads (the tokens) of groups that no checkpoint can need; their rows stay for ever.
 """
 
-import contextlib
-import dataclasses
 import json
 import sqlite3
-import threading
 import time
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.errors import StoreError
-from mlx_parallm.rollout_store.payload import decode_group, encode_group
+from mlx_parallm.errors import RolloutRejectedError, StoreError
+from mlx_parallm.log import get_logger
+from mlx_parallm.rollout_store.database import Database
+from mlx_parallm.rollout_store.disk import shortage
+from mlx_parallm.rollout_store.payload import decode_group, encode_group, encode_reject
 from mlx_parallm.types import RolloutGroup
 
-SCHEMA_VERSION = 1
 KEPT_REJECTS = 200  # newest rejects whose payload is kept; an environment gone wrong must not fill the disk
-MAX_REJECT_BYTES = 1 << 20  # compressed; a larger reject keeps its reason only
+MAX_NAME_BYTES = 2048  # id, environment and source of a group: they stay in the ledger for ever
+MAX_REASON = 1000  # characters; it may quote what was sent
+PRUNED_AT_ONCE = 64  # payloads deleted under one lock: who sends groups waits as long
 
-_SCHEMA = """
-CREATE TABLE groups (
-    sequence INTEGER PRIMARY KEY AUTOINCREMENT,
-    group_id TEXT NOT NULL UNIQUE,
-    source TEXT NOT NULL,
-    environment TEXT NOT NULL,
-    rollouts INTEGER NOT NULL,
-    received REAL NOT NULL,
-    state TEXT NOT NULL DEFAULT 'waiting' CHECK (state IN ('waiting', 'taken', 'dropped')),
-    step INTEGER,
-    reason TEXT,
-    payload BLOB NOT NULL
-);
-CREATE INDEX groups_by_state ON groups (state, sequence);
-CREATE TABLE rejects (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    source TEXT NOT NULL,
-    reason TEXT NOT NULL,
-    received REAL NOT NULL,
-    payload BLOB
-);
-CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-"""
+log = get_logger("rollouts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,50 +63,89 @@ class Reject:
     payload: Any
 
 
+class _Arrival:
+    """A group on its way to the disk. Whoever has the lock writes all that have come by then, in one commit."""
+
+    def __init__(self, group: RolloutGroup, source: str) -> None:
+        try:  # here, where only its own sender is told: in the commit it would take all others down with it
+            names = len(f"{group.group_id}{group.environment}{source}".encode())
+        except UnicodeEncodeError as error:
+            raise RolloutRejectedError("the group's id or environment holds half a character") from error
+        if names > MAX_NAME_BYTES:
+            raise RolloutRejectedError(f"the group's id and environment have {names} bytes, more than {MAX_NAME_BYTES}")
+        versions = group.sampled_versions
+        payload = encode_group(group)
+        self.row = (
+            *(group.group_id, source, group.environment, len(group.rollouts), time.time()),
+            *(min(versions, default=None), max(versions, default=None), len(payload)),
+        )
+        self.payload = payload
+        self.is_new: bool | None = None  # None: not on the disk
+        self.fault = "the group was not written"
+        self.tried = False
+
+
 class RolloutStore:
     """Scored groups on disk; every method may be called from any thread. Raises StoreError and nothing of sqlite3's."""
 
-    def __init__(self, path: Path, *, lock_timeout_s: float = 5.0) -> None:
-        """Opens or makes the database. Raises StoreError: not a database, a newer schema, locked, not writable."""
+    def __init__(
+        self, path: Path, *, lock_timeout_s: float = 5.0, min_free_bytes: int = 0, read_only: bool = False
+    ) -> None:
+        """Opens or makes the database; one of an older schema is brought up to date.
+
+        Args:
+            min_free_bytes: `add` refuses groups while less is free on the disk (`disk.reserve_bytes`).
+            read_only: another process may be using it; it must be there, and only reading methods work.
+
+        Raises StoreError: not a database, a newer schema, locked, not writable.
+        """
         self.path = path
-        self._changed = threading.Condition()
+        self.min_free_bytes = min_free_bytes
+        self.database = Database(path, lock_timeout_s=lock_timeout_s, read_only=read_only)
+        self._changed = self.database.changed
+        self._transaction, self._reading = self.database.transaction, self.database.reading
+        self._arrivals: deque[_Arrival] = deque()
         self._wakes = 0
         self._wanted: list[int] = []  # `at_least` of every thread that is in `wait_for_groups`
-        self._connection: sqlite3.Connection | None = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # autocommit: every transaction below is explicit; the condition's lock serialises the threads
-            self._connection = sqlite3.connect(
-                path, timeout=lock_timeout_s, isolation_level=None, check_same_thread=False
-            )
-            self._prepare(self._connection)
-        except (sqlite3.Error, OSError) as error:
-            self._discard_connection()
-            raise self._explained("opened", error) from error
-        except StoreError:
-            self._discard_connection()
-            raise
 
     def add(self, group: RolloutGroup, *, source: str) -> bool:
-        """Stores a checked group; on the disk when this returns. False: a group of that id is known already."""
-        payload = encode_group(group)
-        with self._transaction("written") as connection:
-            cursor = connection.execute(
-                "INSERT INTO groups (group_id, source, environment, rollouts, received, payload)"
-                " VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (group_id) DO NOTHING",
-                (group.group_id, source, group.environment, len(group.rollouts), time.time(), payload),
-            )
-            return cursor.rowcount == 1
+        """Stores a checked group; on the disk when this returns. False: a group of that id is known already.
+
+        Groups that come while another is being written share one commit. Raises StoreError: not kept, send it again.
+        """
+        arrival = _Arrival(group, source)
+        self._arrivals.append(arrival)
+        with self._changed:
+            if not arrival.tried:
+                self._write_arrivals()
+        if arrival.is_new is None:
+            raise StoreError(arrival.fault)
+        return arrival.is_new
+
+    def _write_arrivals(self) -> None:
+        arrivals = [self._arrivals.popleft() for _ in range(len(self._arrivals))]
+        for arrival in arrivals:
+            arrival.tried = True
+        try:
+            if fault := shortage(self.path.parent, self.min_free_bytes):
+                raise StoreError(f"{self.path}: no group is accepted: {fault}; it may be sent again")
+            with self._transaction() as connection:
+                new = [_insert(connection, arrival) for arrival in arrivals]
+        except StoreError as error:
+            for arrival in arrivals:
+                arrival.fault = str(error)
+            return
+        for arrival, is_new in zip(arrivals, new, strict=True):
+            arrival.is_new = is_new
 
     def reject(self, payload: Any, *, source: str, reason: str) -> None:
         """Puts what may not be trained on into quarantine: JSON values, a RolloutGroup, or anything with a repr."""
-        kept: bytes | None = zlib.compress(json.dumps(payload, default=_as_json).encode(), 1)
-        if kept is not None and len(kept) > MAX_REJECT_BYTES:
-            kept = None
-        with self._transaction("written") as connection:
+        kept = encode_reject(payload)
+        in_words = reason[:MAX_REASON].encode(errors="backslashreplace").decode()
+        with self._transaction() as connection:
             cursor = connection.execute(
                 "INSERT INTO rejects (source, reason, received, payload) VALUES (?, ?, ?, ?)",
-                (source, reason, time.time(), kept),
+                (source[:MAX_REASON], in_words, time.time(), kept),
             )
             oldest_kept = (cursor.lastrowid or 0) - KEPT_REJECTS
             connection.execute("UPDATE rejects SET payload = NULL WHERE id = ?", (oldest_kept,))
@@ -143,7 +160,7 @@ class RolloutStore:
 
     def drop_waiting(self, source_prefix: str, step: int, reason: str) -> int:
         """Drops every waiting group of the sources that begin so; returns how many."""
-        with self._transaction("written") as connection:
+        with self._transaction() as connection:
             return connection.execute(
                 "UPDATE groups SET state = 'dropped', step = ?, reason = ?"
                 " WHERE state = 'waiting' AND substr(source, 1, ?) = ?",
@@ -154,32 +171,89 @@ class RolloutStore:
         """Puts groups that steps after the checkpoint's took or dropped back to waiting; returns how many.
 
         What step `keep_drops_of` (one that the checkpoint holds half-done, statistics included) dropped stays dropped.
+        So does what is pruned already, which the checkpoints of a run never need, with a warning.
         """
-        with self._transaction("written") as connection:
-            return connection.execute(
-                "UPDATE groups SET state = 'waiting', step = NULL, reason = NULL WHERE state != 'waiting' AND step > ?"
-                " AND NOT (state = 'dropped' AND step = ?)",
-                (consumed_up_to_step, -1 if keep_drops_of is None else keep_drops_of),
+        consumed = "state != 'waiting' AND step > ? AND NOT (state = 'dropped' AND step = ?)"
+        values = (consumed_up_to_step, -1 if keep_drops_of is None else keep_drops_of)
+        with self._transaction() as connection:
+            restored = connection.execute(
+                f"UPDATE groups SET state = 'waiting', step = NULL, reason = NULL WHERE {consumed}"
+                " AND bytes IS NOT NULL",
+                values,
             ).rowcount
+            (gone,) = connection.execute(f"SELECT COUNT(*) FROM groups WHERE {consumed}", values).fetchone()
+        if gone:
+            log.warning("rollouts of later steps are pruned: they are not trained on again", groups=gone)
+        return restored
+
+    def prune(self, up_to_step: int, *, always_up_to_step: int, max_bytes: int, seconds: float = 1.0) -> int:
+        """Deletes payloads of consumed groups, oldest step first, and shrinks the file; returns how many.
+
+        Args:
+            up_to_step: the last step that no checkpoint can bring back.
+            always_up_to_step: these steps whatever the size; later ones only while the file's content is larger than
+            max_bytes: (0 = no bound).
+            seconds: about how long this may take, one slice at least; the next call goes on.
+        """
+        deadline = time.monotonic() + seconds
+        excess = self.database.size_bytes(used=True) - max_bytes if max_bytes else 0
+        doomed: list[int] = []
+        with self._reading() as connection:
+            rows = connection.execute(
+                "SELECT sequence, step, bytes FROM groups INDEXED BY consumed_payloads"
+                " WHERE bytes IS NOT NULL AND state != 'waiting' AND step <= ? ORDER BY step, sequence",
+                (up_to_step,),
+            )
+            for sequence, step, size in rows:
+                if step > always_up_to_step and excess <= 0:
+                    break
+                doomed.append(sequence)
+                excess -= size
+        pruned = 0
+        while pruned < len(doomed) and (not pruned or time.monotonic() < deadline):
+            chunk = [(sequence,) for sequence in doomed[pruned : pruned + PRUNED_AT_ONCE]]
+            with self._transaction() as connection:
+                connection.executemany("DELETE FROM payloads WHERE sequence = ?", chunk)
+                connection.executemany("UPDATE groups SET bytes = NULL WHERE sequence = ?", chunk)
+            pruned += len(chunk)
+        while time.monotonic() < deadline and self.database.give_back():
+            pass
+        return pruned
 
     def waiting(self, limit: int | None = None, *, exclude: Collection[str] = ()) -> list[RolloutGroup]:
         """Waiting groups, oldest first, without those whose id the caller holds already (`exclude`)."""
         with self._reading() as connection:
             rows = connection.execute("SELECT sequence, group_id FROM groups WHERE state = 'waiting' ORDER BY sequence")
             wanted = [sequence for sequence, group_id in rows if group_id not in exclude][:limit]
-            payloads = [self._payload(connection, "sequence", sequence) for sequence in wanted]
+            payloads = [
+                connection.execute("SELECT payload FROM payloads WHERE sequence = ?", (sequence,)).fetchone()[0]
+                for sequence in wanted
+            ]
         return [self._decoded(payload) for payload in payloads]
+
+    def waiting_sizes(self) -> list[tuple[str, str, int]]:
+        """(id, environment, sequences) of every waiting group, oldest first."""
+        with self._reading() as connection:
+            return connection.execute(
+                "SELECT group_id, environment, rollouts FROM groups WHERE state = 'waiting' ORDER BY sequence"
+            ).fetchall()
 
     def waiting_ids(self) -> set[str]:
         """Ids of all groups that wait."""
-        with self._reading() as connection:
-            rows = connection.execute("SELECT group_id FROM groups WHERE state = 'waiting'")
-            return {group_id for (group_id,) in rows}
+        return {group_id for group_id, _, _ in self.waiting_sizes()}
 
     def groups(self, group_ids: Iterable[str]) -> list[RolloutGroup]:
-        """These groups whatever their state, in the order asked for. Raises StoreError when one is unknown."""
+        """These groups whatever their state, in the order asked for. Raises StoreError: one is unknown or pruned."""
+        payloads = []
         with self._reading() as connection:
-            payloads = [self._payload(connection, "group_id", group_id) for group_id in group_ids]
+            for group_id in group_ids:
+                row = connection.execute(
+                    "SELECT payload FROM groups LEFT JOIN payloads USING (sequence) WHERE group_id = ?", (group_id,)
+                ).fetchone()
+                if row is None or row[0] is None:
+                    fault = f"the tokens of group {group_id!r} are pruned" if row else f"no group {group_id!r}"
+                    raise StoreError(f"{self.path}: {fault}")
+                payloads.append(row[0])
         return [self._decoded(payload) for payload in payloads]
 
     def known_ids(self, prefix: str = "") -> set[str]:
@@ -197,7 +271,7 @@ class RolloutStore:
             wakes = self._wakes
             self._wanted.append(at_least)
             try:
-                while self._connection is not None:
+                while self.database.connection is not None:
                     if self._waiting_groups() >= at_least:
                         return True
                     remaining = deadline - time.monotonic()
@@ -273,14 +347,11 @@ class RolloutStore:
 
     def size_bytes(self) -> int:
         """Bytes of the database file, without its write-ahead log."""
-        with self._reading() as connection:
-            (pages,) = connection.execute("PRAGMA page_count").fetchone()
-            (page_size,) = connection.execute("PRAGMA page_size").fetchone()
-        return pages * page_size
+        return self.database.size_bytes()
 
     def remember(self, key: str, value: Any) -> None:
         """Keeps a small JSON value across restarts (the environments that registered)."""
-        with self._transaction("written") as connection:
+        with self._transaction() as connection:
             connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, json.dumps(value)))
 
     def recall(self, key: str) -> Any:
@@ -291,24 +362,10 @@ class RolloutStore:
 
     def close(self) -> None:
         """Folds the log into the file and wakes who waits. Idempotent; later calls raise StoreError."""
-        with self._changed:
-            self._discard_connection()
-            self._changed.notify_all()
-
-    def _prepare(self, connection: sqlite3.Connection) -> None:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            statements = f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
-            connection.executescript(statements)
-        elif version != SCHEMA_VERSION:
-            raise StoreError(
-                f"{self.path}: schema {version} is a newer mlx_parallm's; this one reads up to {SCHEMA_VERSION}"
-            )
+        self.database.close()
 
     def _mark(self, group_ids: Collection[str], state: str, step: int, reason: str | None) -> None:
-        with self._transaction("written") as connection:
+        with self._transaction() as connection:
             for group_id in group_ids:
                 cursor = connection.execute(
                     "UPDATE groups SET state = ?, step = ?, reason = ? WHERE group_id = ?",
@@ -317,61 +374,20 @@ class RolloutStore:
                 if cursor.rowcount != 1:
                     raise StoreError(f"{self.path}: no group {group_id!r} to mark as {state}")
 
-    def _payload(self, connection: sqlite3.Connection, column: str, value: int | str) -> bytes:
-        row = connection.execute(f"SELECT payload FROM groups WHERE {column} = ?", (value,)).fetchone()
-        if row is None:
-            raise StoreError(f"{self.path}: no group {value!r}")
-        return row[0]
-
     def _decoded(self, payload: bytes) -> RolloutGroup:
         try:
             return decode_group(payload)
         except (ValueError, KeyError, zlib.error) as error:
             raise StoreError(f"{self.path}: a stored group is damaged: {error}") from error
 
-    @contextlib.contextmanager
-    def _transaction(self, doing: str) -> Iterator[sqlite3.Connection]:
-        """All or nothing; who waits is told after the commit."""
-        with self._reading(doing) as connection:
-            try:
-                connection.execute("BEGIN IMMEDIATE")
-                yield connection
-                connection.execute("COMMIT")
-            finally:
-                if connection.in_transaction:  # something failed; a full disk may have rolled back already
-                    with contextlib.suppress(sqlite3.Error):
-                        connection.execute("ROLLBACK")
-            self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def _reading(self, doing: str = "read") -> Iterator[sqlite3.Connection]:
-        with self._changed:
-            if self._connection is None:
-                raise StoreError(f"{self.path}: the rollout database is closed")
-            try:
-                yield self._connection
-            except sqlite3.Error as error:
-                raise self._explained(doing, error) from error
-
-    def _discard_connection(self) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(sqlite3.Error):  # a full disk: the log stays beside the file and loses nothing
-                self._connection.close()
-        self._connection = None
-
-    def _explained(self, doing: str, error: Exception) -> StoreError:
-        text = str(error)
-        advice = ""
-        if "full" in text or "disk I/O" in text:
-            advice = " (is the disk full? free some space: the group was not accepted and may be sent again)"
-        elif "locked" in text:
-            advice = " (another process holds it: is a second daemon using this run directory?)"
-        elif "not a database" in text:
-            advice = " (move the file away to start a new one)"
-        return StoreError(f"{self.path}: the rollout database cannot be {doing}: {text}{advice}")
-
-
-def _as_json(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return repr(value)
+def _insert(connection: sqlite3.Connection, arrival: _Arrival) -> bool:
+    cursor = connection.execute(
+        "INSERT INTO groups (group_id, source, environment, rollouts, received, first_version, last_version, bytes)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (group_id) DO NOTHING",
+        arrival.row,
+    )
+    if cursor.rowcount != 1:
+        return False
+    connection.execute("INSERT INTO payloads VALUES (?, ?)", (cursor.lastrowid, arrival.payload))
+    return True

@@ -1,55 +1,96 @@
 """The Atropos wire format ↔ `RolloutGroup`. Only this file (and `rl_training.atropos_client`) knows its conventions.
 
 On the wire `masks` are labels: -100 where a token was given, the token's own id where the policy sampled it; and
-`inference_logprobs` hold 1.0 where there is none. Here `mask` is 0 or 1 and a missing log-probability is a reason to
-refuse the group: the ratio of the loss needs the behaviour policy's own numbers.
+`inference_logprobs` hold 1.0 where there is none. Here `mask` is 0 or 1; a group without `inference_logprobs`
+(server_type openai) has rollouts with `logprobs` None, and a sampled token without one among others refuses the group.
+
+atroposlib's ManagedServer makes sequences of several turns: several sampled spans; after a turn its EOS twice, the
+second one given; earlier turns given again (-100 and 1.0) when a plain completion was extended. What counts is the
+label alone, so each is trained on where it says so and nowhere else. A template that rewrites history makes a sequence
+a turn there; whether those belong together only the environment knows.
 
 Beyond atroposlib's ScoredData three optional fields are understood: `group_id`, `policy_versions` [G][T] and
-`environment`. Fields that would change the training but that this trainer has no use for are refused (images, `sft`)
-or, when the group is still what it says it is without them, listed in `metadata["ignored_fields"]` (ref_logprobs: the
-trainer computes its own reference; distill_*: teacher data). Range checks are `checks.check_group`'s.
+`environment`. Fields that would change the training but that this trainer has no use for are refused (`sft`, images,
+messages with parts that are not text) or, when the group is still what it says it is without them, listed in
+`metadata["ignored_fields"]` (ref_logprobs: the trainer computes its own reference; distill_*: teacher data). Range
+checks are `checks.check_group`'s.
 """
 
 import hashlib
 from array import array
 from collections.abc import Mapping
-from math import isfinite
-from typing import Any, cast
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, FailFast, NonNegativeInt, ValidationError, field_validator
 
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rollout_store.checks import LOGPROB_TOLERANCE
 from mlx_parallm.types import Rollout, RolloutGroup
 
 GIVEN = -100  # the label of a token that is not trained on
-MISSING_LOGPROB = 1.0
 _DUMMY_TOKENS = list(range(128))  # what atroposlib's DummyManagedServer invents for servers without token ids
 _DUMMY_LOGPROB = -0.5
+MAX_TEMPERATURE = 1e6  # also against integers that no float holds
 _KEPT_AS_METADATA = ("messages", "generation_params", "env_id")
 _IGNORED = ("ref_logprobs", "distill_token_ids", "distill_logprobs")
 
 
-class ScoredData(BaseModel):
-    """One scored group as environments send it (atroposlib 0.4.0's ScoredData and three optional fields of ours)."""
+class _OneFault(FailFast):
+    """A list is given up at its first fault: millions of faults in one body would take gigabytes."""
 
-    tokens: list[list[int]]
-    masks: list[list[int]]
-    scores: list[float]
-    advantages: list[list[float]] | None = None
-    ref_logprobs: Any = None
-    messages: list[list[dict[str, Any]]] | None = None
+    __hash__ = object.__hash__  # `X | None` asks for one
+
+
+Integers = Annotated[list[Annotated[list[int], _OneFault()]], _OneFault()]
+Numbers = Annotated[list[Annotated[list[float], _OneFault()]], _OneFault()]
+
+
+class AtroposData(BaseModel):
+    """One scored group as environments send it: atroposlib 0.4.0's ScoredData, field for field."""
+
+    tokens: Integers
+    masks: Integers
+    scores: Annotated[list[float], _OneFault()]
+    advantages: Numbers | None = None
+    ref_logprobs: Numbers | None = None
+    messages: Annotated[list[Annotated[list[dict[str, Any]], _OneFault()]], _OneFault()] | None = None
     generation_params: dict[str, Any] | None = None
-    inference_logprobs: list[list[float]] | None = None
-    overrides: list[dict[str, Any] | None] | None = None
+    inference_logprobs: Numbers | None = None
+    overrides: Annotated[list[dict[str, Any]], _OneFault()] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
-    env_id: int | None = None
-    distill_token_ids: Any = None
-    distill_logprobs: Any = None
+    env_id: NonNegativeInt | None = None
+    distill_token_ids: Annotated[list[Integers], _OneFault()] | None = None
+    distill_logprobs: Annotated[list[Numbers], _OneFault()] | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _have_role_and_content(cls, value: Any) -> Any:
+        try:
+            complete = all("role" in message and "content" in message for row in value or [] for message in row)
+        except TypeError:  # no lists of objects: the type's own message says so
+            return value
+        if not complete:
+            raise ValueError("Message must have 'role' and 'content' fields")
+        return value
+
+
+class ScoredData(AtroposData):
+    """What can be trained on here, with three optional fields of ours."""
+
     group_id: str | None = None
     environment: str | None = None
-    policy_versions: list[list[int]] | None = None
+    policy_versions: Integers | None = None
+
+    @field_validator(
+        *("advantages", "ref_logprobs", "messages", "inference_logprobs", "overrides", "images"),
+        *("distill_token_ids", "distill_logprobs", "policy_versions"),
+        mode="before",
+    )
+    @classmethod
+    def _absent(cls, value: Any) -> Any:
+        """BaseEnv.collect_trajectories sends [] for what none of its items has."""
+        return None if value == [] else value
 
 
 def from_scored_data(
@@ -68,12 +109,11 @@ def from_scored_data(
     try:
         wire = ScoredData.model_validate(data)
     except ValidationError as error:
-        raise RolloutRejectedError(_first_faults(error)) from None
+        raise RolloutRejectedError(first_faults(error)) from error
     _refuse_what_is_not_supported(wire)
     size = len(wire.tokens)
     _require_rows(wire, size)
-    assert wire.inference_logprobs is not None  # _require_rows
-    overrides = [entry or {} for entry in wire.overrides or []]
+    overrides = wire.overrides or []
     rollouts = tuple(
         _rollout(wire, number, overrides[number] if number < len(overrides) else {}, policy_version, temperature)
         for number in range(size)
@@ -90,37 +130,6 @@ def from_scored_data(
     )
 
 
-def to_scored_data(group: RolloutGroup) -> dict[str, Any]:
-    """The group as Atropos' API hands it out: every field present, null when unset. [G] advantages become rows."""
-    overrides: list[dict[str, Any]] = [{"temperature": rollout.temperature} for rollout in group.rollouts]
-    for entry, rollout in zip(overrides, group.rollouts, strict=True):
-        if rollout.zero_advantage:
-            entry["set_advantage_to_zero"] = True
-    return dict.fromkeys(ScoredData.model_fields) | {
-        "tokens": [list(rollout.tokens) for rollout in group.rollouts],
-        "masks": [
-            [token if sampled else GIVEN for token, sampled in zip(rollout.tokens, rollout.mask, strict=True)]
-            for rollout in group.rollouts
-        ],
-        "scores": [rollout.reward for rollout in group.rollouts],
-        "inference_logprobs": [
-            [
-                value if sampled else MISSING_LOGPROB
-                for value, sampled in zip(rollout.logprobs, rollout.mask, strict=True)
-            ]
-            for rollout in group.rollouts
-        ],
-        "advantages": _advantage_rows(group),
-        "messages": group.metadata.get("messages"),
-        "generation_params": group.metadata.get("generation_params"),
-        "overrides": overrides,
-        "env_id": group.metadata.get("env_id"),
-        "group_id": group.group_id,
-        "environment": group.environment,
-        "policy_versions": [list(rollout.policy_versions) for rollout in group.rollouts],
-    }
-
-
 def _versions(wire: ScoredData, number: int, mask: list[int], policy_version: int) -> tuple[int, ...]:
     """As sent; else `policy_version` where a token was sampled, and unknown (-1) where it was given."""
     if wire.policy_versions:
@@ -131,28 +140,23 @@ def _versions(wire: ScoredData, number: int, mask: list[int], policy_version: in
 def _rollout(
     wire: ScoredData, number: int, override: Mapping[str, Any], policy_version: int, temperature: float
 ) -> Rollout:
-    assert wire.inference_logprobs is not None  # _require_rows
     tokens, labels = wire.tokens[number], wire.masks[number]
     mask = [0 if label == GIVEN else 1 for label in labels]
-    values = wire.inference_logprobs[number]
-    if tokens == _DUMMY_TOKENS and all(value == _DUMMY_LOGPROB for value in values):
+    values = None if wire.inference_logprobs is None else wire.inference_logprobs[number]
+    if tokens == _DUMMY_TOKENS and all(value == _DUMMY_LOGPROB for value in values or ()):
         raise RolloutRejectedError(
             f"sequence {number} is atroposlib's placeholder (tokens 0 to 127): the environment must use"
             " server_type vllm, which returns real token ids and log-probabilities"
         )
-    for position, (token, label, value) in enumerate(zip(tokens, labels, values, strict=True)):
+    for position, (token, label) in enumerate(zip(tokens, labels, strict=True)):
         if label not in (GIVEN, token):
             raise RolloutRejectedError(
                 f"sequence {number}: masks[{position}] is {label}, neither -100 (given) nor the token's id {token}"
             )
-        if label != GIVEN and value > LOGPROB_TOLERANCE:
-            raise RolloutRejectedError(
-                f"sequence {number}: sampled token {position} has no log-probability (inference_logprobs is {value:g})"
-            )
     return Rollout(
         tokens=tuple(tokens),
         mask=tuple(mask),
-        logprobs=tuple(value if sampled else 0.0 for value, sampled in zip(values, mask, strict=True)),
+        logprobs=None if values is None else _sampled_logprobs(number, values, mask),
         policy_versions=_versions(wire, number, mask, policy_version),
         temperature=_temperature(wire, override, temperature),
         scores={"reward": wire.scores[number]},
@@ -160,30 +164,45 @@ def _rollout(
     )
 
 
+def _sampled_logprobs(number: int, values: list[float], mask: list[int]) -> tuple[float, ...]:
+    for position, (value, sampled) in enumerate(zip(values, mask, strict=True)):
+        if sampled and value > LOGPROB_TOLERANCE:
+            raise RolloutRejectedError(
+                f"sequence {number}: sampled token {position} has no log-probability (inference_logprobs is {value:g})"
+            )
+    return tuple(value if sampled else 0.0 for value, sampled in zip(values, mask, strict=True))
+
+
 def _temperature(wire: ScoredData, override: Mapping[str, Any], default: float) -> float:
     for source in (override, wire.generation_params or {}, wire.group_overrides or {}):
         value = source.get("temperature")
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-            raise RolloutRejectedError(f"temperature {value!r} is not a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_TEMPERATURE:
+            raise RolloutRejectedError(f"temperature {repr(value)[:80]} is not a number up to {MAX_TEMPERATURE:g}")
         return float(value) if value > 0 else 1.0
     return default
 
 
 def _refuse_what_is_not_supported(wire: ScoredData) -> None:
-    if wire.images is not None:
-        raise RolloutRejectedError("the group carries images; the policy reads text only")
-    for where in (*(entry or {} for entry in wire.overrides or []), wire.group_overrides or {}):
+    if kinds := _other_than_text(wire):
+        raise RolloutRejectedError(f"the group carries {', '.join(kinds)}; the policy reads text only")
+    for where in (*(wire.overrides or []), wire.group_overrides or {}):
         if where.get("sft"):
             raise RolloutRejectedError(
                 "the group asks for supervised training (sft), which this trainer does not mix in"
             )
-    if wire.inference_logprobs is None:
-        raise RolloutRejectedError(
-            "no inference_logprobs: the environment must collect through atroposlib's ManagedServer"
-            " (server_type vllm), or return them itself"
-        )
+
+
+def _other_than_text(wire: ScoredData) -> list[str]:
+    """What the policy cannot read: `images`, and the parts of messages that are not text (image_url, input_audio, …).
+
+    Their tokens would be trained on as if they were words.
+    """
+    contents = (message.get("content") for row in wire.messages or [] for message in row)
+    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
+    kinds = {str(part.get("type", "text"))[:80] for part in parts} - {"text"}
+    return sorted(kinds | (set() if wire.images is None else {"images"}))
 
 
 def _require_rows(wire: ScoredData, size: int) -> None:
@@ -203,23 +222,18 @@ def _require_rows(wire: ScoredData, size: int) -> None:
         raise RolloutRejectedError(f"{len(wire.overrides or [])} overrides for {size} sequences")
 
 
-def _first_faults(error: ValidationError) -> str:
+def first_faults(error: ValidationError) -> str:
     faults = [f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors(include_url=False)[:3]]
     return "not a scored group: " + "; ".join(faults)
 
 
 def _content_hash(wire: ScoredData) -> str:
-    digest = hashlib.sha256(repr((wire.env_id, wire.scores)).encode())
-    for tokens, masks, values in zip(wire.tokens, wire.masks, wire.inference_logprobs or [], strict=True):
-        digest.update(array("d", values).tobytes())
-        digest.update(repr((tokens, masks)).encode())
+    digest = hashlib.sha256(repr((wire.env_id, wire.scores, [len(row) for row in wire.tokens])).encode())
+    logprobs = wire.inference_logprobs or [[]] * len(wire.tokens)
+    try:
+        for tokens, masks, values in zip(wire.tokens, wire.masks, logprobs, strict=True):
+            for column in (array("d", values), array("q", tokens), array("q", masks)):
+                digest.update(column)
+    except OverflowError:
+        raise RolloutRejectedError("a token id does not fit 64 bits") from None
     return digest.hexdigest()[:32]
-
-
-def _advantage_rows(group: RolloutGroup) -> list[list[float]] | None:
-    if group.advantages is None:
-        return None
-    rows: list[list[float]] = []
-    for entry, rollout in zip(group.advantages, group.rollouts, strict=True):
-        rows.append(list(entry) if isinstance(entry, tuple) else [cast(float, entry)] * len(rollout.tokens))
-    return rows

@@ -19,6 +19,7 @@ from mlx_parallm.server.routes_completions import completions_router
 from mlx_parallm.server.routes_control import control_router
 from mlx_parallm.server.routes_generate import generate_router
 from mlx_parallm.server.routes_inference import inference_router
+from mlx_parallm.server.routes_rewards import rewards_router
 from mlx_parallm.server.routes_status import status_router
 from mlx_parallm.server.routes_tokenize import tokenize_router
 
@@ -29,7 +30,8 @@ def create_app(deps: ServerDeps) -> FastAPI:
     app.state.context = ServerContext(deps)
     openai = (completions_router(), chat_router())
     tokens = (tokenize_router(), generate_router(), inference_router())
-    for router in (status_router(), *openai, *tokens, control_router(), adapters_router(), *deps.extra_routers):
+    control = (control_router(), adapters_router(), rewards_router())
+    for router in (status_router(), *openai, *tokens, *control, *deps.extra_routers):
         app.include_router(router)
     install_error_handlers(app)
     install_openapi(app)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mlx_parallm.engine.adapter_loader import AdapterLoader
     from mlx_parallm.engine.client import EngineClient
     from mlx_parallm.models.tokenizer import Tokenizer
+    from mlx_parallm.rollout_store.completions import KeptCompletions
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class ServerDeps:
     cors_origins: Sequence[str] = ()  # web pages of these origins may read answers; ("*",) = any
     logprobs_mode: str = "raw"  # or "processed": what `logprobs` in answers are, see ServerConfig
     extra_routers: Sequence[APIRouter] = ()  # e.g. /atropos; behind the same key and loading gate
+    completions: "KeptCompletions | None" = None  # for /v1/rewards; None = this server trains nothing
 
 
 class ServerContext:

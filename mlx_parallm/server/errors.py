@@ -18,6 +18,8 @@ from mlx_parallm.errors import (
     ModelNotFoundError,
     ParallmError,
     RequestError,
+    RewardRefusedError,
+    StoreError,
 )
 
 RETRY_AFTER_SECONDS = 1
@@ -62,11 +64,11 @@ def status_of(error: ParallmError) -> int:
     """The HTTP status that an error of our own tree is answered with."""
     if isinstance(error, ModelNotFoundError):
         return 404
-    if isinstance(error, AdapterRefusedError):
+    if isinstance(error, AdapterRefusedError | RewardRefusedError):
         return error.status
     if isinstance(error, RequestError):
         return 400
-    if isinstance(error, EngineUnavailableError):
+    if isinstance(error, EngineUnavailableError | StoreError):
         return 503
     if isinstance(error, ServerBusyError):
         return 429
@@ -94,7 +96,8 @@ def install_error_handlers(app: FastAPI) -> None:
         message = str(error.detail)
         if error.status_code in (404, 405) and message in ("Not Found", "Method Not Allowed"):
             message = f"{message}: {request.method} {request.url.path}"
-        return error_response(message, error.status_code, headers=error.headers)
+        code = "request_too_large" if error.status_code == 413 else None
+        return error_response(message, error.status_code, code=code, headers=error.headers)
 
     app.add_exception_handler(ParallmError, on_parallm_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)

@@ -14,12 +14,14 @@ from starlette.requests import Request as HTTPRequest
 
 from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import ParallmError, RequestError
+from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.fields import QueueFields
 from mlx_parallm.server.openai_protocol import Conversation
 from mlx_parallm.server.sse import merged, until_hangup
 from mlx_parallm.types import Completion, CompletionDelta, Request, RequestOutput, SamplingParams, ServedModel
 
+UNNAMED = "gen"  # ids of answers that do not show them
 Part = TypeVar("Part", Completion, CompletionDelta)
 
 
@@ -62,14 +64,12 @@ def encode_prompts(context: ServerContext, prompt: Any) -> list[EncodedPrompt]:
     return [encode_prompt(context, entry) for entry in entries]
 
 
-def encode_prompt(
-    context: ServerContext, prompt: str | Sequence[int], *, add_special_tokens: bool = True
-) -> EncodedPrompt:
+def encode_prompt(context: ServerContext, prompt: str | Sequence[int]) -> EncodedPrompt:
     """One prompt as text or ids (the engine checks their range). Raises RequestError: no token, not Unicode."""
     if isinstance(prompt, str):
         check_text(prompt, "prompt")
         check_size(context, prompt, "prompt")
-        encoded = EncodedPrompt(tuple(context.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)), prompt)
+        encoded = EncodedPrompt(tuple(context.tokenizer.encode(prompt)), prompt)
     else:
         encoded = EncodedPrompt(tuple(prompt))
     if not encoded.token_ids:
@@ -171,6 +171,7 @@ async def run(
         for completion in output.completions:
             if completion.finish_reason == "error":
                 raise GenerationFailedError(completion.error or "the generation failed")
+    _keep(context, requests, [[(completion,) for completion in output.completions] for output in outputs], client_id)
     return [replace(o, completions=tuple(in_mode(context, c) for c in o.completions)) for o in outputs]
 
 
@@ -180,6 +181,8 @@ async def stream(
     """Deltas of all requests as they come, with the request's position. Closing it aborts what still runs."""
     with context.admitted(), context.in_flight.holding(requests, client_id):
         submitted: float | None = time.perf_counter()
+        parts: list[list[list[CompletionDelta]]] = [[[] for _ in range(request.params.n)] for request in requests]
+        unfinished = sum(request.params.n for request in requests)
         streams = [context.engine.stream(request) for request in requests]
         deltas = merged(cast("list[AsyncGenerator[CompletionDelta, None]]", streams))
         async with aclosing(deltas):
@@ -189,4 +192,18 @@ async def stream(
                     submitted = None
                 if delta.finish_reason == "error":
                     raise GenerationFailedError(delta.error or "the generation failed")
+                if context.deps.completions is not None:
+                    parts[position][delta.index].append(delta)
+                    unfinished -= delta.finish_reason is not None
+                    if not unfinished:  # before the client sees the end, and may reward it
+                        _keep(context, requests, parts, client_id)
                 yield position, in_mode(context, delta)
+
+
+def _keep(
+    context: ServerContext, requests: Sequence[Request], choices: Sequence[Sequence[Choice]], client_id: str | None
+) -> None:
+    """For rewards that come later, under the id that the answer shows."""
+    response_id = requests[0].request_id.rpartition("-")[0]
+    if context.deps.completions is not None and not response_id.startswith(f"{UNNAMED}-"):
+        context.deps.completions.keep(client_id or response_id, requests, choices)

@@ -10,6 +10,7 @@ import uuid
 
 import structlog
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.log import get_logger
@@ -107,13 +108,13 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         announced = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
-        if announced.isdigit() and int(announced) > self._max_bytes:
-            await error_response(self._message(), 413, code="request_too_large")(scope, receive, send)
-            return
+        too_long = announced.isdigit() and int(announced) > self._max_bytes
         received = 0
 
         async def counted_receive() -> Message:
             nonlocal received
+            if too_long:  # whoever reads the body hears of it: /atropos keeps a record of what it refused
+                raise HTTPException(413, self._message())
             message = await receive()
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
@@ -125,6 +126,10 @@ class BodyLimitMiddleware:
 
     def _message(self) -> str:
         return f"the request body is larger than {self._max_bytes} bytes"
+
+
+_WAIT = {"status": "wait for trainer to start"}
+"""What atroposlib's queue says before its trainer is there. A BaseEnv asks again; at the third 503 it would exit."""
 
 
 class GateMiddleware:
@@ -140,7 +145,10 @@ class GateMiddleware:
             return
         unavailable = self._state.unavailable
         if unavailable is not None:
-            await error_response(unavailable[1], 503, code="model_not_ready")(scope, receive, send)
+            answer: Response = error_response(unavailable[1], 503, code="model_not_ready")
+            if unavailable[0] == "loading" and scope["path"] == "/atropos/register-env":
+                answer = JSONResponse(_WAIT)
+            await answer(scope, receive, send)
             return
         with self._state.answering():
             await self._app(scope, receive, send)

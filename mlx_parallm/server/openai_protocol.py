@@ -79,17 +79,11 @@ class Conversation(Body):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: ToolChoice | None = None
-
-    @model_validator(mode="after")
-    def _choice_among_tools(self) -> Self:
-        check_choice(self.tools, self.tool_choice)
-        return self
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
-        """The tools as the client wrote them; none with tool_choice = "none"."""
-        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        """The tools as the client wrote them."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     @property
     def continues_final_message(self) -> bool:
@@ -159,6 +153,7 @@ def _flat_text(content: str | list[Any] | None, position: int) -> str:
 
 
 class ChatBody(Conversation, GenerationBody):
+    tool_choice: ToolChoice | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -171,6 +166,16 @@ class ChatBody(Conversation, GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise RequestError("'top_logprobs' needs logprobs = true", param="top_logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _choice_among_tools(self) -> Self:
+        check_choice(self.tools, self.tool_choice)
+        return self
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """As above; none with tool_choice = "none"."""
+        return [] if self.tool_choice == "none" else super().callable_tools
 
     @property
     def must_call(self) -> bool:
@@ -205,35 +210,22 @@ class ChatTokensBody(ChatBody):
         return tuple(self.tokens)
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Conversation):
     """Either `prompt` or `messages`, as in vLLM."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: list[Message] = Field(default_factory=list, min_length=1)
     add_special_tokens: bool | None = None  # default: true for a prompt; a rendered chat has its special tokens
     return_token_strs: bool = False
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    tools: list[Tool] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
+        if (self.prompt is None) == (not self.messages):
             raise RequestError("give either 'prompt' or 'messages'", param="prompt")
-        if self.messages is not None and self.add_special_tokens:
+        if self.messages and self.add_special_tokens:
             raise RequestError("'add_special_tokens' is for 'prompt' only", param="add_special_tokens")
         return self
-
-    def conversation(self) -> Conversation:
-        return Conversation(
-            messages=self.messages or [],
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-            chat_template_kwargs=self.chat_template_kwargs,
-            tools=self.tools,
-        )
 
 
 class DetokenizeBody(Body):

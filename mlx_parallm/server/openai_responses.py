@@ -4,11 +4,20 @@ Token-exact: ids and log-probabilities are what the engine sampled, EOS included
 policy versions it was sampled under.
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mlx_parallm.server.token_texts import TokenTexts
-from mlx_parallm.types import PromptLogprobs, RequestOutput, TopLogprob, weight_spans
+from mlx_parallm.types import (
+    Completion,
+    CompletionDelta,
+    PromptLogprobs,
+    RequestOutput,
+    ServedModel,
+    TopLogprob,
+    weight_spans,
+)
 
 MINIMUM_LOGPROB = -9999.0  # JSON has no -inf; vLLM's stand-in
 
@@ -16,6 +25,18 @@ MINIMUM_LOGPROB = -9999.0  # JSON has no -inf; vLLM's stand-in
 def finite(logprob: float) -> float:
     """A number that JSON can hold."""
     return logprob if logprob > MINIMUM_LOGPROB else MINIMUM_LOGPROB
+
+
+def openai_head(kind: str, response_id: str, model: ServedModel, *, usage_follows: bool) -> dict[str, Any]:
+    """`usage_follows`: a stream whose last chunk has the usage; OpenAI's others say null then."""
+    head = {"id": response_id, "object": kind, "created": int(time.time()), "model": model.id}
+    return head | {"usage": None} if usage_follows else head
+
+
+def processed_logprobs(part: Completion | CompletionDelta) -> dict[str, Any]:
+    """The field of that name, where sampling reshaped the distribution."""
+    values = part.processed_logprobs
+    return {} if values is None else {"processed_logprobs": [finite(logprob) for logprob in values]}
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:

@@ -19,6 +19,7 @@ MEANINGS = {
     403: "Without a key: a foreign Host or Origin",
     404: "No such model, adapter or object",
     413: "The body is too large",
+    422: "Not what the Atropos API wants, or not to be trained on; `detail` says why",
     429: "The queue is full: try again after Retry-After",
     500: "The server failed on this request; others go on",
     503: "Loading, draining, or the engine is dead: try again after Retry-After",
@@ -27,6 +28,9 @@ MEANINGS = {
 EVERYWHERE = (401, 403, 500, 503, TIMED_OUT)
 OPEN = ("/health",)  # neither key nor gate nor OpenAI's error body
 GENERATING = ("openai", "tokens")  # tags
+ATROPOS = "/atropos"  # what these refuse themselves has run-api's shape; what the gate or the key check does, OpenAI's
+ATROPOS_REFUSALS = (400, 404, 413, 422, 503)
+_DETAIL = {"type": "object", "required": ["detail"], "properties": {"detail": {}}}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -79,8 +83,14 @@ def _declare(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> N
         statuses.add(413)
     if body and set(operation.get("tags", [])) & set(GENERATING):
         statuses.add(429)
+    of_atropos = path.startswith(ATROPOS)
+    if body and of_atropos:
+        statuses.add(422)
     for status in sorted(statuses - {int(status) for status in responses}):
-        content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+        schema: dict[str, Any] = {"$ref": "#/components/schemas/Error"}
+        content: dict[str, Any] = {"application/json": {"schema": schema}}
+        if of_atropos and status in ATROPOS_REFUSALS:
+            content = {"application/json": {"schema": {"anyOf": [schema, _DETAIL]}}, "text/plain": {}}
         responses[str(status)] = {"description": MEANINGS[status], "content": content}
     if "stream" in _body_properties(body, schemas):
         responses["200"].setdefault("content", {})[EVENT_STREAM] = {}

@@ -13,7 +13,15 @@ from mlx_parallm.server.generate_protocol import (
     sglang_objects,
     vllm_response,
 )
-from mlx_parallm.server.generation import build_requests, check_count, encode_prompt, new_id, resolve_model, run
+from mlx_parallm.server.generation import (
+    UNNAMED,
+    build_requests,
+    check_count,
+    encode_prompt,
+    new_id,
+    resolve_model,
+    run,
+)
 from mlx_parallm.server.strict_json import StrictJSONRoute
 
 
@@ -33,7 +41,7 @@ async def generate(body: dict[str, Any], request: Request, context: Context) -> 
 async def _vllm(body: VllmBody, request: Request, context: ServerContext) -> dict[str, Any]:
     model = resolve_model(context, body.model)
     prompt = encode_prompt(context, body.prompt_value())
-    [output] = await run(context, request, build_requests(new_id("gen"), [prompt], body.to_params(), model, body))
+    [output] = await run(context, request, build_requests(new_id(UNNAMED), [prompt], body.to_params(), model, body))
     return vllm_response(body, output, model.policy_version)
 
 
@@ -41,7 +49,7 @@ async def _sglang(body: SglangBody, request: Request, context: ServerContext) ->
     """One object for one prompt with n = 1, a list for anything else."""
     model = resolve_model(context, body.lora_path or body.model)
     values, batched = body.prompt_values()
-    response_id = new_id("gen")
+    response_id = new_id(UNNAMED)
     params_of = body.params_of(len(values))
     check_count(len(values), max(params.n for params in params_of))
     requests = [

@@ -4,8 +4,6 @@ RL clients (verifiers' TrainClient) check it strictly: `logprobs.content` has on
 "token_id:<id>". Unknown fields are ignored, as vLLM's are; a sampling field that is known and missing here is not.
 """
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any, ClassVar, Self
 
 from fastapi import APIRouter, Request
@@ -13,23 +11,14 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ConfigDict, Field, model_validator
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.server.answering import Answer, respond
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.fields import Body, LogprobCount, QueueFields, SamplingFields, StreamOptions, TokenId
-from mlx_parallm.server.generation import EncodedPrompt, build_requests, new_id, resolve_model, run, stream
-from mlx_parallm.server.openai_responses import (
-    chat_logprobs,
-    finite,
-    last_version,
-    prompt_logprob_entries,
-    usage,
-    usage_of,
-    version_spans,
-)
-from mlx_parallm.server.sse import EventStream
+from mlx_parallm.server.generation import EncodedPrompt, build_requests, new_id, resolve_model
+from mlx_parallm.server.openai_responses import chat_logprobs, processed_logprobs, prompt_logprob_entries, version_spans
 from mlx_parallm.server.strict_json import StrictJSONRoute
 from mlx_parallm.server.structure_fields import StructureFields
 from mlx_parallm.types import Completion, CompletionDelta, RequestOutput, SamplingParams, ServedModel
-from mlx_parallm.types import Request as EngineRequest
 
 
 class InferenceSampling(StructureFields, SamplingFields):
@@ -76,55 +65,34 @@ def inference_router() -> APIRouter:
 async def generate_tokens(body: InferenceBody, request: Request, context: Context) -> Response:
     model = resolve_model(context, body.model)
     response_id = new_id("generate-tokens")
-    answer = _Answer(context, body, model, body.request_id or response_id)
+    answer = _TokensAnswer(context, model, body.request_id or response_id, body)
     prompts = [EncodedPrompt(tuple(body.token_ids))]
     params = body.sampling_params.to_params()
     requests = build_requests(response_id, prompts, params, model, body, stream=body.stream)
-    if body.stream:
-        return await EventStream(answer.chunks(requests)).prefetch(request.receive)
-    [output] = await run(context, request, requests, client_id=body.request_id)
-    return JSONResponse(answer.whole(output))
+    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    return await respond(
+        answer, request, requests, streamed=body.stream, include_usage=include_usage, client_id=body.request_id
+    )
 
 
-class _Answer:
-    def __init__(self, context: ServerContext, body: InferenceBody, model: ServedModel, request_id: str) -> None:
-        self._context = context
-        self._body = body
-        self._model = model
-        self._head = {"request_id": request_id, "model": model.id}
+class _TokensAnswer(Answer):
+    def __init__(self, context: ServerContext, model: ServedModel, request_id: str, body: InferenceBody) -> None:
+        super().__init__(context, model, {"request_id": request_id, "model": model.id})
+        self._logprobs = body.sampling_params.logprobs
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        [output] = outputs
         scores = None
         if output.prompt_logprobs is not None:
-            scores = prompt_logprob_entries(self._context.texts, output.prompt_token_ids, output.prompt_logprobs)
+            scores = prompt_logprob_entries(self.context.texts, output.prompt_token_ids, output.prompt_logprobs)
         choices = [
             self._choice(completion) | {"weight_versions": version_spans(completion.policy_versions)}
             for completion in output.completions
         ]
-        return {
-            **self._head,
-            "choices": choices,
-            "prompt_logprobs": scores,
-            "usage": usage_of([output]),
-            "policy_version": last_version([output], self._model.policy_version),
-        }
+        return {"choices": choices, "prompt_logprobs": scores}
 
-    async def chunks(self, requests: list[EngineRequest]) -> AsyncGenerator[dict[str, Any], None]:
-        """A chunk a delta; the spans of weight versions come with a choice's last, the usage after all when asked."""
-        versions: dict[int, list[int]] = {}
-        generated = cached = 0
-        async with aclosing(stream(self._context, requests, client_id=self._body.request_id)) as deltas:
-            async for _, delta in deltas:
-                generated += len(delta.token_ids)
-                cached += delta.cached_tokens
-                seen = versions.setdefault(delta.index, [])
-                seen += delta.policy_versions
-                choice = self._choice(delta)
-                if delta.finish_reason is not None:
-                    choice["weight_versions"] = version_spans(tuple(seen))
-                yield {**self._head, "choices": [choice]}
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield {**self._head, "choices": [], "usage": usage(len(self._body.token_ids), generated, cached)}
+    def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
+        return [{"choices": [self._choice(delta)]}]
 
     def _choice(self, part: Completion | CompletionDelta) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -134,9 +102,8 @@ class _Answer:
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }
-        if self._body.sampling_params.logprobs is not None:
-            tops = part.top_logprobs if self._body.sampling_params.logprobs else None
-            choice["logprobs"] = chat_logprobs(self._context.texts, part.token_ids, part.logprobs, tops, as_ids=True)
-            if part.processed_logprobs is not None:
-                choice["processed_logprobs"] = [finite(logprob) for logprob in part.processed_logprobs]
+        if self._logprobs is not None:
+            tops = part.top_logprobs if self._logprobs else None
+            choice["logprobs"] = chat_logprobs(self.context.texts, part.token_ids, part.logprobs, tops, as_ids=True)
+            choice |= processed_logprobs(part)
         return choice

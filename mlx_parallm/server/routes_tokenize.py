@@ -21,7 +21,7 @@ def tokenize_router() -> APIRouter:
 async def tokenize(body: TokenizeBody, context: Context) -> Response:
     resolve_model(context, body.model)
     if body.prompt is None:
-        token_ids = list(render_conversation(context, body.conversation()))
+        token_ids = list(render_conversation(context, body))
     else:
         check_text(body.prompt, "prompt")
         check_size(context, body.prompt, "prompt")

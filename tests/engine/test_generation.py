@@ -278,7 +278,8 @@ def test_decoding_goes_on_between_chunks_of_a_score():
     served = serve(qwen3_model(), prefill_chunk=32)
     served.engine.add(request("short", [1, 2, 3], max_tokens=40, ignore_eos=True))
     served.engine.step()
-    served.engine.score("text", tuple(ragged_prompts(1, shortest=321, longest=321)[0]), None)
+    text = ragged_prompts(1, shortest=321, longest=321)[0]
+    served.engine.add(request("text", text, prompt_logprobs=0, max_tokens=0))
     before = served.engine.counters.generation_tokens
     scored = next(step for step in range(1, 40) if any(event.request_id == "text" for event in served.engine.step()))
     assert scored == 10

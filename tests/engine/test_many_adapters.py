@@ -124,7 +124,7 @@ def test_an_unloaded_adapter_serves_its_requests_to_their_end() -> None:
     served.weights.add_adapter("a", old)
     for i in range(3):  # one decodes, one is in prefill, one waits
         served.engine.add(greedy(f"old{i}", prompts[i], "a"))
-    served.engine.score("score", tuple(prompts[0]), "a")
+    served.engine.add(request("scored", prompts[0], adapter="a", prompt_logprobs=0, max_tokens=0))
     for _ in range(5):
         served.engine.step()
     served.weights.remove_adapter("a")

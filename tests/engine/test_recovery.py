@@ -1,6 +1,7 @@
 """One request on which the model raises: it fails, alone; the others' answers are what they would have been."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -10,7 +11,7 @@ import pytest
 
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
-from mlx_parallm.errors import EngineUnavailableError, ParallmError
+from mlx_parallm.errors import EngineUnavailableError
 from tests.engine.helpers import Served, naive_greedy, qwen3_model, ragged_prompts, random_adapter, request, serve
 from tests.server.serving import running_server
 
@@ -115,8 +116,9 @@ async def test_any_number_of_bad_requests_does_not_end_the_engine(served, thread
 
 async def test_a_text_that_cannot_be_scored_fails_alone(served, thread):
     running = asyncio.create_task(thread.client.generate(good_requests()[0]))
-    with pytest.raises(ParallmError, match=r"the text cannot be scored: .*the model broke"):
-        await thread.client.score("s", (1, POISON, 2, 3), None)
+    scored = await thread.client.generate(request("s", (1, POISON, 2, 3), prompt_logprobs=0, max_tokens=0))
+    assert scored.completions[0].finish_reason == "error"
+    assert re.match(r"the text cannot be scored: .*the model broke", scored.completions[0].error)
     output = await running
     assert list(output.completions[0].token_ids) == naive_greedy(served.plain, GOOD[0], 40, eos=None)
     assert thread.stats().alive

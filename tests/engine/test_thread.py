@@ -164,10 +164,8 @@ async def test_bad_requests_raise_and_disturb_nobody(served, thread):
 async def test_scores_through_the_client(served, thread):
     output = await thread.client.generate(request("r", [1, 2, 3], seed=1, max_tokens=10, ignore_eos=True))
     tokens = output.completions[0].token_ids
-    result = await thread.client.score("s", (1, 2, 3, *tokens), None, 2)
-    assert result.logprobs[3:] == pytest.approx(output.completions[0].logprobs, abs=1e-4)
-    with pytest.raises(RequestError):
-        await thread.client.score("s", (), None)
+    scored = await thread.client.generate(request("s", (1, 2, 3, *tokens), prompt_logprobs=2, max_tokens=0))
+    assert scored.prompt_logprobs.logprobs[3:] == pytest.approx(output.completions[0].logprobs, abs=1e-4)
 
 
 async def test_draining_waits_for_the_running_and_holds_the_rest(thread):

@@ -168,21 +168,18 @@ def test_scores_equal_the_generated_logprobs_under_the_adapter():
     prompt = ragged_prompts(1, shortest=40, longest=40)[0]
     completion = run(served.engine, [request("r", prompt, adapter="a", max_tokens=20, seed=2, ignore_eos=True)])["r"]
     text = (*prompt, *completion.completions[0].token_ids)
-    served.engine.score("s", text, "a", 3)
-    served.engine.score("base", text, None)
-    events = {event.request_id: event for event in _all_events(served)}
-    result = events["s"].result
+    asked = request("s", text, adapter="a", prompt_logprobs=3, max_tokens=0)
+    outputs = run(served.engine, [asked, request("base", text, prompt_logprobs=0, max_tokens=0)])
+    result, base = outputs["s"].prompt_logprobs, outputs["base"].prompt_logprobs
     assert len(result.logprobs) == 60 and result.logprobs[0] is None and result.top_logprobs[0] is None
     assert result.logprobs[40:] == pytest.approx(completion.completions[0].logprobs, abs=1e-4)
-    assert events["base"].result.logprobs[40:] != pytest.approx(completion.completions[0].logprobs, abs=1e-1)
+    assert base.logprobs[40:] != pytest.approx(completion.completions[0].logprobs, abs=1e-1)
     assert all(len(top) == 3 and top[0].logprob >= top[2].logprob for top in result.top_logprobs[1:])
 
 
 def test_prompt_logprobs_come_with_the_output():
     served = serve(qwen3_model(), prefill_chunk=16)
     prompt = ragged_prompts(1, shortest=40, longest=40)[0]
-    served.engine.score("alone", tuple(prompt), None, 2)
-    expected = _all_events(served)[0].result
     outputs = run(
         served.engine,
         [
@@ -191,7 +188,7 @@ def test_prompt_logprobs_come_with_the_output():
             request("one token", [EOS], prompt_logprobs=0, max_tokens=1),
         ],
     )
-    assert outputs["r"].prompt_logprobs == outputs["none"].prompt_logprobs == expected
+    assert outputs["r"].prompt_logprobs == outputs["none"].prompt_logprobs
     assert outputs["one token"].prompt_logprobs.logprobs == (None,)
     assert len(outputs["r"].completions[0].token_ids) >= 1
 
@@ -209,10 +206,3 @@ def test_a_prompt_whose_scores_do_not_come_is_no_success():
     output = run(served.engine, [replace(asked, adapter="nan")])["r"]
     assert output.completions[0].finish_reason == "error" and "finite" in output.completions[0].error
     assert served.engine.counters.requests_failed == 1
-
-
-def _all_events(served: Served) -> list:
-    events = []
-    while served.engine.has_work:
-        events += served.engine.step()
-    return events

@@ -4,12 +4,14 @@ import re
 
 import pytest
 from scripted_client import ScriptedClient, finished
+from templates import QWEN3, with_template
 
 from mlx_parallm.config import EnvironmentConfig
 from mlx_parallm.environments.base import Environment, EnvironmentSource, Task
 from mlx_parallm.environments.episodes import EpisodeRunner, GroupPlan
 from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.rewards.verifiers import exact_match
+from mlx_parallm.rollout_store.checks import check_group
 
 
 class Echo(EnvironmentSource):
@@ -130,6 +132,42 @@ async def test_several_turns_are_token_exact(tokenizer):
     assert short.sampled_tokens == 2
 
 
+async def test_a_template_that_rewrites_history_opens_another_segment():
+    """Qwen3's leaves out earlier thinking: turn two is asked for after another text than turn one was sampled in. Both
+    are kept as they were sampled, and nothing of turn one is sampled twice."""
+    tokenizer = with_template(QWEN3)
+    client = ScriptedClient(tokenizer, lambda request, _: "3" if "/" in request.request_id else "<think>Hm.</think>4")
+    [result] = await runner(tokenizer, client).run([plan(source(TwoTurns), size=1)])
+    [rollout] = result.group.rollouts
+    [first], second = rollout.earlier, rollout
+    assert client.requests[0].prompt_token_ids == first.tokens[: first.mask.index(1)]
+    assert client.requests[1].prompt_token_ids == second.tokens[: second.mask.index(1)]
+    shown = [tokenizer.decode(segment.tokens, skip_special_tokens=False) for segment in rollout.segments]
+    ask = "<|im_start|>user\nSay 3<|im_end|>\n<|im_start|>assistant\n"
+    assert shown == [
+        f"{ask}<think>Hm.</think>4<|im_end|>",
+        f"{ask}4<|im_end|>\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n3<|im_end|>",
+    ]
+    sampled = [
+        tokenizer.decode([t for t, m in zip(s.tokens, s.mask, strict=True) if m], skip_special_tokens=False)
+        for s in rollout.segments
+    ]
+    assert sampled == ["<think>Hm.</think>4<|im_end|>", "3<|im_end|>"]
+    assert (first.scores, second.scores) == ({}, {"reward": 1.0})
+    assert rollout.sampled_tokens == first.sampled_tokens + 2
+    check_group(result.group, vocab_size=tokenizer.vocab_size, max_token_length=256)
+
+
+async def test_a_segment_that_has_no_room_ends_the_episode():
+    tokenizer = with_template(QWEN3)
+    client = ScriptedClient(tokenizer, lambda *_: "<think>.</think>4")
+    turns = [{"role": "user", "content": "Say 3"}, {"role": "assistant", "content": "4"}]
+    longest = len(tokenizer.render_chat([*turns, {"role": "user", "content": "Again."}]))
+    [result] = await runner(tokenizer, client, max_token_length=longest).run([plan(source(TwoTurns), size=1)])
+    [rollout] = result.group.rollouts
+    assert (rollout.stop_reason, rollout.earlier, len(client.requests)) == ("length", (), 1)
+
+
 async def test_an_episode_of_many_turns_ends_at_the_length_limit(tokenizer):
     client = ScriptedClient(tokenizer, lambda *_: "4")
     built = source(TwoTurns)
@@ -206,6 +244,7 @@ async def test_environment_and_reward_errors_are_recorded_results(tokenizer):
         ({"role": "user", "content": "No."}, "Bad.step returned {.*}: expected a tuple of messages"),
         (lambda self, text: None, "Bad.step is a plain function; it has to be async"),
         (asyncio.CancelledError(), "CancelledError"),  # not ours: it would end the thread of the environments unheard
+        (SystemExit(3), "SystemExit: 3"),
     ],
 )
 async def test_a_step_that_does_not_keep_to_its_form_is_told_in_words(tokenizer, step, failure):

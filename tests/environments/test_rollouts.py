@@ -2,74 +2,14 @@ import threading
 import time
 
 import pytest
+from managing import WAIT_S, Inbox, two_tasks
 from scripted_client import ScriptedClient
 
 from mlx_parallm.config import EnvironmentConfig
 from mlx_parallm.environments import rollouts
 from mlx_parallm.environments.base import EnvironmentSource, Task
-from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.environments.rollouts import RolloutManager
 from mlx_parallm.errors import CheckpointError, EnvironmentFailedError, RolloutRejectedError
 from mlx_parallm.rewards.verifiers import exact_match
-
-WAIT_S = 20.0
-
-
-class Inbox:
-    """The sink of a test: keeps groups and failures, and lets the test wait for a number of them."""
-
-    def __init__(self):
-        self.groups, self.failures = [], []
-        self.changed = threading.Condition()
-
-    def sink(self, group):
-        with self.changed:
-            self.groups.append(group)
-            self.changed.notify_all()
-
-    def failed(self, group, reason):
-        with self.changed:
-            self.failures.append((group.group_id, reason))
-            self.changed.notify_all()
-
-    def wait(self, groups=0, failures=0):
-        with self.changed:
-            enough = lambda: len(self.groups) >= groups and len(self.failures) >= failures  # noqa: E731
-            assert self.changed.wait_for(enough, WAIT_S), (len(self.groups), self.failures)
-        return self.groups
-
-    @property
-    def ids(self):
-        return [group.group_id for group in self.groups]
-
-
-@pytest.fixture
-def managed(tokenizer):
-    """Makes managers that are stopped at the end of the test."""
-    managers = []
-
-    def make(client, *, inbox=None, sources=None, start=True, **options):
-        inbox = inbox or Inbox()
-        entries = [EnvironmentConfig(kind="tasks", name="sum", group_size=4)]
-        options = {"seed": 0, "temperature": 1.0, "max_token_length": 256, "sink": inbox.sink, **options}
-        manager = RolloutManager(
-            client, sources or build_sources(entries, seed=0), tokenizer, on_failure=inbox.failed, **options
-        )
-        managers.append(manager)
-        if start:
-            manager.start()
-        return manager, inbox
-
-    yield make
-    for manager in managers:
-        manager.stop()
-
-
-def two_tasks(**weights):
-    entries = [
-        EnvironmentConfig(kind="tasks", name=name, weight=weight, group_size=2) for name, weight in weights.items()
-    ]
-    return build_sources(entries, seed=0)
 
 
 def test_nothing_starts_without_demand_and_exactly_the_demand_arrives(managed, tokenizer):
@@ -86,7 +26,7 @@ def test_nothing_starts_without_demand_and_exactly_the_demand_arrives(managed, t
     statistics = manager.statistics()
     assert (statistics.groups_delivered, statistics.rollouts, statistics.in_flight) == (5, 20, 0)
     assert statistics.sampled_tokens == 5 * 4 * 3  # "1", "2", EOS
-    assert manager.cursor == 5
+    assert manager.state()["next_group"] == {"sum": 5}
 
 
 def test_many_groups_are_in_flight_but_no_more_than_allowed(managed, tokenizer):
@@ -177,7 +117,9 @@ def test_a_restored_manager_goes_on_where_the_state_was_taken(managed, tokenizer
     second.start()
     second.request_groups(7)
     rest.wait(groups=7)
-    assert part.groups + rest.groups == everything.groups
+    for name in ("sum", "sort"):
+        own = [[g for g in groups if g.environment == name] for groups in (part.groups, rest.groups, everything.groups)]
+        assert own[0] + own[1] == own[2], "each environment goes on where it stood, in its own order"
 
 
 def test_groups_cut_off_by_stop_are_played_again(managed, tokenizer):
@@ -189,7 +131,7 @@ def test_groups_cut_off_by_stop_are_played_again(managed, tokenizer):
     manager.stop()
     assert client.aborted == ["sum-0-1"]
     assert inbox.ids == ["sum-0-0"]  # group 2 may be finished, but 1 is not settled
-    assert manager.state()["next_group"] == 1
+    assert manager.state()["next_group"] == {"sum": 1}
 
 
 def test_groups_that_the_store_holds_are_not_played_again(managed, tokenizer):
@@ -201,7 +143,7 @@ def test_groups_that_the_store_holds_are_not_played_again(managed, tokenizer):
     inbox.wait(groups=3)
     assert inbox.ids == ["sum-0-1", "sum-0-3", "sum-0-4"]
     assert [request.request_id for request in client.requests] == inbox.ids
-    assert manager.cursor == 5
+    assert manager.state()["next_group"] == {"sum": 5}
 
 
 def test_a_group_that_the_sink_knows_is_replaced(managed, tokenizer):
@@ -302,7 +244,7 @@ def test_a_sink_that_breaks_ends_the_manager_and_keeps_the_cursor(managed, token
     manager, _ = managed(ScriptedClient(tokenizer, lambda *_: "1"), sink=full)
     manager.request_groups(1)
     manager._thread.join(WAIT_S)
-    assert manager.cursor == 0
+    assert manager.state()["next_group"] == {"sum": 0}
     with pytest.raises(EnvironmentFailedError, match="No space left"):
         manager.check()
 
@@ -339,7 +281,8 @@ def test_a_blocked_thread_is_told(managed, tokenizer):
 
 def test_states_that_are_not_ours_are_refused(managed, tokenizer):
     manager, _ = managed(ScriptedClient(tokenizer, lambda *_: "1"), start=False)
-    for state in ({}, {"version": 99, "next_group": 1}, {"version": 1, "next_group": "x", "seed": 0}):
+    broken = {"version": 2, "turn": 1, "next_group": {"sum": "x"}, "seed": 0}
+    for state in ({}, {"version": 99, "next_group": 1}, {"version": 1, "next_group": "x", "seed": 0}, broken):
         with pytest.raises(CheckpointError):
             manager.restore(state)
     manager.start()

@@ -1,13 +1,15 @@
+import itertools
+
 import pytest
 
-from mlx_parallm.environments.schedule import Placement, Schedule, derive_seed, group_id
+from mlx_parallm.environments.schedule import Schedule, derive_seed, group_id, with_minimums
 
 
 def shares(weights, groups=3000, seed=0):
     schedule = Schedule(weights, seed=seed)
     counts = [0] * len(weights)
     for index in range(groups):
-        counts[schedule.place(index).environment] += 1
+        counts[schedule.environment_of(index)] += 1
     return [count / groups for count in counts]
 
 
@@ -24,20 +26,40 @@ def test_every_stretch_of_groups_holds_the_weights():
         assert chosen[start : start + 20].count(1) in (4, 5, 6)
 
 
-def test_each_environment_counts_its_own_tasks():
+def test_each_environment_counts_its_own_tasks_and_every_group_belongs_to_one():
     schedule = Schedule([2.0, 1.0], seed=1)
-    placements = [schedule.place(index) for index in range(90)]
+    groups = [list(itertools.islice(schedule.groups_of(environment), 30)) for environment in (0, 1)]
     for environment in (0, 1):
-        tasks = [placement.task for placement in placements if placement.environment == environment]
-        assert tasks == list(range(len(tasks)))
+        assert [task for _, task in groups[environment]] == list(range(30))
+        assert all(schedule.environment_of(index) == environment for index, _ in groups[environment])
+    assert sorted(index for index, _ in groups[0] + groups[1] if index < 40) == list(range(40))
 
 
-def test_a_jump_places_like_a_walk():
-    walked = [Schedule([2.0, 1.0, 4.0], seed=9)]
-    placements: list[Placement] = [walked[0].place(index) for index in range(200)]
-    jumper = Schedule([2.0, 1.0, 4.0], seed=9)
-    for index in (150, 3, 199, 0, 77):
-        assert jumper.place(index) == placements[index]
+def test_a_jump_arrives_where_a_walk_does():
+    schedule = Schedule([2.0, 1.0, 4.0], seed=9)
+    walked = list(itertools.islice(schedule.groups_of(1), 50))
+    for first in (0, 3, 77, 150):
+        assert next(schedule.groups_of(1, first)) == next(group for group in walked if group[0] >= first)
+
+
+@pytest.mark.parametrize(
+    ("weights", "sizes", "minimums", "shares"),
+    [
+        ([9.0, 1.0], [8, 8], [0.0, 0.25], [0.75, 0.25]),
+        ([9.0, 1.0], [2, 8], [0.0, 0.25], [18 / 26, 8 / 26]),  # its groups are larger: it has enough as it is
+        ([9.0, 1.0], [8, 2], [0.0, 0.25], [0.75, 0.25]),
+        ([8.0, 1.0, 1.0], [4, 4, 4], [0.0, 0.5, 0.12], [0.38, 0.5, 0.12]),  # the second rise makes the third too low
+        ([3.0, 1.0], [4, 4], [0.5, 0.5], [0.5, 0.5]),
+    ],
+)
+def test_a_minimum_raises_a_weight_to_that_share_of_the_sequences(weights, sizes, minimums, shares):
+    raised = with_minimums(weights, sizes, minimums)
+    sequences = [weight * size for weight, size in zip(raised, sizes, strict=True)]
+    assert [share / sum(sequences) for share in sequences] == pytest.approx(shares)
+
+
+def test_without_minimums_the_weights_are_the_very_same():
+    assert with_minimums([0.1, 0.7], [4, 8], [0.0, 0.0]) == [0.1, 0.7]
 
 
 def test_the_run_seed_shifts_the_order():

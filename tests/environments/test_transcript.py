@@ -1,8 +1,8 @@
 import pytest
 from scripted_client import end_of_turn, finished
+from templates import QWEN3, with_template
 
 from mlx_parallm.environments.transcript import Transcript, continuation
-from mlx_parallm.errors import RequestError
 
 
 def test_spans_keep_mask_logprobs_and_versions():
@@ -18,29 +18,38 @@ def test_spans_keep_mask_logprobs_and_versions():
     assert (rollout.temperature, rollout.stop_reason, rollout.sampled_tokens) == (0.7, "stop", 3)
 
 
+TRIMMING = "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }}<|im_end|>{% endfor %}<assistant>"
+FORGETFUL = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+ASK, REPLY = {"role": "user", "content": "Sort: cab"}, {"role": "user", "content": "Wrong. Again."}
+TOOL = {"role": "tool", "content": "abc"}
+THOUGHT = "<think>\nHm.\n</think>\n\nbac"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "answer", "expected"),
+    [
+        (QWEN3, "bac", REPLY, "<|im_end|>\n<|im_start|>user\nWrong. Again.<|im_end|>\n<|im_start|>assistant\n"),
+        (QWEN3, "", REPLY, "<|im_end|>\n<|im_start|>user\nWrong. Again.<|im_end|>\n<|im_start|>assistant\n"),
+        (QWEN3, THOUGHT, TOOL, "<|im_end|>\n<|im_start|>tool\nabc<|im_end|>\n<|im_start|>assistant\n"),
+        (QWEN3, THOUGHT, REPLY, None),
+        (TRIMMING, " bac\n", REPLY, "<|im_end|><user> Wrong. Again.<|im_end|><assistant>"),
+        (FORGETFUL, "bac", REPLY, None),
+    ],
+)
+def test_a_turn_goes_on_unless_the_template_rewrites_what_came_before(template, text, answer, expected):
+    tokenizer = with_template(template)
+    tail = continuation(tokenizer, [ASK], text, [answer], last_token=0)
+    assert (tail and tokenizer.decode(tail, skip_special_tokens=False)) == expected
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_continued_conversation_is_the_rendered_one(tokenizer, closed):
     """Prompt + sampled turn + continuation = what the template makes of the whole, whether or not EOS was sampled."""
-    ask, answer, reply = (
-        {"role": "user", "content": "Sort: cab"},
-        {"role": "assistant", "content": "bac"},
-        {"role": "user", "content": "Wrong. Again."},
-    )
+    answer = {"role": "assistant", "content": "bac"}
     sampled = tokenizer.encode("bac", add_special_tokens=False)
     if closed:
         sampled += [end_of_turn(tokenizer)]
-    tail = continuation(tokenizer, [ask], [reply], last_token=sampled[-1])
-    whole = tokenizer.render_chat_text([ask, answer, reply], add_generation_prompt=True)
-    ids = tokenizer.render_chat([ask]) + sampled + tail
+    tail = continuation(tokenizer, [ASK], "bac", [REPLY], last_token=sampled[-1])
+    whole = tokenizer.render_chat_text([ASK, answer, REPLY], add_generation_prompt=True)
+    ids = tokenizer.render_chat([ASK]) + sampled + tail
     assert tokenizer.decode(ids, skip_special_tokens=False) == whole
-
-
-def test_a_template_without_assistant_turns_is_refused(tokenizer):
-    class Forgetful:
-        eos_token_ids = tokenizer.eos_token_ids
-
-        def render_chat_text(self, messages, **_):
-            return "".join(message["content"] for message in messages if message["role"] == "user")
-
-    with pytest.raises(RequestError, match="leaves out earlier assistant turns"):
-        continuation(Forgetful(), [{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}], last_token=0)

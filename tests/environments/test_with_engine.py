@@ -12,6 +12,7 @@ from mlx_parallm.environments.builtin import TasksSource
 from mlx_parallm.environments.evaluate import evaluate
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.rollouts import RolloutManager
+from mlx_parallm.types import Request, SamplingParams
 
 WAIT_S = 60.0
 LENGTH = 128
@@ -63,7 +64,9 @@ def sources(*names, kind=None, **fields):
 def agrees(client, tokenizer, group):
     """The engine's own scores of the sequence are the log-probabilities that travelled with the rollout."""
     for number, rollout in enumerate(group.rollouts):
-        scored = asyncio.run(client.score(f"score-{group.group_id}-{number}", rollout.tokens, None))
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        asked = Request(f"score-{group.group_id}-{number}", tuple(rollout.tokens), params)
+        scored = asyncio.run(client.generate(asked)).prompt_logprobs
         for position, sampled in enumerate(rollout.mask):
             if sampled:
                 assert rollout.logprobs[position] == pytest.approx(scored.logprobs[position], abs=1e-4)
@@ -96,7 +99,7 @@ def test_the_same_seed_samples_the_same_groups_in_any_mode(tiny_engine, tiny_tok
 
     fixed = tokens(fixed_order=True)
     assert fixed == tokens(fixed_order=True)
-    assert fixed == tokens(max_in_flight_groups=2)
+    assert sorted(fixed) == sorted(tokens(max_in_flight_groups=2))  # the order is each environment's
     assert any(len(set(rollouts)) > 1 for _, rollouts in fixed)  # sampled, not greedy
 
 

@@ -37,6 +37,7 @@ from tests.integration.test_http_environments import HttpEnvironment
 Work = Callable[[TrainingRun, str, threading.Event], None]  # the run, its URL, its stop
 
 LONGEST_S = 60.0
+TOKENS = 320  # of the tiny model
 USUAL_STALL_S = health.STALLED_AFTER_S
 BASE: dict[str, Any] = {
     "server": {"batch_size": 64},
@@ -85,16 +86,22 @@ class Sender(HttpEnvironment):
             ]
         if self._fault == "advantages":  # a float64 that no float32 can hold
             data["advantages"] = [[1e39] * len(row) for row in data["tokens"]]
+        if self._fault == "no_logprobs":
+            data["inference_logprobs"] = None
+        if self._fault == "all_other" or (self._fault == "other" and len(self.replies) % 2):
+            for name in ("tokens", "masks"):
+                data[name] = [[id if id < 0 else TOKENS - 1 - id for id in row] for row in data[name]]
         old = self._fault == "all_old" or (self._fault == "old" and len(self.replies) % 2)
         data["policy_versions"] = [[0 if old else version] * len(row) for row in data["tokens"]]
         return data
 
 
 def _when_ready(work: Work, run: TrainingRun, url: str, stop: threading.Event) -> None:
-    while not stop.wait(0.05):
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health").status_code == 200:
-                return work(run, url, stop)
+    with httpx.Client(verify=False) as http:
+        while not stop.wait(0.05):
+            with contextlib.suppress(httpx.TransportError):
+                if http.get(f"{url}/health").status_code == 200:
+                    return work(run, url, stop)
 
 
 def sends(fault: str) -> Work:
@@ -114,6 +121,7 @@ def holds_the_lock(run: TrainingRun, url: str, stop: threading.Event) -> None:
 
 
 HTTP = {"total_steps": 12}
+RECOMPUTE = {"atropos": BASE["rl_training"]["atropos"] | {"missing_logprobs": "recompute"}}
 PROVOCATIONS: dict[str, Provocation] = {
     "nothing": Provocation(None, "tasks", {"total_steps": 12, "kl_beta": 1e-3}),
     "constant reward": Provocation("reward-constant", "constant"),
@@ -134,6 +142,9 @@ PROVOCATIONS: dict[str, Provocation] = {
     ),
     "old groups": Provocation("stale-rollouts", "", HTTP | {"max_staleness": 0}, beside=sends("old")),
     "only old groups": Provocation("stale-rollouts", "", HTTP | {"max_staleness": 0}, beside=sends("all_old")),
+    "other tokenizer": Provocation("another-model", "", HTTP, beside=sends("other")),
+    "only other tokenizer": Provocation("another-model", "", HTTP, beside=sends("all_other")),
+    "no logprobs": Provocation("no-log-probabilities", "", HTTP | RECOMPUTE, beside=sends("no_logprobs")),
     "falls silent": Provocation("environment-stalled", "silent"),
     "one late group": Provocation("environment-stalled", "late"),
     "sends nothing": Provocation("environment-stalled", "", HTTP, beside=registers_only),

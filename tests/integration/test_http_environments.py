@@ -3,7 +3,10 @@
 import gzip
 import json
 import random
+import signal
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import httpx
 import pytest
 
 from mlx_parallm.environments.tasks import make_problem, score
-from tests.integration.processes import Daemon, free_port, metrics, wait_for_step
+from tests.integration.processes import Daemon, free_port, metrics, train, wait_for_step, write_config
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -21,8 +24,10 @@ GROUP_SIZE = 8
 class HttpEnvironment(threading.Thread):
     """What an environment derived from atroposlib's BaseEnv does on the wire, with server_type vllm."""
 
-    def __init__(self, url: str, *, key: str | None = None) -> None:
+    def __init__(self, url: str, *, key: str | None = None, least: float | None = None) -> None:
+        """`least`: the part of every batch that it wants."""
         super().__init__(daemon=True)
+        self._least = least
         self._generate = httpx.Client(
             base_url=url, timeout=60, headers={"Authorization": f"Bearer {key}"} if key else {}
         )
@@ -45,9 +50,16 @@ class HttpEnvironment(threading.Thread):
 
     def _register(self) -> None:
         body = {"max_token_length": 256, "desired_name": "sorting", "weight": 1.0, "group_size": GROUP_SIZE}
+        body |= {"min_batch_allocation": self._least}
         registered = self._queue.post("register-env", json=body).raise_for_status().json()
         assert registered["status"] == "success", registered
-        self._env_id = registered["env_id"]
+        self.env_id: int = registered["env_id"]
+
+    def leave(self) -> None:
+        """Ends after the group at hand, and says so to the queue."""
+        self.ended.set()
+        self.join()
+        self._queue.post("disconnect-env", json={"env_id": self.env_id}).raise_for_status()
 
     def _post_group(self, number: int) -> None:
         problem = make_problem("sort", number, seed=1, split="train")
@@ -73,7 +85,7 @@ class HttpEnvironment(threading.Thread):
             "masks": [],
             "scores": [],
             "inference_logprobs": [],
-            "env_id": self._env_id,
+            "env_id": self.env_id,
         }
         for text, positions in zip(answer["text"], answer["logprobs"], strict=True):
             pairs = [next(iter(position[0].items())) for position in positions]
@@ -146,3 +158,40 @@ def test_with_a_key_the_queue_takes_basic_auth_and_every_route_is_guarded(
     saved = (tmp_path / "checkpoints" / "spec" / "config.toml").read_text()
     assert "secret-key" not in saved
     assert "secret-key" not in daemon.output
+
+
+def trained_groups(line: dict[str, Any], environment: str) -> float:
+    return float(line["environments"].get(environment, {}).get("trained_groups", 0))
+
+
+def test_an_environment_over_http_leaves_and_comes_back_beside_in_process_ones(tmp_path: Path) -> None:
+    config = write_config(tmp_path, steps=100_000, interval=100_000)
+    run = tmp_path / "checkpoints" / "run"
+
+    def wait_for_steps(enough: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+        """The steps after those that were there, as soon as there are enough."""
+        before = len(metrics(run))
+        deadline = time.monotonic() + 90
+        while not enough(lines := metrics(run)[before:]):
+            assert time.monotonic() < deadline, lines[-1:]
+            time.sleep(0.02)
+        return lines
+
+    with train(config, "--set", "rl_training.max_staleness=2") as daemon:
+        daemon.wait_until_ready()
+        first = HttpEnvironment(daemon.url, least=0.5)  # two of the four groups of a batch
+        first.start()
+        lines = wait_for_steps(lambda lines: sum(trained_groups(line, "sorting_0") > 0 for line in lines) > 3)
+        parts = [trained_groups(line, "sorting_0") for line in lines]
+        assert min(parts[next(i for i, part in enumerate(parts) if part) + 1 :]) >= 2, parts
+        assert any(trained_groups(line, "sort") + trained_groups(line, "reverse") for line in lines)
+        first.leave()
+        lines = wait_for_steps(lambda lines: len(lines) > 2 and not trained_groups(lines[-1], "sorting_0"))
+        assert trained_groups(lines[-1], "sort") and trained_groups(lines[-1], "reverse")
+        second = HttpEnvironment(daemon.url)
+        second.start()
+        wait_for_steps(lambda lines: any(trained_groups(line, "sorting_0") for line in lines))
+        second.leave()
+        daemon.send(signal.SIGTERM)
+        assert daemon.wait() == 0, daemon.output
+    assert (first.failure, second.failure, second.env_id) == (None, None, first.env_id)

@@ -70,8 +70,11 @@ def wandb_history(run: Path) -> tuple[set[str], list[dict[str, Any]], dict[str, 
 
 
 def expected(line: dict[str, Any]) -> dict[str, Any]:
-    flat = {f"{key}/{k}": v for key, value in line.items() if isinstance(value, dict) for k, v in value.items()}
-    return flat | {key: value for key, value in line.items() if value is not None and not isinstance(value, dict)}
+    flat: dict[str, Any] = {}
+    for key, value in line.items():
+        inner = {f"{key}/{name}": one for name, one in expected(value).items()} if isinstance(value, dict) else None
+        flat |= inner if inner is not None else {} if value is None else {key: value}
+    return flat
 
 
 def assert_no_secret(directory: Path, output: str) -> None:

@@ -1,73 +1,26 @@
-"""The poller against a real HTTP server that behaves like atroposlib's run-api (fake_run_api.py)."""
+"""The poller against a real HTTP server that behaves like atroposlib's run-api, and against run-api where it is there
+(fake_run_api.py; `scripts/setup_atropos` installs it)."""
 
 import asyncio
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import pytest
+import httpx
 from fastapi import FastAPI
 
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl_training.atropos_client import AtroposClient, AtroposPoller, TrainerRegistration
-from mlx_parallm.rollout_store.store import RolloutStore
-from tests.rl_training.fake_run_api import RunApi, free_port, serving
-from tests.rollout_store.groups import VOCAB_SIZE, make_group, scored_data
-
-REGISTRATION = TrainerRegistration(
-    wandb_group="",
-    wandb_project="",
-    batch_size=4,
-    max_token_len=32,
-    checkpoint_dir="checkpoints/run",
-    save_checkpoint_interval=50,
-    starting_step=7,
-    num_steps=1000,
+from mlx_parallm.rl_training.atropos_api import AtroposClient
+from mlx_parallm.rl_training.atropos_client import AtroposPoller
+from tests.rl_training.atropos_polling import (
+    REGISTRATION,
+    eventually,
+    groups,
+    polling,
+    register_environment,
 )
-
-
-@pytest.fixture
-def api() -> RunApi:
-    return RunApi()
-
-
-@pytest.fixture
-def url(api: RunApi) -> Iterator[str]:
-    with serving(api.app(), free_port()) as url:
-        yield url
-
-
-@contextlib.contextmanager
-def polling(url: str, store: RolloutStore, **changes) -> Iterator[AtroposPoller]:
-    options = {
-        "registration": REGISTRATION,
-        "vocab_size": VOCAB_SIZE,
-        "policy_version": lambda: 3,
-        "poll_interval_s": 0.01,
-        "stalled_after_s": 0.2,
-        "status_every_s": 0.05,
-    } | changes
-    poller = AtroposPoller(AtroposClient(url), store, **options)
-    poller.start()
-    try:
-        yield poller
-    finally:
-        poller.stop()
-
-
-def groups(count: int, *, size: int = 2, first: int = 0, **changes) -> list[dict]:
-    return [scored_data(size=size, first_token=10 * (first + number), **changes) for number in range(count)]
-
-
-def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """For states that no event announces: what `health` says, what the fake was asked."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came about"
-        time.sleep(0.005)
+from tests.rl_training.fake_run_api import free_port, serving
+from tests.rollout_store.groups import VOCAB_SIZE, make_group
 
 
 def test_registers_polls_and_stores(api, url, store):
@@ -127,18 +80,24 @@ def test_a_starved_trainer_gets_more_than_one_batch(api, url, store):
         assert store.wait_for_groups(20, at_least=3)
 
 
-def test_batches_of_several_rounds_newest_first(api, url, store):
-    with polling(url, store) as poller:
+def test_batches_of_several_rounds_newest_first_and_steps_that_jump(either, store):
+    """All three batches are formed at the first /batch: the API's step is three further, the newest comes first."""
+    with polling(either.url, store, poll_interval_s=0.2) as poller:
         assert poller.wait_until_registered(20)
+        eventually(lambda: register_environment(either)["status"] == "success")  # so the first /batch is over
+        store.add(make_group("blocks", size=4), source="local")
+        time.sleep(0.5)  # a poll that was under way
         for group in groups(6):
-            api.post_group(group)
-        seen: list[str] = []
+            either.post_group(group)
+        store.take(["blocks"], 1)
+        seen: list[int] = []
         while len(seen) < 6:
-            assert store.wait_for_groups(20)
-            batch = [group.group_id for group in store.waiting()]
-            store.take(batch, 1)
-            seen += batch
-    assert len(set(seen)) == 6
+            assert store.wait_for_groups(20, at_least=2)
+            batch = store.waiting()
+            store.take([group.group_id for group in batch], 1)
+            seen += [group.rollouts[0].tokens[0] // 10 for group in batch]
+    assert seen == [4, 5, 2, 3, 0, 1]
+    assert httpx.get(either.url + "/status").json() == {"current_step": 7 + 3, "queue_size": 0}
 
 
 def test_rejected_groups_are_kept_with_the_reason_and_the_rest_goes_on(api, url, store):
@@ -151,7 +110,33 @@ def test_rejected_groups_are_kept_with_the_reason_and_the_rest_goes_on(api, url,
     assert store.counts().waiting == 1
 
 
-def test_500_with_a_closed_socket_is_survived(api, url, store):
+def test_a_policy_version_that_was_never_served_is_rejected(api, url, store):
+    with polling(url, store) as poller:  # serves version 3
+        assert poller.wait_until_registered(20)
+        (good,) = groups(1)
+        for first, version in enumerate((3, 4)):
+            versions = [[version] * len(row) for row in good["tokens"]]
+            (group,) = groups(1, first=first, policy_versions=versions)
+            api.post_group(group)
+        eventually(lambda: poller.groups_rejected == 1 and poller.groups_received == 1)
+    assert "policy version 4" in store.rejects()[0].reason
+
+
+def test_a_nan_makes_the_api_lose_a_batch_which_is_told_and_survived(either, store):
+    """500 and a closed socket; /info is still ours, so nobody registers again."""
+    with polling(either.url, store, poll_interval_s=0.2) as poller:
+        assert poller.wait_until_registered(20)
+        for group in groups(2, scores=[0.0, float("nan")]):
+            either.post_group(group)
+        eventually(lambda: "lost the batch, the 1. so far: an environment sends NaN" in (poller.health() or ""))
+        for group in groups(2, first=2):
+            either.post_group(group)
+        assert store.wait_for_groups(20, at_least=2)
+        eventually(lambda: poller.health() is None)
+        assert poller.batches_lost == 1
+
+
+def test_500_again_and_again_is_survived(api, url, store):
     with polling(url, store) as poller:
         assert poller.wait_until_registered(20)
         api.crashes = 2
@@ -184,103 +169,16 @@ def test_a_connection_that_the_server_closed_is_replaced(store):
         assert asyncio.run(statuses()) == [500] * 5
 
 
-def test_an_api_that_restarts_is_registered_again(api, url, store):
-    with polling(url, store) as poller:
-        assert poller.wait_until_registered(20)
-        api.restart()  # /batch: 200 with an error and an empty list
-        eventually(lambda: api.state.started)
-        api.state = type(api.state)()
-        api.state.was_reset = True  # someone called /reset_data: /batch is 500
-        eventually(lambda: api.state.started)
-        for group in groups(2):
-            api.post_group(group)
-        assert store.wait_for_groups(20, at_least=2)
-    assert len(api.registrations) == 3
-
-
-def test_a_poisoned_registration_is_reset(api, url, store):
-    """Data that came before any trainer makes the API ignore registrations for ever."""
-    api.post_group(scored_data())
-    with polling(url, store) as poller:
-        assert poller.wait_until_registered(20)
-        assert api.state.registration["batch_size"] == 4
-    assert api.calls.count("/reset_data") == 1
-
-
-def test_an_idle_registration_of_another_run_is_replaced(api, url, store):
-    api.state.queue, api.state.registration = [], {"batch_size": 64, "max_token_len": 32, "starting_step": 0}
-    with polling(url, store) as poller:
-        assert poller.wait_until_registered(20)
-    assert api.state.registration["batch_size"] == 4
-
-
-@pytest.mark.parametrize("in_use_by", ["a queue", "an environment"])
-def test_a_registration_that_is_in_use_is_an_error_that_says_what_to_do(api, url, store, in_use_by):
-    api.state.queue, api.state.registration = [], {"batch_size": 64, "max_token_len": 32, "starting_step": 0}
-    if in_use_by == "a queue":
-        api.post_group(scored_data())
-    else:
-        api.state.environments.append({"queue_size": 0})
-    with polling(url, store) as poller:
-        with pytest.raises(ConfigError, match=r"batch_size 64.*wants 4 and 32.*rollout_batch_size.*/reset_data"):
-            poller.wait_until_registered(20)
-        assert "serves another run" in poller.health()
-    assert "/reset_data" not in api.calls
-    assert api.state.registration["batch_size"] == 64
-
-
-def test_an_api_that_is_not_up_yet_is_waited_for(api, store):
-    port = free_port()
-    with polling(f"http://127.0.0.1:{port}", store) as poller:
-        eventually(lambda: "does not answer" in (poller.health() or ""))
-        assert poller.wait_until_registered(0.01) is False
-        with serving(api.app(), port):
-            assert poller.wait_until_registered(20) is True
-            assert poller.health() is None
-        eventually(lambda: "does not answer" in (poller.health() or ""))
-
-
-def test_what_is_no_atropos_api_is_said(store):
-    app = FastAPI()
-    app.post("/register")(lambda: ["hello"])
-    with serving(app, free_port()) as url, polling(url, store) as poller:
-        eventually(lambda: "is this an Atropos API?" in (poller.health() or ""))
-
-
-def test_no_groups_at_all_is_told(api, url, store):
-    with polling(url, store) as poller:
-        eventually(lambda: "no environment has sent a group" in (poller.health() or ""))
-        for group in groups(2):
-            api.post_group(group)
-        eventually(lambda: poller.health() is None)
-
-
-def test_a_queue_that_never_makes_a_batch_is_told(api, url, store):
-    with polling(url, store) as poller:
-        assert poller.wait_until_registered(20)
-        api.post_group(scored_data(size=3))
-        expected = "has 1 groups queued but makes no batch of 4 sequences: group sizes must divide the batch size"
-        eventually(lambda: expected in (poller.health() or ""))
-
-
-def test_a_full_store_is_not_a_stall(api, url, store):
-    store.add(make_group("old", size=4), source="local")
-    with polling(url, store) as poller:
-        assert api.batch_calls.acquire(timeout=20)
-        assert not threading.Event().wait(0.5)
-        assert poller.health() is None
-
-
 def test_a_full_disk_holds_the_batch_until_it_fits(api, url, store):
     noise = [[{"role": "user", "content": os.urandom(40_000).hex()}]] * 2
-    pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
+    pages = store.database.connection.execute("PRAGMA page_count").fetchone()[0]
     with polling(url, store) as poller:
         assert poller.wait_until_registered(20)
-        store._connection.execute(f"PRAGMA max_page_count = {pages}")
+        store.database.connection.execute(f"PRAGMA max_page_count = {pages}")
         for group in groups(2, messages=noise):
             api.post_group(group)
         eventually(lambda: "is the disk full?" in (poller.health() or ""))
-        store._connection.execute("PRAGMA max_page_count = 100000")
+        store.database.connection.execute("PRAGMA max_page_count = 100000")
         assert store.wait_for_groups(20, at_least=2)
         eventually(lambda: poller.health() is None)
 

@@ -5,6 +5,7 @@ import pytest
 
 from mlx_parallm.rl_training.batch import TrainSequence
 from mlx_parallm.rl_training.collate import collate, epoch_order, padded_length
+from mlx_parallm.types import Rollout
 from tests.rl_training.rollouts import make_batch, make_rollout, random_groups
 
 
@@ -23,6 +24,16 @@ def test_alignment_of_one_sequence() -> None:
     assert micro.fresh.tolist() == micro.mask.tolist()
     assert micro.scatter.tolist() == [[2, 2, 0, 1, 2, 2, 2, 2]]
     assert (micro.inputs.dtype, micro.targets.dtype, micro.advantages.dtype) == (np.int32, np.int32, np.float32)
+
+
+def test_two_turns_of_one_sequence() -> None:
+    """5 → 20 EOS(2) sampled, a second EOS and a tool's answer 30 31 given, then 21 EOS sampled."""
+    tokens, mask = (5, 20, 2, 2, 30, 31, 21, 2), (0, 1, 1, 0, 0, 0, 1, 1)
+    rollout = Rollout(tokens, mask, None, (0,) * 8, 1.0, {"reward": 1.0})
+    (micro,) = collate([TrainSequence(rollout, (1.0,) * 8, False)], [0], token_budget=64).micro_batches
+    assert micro.inputs.tolist() == [[5, 20, 2, 2, 30, 31, 21, 2]]
+    assert (micro.positions.tolist(), micro.targets.tolist()) == ([0, 1, 5, 6], [20, 2, 21, 2])
+    assert micro.scatter.tolist() == [[0, 1, 4, 4, 4, 2, 3, 4]]
 
 
 def test_the_first_token_cannot_be_trained_on() -> None:

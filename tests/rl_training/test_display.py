@@ -93,6 +93,15 @@ def test_the_panel_shows_everything_that_was_promised(shown):
     assert sparkline([0.3 + 0.004 * number for number in range(1, 41)]) in text
 
 
+def test_the_panel_shows_reward_and_groups_of_each_environment(shown):
+    display, _ = shown
+    numbers = {"sum": {"reward_mean": 0.625, "groups": 9}, "sort": {"reward_mean": None, "groups": 0}}
+    display.update(step(41, environments=numbers))
+    assert "sum 0.62 in 9 · sort – in 0" in picture(*shown)
+    display.update(step(42, environments={"sum": numbers["sum"]}))
+    assert "sum 0.62" not in picture(*shown), "one environment: the reward says it"
+
+
 def test_the_health_line_changes_between_steps(shown):
     display, console = shown
     display._sources = lambda: [STALLED]
@@ -173,6 +182,8 @@ def test_without_a_terminal_a_stall_is_told_once_while_waiting():
         display.tick()
         health[0] = STALLED
         display.tick()
+        health[0] = STALLED.replace("75", "76")
+        assert health[0] != STALLED
         display.tick()
         health[0] = None
         display.tick()

@@ -3,6 +3,7 @@
 import io
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,8 @@ def test_forecast_adds_up_and_says_what_is_missing() -> None:
         disk_step=1000,
     )
     assert forecast.hours == 1.0 and forecast.disk == 3 * GIB + 100_000 + OTHER_FILES
+    pruned = replace(forecast, rollouts_most=40_000)
+    assert pruned.disk == 3 * GIB + 40_000 + OTHER_FILES
     memory, disk = shortcomings(forecast, [("server.batch_size = 8", GIB)])
     assert "may need 9.00 GiB" in memory and "server.batch_size = 8 (saves 1.00 GiB)" in memory
     assert "keep_checkpoints" in disk

@@ -38,6 +38,8 @@ WELL = {
     "skipped_steps": 0,
     "publish_timeouts": 0,
     "dropped_stale": 0,
+    "dropped_misfit": 0,
+    "groups_without_logprobs": 0,
     "time_rollout_s": 2.0,
 }
 LEARNED = WELL | {"reward_mean": 0.97, "reward_std": 0.15, "groups_without_variance": 0.95, "groups_all_right": 0.9}
@@ -177,6 +179,18 @@ def test_one_stale_group_is_normal_and_many_are_not():
     assert diagnose([*window(4), WELL | {"dropped_stale": 1}]) == HEALTHY
     assert diagnose(window(dropped_stale=8)).startswith(
         "stale rollouts: 40 groups dropped as too old in 5 steps (raise max_staleness"
+    )
+
+
+def test_groups_of_another_model_and_without_logprobs_are_named_with_their_number():
+    assert diagnose([*window(4), WELL | {"dropped_misfit": 1}]) == (
+        "another model's groups: 1 dropped in 5 steps; their log-probabilities are far from this model's"
+        " (let environments ask this server, with its tokenizer, and send its log-probabilities unchanged)"
+    )
+    assert diagnose(window(groups_without_logprobs=4)) == (
+        "no log-probabilities: 20 of 80 groups came without, so the trainer's own stand in and nothing corrects for"
+        " what the policy has learned since (collect through atroposlib's managed_server with server_type vllm, which"
+        " returns them)"
     )
 
 

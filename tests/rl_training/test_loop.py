@@ -186,6 +186,16 @@ def test_overlapping_order(tmp_path: Path) -> None:
         assert [line["logprob_diff_max"] is None for line in run.lines] == [False, True, True]
 
 
+def test_environments_run_as_many_steps_ahead_as_they_may_lag_behind(tmp_path: Path) -> None:
+    with running(tmp_path / "run", total_steps=7, max_staleness=3, checkpoint_interval=9) as run:
+        assert run.loop.run() == "finished"
+    lines = run.lines
+    assert [line["staleness_max"] for line in lines] == [0, 1, 2, 3, 3, 3, 3]
+    assert sum(line["dropped_stale"] for line in lines) == 0
+    asked = [int(event.split()[1]) for event in run.events if event.startswith("ask")]
+    assert sum(asked) == 7 * 2, "nothing beyond the last step"
+
+
 def test_publishing_every_second_step(tmp_path: Path) -> None:
     values = {"weight_updates": {"update_every_n_steps": 2}, "max_staleness": 1, "total_steps": 5}
     with running(tmp_path / "run", **values) as run:

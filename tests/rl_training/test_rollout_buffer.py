@@ -8,11 +8,11 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.advantages import group_advantages
-from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD, RolloutBuffer, reachable
+from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, OTHER_MODEL, TOO_OLD, RolloutBuffer, reachable
 from mlx_parallm.rl_training.versions import VersionSteps
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup
-from tests.rl_training.rollouts import make_group
+from tests.rl_training.rollouts import make_group, make_rollout
 
 
 class Player:
@@ -252,3 +252,61 @@ def test_what_is_reset_is_forgotten_although_it_was_read(store: RolloutStore) ->
     assert batch.group_ids == ("new0", "new1", "new2", "new3")
     assert (batch.statistics.groups, batch.statistics.reward_mean) == (4, 1.0), "those dropped are not counted"
     assert store.drop_reasons() == {"reset": 2}
+
+
+@pytest.mark.parametrize("sampling", ["fifo", "uniform"])
+def test_groups_of_another_model_are_dropped_counted_and_replaced(store: RolloutStore, sampling: str) -> None:
+    """Asked once of each that is about to enter a batch, and of none that was played here (it has an index)."""
+    asked: list[str] = []
+
+    def misfit(group: RolloutGroup) -> bool:
+        asked.append(group.group_id)
+        return group.group_id.startswith("foreign")
+
+    foreign = [make_group(f"foreign{i}", [0, 1]) for i in range(3)]
+    add(store, *foreign, make_group("constant", [1, 1]), *[make_group(f"g{i}", [0, 1]) for i in range(2)])
+    buffer = make_buffer(store, misfit=misfit, sampling=sampling)
+    assert buffer.collect(1, timeout_s=0) is None
+    add(store, make_group("g2", [0, 1]), *[make_group(f"own{i}", [0, 1], index=i) for i in range(2)])
+    while (batch := buffer.collect(1, timeout_s=0)) is None:
+        assert str(buffer.health()).startswith(
+            "another model's groups: 3 dropped while step 1 waited for its batch; their log-probabilities are far from"
+        )
+        add(store, make_group(f"late{len(asked)}", [0, 1]))
+    assert not [group_id for group_id in batch.group_ids if group_id.startswith("foreign")]
+    assert store.drop_reasons() == {OTHER_MODEL: len([a for a in asked if a.startswith("foreign")]), NO_VARIANCE: 1}
+    assert batch.statistics.dropped_misfit == store.drop_reasons()[OTHER_MODEL]
+    assert len(asked) == len(set(asked))
+    assert not [group_id for group_id in asked if group_id.startswith(("own", "constant"))]
+
+
+def test_segments_of_an_episode_share_its_advantage_and_count_as_one_sequence(store: RolloutStore) -> None:
+    """Rewards 1 and 0: advantages 1 and -1. The first episode has two segments, so three sequences are trained on."""
+    versions = VersionSteps()
+    versions.record(1, 1)
+    group = make_group("g", [1, 0], version=1)
+    earlier = make_rollout((7,), prompt=(4,), version=0)
+    group = replace(group, rollouts=(replace(group.rollouts[0], earlier=(earlier,)), group.rollouts[1]))
+    buffer = make_buffer(store, versions, rollout_batch_size=2, max_staleness=1)
+    add(store, group)
+    batch = buffer.collect(2, timeout_s=0)
+    assert [sequence.rollout.tokens for sequence in batch.sequences] == [(4, 7), (1, 2, 3, 5, 6), (1, 2, 3, 5, 6)]
+    assert [sequence.advantages for sequence in batch.sequences] == [
+        pytest.approx((1.0,) * 2),
+        pytest.approx((1.0,) * 5),
+        pytest.approx((-1.0,) * 5),
+    ]
+    assert [sequence.fresh for sequence in batch.sequences] == [False, True, True]
+    statistics = batch.statistics
+    assert (statistics.sequences, statistics.extra_segments, statistics.staleness_max) == (2, 1, 1)
+    assert statistics.completion_tokens_mean == (3 + 2) / 2
+
+
+def test_groups_without_logprobs_are_counted_and_left_out_of_what_needs_them(store: RolloutStore) -> None:
+    unknown = tuple(replace(rollout, logprobs=None) for rollout in make_group("x", [0, 1]).rollouts)
+    buffer = make_buffer(store, rollout_batch_size=4)
+    add(store, make_group("g", [0, 1], logprob=-0.25), replace(make_group("x", [0, 1]), rollouts=unknown))
+    batch = buffer.collect(1, timeout_s=0)
+    assert batch.statistics.groups_without_logprobs == 1
+    assert batch.statistics.rollout_entropy == 0.25
+    assert [sequence.fresh for sequence in batch.sequences] == [True, True, False, False]

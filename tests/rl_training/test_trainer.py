@@ -1,5 +1,6 @@
 """The trainer on tiny models: learning, invariances, reference, skipping, stopping."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from mlx_parallm.rl_training.advantages import group_advantages
 from mlx_parallm.rl_training.batch import TrainBatch
 from mlx_parallm.rl_training.grpo_trainer import make_algorithm
 from mlx_parallm.rl_training.trainer_base import Algorithm, StepPosition, Trainer
-from mlx_parallm.types import RolloutGroup
+from mlx_parallm.types import Rollout, RolloutGroup
 from tests.rl_training.making import assert_same_training, make_config, make_trainer, perturb_adapter, weights
 from tests.rl_training.rollouts import make_batch, make_rollout, random_groups
 
@@ -135,6 +136,81 @@ def test_only_fresh_tokens_are_compared_with_the_engine() -> None:
     assert trainer.train_step(replace(batch, sequences=stale)).metrics["logprob_diff_max"] < 1e-4
     none = tuple(replace(s, fresh=False) for s in batch.sequences)
     assert trainer.train_step(replace(batch, sequences=none)).metrics["logprob_diff_max"] is None
+
+
+def without_logprobs(batch: TrainBatch, rows: Callable[[int], bool]) -> TrainBatch:
+    """These rows as an environment sends them that has no log-probabilities."""
+    sequences = [
+        replace(s, rollout=replace(s.rollout, logprobs=None), fresh=False) if rows(i) else s
+        for i, s in enumerate(batch.sequences)
+    ]
+    return replace(batch, sequences=tuple(sequences))
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_missing_logprobs_are_the_policys_own_before_the_step(epochs: int) -> None:
+    """Like a batch whose sender had said exactly those: in the first update and, unchanged, in the later ones."""
+    config = make_config(batch_size=8, update_epochs=epochs, token_budget=60)
+    known = make_trainer(config)
+    batch = on_policy(known, make_batch(random_groups(4)))
+    expected = known.train_step(batch).metrics
+    trainer = make_trainer(config)
+    metrics = trainer.train_step(without_logprobs(batch, lambda row: row % 3 != 0)).metrics
+    assert_same_training(weights(trainer), weights(known))
+    assert metrics["ratio_mean"] == pytest.approx(expected["ratio_mean"], abs=1e-5)
+    assert abs(metrics["ratio_mean"] - 1) > 1e-3  # the later updates
+    assert metrics["logprob_diff_max"] < 1e-4  # of the others
+
+
+def test_the_first_update_has_ratio_1_and_compares_nothing() -> None:
+    trainer = make_trainer(make_config(batch_size=16))
+    metrics = trainer.train_step(without_logprobs(make_batch(random_groups(4)), lambda row: True)).metrics
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["clip_fraction"] == 0.0
+    assert metrics["logprob_diff_max"] is None
+
+
+def test_a_step_that_goes_on_keeps_what_it_has_recomputed() -> None:
+    """Stopped after its first update and resumed from JSON: as if it had not been stopped."""
+    config = make_config(batch_size=8)
+    batch = without_logprobs(make_batch(random_groups(4)), lambda row: True)
+    whole = make_trainer(config)
+    whole.train_step(batch)
+    trainer = make_trainer(config)
+    first = trainer.train_step(batch, should_stop=lambda: trainer.optimizer.updates == 1)
+    assert (first.finished, first.position.updates) == (False, 1)
+    position = StepPosition.from_json(json.loads(json.dumps(first.position.to_json())))
+    assert trainer.train_step(batch, position=position).finished
+    assert_same_training(weights(trainer), weights(whole))
+
+
+def test_scoring_stops_when_asked_to() -> None:
+    trainer = make_trainer(make_config())
+    batch = without_logprobs(make_batch(random_groups(4)), lambda row: True)
+    result = trainer.train_step(batch, should_stop=lambda: True)
+    assert (result.finished, result.position) == (False, StepPosition())
+
+
+def test_nothing_is_learnt_from_tokens_that_were_given() -> None:
+    """Two turns in one sequence, the EOS (2) of the first twice, a tool's answer between them. The gradient is that of
+    four tokens: the answer, its EOS, and the same of turn two; whatever stands at the others teaches nothing."""
+
+    def trained(given: float) -> dict[str, np.ndarray]:
+        rows = []
+        for reward, answer in ((1.0, 20), (0.0, 21)):
+            tokens = (5, answer, 2, 2, 30, 31, answer, 2)
+            mask = (0, 1, 1, 0, 0, 0, 1, 1)
+            logprobs = tuple(-3.0 if sampled else given for sampled in mask)
+            rows.append(Rollout(tokens, mask, logprobs, (0,) * 8, 1.0, {"reward": reward}))
+        trainer = make_trainer(make_config(batch=2))
+        batch = make_batch([RolloutGroup("g", "test", tuple(rows))])
+        assert batch.sequences[0].advantages == pytest.approx((1.0,) * 8)
+        assert trainer.train_step(batch).metrics["tokens"] == 8
+        return weights(trainer)
+
+    plain = trained(0.0)
+    for name, array in trained(-9.0).items():
+        np.testing.assert_array_equal(array, plain[name])
 
 
 @pytest.mark.parametrize(("lora", "reference"), [(True, "base"), (True, "initial"), (False, "base")])

@@ -69,6 +69,34 @@ def scored_data(
     return values | changes
 
 
+def as_sent(group: RolloutGroup) -> dict[str, Any]:
+    """What `wire.from_scored_data` reads as this group, but for [G] advantages, which become rows."""
+    rows = None
+    if group.advantages is not None:
+        pairs = zip(group.advantages, group.rollouts, strict=True)
+        rows = [list(entry) if isinstance(entry, tuple) else [entry] * len(rollout.tokens) for entry, rollout in pairs]
+    return {
+        "tokens": [list(rollout.tokens) for rollout in group.rollouts],
+        "masks": [
+            [token if sampled else -100 for token, sampled in zip(rollout.tokens, rollout.mask, strict=True)]
+            for rollout in group.rollouts
+        ],
+        "scores": [rollout.reward for rollout in group.rollouts],
+        "inference_logprobs": [
+            [value if sampled else 1.0 for value, sampled in zip(rollout.logprobs or (), rollout.mask, strict=True)]
+            for rollout in group.rollouts
+        ],
+        "advantages": rows,
+        "overrides": [
+            {"temperature": rollout.temperature, "set_advantage_to_zero": rollout.zero_advantage}
+            for rollout in group.rollouts
+        ],
+        "group_id": group.group_id,
+        "environment": group.environment,
+        "policy_versions": [list(rollout.policy_versions) for rollout in group.rollouts],
+    }
+
+
 finite = st.floats(allow_nan=False, allow_infinity=False)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | finite | st.text(max_size=5),

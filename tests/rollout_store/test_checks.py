@@ -24,6 +24,22 @@ def test_a_logprob_a_hair_above_zero_is_rounding() -> None:
     check(make_group(rollouts=(make_rollout(logprobs=(0.0, 0.0, 5e-4, -0.1, -0.2)),)))
 
 
+def test_rollouts_without_logprobs_are_refused_unless_they_may_be_recomputed() -> None:
+    group = make_group(rollouts=(make_rollout(), make_rollout(logprobs=None)))
+    with pytest.raises(RolloutRejectedError, match=r'server_type vllm.*missing_logprobs = "recompute"'):
+        check(group)
+    check_group(group, vocab_size=VOCAB_SIZE, max_token_length=16, missing_logprobs="recompute")
+    half = make_group(rollouts=(make_rollout(logprobs=()),))
+    with pytest.raises(RolloutRejectedError, match="0 logprobs for 5 tokens"):
+        check_group(half, vocab_size=VOCAB_SIZE, max_token_length=16, missing_logprobs="recompute")
+
+
+def test_every_segment_is_checked() -> None:
+    faulty = make_rollout(earlier=(make_rollout(scores={}), make_rollout(scores={}, mask=(0,) * 5)))
+    with pytest.raises(RolloutRejectedError, match="rollout 0: no token was sampled"):
+        check(make_group(rollouts=(faulty,)))
+
+
 def test_versions_of_given_tokens_mean_nothing() -> None:
     check(make_group(rollouts=(make_rollout(policy_versions=(-1, -1, 0, 0, 0)),)))
 
@@ -80,3 +96,9 @@ def test_the_longest_sequence_passes_and_one_more_token_does_not() -> None:
     check(make_group(rollouts=(make_rollout(prompt=6, sampled=10),)))
     with pytest.raises(RolloutRejectedError, match="17 tokens are more than max_token_length = 16"):
         check(make_group(rollouts=(make_rollout(prompt=7, sampled=10),)))
+
+
+@pytest.mark.parametrize("field", ["group_id", "environment"])
+def test_a_name_that_no_database_takes(field: str) -> None:
+    with pytest.raises(RolloutRejectedError, match=r"'\\ud800' holds half a character"):
+        check(make_group(**{field: "\ud800"}))

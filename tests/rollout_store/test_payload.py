@@ -1,4 +1,6 @@
+import json
 import math
+import random
 import struct
 import zlib
 
@@ -6,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.rollout_store.payload import decode_group, encode_group
+from mlx_parallm.rollout_store.payload import decode_group, encode_group, encode_reject
 from mlx_parallm.types import RolloutGroup
 from tests.rollout_store.groups import float32, groups, make_group, make_rollout
 
@@ -24,6 +26,14 @@ def test_floats_come_back_to_the_last_bit(group: RolloutGroup) -> None:
     for before, after in zip(group.rollouts, decode_group(encode_group(group)).rollouts, strict=True):
         assert bits(after.logprobs) == bits(before.logprobs)
         assert bits((after.temperature, after.reward)) == bits((before.temperature, before.reward))
+
+
+def test_segments_and_missing_logprobs_come_back() -> None:
+    segments = (make_rollout(prompt=1, scores={}), make_rollout(sampled=1, scores={}, version=3))
+    unknown = make_rollout(-1.0, logprobs=None, processed_logprobs=(0.0, 0.0, -0.5, -0.5, -0.5))
+    rows = ((0.5,) * 5, (-0.5,) * 5, (0.0,) * 5)
+    group = make_group(rollouts=(unknown, make_rollout(earlier=segments), make_rollout()), advantages=rows)
+    assert decode_group(encode_group(group)) == group
 
 
 def test_float32_logprobs_take_four_bytes_a_token() -> None:
@@ -50,3 +60,23 @@ def test_a_payload_that_was_cut_is_noticed() -> None:
     raw = zlib.decompress(encode_group(make_group()))
     with pytest.raises(ValueError, match="cut short"):
         decode_group(zlib.compress(raw[:-3]))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {"tokens": [[7] * (1 << 20), []]},
+        {"messages": [[{"role": "user", "content": "a" * (1 << 21)}]]},
+        [[[]] * (1 << 20)],
+        {"scores": [random.random() for _ in range(200_000)]},
+    ],
+    ids=["numbers", "text", "lists", "digits"],
+)
+def test_of_a_large_reject_nothing_is_packed(payload: object) -> None:
+    assert encode_reject(payload) is None
+
+
+def test_a_reject_of_any_kind_is_packed() -> None:
+    for payload in (None, 5, "text", [1, [2, {"a": None}]], {"scores": [float("inf")]}):
+        assert json.loads(zlib.decompress(encode_reject(payload) or b"")) == payload
+    assert json.loads(zlib.decompress(encode_reject(object) or b"")) == repr(object)

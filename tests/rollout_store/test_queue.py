@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_a_good_group_is_stored_with_its_sender_version_and_temperature(store, c
     assert group.rollouts[0].policy_versions == (-1, -1, 3, 3, 3)
     assert group.rollouts[0].temperature == 0.7
     assert list(store.waiting_by_source()) == ["atropos:1"]
-    assert queue.latest_example() == group
+    assert queue.latest_example() == scored_data(env_id=env_id) | {"distill_token_ids": None, "distill_logprobs": None}
 
 
 def test_a_group_that_is_sent_twice_counts_once(queue, store):
@@ -124,13 +125,13 @@ def test_queue_size_is_in_groups_of_the_asking_environment(queue, store):
     status = queue.environment_status(small.env_id)
     assert status == {
         "current_step": 5,
-        "queue_size": (6 + 4 + 3) // 2,
+        "queue_size": (6 + 4 + 4) // 2,  # the others' in packs of the largest group
         "unallocated_fraction": 1.0,
         "self_queue_size": 3,
         "max_group_size": 4,
         "env_weight": 0.5,
     }
-    assert queue.environment_status(large.env_id)["queue_size"] == 13 // 4
+    assert queue.environment_status(large.env_id)["queue_size"] == (4 + 8 + 4) // 4
     assert queue.environment_status(large.env_id)["self_queue_size"] == 1
     assert queue.status() == {"current_step": 5, "queue_size": 5}
 
@@ -175,6 +176,20 @@ def test_weights_are_shares_of_the_environments_that_are_there(queue, clock):
     assert queue.environment_status(2)["env_weight"] == 0.01
 
 
+def test_a_minimum_counts_while_its_environment_delivers(queue, clock):
+    env_id = queue.register_environment(
+        "sure", max_token_length=32, weight=1.0, group_size=3, min_batch_allocation=0.5
+    ).env_id
+    register(queue, "other")
+    assert queue.environment_status(1)["unallocated_fraction"] == 0.5
+    assert queue.minimums() == {}
+    queue.submit(scored_data(env_id=env_id, size=3))
+    assert queue.minimums() == {"sure_0": (6, 3)}, "4 of 8 sequences, in whole groups of 3"
+    clock.now += SILENT_AFTER_S + 1
+    queue.environment_status(env_id)
+    assert queue.minimums() == {}, "it calls, but sends nothing"
+
+
 def test_reset_drops_what_waits_from_environments_and_says_why(queue, store):
     env_id = register(queue).env_id
     queue.submit(scored_data(env_id=env_id))
@@ -190,7 +205,10 @@ class TestHealth:
     def test_nobody_came_and_nobody_else_makes_rollouts(self, queue, clock):
         assert queue.health() is None
         clock.now += SILENT_AFTER_S + 1
-        assert queue.health() == "no environment has registered at /atropos for 61 s: nothing makes rollouts"
+        nowhere = "no environment has registered at /atropos and nothing came to /v1/rewards for 61 s"
+        assert queue.health() == f"{nowhere}: nothing makes rollouts"
+        queue.note_reward()
+        assert queue.health() is None
         register(queue)
         assert queue.health() is None
 
@@ -235,3 +253,29 @@ class TestHealth:
         assert make_queue(store, clock, other_group_sizes=(5,)).health() is None
         register(queue, "other", group_size=5)
         assert queue.health() is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"generation_params": {"temperature": 10**400}}, "is not a number"),
+        ({"generation_params": {"temperature": "x" * 10**6}}, "is not a number"),
+        ({"generation_params": reduce(lambda inner, _: {"a": inner}, range(5000), {})}, "nested too deep"),
+        ({"group_id": "x" * 10**6}, "bytes, more than"),
+        ({"policy_versions": [[-1, -1, 3, 3, 4]] * 2}, "policy version 4 has not been served yet"),
+    ],
+    ids=["no-float-holds-it", "long", "deep", "long-id", "from-the-future"],
+)
+def test_what_a_liar_sends_is_a_short_reason_in_quarantine(queue, store, changes, reason):
+    with pytest.raises(RolloutRejectedError, match=reason):
+        queue.submit(scored_data(**changes))
+    (reject,) = store.rejects()
+    assert reason in reject.reason and len(reject.reason) < 1001
+    assert store.counts().waiting == 0
+
+
+def test_a_group_without_an_id_is_known_by_all_that_is_trained_on(queue):
+    first = scored_data()
+    other = [first | {"scores": [1.0, 0.0]}, first | {"inference_logprobs": [[1.0, 1.0, -1.0, -1.0, -1.0]] * 2}]
+    other += [first | {"masks": [[-100] * 3 + row[3:] for row in first["masks"]]}, scored_data(first_token=21)]
+    assert [queue.submit(data) for data in (first, *other, *other)] == [True] * 5 + [False] * 4

@@ -215,8 +215,8 @@ def test_threads_add_and_take_at_once(store):
 
 
 def test_commits_are_synchronised_with_the_disk(store):
-    assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    assert store._connection.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+    assert store.database.connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert store.database.connection.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
 
 
 def test_size_is_told(store):
@@ -228,13 +228,13 @@ def test_size_is_told(store):
 
 def test_a_full_database_refuses_and_keeps_what_it_has(store):
     fill(store, "a")
-    pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
-    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    pages = store.database.connection.execute("PRAGMA page_count").fetchone()[0]
+    store.database.connection.execute(f"PRAGMA max_page_count = {pages}")
     large = make_group("large", metadata={"noise": os.urandom(50_000).hex()})
     with pytest.raises(StoreError, match=r"rollouts\.sqlite.*cannot be written.*full.*free some space"):
         store.add(large, source="test")
     assert store.known_ids() == {"a"}
-    store._connection.execute("PRAGMA max_page_count = 100000")
+    store.database.connection.execute("PRAGMA max_page_count = 100000")
     assert store.add(large, source="test") is True
 
 
@@ -268,7 +268,7 @@ def test_what_is_no_database_or_a_newer_one_is_refused(tmp_path):
 
 def test_a_damaged_payload_is_a_store_error(store):
     fill(store, "a")
-    store._connection.execute("UPDATE groups SET payload = x'00'")
+    store.database.connection.execute("UPDATE payloads SET payload = x'00'")
     with pytest.raises(StoreError, match="damaged"):
         store.waiting()
 

@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.rollout_store.wire import from_scored_data, to_scored_data
+from mlx_parallm.rollout_store.checks import check_group
+from mlx_parallm.rollout_store.wire import from_scored_data
 from mlx_parallm.types import RolloutGroup
-from tests.rollout_store.groups import groups, make_group, make_rollout, scored_data
+from tests.rollout_store.groups import as_sent, groups, scored_data
+
+PICTURE = {
+    "role": "user",
+    "content": [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "data:,"}}],
+}
 
 
 def parse(data: Any, **options: Any) -> RolloutGroup:
@@ -35,6 +41,43 @@ def test_labels_and_placeholders_become_mask_and_logprobs() -> None:
     assert group.advantages is None
 
 
+def test_a_group_without_logprobs_has_none() -> None:
+    """What server_type openai sends: run-api adds the key as null."""
+    group = parse(scored_data(inference_logprobs=None))
+    assert [rollout.logprobs for rollout in group.rollouts] == [None, None]
+    assert [rollout.mask for rollout in group.rollouts] == [(0, 0, 1, 1, 1)] * 2
+    assert group.group_id == parse(scored_data(inference_logprobs=None)).group_id
+    assert group.group_id != parse(scored_data(inference_logprobs=None, first_token=21)).group_id
+    assert group.group_id != parse(scored_data()).group_id
+
+
+def test_what_collect_trajectories_of_a_base_env_sends() -> None:
+    """Its default implementation sends [] for what no item has, {} for the overrides and no inference_logprobs."""
+    names = ("advantages", "ref_logprobs", "messages", "overrides", "images")
+    sent = scored_data(inference_logprobs=None, group_overrides={}) | {name: [] for name in names}
+    del sent["inference_logprobs"]
+    assert parse(sent) == parse(scored_data(inference_logprobs=None))
+
+
+def test_turns_of_one_sequence_are_trained_on_where_the_labels_say_so() -> None:
+    """As ManagedServer makes it: the EOS (2) of turn one comes twice, the tool's answer 30 31 is given; in the second
+    row, which extended a plain completion, turn one is given again."""
+    group = parse(
+        {
+            "tokens": [[5, 20, 2, 2, 30, 31, 21, 2], [5, 20, 2, 30, 31, 22, 2]],
+            "masks": [[-100, 20, 2, -100, -100, -100, 21, 2], [-100, -100, -100, -100, -100, 22, 2]],
+            "scores": [1.0, 0.0],
+            "inference_logprobs": [[1.0, -0.5, -0.1, 1.0, 1.0, 1.0, -0.7, -0.2], [1.0, 1.0, 1.0, 1.0, 1.0, -0.9, -0.3]],
+        }
+    )
+    first, second = group.rollouts
+    assert first.mask == (0, 1, 1, 0, 0, 0, 1, 1)
+    assert first.logprobs == (0.0, -0.5, -0.1, 0.0, 0.0, 0.0, -0.7, -0.2)
+    assert second.mask == (0, 0, 0, 0, 0, 1, 1)
+    assert second.logprobs == (0.0, 0.0, 0.0, 0.0, 0.0, -0.9, -0.3)
+    check_group(group, vocab_size=40, max_token_length=8)
+
+
 @given(groups())
 def test_what_the_wire_can_carry_survives_it(group: RolloutGroup) -> None:
     group = replace(
@@ -46,7 +89,7 @@ def test_what_the_wire_can_carry_survives_it(group: RolloutGroup) -> None:
             for rollout in group.rollouts
         ),
     )
-    wire = json.loads(json.dumps(to_scored_data(group)))
+    wire = json.loads(json.dumps(as_sent(group)))
     back = parse(wire)
     if group.advantages is not None and not isinstance(group.advantages[0], tuple):
         rows = tuple((a,) * len(r.tokens) for a, r in zip(group.advantages, group.rollouts, strict=True))
@@ -54,18 +97,9 @@ def test_what_the_wire_can_carry_survives_it(group: RolloutGroup) -> None:
     assert back == group
 
 
-def test_what_goes_out_is_atropos_wire() -> None:
-    wire = to_scored_data(make_group(rollouts=(make_rollout(prompt=2, sampled=1, zero_advantage=True),)))
-    assert wire["masks"] == [[-100, -100, 12]]
-    assert wire["inference_logprobs"][0][:2] == [1.0, 1.0]
-    assert wire["overrides"] == [{"temperature": 1.0, "set_advantage_to_zero": True}]
-    assert wire["ref_logprobs"] is None and wire["images"] is None
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"inference_logprobs": None}, "no inference_logprobs"),
         ({"inference_logprobs": [[1.0, 1.0, -0.1, -0.1, 1.0], [1.0] * 5]}, "sampled token 4 has no log-probability"),
         ({"inference_logprobs": [[1.0] * 4, [1.0] * 5]}, "sequence 0: 4 inference_logprobs for 5 tokens"),
         ({"masks": [[0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]}, "masks[0] is 0, neither -100 (given) nor the token's id 20"),
@@ -80,7 +114,8 @@ def test_what_goes_out_is_atropos_wire() -> None:
         ({"overrides": [{"temperature": "hot"}]}, "temperature 'hot' is not a number"),
         ({"overrides": [{"sft": True}]}, "sft"),
         ({"group_overrides": {"sft": True}}, "sft"),
-        ({"images": ["cat.png"]}, "images"),
+        ({"images": ["cat.png"]}, "the group carries images; the policy reads text only"),
+        ({"messages": [[PICTURE], []]}, "the group carries image_url; the policy reads text only"),
     ],
 )
 def test_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
@@ -108,7 +143,7 @@ def test_atroposlibs_placeholder_data_is_refused() -> None:
         ({"group_overrides": {"temperature": 0.8}}, [0.8, 0.8]),
         ({"group_overrides": {"temperature": 0.8}, "generation_params": {"temperature": 0.7}}, [0.7, 0.7]),
         ({"generation_params": {"temperature": 0.7}, "overrides": [{"temperature": 0.6}]}, [0.6, 0.7]),
-        ({"generation_params": {"temperature": 0.7}, "overrides": [None, {"temperature": None}]}, [0.7, 0.7]),
+        ({"generation_params": {"temperature": 0.7}, "overrides": [{}, {"temperature": None}]}, [0.7, 0.7]),
         ({"generation_params": {"temperature": 0}}, [1.0, 1.0]),
         ({"generation_params": {"top_p": 0.9}, "overrides": []}, [0.9, 0.9]),
     ],
@@ -149,3 +184,15 @@ def test_fields_without_use_are_listed_and_messages_kept() -> None:
     messages = [[{"role": "user", "content": "hi"}]] * 2
     group = parse(scored_data(messages=messages, ref_logprobs=[[0.0] * 5] * 2, env_id=3))
     assert group.metadata == {"messages": messages, "env_id": 3, "ignored_fields": ["ref_logprobs"]}
+
+
+def test_of_a_million_faults_each_list_tells_one() -> None:
+    """All of them would be gigabytes."""
+    wrong = {"tokens": [["a"] * 1_000_000], "masks": [["b"]] * 1_000_000, "scores": [{}] * 1_000_000}
+    optional = {"inference_logprobs": [["x"]] * 2, "messages": [[5, 5], [5]], "overrides": [1, 2]}
+    with pytest.raises(RolloutRejectedError) as refused:
+        parse(wrong | optional)
+    assert [entry["loc"] for entry in refused.value.__cause__.errors()] == [
+        *(("tokens", 0, 0), ("masks", 0, 0), ("scores", 0)),
+        *(("messages", 0, 0), ("inference_logprobs", 0, 0), ("overrides", 0)),
+    ]

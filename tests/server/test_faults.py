@@ -47,6 +47,8 @@ def test_while_loading_health_is_503_and_every_route_says_so(tiny_tokenizer):
         answer = http.post("/v1/completions", json=COMPLETION)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert "loading" in answer.json()["error"]["message"]
+        waits = http.post("/atropos/register-env", json={})  # a BaseEnv gives up after three errors
+        assert (waits.status_code, waits.json()) == (200, {"status": "wait for trainer to start"})
         server.state.ready(server.engine, tiny_tokenizer)
         assert http.get("/health").json()["status"] == "ok"
         assert http.post("/v1/completions", json=COMPLETION).status_code == 200
@@ -262,6 +264,7 @@ def test_a_body_over_the_limit_is_413(tiny_tokenizer, announced):
         content = body if announced else iter([body[:900], body[900:]])
         answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
         assert answer.status_code == 413 and answer.json()["error"]["type"] == "invalid_request_error"
+        assert answer.json()["error"]["code"] == "request_too_large"
         assert http.post("/v1/completions", json=COMPLETION).status_code == 200
 
 

@@ -58,7 +58,8 @@ def test_metrics_count_what_was_done(server):
     with server.http() as http:
         before, _ = read(http)
         http.post(
-            "/v1/completions", json={"prompt": [9, *range(100, 119)], "n": 4, "max_tokens": 3, "ignore_eos": True}
+            "/v1/completions",
+            json={"prompt": [9, *range(100, 119)], "n": 4, "max_tokens": 3, "ignore_eos": True, "cache_salt": "own"},
         )
         until(lambda: server.engine.stats().running == 0)
         http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "stream": True})

@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,12 @@ from starlette.testclient import TestClient
 from mlx_parallm.rollout_store.queue import AtroposQueue
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server import routes_atropos
+from mlx_parallm.server.middleware import BodyLimitMiddleware
 from mlx_parallm.server.routes_atropos import create_atropos_router
 from tests.rollout_store.groups import ATROPOS_SETTINGS, scored_data
 
 SETTINGS = replace(ATROPOS_SETTINGS, wandb_group="group", wandb_project="project")
+JSON = {"Content-Type": "application/json"}
 ENVIRONMENT = {
     "max_token_length": 32,
     "desired_name": "sums",
@@ -34,10 +37,15 @@ REGISTRATION = {
 
 
 @pytest.fixture
-def client(store):
+def app(store):
     queue = AtroposQueue(store, SETTINGS, current_step=lambda: 5, policy_version=lambda: 3)
     app = FastAPI()
     app.include_router(create_atropos_router(queue))
+    return app
+
+
+@pytest.fixture
+def client(app):
     with TestClient(app) as client:
         yield client
 
@@ -69,7 +77,9 @@ def test_the_calls_of_a_base_env_in_their_order(client, store):
     }
     reply = client.post("/atropos/scored_data", json=scored_data(env_id=0))
     assert (reply.status_code, reply.json()) == (200, {"status": "received"})
-    assert status_of(client, 0).json()["queue_size"] == 1
+    status = status_of(client, 0).json()
+    assert status["queue_size"] == 1
+    assert not [key for key in ("queue_size", "self_queue_size", "max_group_size") if not isinstance(status[key], int)]
     assert client.get("/atropos/status").json() == {"current_step": 5, "queue_size": 1}
     assert [group.environment for group in store.waiting()] == ["sums_0"]
     assert client.post("/atropos/disconnect-env", json={"env_id": 0}).json() == {"status": "success"}
@@ -99,23 +109,23 @@ def test_a_registration_changes_nothing_and_batches_stay_here(client, store):
     assert client.post("/atropos/register", json=REGISTRATION | {"wandb_group": None}).status_code == 422
 
 
-def test_a_guaranteed_share_is_refused_not_ignored(client):
-    reply = client.post("/atropos/register-env", json=ENVIRONMENT | {"min_batch_allocation": 0.5})
-    assert reply.status_code == 422
-    assert "min_batch_allocation" in reply.text
+def test_a_guaranteed_share_is_told_to_the_others(client):
+    client.post("/atropos/register-env", json=ENVIRONMENT | {"min_batch_allocation": 0.25})
+    client.post("/atropos/register-env", json=ENVIRONMENT)
+    assert status_of(client, 1).json()["unallocated_fraction"] == 0.75
 
 
 def test_a_rejected_group_is_answered_with_the_reason(client, store):
     reply = client.post("/atropos/scored_data", json=scored_data(inference_logprobs=None))
     assert reply.status_code == 422
-    assert reply.json()["status"] == "rejected"
+    assert reply.json()["detail"][0]["type"] == "rollout_rejected"
     assert "no inference_logprobs" in reply.json()["detail"][0]["msg"]
     assert store.counts().rejected == 1
 
 
 def test_nan_scores_are_refused(client, store):
     body = json.dumps(scored_data(scores=[float("nan"), 1.0]))
-    reply = client.post("/atropos/scored_data", content=body)
+    reply = client.post("/atropos/scored_data", content=body, headers=JSON)
     assert reply.status_code == 422
     assert "nan" in reply.json()["detail"][0]["msg"]
     assert store.counts().waiting == 0
@@ -144,13 +154,6 @@ def test_gzip_bodies_as_base_env_sends_them(client, store):
     assert store.counts().waiting == 2
 
 
-@pytest.mark.parametrize("body", [b"not gzip", gzip.compress(b"{}" * 100)[:-10]], ids=["not gzip", "cut off"])
-def test_bad_gzip_is_400(client, body):
-    reply = client.post("/atropos/scored_data", content=body, headers={"Content-Encoding": "gzip"})
-    assert reply.status_code == 400
-    assert "Invalid gzip payload" in reply.text
-
-
 def test_a_gzip_bomb_is_413(client, monkeypatch):
     monkeypatch.setattr(routes_atropos, "MAX_UNPACKED_BYTES", 1000)
     bomb = gzip.compress(b" " * 100_000)
@@ -159,26 +162,47 @@ def test_a_gzip_bomb_is_413(client, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["scored_data", "scored_data_list"])
-def test_what_is_not_json_is_422(client, path):
-    reply = client.post(f"/atropos/{path}", content=b"\xff{")
-    assert reply.status_code == 422
-    assert "not JSON" in reply.text
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "reason"),
+    [
+        (b"{", JSON, 422, "JSON decode error"),
+        (b"\xff{", JSON, 400, "There was an error parsing the body"),
+        (b"[" * 100_000, JSON, 400, "There was an error parsing the body"),
+        (b"{}", {}, 422, "valid list|not bytes"),
+        (b"", JSON, 422, "Field required"),
+        (b"not gzip", JSON | {"Content-Encoding": "gzip"}, 400, "Invalid gzip payload"),
+        (gzip.compress(b"{}" * 100)[:-10], JSON | {"Content-Encoding": "gzip"}, 400, "Invalid gzip payload"),
+        (gzip.compress(b"{}") + b"garbage", JSON | {"Content-Encoding": "gzip"}, 400, "Invalid gzip payload"),
+    ],
+)
+def test_what_never_becomes_a_group_is_refused_and_counted(client, store, path, body, headers, status, reason):
+    reply = client.post(f"/atropos/{path}", content=body, headers=headers)
+    assert reply.status_code == status
+    assert re.search(reason, reply.text)
+    assert store.counts().rejected == 1
+    assert re.search(reason, store.rejects()[0].reason)
 
 
 def test_a_full_disk_is_503_so_that_the_environment_sends_again(client, store):
-    pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
-    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    pages = store.database.connection.execute("PRAGMA page_count").fetchone()[0]
+    store.database.connection.execute(f"PRAGMA max_page_count = {pages}")
     large = scored_data(messages=[[{"role": "user", "content": os.urandom(40_000).hex()}]] * 2)
     reply = client.post("/atropos/scored_data", json=large)
     assert reply.status_code == 503
     assert "disk" in reply.json()["detail"]
-    store._connection.execute("PRAGMA max_page_count = 100000")
+    store.database.connection.execute("PRAGMA max_page_count = 100000")
     assert client.post("/atropos/scored_data", json=large).json() == {"status": "received"}
 
 
 def test_an_unknown_environment_is_404_and_a_query_is_422(client):
     assert status_of(client, 0).status_code == 404
     assert client.get("/atropos/status-env", params={"env_id": 0}).status_code == 422
+
+
+def test_half_a_character_in_a_name_is_422_and_registers_nobody(client):
+    body = b'{"max_token_length": 9, "desired_name": "\\ud800", "weight": 1, "group_size": 2}'
+    reply = client.post("/atropos/register-env", content=body, headers=JSON)
+    assert reply.status_code == 422 and status_of(client, 0).status_code == 404
 
 
 def test_the_latest_example_comes_back_as_it_was_sent(client):
@@ -210,3 +234,12 @@ def test_the_openapi_document_shows_every_route_and_the_groups_fields(client):
     }  # fmt: skip
     body = document["paths"]["/atropos/scored_data"]["post"]["requestBody"]
     assert "inference_logprobs" in body["content"]["application/json"]["schema"]["properties"]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_over_the_limit_lies_in_quarantine(app, store, announced):
+    client = TestClient(BodyLimitMiddleware(app, max_bytes=1500))
+    content = b"[" * 2000 if announced else iter([b"[" * 900, b"[" * 1100])
+    assert client.post("/atropos/scored_data", content=content, headers=JSON).status_code == 413
+    assert "larger than 1500 bytes" in store.rejects()[0].reason
+    assert client.post("/atropos/scored_data", json=scored_data()).status_code == 200

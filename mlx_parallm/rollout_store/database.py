@@ -1,0 +1,195 @@
+"""The SQLite file under `store.RolloutStore`: schema, pragmas, transactions, and errors in words.
+
+One connection, one lock: SQLite has a single writer anyway. A commit is on the disk when it returns (WAL,
+synchronous=FULL; on macOS F_FULLFSYNC, without which the drive keeps what it likes). Payloads lie in a table of their
+own: marking a group does not write its tokens again, and pruning deletes them and leaves the ledger whole.
+"""
+
+import contextlib
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from mlx_parallm.errors import StoreError
+
+SCHEMA_VERSION = 2
+LOG_LIMIT = 16 << 20  # bytes that the write-ahead log shrinks to once it has been folded into the file
+SPARE_PAGES = 1024  # free pages that stay in the file: the next groups need them
+VACUUM_PAGES = 512
+
+_GROUPS = """
+CREATE TABLE groups (
+    sequence INTEGER PRIMARY KEY AUTOINCREMENT,
+    group_id TEXT NOT NULL UNIQUE,
+    source TEXT NOT NULL,
+    environment TEXT NOT NULL,
+    rollouts INTEGER NOT NULL,
+    received REAL NOT NULL,
+    state TEXT NOT NULL DEFAULT 'waiting' CHECK (state IN ('waiting', 'taken', 'dropped')),
+    step INTEGER,
+    reason TEXT,
+    first_version INTEGER,
+    last_version INTEGER,
+    bytes INTEGER
+);
+CREATE INDEX groups_by_state ON groups (state, sequence);
+CREATE INDEX consumed_payloads ON groups (step, sequence, bytes) WHERE bytes IS NOT NULL AND state != 'waiting';
+CREATE TABLE payloads (sequence INTEGER PRIMARY KEY, payload BLOB NOT NULL);
+"""
+_NEW = f"""
+{_GROUPS}
+CREATE TABLE rejects (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    source TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    received REAL NOT NULL,
+    payload BLOB
+);
+CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
+_OF_SCHEMA_1 = "sequence, group_id, source, environment, rollouts, received, state, step, reason"
+_FROM_1 = f"""
+ALTER TABLE groups RENAME TO groups_1;
+DROP INDEX groups_by_state;
+{_GROUPS}
+INSERT INTO groups ({_OF_SCHEMA_1}, bytes) SELECT {_OF_SCHEMA_1}, LENGTH(payload) FROM groups_1;
+INSERT INTO payloads SELECT sequence, payload FROM groups_1;
+DROP TABLE groups_1;
+"""
+# Schema 1 as it is read without being rewritten; names of the temporary database come first.
+_VIEW_OF_1 = f"""
+CREATE TEMP VIEW groups AS SELECT {_OF_SCHEMA_1}, NULL AS first_version, NULL AS last_version,
+    LENGTH(payload) AS bytes FROM main.groups;
+CREATE TEMP VIEW payloads AS SELECT sequence, payload FROM main.groups;
+"""
+
+
+class Database:
+    """Any thread. Raises StoreError and nothing of sqlite3's. `changed` is told after each commit, and at `close`."""
+
+    def __init__(self, path: Path, *, lock_timeout_s: float, read_only: bool) -> None:
+        """Opens the file; makes it, or brings an older schema up to date, unless `read_only`.
+
+        Raises StoreError: not a database, a newer schema, locked, not writable (or not there, read-only).
+        """
+        self.path = path
+        self.changed = threading.Condition()
+        self.connection: sqlite3.Connection | None = None
+        try:
+            if not read_only:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            # autocommit: every transaction below is explicit; the condition's lock serialises the threads
+            self.connection = sqlite3.connect(
+                f"{path.resolve().as_uri()}?mode={_read_mode(path) if read_only else 'rwc'}",
+                uri=True,
+                timeout=lock_timeout_s,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            self._prepare(self.connection, read_only)
+        except (sqlite3.Error, OSError) as error:
+            self._discard()
+            raise self._explained("opened", error) from error
+        except StoreError:
+            self._discard()
+            raise
+
+    @contextlib.contextmanager
+    def transaction(self, doing: str = "written") -> Iterator[sqlite3.Connection]:
+        """All or nothing; who waits is told after the commit."""
+        with self.reading(doing) as connection:
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                yield connection
+                connection.execute("COMMIT")
+            finally:
+                if connection.in_transaction:  # something failed; a full disk may have rolled back already
+                    with contextlib.suppress(sqlite3.Error):
+                        connection.execute("ROLLBACK")
+            self.changed.notify_all()
+
+    @contextlib.contextmanager
+    def reading(self, doing: str = "read") -> Iterator[sqlite3.Connection]:
+        with self.changed:
+            if self.connection is None:
+                raise StoreError(f"{self.path}: the rollout database is closed")
+            try:
+                yield self.connection
+            except sqlite3.Error as error:
+                raise self._explained(doing, error) from error
+
+    def size_bytes(self, *, used: bool = False) -> int:
+        """Bytes of the file without its write-ahead log; `used`: without its free pages too."""
+        with self.reading() as connection:
+            pages, free, size = (_number(connection, name) for name in ("page_count", "freelist_count", "page_size"))
+        return (pages - free if used else pages) * size
+
+    def give_back(self) -> bool:
+        """Gives the file system some of the file's free pages, at its end. False: few are left."""
+        with self.reading("shrunk") as connection:
+            pages, free = _number(connection, "page_count"), _number(connection, "freelist_count")
+            surplus = free - max(SPARE_PAGES, pages // 10)
+            if surplus > 0:  # executescript: a plain execute stops after the first page
+                connection.executescript(f"PRAGMA incremental_vacuum({min(surplus, VACUUM_PAGES)})")
+        return surplus > VACUUM_PAGES
+
+    def close(self) -> None:
+        """Folds the log into the file and wakes who waits. Idempotent; later calls raise StoreError."""
+        with self.changed:
+            self._discard()
+            self.changed.notify_all()
+
+    def _prepare(self, connection: sqlite3.Connection, read_only: bool) -> None:
+        version = _number(connection, "user_version")
+        if version > SCHEMA_VERSION or (read_only and version == 0):
+            raise StoreError(
+                f"{self.path}: schema {version} is a newer mlx_parallm's; this one reads up to {SCHEMA_VERSION}"
+                if version
+                else f"{self.path}: there is no rollout database in it"
+            )
+        if read_only:
+            if version == 1:
+                connection.executescript(_VIEW_OF_1)
+            return
+        incremental = 2
+        connection.execute(f"PRAGMA auto_vacuum = {incremental}")  # counts for a new file, and for VACUUM
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA fullfsync = 1")
+        connection.execute("PRAGMA checkpoint_fullfsync = 1")
+        connection.execute(f"PRAGMA journal_size_limit = {LOG_LIMIT}")
+        if version < SCHEMA_VERSION:
+            statements = _FROM_1 if version == 1 else _NEW
+            connection.executescript(f"BEGIN IMMEDIATE; {statements} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        if _number(connection, "auto_vacuum") != incremental:
+            connection.execute("VACUUM")
+
+    def _discard(self) -> None:
+        if self.connection is not None:
+            with contextlib.suppress(sqlite3.Error):  # a full disk: the log stays beside the file and loses nothing
+                self.connection.close()
+        self.connection = None
+
+    def _explained(self, doing: str, error: Exception) -> StoreError:
+        text = str(error)
+        advice = ""
+        if "full" in text or "disk I/O" in text:
+            advice = " (is the disk full? free some space: the group was not accepted and may be sent again)"
+        elif "locked" in text:
+            advice = " (another process holds it: is a second daemon using this run directory?)"
+        elif "not a database" in text:
+            advice = " (move the file away to start a new one)"
+        return StoreError(f"{self.path}: the rollout database cannot be {doing}: {text}{advice}")
+
+
+def _read_mode(path: Path) -> str:
+    """Reading makes the log's files where there are none; in a directory that is not ours nobody writes then."""
+    logged = path.with_name(f"{path.name}-wal").exists()
+    return "ro" if logged or os.access(path.parent, os.W_OK) else "ro&immutable=1"
+
+
+def _number(connection: sqlite3.Connection, pragma: str) -> int:
+    (value,) = connection.execute(f"PRAGMA {pragma}").fetchone()
+    return int(value)

@@ -1,0 +1,82 @@
+"""How far are a run's rollouts from its own later weights, and how far is a foreign vocabulary?
+
+    mlx_parallm_train --config train_configs/quickstart.toml --set rl_training.checkpoint_interval=16 \
+        --set rl_training.keep_checkpoints=100
+    python scripts/bench/misfit.py checkpoints/quickstart-…
+
+For each checkpoint: nats a token (`rl_training.misfit`) between it and the groups that were sampled so many steps
+before; and the same groups with their tokens shuffled over the vocabulary. What counts is the smaller of the shortest
+sequence's distance and the whole group's: `MISFIT_NATS` lies between the largest of one and the least of the other.
+"""
+
+import argparse
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from mlx_parallm.config import load_config
+from mlx_parallm.models.loading import load_model
+from mlx_parallm.rl_training.grpo_trainer import make_algorithm
+from mlx_parallm.rl_training.misfit import MISFIT_NATS, MisfitCheck
+from mlx_parallm.rl_training.policy import TrainedPolicy
+from mlx_parallm.rl_training.trainer_base import Trainer
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.types import RolloutGroup
+
+STALENESS = (0, 1, 2, 4, 8, 16, 32)
+GROUPS = 24  # of each checkpoint and staleness
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    run = parser.parse_args().run
+    config = load_config(run / "config.toml")
+    loaded = load_model(config.model)
+    training = config.rl_training
+    policy = TrainedPolicy(loaded.model, training, source=loaded.path, model_config=loaded.config)
+    check = MisfitCheck(Trainer(policy, training, make_algorithm(training)))
+    by_version = groups_by_version(run)
+    shuffle = np.random.default_rng(0).permutation(loaded.vocab_size)
+    found: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for checkpoint in sorted(run.glob("step_*")):
+        policy.load(checkpoint)
+        for staleness in STALENESS:
+            for group in by_version[int(checkpoint.name[5:]) - staleness][:GROUPS]:
+                found["own", staleness].append(distances(check, group))
+                found["shuffled", staleness].append(distances(check, shuffled(group, shuffle)))
+    table = Table("tokens", "steps old", "groups", "shortest", "group", "smaller of both", title="nats a token")
+    for (kind, staleness), pairs in sorted(found.items()):
+        columns = [*np.array(pairs).T, np.array(pairs).min(axis=1)]
+        ranges = [f"{column.min():.2f} … {column.max():.2f}" for column in columns]
+        table.add_row(kind, str(staleness), str(len(pairs)), *ranges)
+    Console().print(table, f"MISFIT_NATS = {MISFIT_NATS:g}")
+
+
+def groups_by_version(run: Path) -> dict[int, list[RolloutGroup]]:
+    """Of a run that publishes after every step: the version is the step."""
+    found: dict[int, list[RolloutGroup]] = defaultdict(list)
+    store = RolloutStore(run / "rollouts.sqlite", read_only=True)
+    for group in store.groups(sorted(store.known_ids())):
+        found[max(group.sampled_versions)].append(group)
+    store.close()
+    return found
+
+
+def distances(check: MisfitCheck, group: RolloutGroup) -> tuple[float, float]:
+    """Of the shortest sequence, and of all."""
+    shortest = min(group.rollouts, key=lambda rollout: len(rollout.tokens))
+    return check.distance([shortest]), check.distance(group.rollouts)
+
+
+def shuffled(group: RolloutGroup, order: np.ndarray) -> RolloutGroup:
+    rollouts = (replace(r, tokens=tuple(order[list(r.tokens)].tolist())) for r in group.rollouts)
+    return replace(group, rollouts=tuple(rollouts))
+
+
+if __name__ == "__main__":
+    main()

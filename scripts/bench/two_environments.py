@@ -1,0 +1,125 @@
+"""Two environments in one trainer, one of which sleeps for ever: how much of its throughput does the other one keep?
+
+    python scripts/bench/two_environments.py --steps 60 --repeats 3
+
+Runs the real `mlx_parallm_train` on the shipped model: `sort` alone; with an environment of the same weight that awaits
+for ever; with one that blocks its thread for ever. Throughput is `sort`'s trained sequences over the wall time of the
+steps (metrics.jsonl), once over the whole run, the wait for the sleeper included, and once without the first step. The
+variants take turns; the table shows the median over the repeats and what it is of `sort` alone.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+BIN = Path(sys.executable).parent
+SLEEPING = Path(__file__).with_name("sleeping_environment.py")
+VARIANTS = ("alone", "awaits", "blocks")
+CONFIG = """
+[model]
+base_path = "builtin:tiny"
+
+[server]
+port = 0
+batch_size = 64
+
+[rl_training]
+learning_rate = 1e-3
+batch_size = 32
+blocks_per_eval = 0
+total_steps = {steps}
+checkpoint_interval = 1000000
+checkpoint_dir = "{directory}"
+run_name = "run"
+seed = {seed}
+
+[rl_training.atropos]
+rollout_batch_size = 64
+max_token_length = 64
+
+[logging]
+sample_every = 0
+
+[[environments]]
+kind = "tasks"
+name = "sort"
+group_size = 8
+max_tokens = 8
+"""
+SLEEPER = """
+[[environments]]
+kind = "python:{file}:Sleeping"
+name = "{name}"
+group_size = 8
+max_tokens = 8
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    whole: float  # sequences of `sort` a second, over all steps
+    later: float  # from the second step on
+    first_s: float  # the first step
+    health: str
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    console = Console(width=120)
+    results: dict[str, list[Result]] = {variant: [] for variant in VARIANTS}
+    for seed in range(args.repeats):
+        for variant in VARIANTS:
+            results[variant].append(measure(variant, args.steps, seed))
+            console.print(f"{variant}, seed {seed}: {results[variant][-1]}", highlight=False)
+    table = Table(title=f"`sort` beside one that sleeps for ever: {args.steps} steps, {args.repeats} repeats")
+    table.add_column("the other environment")
+    for column in ("sequences/s", "of alone", "without the first step", "of alone", "first step"):
+        table.add_column(column, justify="right")
+    for variant, rows in results.items():
+        whole, later = (statistics.median(getattr(row, key) for row in rows) for key in ("whole", "later"))
+        alone = [statistics.median(getattr(row, key) for row in results["alone"]) for key in ("whole", "later")]
+        cells = [f"{whole:.1f}", f"{whole / alone[0]:.1%}", f"{later:.1f}", f"{later / alone[1]:.1%}"]
+        table.add_row(variant, *cells, f"{statistics.median(row.first_s for row in rows):.1f} s")
+    console.print(table)
+
+
+def measure(variant: str, steps: int, seed: int) -> Result:
+    with tempfile.TemporaryDirectory() as directory:
+        text = CONFIG.format(steps=steps, directory=directory, seed=seed)
+        if variant != "alone":
+            text += SLEEPER.format(file=SLEEPING, name=variant)
+        config = Path(directory, "two.toml")
+        config.write_text(text)
+        command = [BIN / "mlx_parallm_train", "--config", config]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+        if run.returncode:
+            raise SystemExit(run.stdout + run.stderr)
+        lines = [json.loads(line) for line in Path(directory, "run/metrics.jsonl").read_text().splitlines()]
+    named = f"environment {variant} delivers nothing" in run.stdout + run.stderr
+    health = "named" if named else "-"
+    return Result(throughput(lines), throughput(lines[1:]), seconds(lines[0]), health)
+
+
+def throughput(lines: list[dict[str, Any]]) -> float:
+    sequences = sum(line["environments"].get("sort", {}).get("trained_sequences", 0) for line in lines)
+    return sequences / sum(map(seconds, lines))
+
+
+def seconds(line: dict[str, Any]) -> float:
+    return float(line["time_rollout_s"] + line["time_train_s"] + line["time_publish_s"])
+
+
+if __name__ == "__main__":
+    main()

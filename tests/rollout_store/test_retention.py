@@ -1,0 +1,342 @@
+"""What is kept, what is given back to the disk, and databases of older formats."""
+
+import os
+import sqlite3
+import threading
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+from structlog.testing import capture_logs
+
+from mlx_parallm.errors import StoreError
+from mlx_parallm.log import configure_logging
+from mlx_parallm.rollout_store import disk
+from mlx_parallm.rollout_store.database import SPARE_PAGES
+from mlx_parallm.rollout_store.payload import encode_group
+from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
+from tests.rollout_store.groups import make_group, make_rollout
+
+LARGE = 40_000  # bytes of a group's noise, which does not compress
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = RolloutStore(tmp_path / "rollouts.sqlite")
+    yield store
+    store.close()
+
+
+def add_steps(store: RolloutStore, steps: int, *, groups: int = 2, noise: int = 0) -> None:
+    """`groups` groups for each step: `3-0` is the first that step 3 took, the last of a step is dropped."""
+    for step in range(1, steps + 1):
+        names = [f"{step}-{number}" for number in range(groups)]
+        for name in names:
+            store.add(make_group(name, metadata={"noise": os.urandom(noise).hex()}), source="test")
+        store.take(names[:-1], step)
+        store.drop(names[-1:], step, "no variance")
+
+
+def kept(store: RolloutStore) -> list[str]:
+    with store.database.reading() as connection:
+        rows = connection.execute("SELECT group_id FROM groups JOIN payloads USING (sequence) ORDER BY sequence")
+        return [group_id for (group_id,) in rows]
+
+
+def test_steps_behind_the_bound_lose_their_tokens_and_keep_their_rows(store):
+    add_steps(store, 4)
+    store.add(make_group("waits"), source="test")
+    before = store.counts()
+    assert store.prune(3, always_up_to_step=2, max_bytes=0) == 4
+    assert kept(store) == ["3-0", "3-1", "4-0", "4-1", "waits"]
+    assert store.counts() == before == StoreCounts(waiting=1, taken=4, dropped=4, rejected=0)
+    assert store.drop_reasons() == {"no variance": 4}
+    assert store.add(make_group("1-0"), source="test") is False, "a pruned group is still known"
+    with pytest.raises(StoreError, match="the tokens of group '1-0' are pruned"):
+        store.groups(["4-0", "1-0"])
+    assert store.prune(3, always_up_to_step=2, max_bytes=0) == 0
+
+
+def test_what_a_checkpoint_may_bring_back_is_kept_whatever_the_size(store):
+    add_steps(store, 4, noise=LARGE)
+    store.prune(2, always_up_to_step=9, max_bytes=1)
+    assert kept(store) == ["3-0", "3-1", "4-0", "4-1"]
+    assert store.restore(2) == 4
+    assert [group.group_id for group in store.waiting()] == ["3-0", "3-1", "4-0", "4-1"]
+
+
+def test_above_its_size_the_oldest_steps_go_and_only_as_many_as_needed(store):
+    add_steps(store, 10, noise=LARGE)
+    whole = store.database.size_bytes(used=True)
+    store.prune(10, always_up_to_step=-1, max_bytes=whole - 3 * LARGE)
+    assert [name.split("-")[0] for name in kept(store)[:2]] == ["2", "3"]
+    assert store.database.size_bytes(used=True) <= whole - 3 * LARGE
+
+
+def test_the_file_itself_becomes_smaller(store):
+    add_steps(store, 20, noise=10 * LARGE)
+    whole = store.size_bytes()
+    assert whole > 400 * LARGE
+    while store.prune(20, always_up_to_step=20, max_bytes=0):
+        pass
+    with store.database.reading() as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    size = (store.path).stat().st_size
+    assert size == store.size_bytes() < (SPARE_PAGES + 200) * 4096 < whole / 2
+
+
+def test_a_long_prune_stops_in_time_and_the_next_goes_on(store):
+    add_steps(store, 15, groups=10)
+    pruned = [store.prune(15, always_up_to_step=15, max_bytes=0, seconds=0) for _ in range(4)]
+    assert pruned == [64, 64, 22, 0], "one slice at a time"
+
+
+def test_a_restore_further_back_than_what_is_kept_leaves_the_pruned_and_says_so(store):
+    add_steps(store, 3)
+    store.prune(2, always_up_to_step=1, max_bytes=0)
+    configure_logging(level="warning")
+    with capture_logs() as logs:
+        assert store.restore(0) == 4
+    assert [(entry["event"], entry["groups"]) for entry in logs] == [
+        ("rollouts of later steps are pruned: they are not trained on again", 2)
+    ]
+    assert store.counts() == StoreCounts(waiting=4, taken=1, dropped=1, rejected=0)
+
+
+def test_policy_versions_lie_beside_the_group(store):
+    store.add(make_group("a", rollouts=(make_rollout(version=3), make_rollout(version=7))), source="test")
+    with store.database.reading() as connection:
+        assert connection.execute("SELECT first_version, last_version FROM groups").fetchone() == (3, 7)
+
+
+# ---------------------------------------------------------------------- one commit for many
+
+
+def test_groups_that_come_during_a_commit_share_the_next_one(store, monkeypatch):
+    """The first one is held in its transaction until nine others stand in line."""
+    commits, real = [], store._transaction
+
+    def counted(*args):
+        commits.append(threading.current_thread().name)
+        if len(commits) == 1:
+            deadline = time.monotonic() + 30
+            while len(store._arrivals) < 9 and time.monotonic() < deadline:
+                time.sleep(0.001)
+        return real(*args)
+
+    monkeypatch.setattr(store, "_transaction", counted)
+    added: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda n=n: added.append(store.add(make_group(f"g{n % 9}"), source="t")))
+        for n in range(10)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(commits) == 2
+    assert sorted(added) == [False] + [True] * 9, "one id came twice"
+    assert len(store.waiting()) == 9
+
+
+def test_all_that_share_a_commit_learn_that_it_failed(store):
+    with store._changed:
+        threads, refused = [], []
+
+        def add(name: str) -> None:
+            try:
+                store.add(make_group(name), source="t")
+            except StoreError as error:
+                refused.append(str(error))
+
+        for number in range(4):
+            threads.append(threading.Thread(target=add, args=(f"g{number}",)))
+            threads[-1].start()
+        deadline = time.monotonic() + 30
+        while len(store._arrivals) < 4 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        pages = store.database.connection.execute("PRAGMA page_count").fetchone()[0]
+        store.database.connection.execute(f"PRAGMA max_page_count = {pages}")
+        store._arrivals.append(type(store._arrivals[0])(make_group("x", metadata={"n": os.urandom(50_000).hex()}), "t"))
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 4
+    assert all("full" in text for text in refused)
+    assert store.known_ids() == set()
+
+
+# ---------------------------------------------------------------------- free space
+
+
+def test_below_the_reserve_no_group_is_accepted(tmp_path, monkeypatch):
+    store = RolloutStore(tmp_path / "rollouts.sqlite", min_free_bytes=10**9)
+    free = 2 * 10**9
+    monkeypatch.setattr(disk, "free_bytes", lambda directory: free)
+    assert store.add(make_group("a"), source="t")
+    free = 10**9 - 1
+    with pytest.raises(StoreError, match=r"no group is accepted: 1\.00 GB are free.*min_free_gb.*sent again"):
+        store.add(make_group("b"), source="t")
+    assert store.known_ids() == {"a"}
+    store.take(["a"], 1)  # what is there can still be trained on
+    free = 10**9
+    assert store.add(make_group("b"), source="t")
+    store.close()
+
+
+def test_the_reserve_by_default_is_a_share_of_a_small_disk(tmp_path, monkeypatch):
+    def disk_of(size_gb: float):
+        blocks = round(size_gb * 10**9 / 4096)
+        return lambda path: os.statvfs_result((4096, 4096, blocks, blocks, blocks, 0, 0, 0, 0, 255))
+
+    monkeypatch.setattr(os, "statvfs", disk_of(500))
+    assert disk.reserve_bytes(tmp_path, None) == 10**9
+    assert disk.reserve_bytes(tmp_path, 2.5) == 2_500_000_000
+    assert disk.reserve_bytes(tmp_path, 0.0) == 0
+    monkeypatch.setattr(os, "statvfs", disk_of(2))
+    assert disk.reserve_bytes(tmp_path, None) == pytest.approx(10**8, rel=1e-3)
+    assert disk.shortage(tmp_path, 0) is None
+
+
+# ---------------------------------------------------------------------- files of other times and places
+
+SCHEMA_1 = """
+CREATE TABLE groups (
+    sequence INTEGER PRIMARY KEY AUTOINCREMENT, group_id TEXT NOT NULL UNIQUE, source TEXT NOT NULL,
+    environment TEXT NOT NULL, rollouts INTEGER NOT NULL, received REAL NOT NULL,
+    state TEXT NOT NULL DEFAULT 'waiting' CHECK (state IN ('waiting', 'taken', 'dropped')),
+    step INTEGER, reason TEXT, payload BLOB NOT NULL
+);
+CREATE INDEX groups_by_state ON groups (state, sequence);
+CREATE TABLE rejects (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, source TEXT NOT NULL, reason TEXT NOT NULL, received REAL NOT NULL,
+    payload BLOB
+);
+CREATE TABLE notes (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+PRAGMA user_version = 1;
+"""
+
+
+def old_database(path: Path) -> None:
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.executescript(SCHEMA_1)
+    rows = [("a", "taken", 3, None), ("b", "dropped", 4, "no variance"), ("c", "waiting", None, None)]
+    for name, state, step, reason in rows:
+        connection.execute(
+            "INSERT INTO groups (group_id, source, environment, rollouts, received, state, step, reason, payload)"
+            " VALUES (?, 'environments', 'sums', 2, 1.5, ?, ?, ?, ?)",
+            (name, state, step, reason, encode_group(make_group(name))),
+        )
+    connection.execute("INSERT INTO rejects (source, reason, received) VALUES ('env', 'no scores', 2.5)")
+    connection.execute("INSERT INTO notes VALUES ('k', '[1]')")
+    connection.close()
+
+
+def test_a_database_of_schema_1_goes_on(tmp_path):
+    old_database(tmp_path / "r.sqlite")
+    store = RolloutStore(tmp_path / "r.sqlite")
+    assert store.counts() == StoreCounts(waiting=1, taken=1, dropped=1, rejected=1)
+    assert store.groups(["b", "a", "c"]) == [make_group("b"), make_group("a"), make_group("c")]
+    assert store.drop_reasons() == {"no variance": 1}
+    assert store.last_received() == 2.5
+    assert store.recall("k") == [1]
+    assert store.restore(3) == 1
+    assert store.prune(3, always_up_to_step=3, max_bytes=0) == 1
+    assert store.add(make_group("d"), source="t")
+    assert [group.group_id for group in store.waiting()] == ["b", "c", "d"]
+    with store.database.reading() as connection:
+        assert connection.execute("PRAGMA auto_vacuum").fetchone() == (2,)
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    store.close()
+
+
+def test_a_kill_between_the_new_schema_and_the_vacuum_is_made_good(tmp_path, monkeypatch):
+    old_database(tmp_path / "r.sqlite")
+    connection = sqlite3.connect(tmp_path / "r.sqlite", isolation_level=None)
+    from mlx_parallm.rollout_store.database import _FROM_1
+
+    connection.executescript(f"BEGIN; {_FROM_1} PRAGMA user_version = 2; COMMIT;")
+    assert connection.execute("PRAGMA auto_vacuum").fetchone() == (0,)
+    connection.close()
+    store = RolloutStore(tmp_path / "r.sqlite")
+    with store.database.reading() as connection:
+        assert connection.execute("PRAGMA auto_vacuum").fetchone() == (2,)
+    assert store.counts().waiting == 1
+    store.close()
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+def test_reading_only_sees_everything_and_changes_nothing(tmp_path, schema):
+    path = tmp_path / "r.sqlite"
+    old_database(path)
+    if schema == 2:
+        RolloutStore(path).close()
+    before = path.read_bytes()
+    reader = RolloutStore(path, read_only=True)
+    assert reader.counts() == StoreCounts(waiting=1, taken=1, dropped=1, rejected=1)
+    assert reader.groups(["a"]) == [make_group("a")]
+    assert [group.group_id for group in reader.waiting()] == ["c"]
+    with pytest.raises(StoreError, match=r"readonly|is a view"):
+        reader.take(["c"], 5)
+    reader.close()
+    assert path.read_bytes() == before
+
+
+def test_reading_only_beside_a_writer(store):
+    store.add(make_group("a"), source="t")
+    reader = RolloutStore(store.path, read_only=True)
+    assert reader.known_ids() == {"a"}
+    store.add(make_group("b"), source="t")
+    assert reader.known_ids() == {"a", "b"}
+    reader.close()
+    with pytest.raises(StoreError, match="cannot be opened"):
+        RolloutStore(store.path.with_name("none.sqlite"), read_only=True)
+    assert not store.path.with_name("none.sqlite").exists()
+
+
+def test_commits_reach_the_drive_on_macos_too(store):
+    with store.database.reading() as connection:
+        assert connection.execute("PRAGMA fullfsync").fetchone() == (1,)
+        assert connection.execute("PRAGMA checkpoint_fullfsync").fetchone() == (1,)
+
+
+# ---------------------------------------------------------------------- the accounts
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_accepted_group_is_accounted_for_whatever_happens(tmp_path, seed):
+    """Groups come, steps take and drop them, checkpoints are made and resumed from (after a kill, an older one too),
+    and all is pruned that may be: in the end each group was consumed once in the timeline that counts."""
+    random, path = Random(seed), tmp_path / "r.sqlite"
+    store, accepted, step = RolloutStore(path), 0, 0
+    consumed: dict[str, int] = {}  # of this timeline
+    checkpoints = [0]
+    for _ in range(60):
+        for _ in range(random.randrange(4)):
+            assert store.add(make_group(f"g{accepted}"), source="t")
+            accepted += 1
+        event = random.random()
+        if event < 0.7:
+            step += 1
+            names = [group.group_id for group in store.waiting(3)]
+            store.take(names[:2], step)
+            store.drop(names[2:], step, "too old")
+            assert not consumed.keys() & names, "consumed twice"
+            consumed |= dict.fromkeys(names, step)
+        elif event < 0.85:
+            checkpoints = [*checkpoints, step][-2:]
+            store.prune(checkpoints[0], always_up_to_step=step, max_bytes=0)
+        else:  # kill -9: another connection, the first is not closed
+            store = RolloutStore(path)
+            step = random.choice(checkpoints)
+            checkpoints = [kept for kept in checkpoints if kept <= step]
+            later = {name for name, when in consumed.items() if when > step}
+            assert store.restore(step) == len(later)
+            consumed = {name: when for name, when in consumed.items() if name not in later}
+        counts = store.counts()
+        assert counts.waiting + counts.taken + counts.dropped == accepted
+        assert counts.taken + counts.dropped == len(consumed)
+    left = store.waiting()
+    assert {group.group_id for group in left} | consumed.keys() == {f"g{number}" for number in range(accepted)}
+    assert left == [make_group(group.group_id) for group in left]
