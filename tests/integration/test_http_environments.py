@@ -186,8 +186,13 @@ def test_an_environment_over_http_leaves_and_comes_back_beside_in_process_ones(t
         assert min(parts[next(i for i, part in enumerate(parts) if part) + 1 :]) >= 2, parts
         assert any(trained_groups(line, "sort") + trained_groups(line, "reverse") for line in lines)
         first.leave()
-        lines = wait_for_steps(lambda lines: len(lines) > 2 and not trained_groups(lines[-1], "sorting_0"))
-        assert trained_groups(lines[-1], "sort") and trained_groups(lines[-1], "reverse")
+        # Which of the two a step's few groups come from is chance, so both must come within several steps.
+        wait_for_steps(
+            lambda lines: all(
+                sum(trained_groups(line, name) > 0 and not trained_groups(line, "sorting_0") for line in lines) > 1
+                for name in ("sort", "reverse")
+            )
+        )
         second = HttpEnvironment(daemon.url)
         second.start()
         wait_for_steps(lambda lines: any(trained_groups(line, "sorting_0") for line in lines))
