@@ -1,22 +1,14 @@
 """Every mlx-lm name in use outside model architectures, imported in one place: what to check when mlx-lm moves."""
 
-import sys
-
 from mlx_lm import tool_parsers
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_hf_tokenizer
+from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import MODEL_REMAPPING, dequantize_model, load_config, save_config, save_model
 from mlx_lm.utils import _get_classes as model_classes
 from mlx_lm.utils import load_model as load_hf_model
-
-# mlx_lm.tuner's training callbacks, unused here, import W&B where it is installed: a fifth of a start's time.
-hidden = sys.modules.setdefault("wandb", None) is None  # type: ignore[arg-type]
-from mlx_lm.tuner.lora import LoRALinear  # noqa: E402
-
-if hidden:
-    del sys.modules["wandb"]
 
 __all__ = [
     "MODEL_REMAPPING",
