@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import httpx
 from rich.console import Console
@@ -37,6 +37,8 @@ from tests.integration.test_http_environments import HttpEnvironment
 Work = Callable[[TrainingRun, str, threading.Event], None]  # the run, its URL, its stop
 
 LONGEST_S = 60.0
+ELSEWHERE = {"environment-stalled", "groups-refused"}
+"""Told live by the sources of rollouts, in their own words and after a minute: tested where they are."""
 TOKENS = 320  # of the tiny model
 USUAL_STALL_S = health.STALLED_AFTER_S
 BASE: dict[str, Any] = {
@@ -177,36 +179,64 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
         data["environments"] = [entry | provocation.entry]
     config = parse_config(data)
     stop, run_directory = threading.Event(), directory / str(config.rl_training.run_name)
+    heard = Heard(sys.stderr)
     run = TrainingRun(config, resume=None, stop=stop, console=Console(file=io.StringIO()))
     named: list[str] = []
     limit = time.monotonic() + LONGEST_S + stalled_after_s
-    threads = [threading.Thread(target=_watch, args=(run_directory, provocation.diagnosis, named, stop, limit))]
+    watched = (run_directory, provocation.diagnosis, named, heard, stop, limit)
+    threads = [threading.Thread(target=_watch, args=watched)]
     if provocation.beside is not None:
         url = f"http://127.0.0.1:{port}"
         threads.append(threading.Thread(target=_when_ready, args=(provocation.beside, run, url, stop)))
     started = time.monotonic()
     for thread in threads:
         thread.start()
-    try:
-        run.execute()
-    finally:
-        stop.set()
-        run.close()
-        for thread in threads:
-            thread.join()
+    with contextlib.redirect_stderr(heard):
+        try:
+            run.execute()
+        finally:
+            stop.set()
+            run.close()
+            for thread in threads:
+                thread.join()
     return {"name": name, "run": str(run_directory), "named": named, "seconds": round(time.monotonic() - started, 2)}
 
 
-def _watch(run: Path, diagnosis: str | None, named: list[str], stop: threading.Event, limit: float) -> None:
-    """Explains the run while it goes on, and stops it when the diagnosis is there."""
+def _watch(
+    run: Path, diagnosis: str | None, named: list[str], heard: "Heard", stop: threading.Event, limit: float
+) -> None:
+    """Explains the run while it goes on, and stops it when the diagnosis is there and the run has said it itself."""
     while not stop.wait(0.15):
         try:
-            findings = explain(run).findings
+            findings = {finding.diagnosis.name: finding.diagnosis for finding in explain(run).findings}
         except ParallmError:  # not there yet
-            findings = ()
-        named[:] = [finding.diagnosis.name for finding in findings]
-        if diagnosis in named or time.monotonic() > limit:
+            findings = {}
+        named[:] = findings
+        said = diagnosis in findings and (diagnosis in ELSEWHERE or heard.of(findings[diagnosis]))
+        if said or time.monotonic() > limit:
             stop.set()
+
+
+class Heard(io.TextIOBase):
+    """Writes on, and remembers what was written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._parts = stream, list[str]()
+
+    def write(self, text: str) -> int:
+        self._parts.append(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def of(self, diagnosis: health.Diagnosis) -> bool:
+        return lead(diagnosis) in "".join(self._parts)
+
+
+def lead(diagnosis: health.Diagnosis) -> str:
+    """The words of its sentence that are the same at every step."""
+    return diagnosis.sentence.split(":")[0]
 
 
 def main() -> None:

@@ -13,13 +13,11 @@ import pytest
 from mlx_parallm.rl_training import health
 from mlx_parallm.rl_training.explain import Explanation, explain
 from tests.integration.processes import BIN
-from tests.integration.provocations import PROVOCATIONS
+from tests.integration.provocations import ELSEWHERE, PROVOCATIONS, lead
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 STALLED_AFTER_S = 2.0
-ELSEWHERE = {"environment-stalled", "groups-refused"}
-"""Told live by the sources of rollouts, in their own words and after a minute: tested where they are."""
 ALLOWED = {
     "kl-running-away": {"ratio-mismatch"},  # the same steps, too large
     "entropy-collapse": {"ratio-mismatch", "no-variance", "reward-constant"},  # what it ends in
@@ -70,8 +68,7 @@ def test_it_is_named(name: str, provoked: Any, explained: Any) -> None:
     assert set(found) - {expected} <= ALLOWED.get(expected, set())
     assert found[expected].diagnosis.numbers
     if expected not in ELSEWHERE:
-        lead = found[expected].diagnosis.sentence.split(":")[0]
-        assert lead in provoked[1][name]
+        assert lead(found[expected].diagnosis) in provoked[1][name]
     else:
         assert found[expected].diagnosis.setting
 
