@@ -71,16 +71,21 @@ def context(args):
 
 def scored_group(episodes, *, env_id, version, temperature):
     """Episodes of one task → the wire's group. A trace of several branches (its history was rewritten) is several
-    sequences of the same score."""
+    sequences; `episodes` says which belong together, so that its score counts once."""
     traces = [trace for episode in episodes for trace in episode.traces if trace.agent.trainable]
-    sequences = [(branch, trace.reward) for trace in traces for branch in trace.branches if branch.trainable]
+    sequences = [
+        (number, branch, trace.reward)
+        for number, trace in enumerate(traces)
+        for branch in trace.branches
+        if branch.trainable
+    ]
     group = {
         "group_id": f"verifiers-{uuid.uuid4().hex}",
         "env_id": env_id,
         "generation_params": {"temperature": temperature},
-        **{name: [] for name in ("tokens", "masks", "inference_logprobs", "policy_versions", "scores")},
+        **{name: [] for name in ("tokens", "masks", "inference_logprobs", "policy_versions", "scores", "episodes")},
     }
-    for branch, reward in sequences:
+    for episode, branch, reward in sequences:
         tokens, mask = branch.token_ids, branch.sampled_mask
         group["tokens"].append(tokens)
         group["masks"].append([token if sampled else GIVEN for token, sampled in zip(tokens, mask, strict=True)])
@@ -88,6 +93,7 @@ def scored_group(episodes, *, env_id, version, temperature):
         group["inference_logprobs"].append([value if sampled else NO_LOGPROB for value, sampled in logprobs])
         group["policy_versions"].append([version if sampled else -1 for sampled in mask])
         group["scores"].append(reward)
+        group["episodes"].append(episode)
     return group
 
 

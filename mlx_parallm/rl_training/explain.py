@@ -27,7 +27,7 @@ from mlx_parallm.rl_training.batch_statistics import StatisticsCollector
 from mlx_parallm.rl_training.display import sparkline
 from mlx_parallm.rl_training.health import WINDOW, Diagnosis, Evidence
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
-from mlx_parallm.rl_training.rollout_buffer import OTHER_MODEL, TOO_OLD
+from mlx_parallm.rl_training.rollout_buffer import TOO_OLD
 from mlx_parallm.rl_training.run_directory import (
     CONFIG_FILE,
     FINAL,
@@ -37,6 +37,7 @@ from mlx_parallm.rl_training.run_directory import (
     RunDirectory,
     find_run,
 )
+from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
 
 Metrics = Mapping[str, Any]

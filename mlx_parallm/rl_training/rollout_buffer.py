@@ -28,6 +28,7 @@ from mlx_parallm.rl_training.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.batch_statistics import StatisticsCollector
 from mlx_parallm.rl_training.health import misfit_while_waiting, stale_while_waiting
 from mlx_parallm.rl_training.versions import VersionSteps
+from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.types import Rollout, RolloutGroup
 
 log = get_logger("train")
@@ -38,7 +39,6 @@ NOTHING_TO_LEARN = (
 )
 UNTRAINABLE = "refill after refill brought no group of it that can be trained on"
 NO_VARIANCE = "no variance: all rewards of the group are equal"
-OTHER_MODEL = "other tokenizer or model: its log-probabilities are far from this model's"
 TOO_OLD = "too old: sampled more than max_staleness steps ago"
 
 Advantages = tuple[tuple[float, ...], ...]

@@ -116,8 +116,7 @@ class KeptCompletions:
             groups = _scored(unscored, rewards, environment)
             for group in groups:
                 self._check(group)
-            for group in groups:
-                self._store.add(group, source=SOURCE)
+            self._store.add_all(groups, source=SOURCE)
             with self._lock:
                 for response_id in ids:
                     self._forget(response_id, (409, "has its rewards already"))

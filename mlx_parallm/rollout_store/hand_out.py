@@ -65,11 +65,11 @@ class HandOutQueue(AtroposQueue):
         """The first registration counts; another one, after a reset. Groups too large for a batch are dropped."""
         with self._handing_out:
             if not self._state.registered:
-                self._save_state(TrainerState(registered=True, step=starting_step, settings=settings))
                 sizes = self.store.waiting_sizes()
                 if too_large := [name for name, _, size in sizes if 0 < settings.batch_size < size]:
                     reason = f"more sequences than a batch has ({settings.batch_size})"
                     self.store.drop(too_large, starting_step, reason)
+                self._save_state(TrainerState(registered=True, step=starting_step, settings=settings))
         return None
 
     def batch(self) -> dict[str, Any]:

@@ -7,10 +7,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from mlx_parallm.errors import StoreError
+from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import Reject, RolloutStore
 from mlx_parallm.types import RolloutGroup
 
 SHOWN_CANDIDATES = 5
+_STATE = "CASE WHEN state = 'dropped' AND reason = '{}' THEN 'quarantined' ELSE state END".format(
+    OTHER_MODEL.replace("'", "''")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +23,7 @@ class LedgerLine:
 
     environment: str
     source: str
-    state: str  # waiting, taken or dropped
+    state: str  # waiting, taken, dropped or quarantined
     version: int | None
     groups: int
     sequences: int
@@ -54,7 +58,7 @@ class Ledger:
         """Ordered by environment, source, state and version."""
         with self._store.database.reading() as connection:
             rows = connection.execute(
-                "SELECT environment, source, state, first_version, COUNT(*), SUM(rollouts), SUM(bytes IS NULL),"
+                f"SELECT environment, source, {_STATE}, first_version, COUNT(*), SUM(rollouts), SUM(bytes IS NULL),"
                 " MIN(received), MAX(received) FROM groups GROUP BY 1, 2, 3, 4 ORDER BY 1, 2, 3, 4"
             ).fetchall()
         return [LedgerLine(*row) for row in rows]
@@ -79,9 +83,10 @@ class Ledger:
     def find(self, group_id: str) -> GroupRecord:
         """The group of that id, or the only one whose id begins so. Raises StoreError: none, or several."""
         columns = [field.name for field in fields(GroupRecord) if field.name != "group"]
+        selected = ", ".join(_STATE if name == "state" else name for name in columns)
         with self._store.database.reading() as connection:
             rows = connection.execute(
-                f"SELECT {', '.join(columns)}, bytes IS NULL FROM groups WHERE substr(group_id, 1, ?) = ?"
+                f"SELECT {selected}, bytes IS NULL FROM groups WHERE substr(group_id, 1, ?) = ?"
                 " ORDER BY group_id != ?, sequence LIMIT ?",
                 (len(group_id), group_id, group_id, SHOWN_CANDIDATES + 1),
             ).fetchall()

@@ -14,7 +14,7 @@ import sqlite3
 import time
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from mlx_parallm.rollout_store.payload import decode_group, encode_group, encode
 from mlx_parallm.types import RolloutGroup
 
 KEPT_REJECTS = 200  # newest rejects whose payload is kept; an environment gone wrong must not fill the disk
+KEPT_REASONS = 100_000  # newest rejects that are remembered at all; older ones are only counted
 MAX_NAME_BYTES = 2048  # id, environment and source of a group: they stay in the ledger for ever
 MAX_REASON = 1000  # characters; it may quote what was sent
 PRUNED_AT_ONCE = 64  # payloads deleted under one lock: who sends groups waits as long
@@ -113,14 +114,19 @@ class RolloutStore:
 
         Groups that come while another is being written share one commit. Raises StoreError: not kept, send it again.
         """
-        arrival = _Arrival(group, source)
-        self._arrivals.append(arrival)
+        return self.add_all([group], source=source)[0]
+
+    def add_all(self, groups: Sequence[RolloutGroup], *, source: str) -> list[bool]:
+        """The same for several groups: all of them are on the disk, or none."""
+        arrivals = [_Arrival(group, source) for group in groups]
+        self._arrivals.extend(arrivals)  # at once: who writes finds all or none
         with self._changed:
-            if not arrival.tried:
+            if not all(arrival.tried for arrival in arrivals):
                 self._write_arrivals()
-        if arrival.is_new is None:
-            raise StoreError(arrival.fault)
-        return arrival.is_new
+        for arrival in arrivals:
+            if arrival.is_new is None:
+                raise StoreError(arrival.fault)
+        return [bool(arrival.is_new) for arrival in arrivals]
 
     def _write_arrivals(self) -> None:
         arrivals = [self._arrivals.popleft() for _ in range(len(self._arrivals))]
@@ -147,8 +153,9 @@ class RolloutStore:
                 "INSERT INTO rejects (source, reason, received, payload) VALUES (?, ?, ?, ?)",
                 (source[:MAX_REASON], in_words, time.time(), kept),
             )
-            oldest_kept = (cursor.lastrowid or 0) - KEPT_REJECTS
-            connection.execute("UPDATE rejects SET payload = NULL WHERE id = ?", (oldest_kept,))
+            newest = cursor.lastrowid or 0
+            connection.execute("UPDATE rejects SET payload = NULL WHERE id = ?", (newest - KEPT_REJECTS,))
+            connection.execute("DELETE FROM rejects WHERE id = ?", (newest - KEPT_REASONS,))
 
     def take(self, group_ids: Collection[str], step: int) -> None:
         """Marks groups as consumed by `step`. Raises StoreError, with nothing marked, when one is unknown."""
@@ -302,7 +309,7 @@ class RolloutStore:
         """Groups in each state."""
         with self._reading() as connection:
             groups = dict(connection.execute("SELECT state, COUNT(*) FROM groups GROUP BY state").fetchall())
-            (rejected,) = connection.execute("SELECT COUNT(*) FROM rejects").fetchone()
+            (rejected,) = connection.execute("SELECT COALESCE(MAX(id), 0) FROM rejects").fetchone()
         return StoreCounts(groups.get("waiting", 0), groups.get("taken", 0), groups.get("dropped", 0), rejected)
 
     def waiting_sequences(self) -> int:

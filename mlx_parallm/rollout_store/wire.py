@@ -7,10 +7,11 @@ On the wire `masks` are labels: -100 where a token was given, the token's own id
 atroposlib's ManagedServer makes sequences of several turns: several sampled spans; after a turn its EOS twice, the
 second one given; earlier turns given again (-100 and 1.0) when a plain completion was extended. What counts is the
 label alone, so each is trained on where it says so and nowhere else. A template that rewrites history makes a sequence
-a turn there; whether those belong together only the environment knows.
+a turn there; whether those belong together only the environment knows, and may say so.
 
-Beyond atroposlib's ScoredData three optional fields are understood: `group_id`, `policy_versions` [G][T] and
-`environment`. Fields that would change the training but that this trainer has no use for are refused (`sft`, images,
+Beyond atroposlib's ScoredData four optional fields are understood: `group_id`, `environment`, `policy_versions` [G][T],
+and `episodes` [G]: sequences of one number are the segments of one episode, oldest first, with the score of it, which
+then counts once in the group (`Rollout.earlier`). Fields that would change the training but that this trainer has no use for are refused (`sft`, images,
 messages with parts that are not text) or, when the group is still what it says it is without them, listed in
 `metadata["ignored_fields"]` (ref_logprobs: the trainer computes its own reference; distill_*: teacher data). Range
 checks are `checks.check_group`'s.
@@ -19,6 +20,7 @@ checks are `checks.check_group`'s.
 import hashlib
 from array import array
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, FailFast, NonNegativeInt, ValidationError, field_validator
@@ -76,15 +78,16 @@ class AtroposData(BaseModel):
 
 
 class ScoredData(AtroposData):
-    """What can be trained on here, with three optional fields of ours."""
+    """What can be trained on here, with four optional fields of ours."""
 
     group_id: str | None = None
     environment: str | None = None
     policy_versions: Integers | None = None
+    episodes: Annotated[list[int], _OneFault()] | None = None
 
     @field_validator(
         *("advantages", "ref_logprobs", "messages", "inference_logprobs", "overrides", "images"),
-        *("distill_token_ids", "distill_logprobs", "policy_versions"),
+        *("distill_token_ids", "distill_logprobs", "policy_versions", "episodes"),
         mode="before",
     )
     @classmethod
@@ -124,9 +127,23 @@ def from_scored_data(
     return RolloutGroup(
         group_id=wire.group_id or f"sha256:{_content_hash(wire)}",
         environment=wire.environment or environment,
-        rollouts=rollouts,
+        rollouts=rollouts if wire.episodes is None else _joined(rollouts, wire.episodes),
         advantages=None if wire.advantages is None else tuple(tuple(row) for row in wire.advantages),
         metadata=metadata,
+    )
+
+
+def _joined(sequences: tuple[Rollout, ...], episodes: list[int]) -> tuple[Rollout, ...]:
+    """One rollout an episode, in the order in which they begin."""
+    segments: dict[int, list[Rollout]] = {}
+    for sequence, episode in zip(sequences, episodes, strict=True):
+        segments.setdefault(episode, []).append(sequence)
+    for episode, parts in segments.items():
+        if len({part.reward for part in parts}) > 1:
+            raise RolloutRejectedError(f"the sequences of episode {episode} have different scores; an episode has one")
+    return tuple(
+        replace(parts[-1], earlier=tuple(replace(part, scores={}) for part in parts[:-1]))
+        for parts in segments.values()
     )
 
 
@@ -207,17 +224,19 @@ def _other_than_text(wire: ScoredData) -> list[str]:
 
 def _require_rows(wire: ScoredData, size: int) -> None:
     """Every field has G entries, and each row of a [G][T] field the length of its tokens."""
-    for name in ("masks", "scores", "inference_logprobs", "advantages", "policy_versions"):
+    for name in ("masks", "scores", "inference_logprobs", "advantages", "policy_versions", "episodes"):
         rows = getattr(wire, name)
         if rows is None:
             continue
         if len(rows) != size:
             raise RolloutRejectedError(f"{len(rows)} {name} for {size} sequences")
-        if name == "scores":
+        if name in ("scores", "episodes"):
             continue
         for number, (row, tokens) in enumerate(zip(rows, wire.tokens, strict=True)):
             if len(row) != len(tokens):
                 raise RolloutRejectedError(f"sequence {number}: {len(row)} {name} for {len(tokens)} tokens")
+    if wire.advantages is not None and wire.episodes is not None:
+        raise RolloutRejectedError("advantages and episodes: advantages of each token belong to whole episodes only")
     if len(wire.overrides or []) > size:
         raise RolloutRejectedError(f"{len(wire.overrides or [])} overrides for {size} sequences")
 

@@ -26,7 +26,7 @@ from mlx_parallm.rl_training.run_directory import CONFIG_FILE, STORE_FILE, find_
 from mlx_parallm.rollout_store.ledger import GroupRecord, Ledger
 from mlx_parallm.types import Rollout
 
-STATES = ("waiting", "taken", "dropped")
+STATES = ("waiting", "taken", "dropped", "quarantined")
 SHOWN = 20
 """Policy versions, reasons: as many as are drawn; JSON has all."""
 
@@ -248,7 +248,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for number, column in enumerate(columns):
         numeric = any(isinstance(row[number], int) for row in rows)
-        free_text = column in ("environment", "source", "reason", "text") or column.endswith("why")
+        free_text = column in ("source", "reason", "text") or column.endswith("why")
         table.add_column(column, justify="right" if numeric else "left", no_wrap=not free_text, overflow="fold")
     for row in rows:
         table.add_row(*(Text(str(value)) for value in row))

@@ -8,8 +8,9 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.advantages import group_advantages
-from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, OTHER_MODEL, TOO_OLD, RolloutBuffer, reachable
+from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD, RolloutBuffer, reachable
 from mlx_parallm.rl_training.versions import VersionSteps
+from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup
 from tests.rl_training.rollouts import make_group, make_rollout

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.errors import StoreError
+from mlx_parallm.errors import RolloutRejectedError, StoreError
 from mlx_parallm.rollout_store.store import KEPT_REJECTS, RolloutStore, StoreCounts, WaitingSource
 from tests.rollout_store.groups import make_group, make_rollout
 
@@ -119,7 +119,7 @@ def test_waiting_by_source_counts_groups_and_sequences(store):
     assert store.drop_reasons() == {"reset": 2}
 
 
-def test_quarantine_keeps_reasons_for_ever_and_payloads_for_a_while(store):
+def test_quarantine_keeps_reasons_for_long_and_payloads_for_a_while(store):
     for number in range(KEPT_REJECTS + 2):
         store.reject({"n": number}, source="env", reason=f"reason {number}")
     store.reject(make_group("g"), source="env", reason="a group")
@@ -131,6 +131,25 @@ def test_quarantine_keeps_reasons_for_ever_and_payloads_for_a_while(store):
     assert store.counts().rejected == KEPT_REJECTS + 3
     store.reject(os.urandom(2 << 20).hex(), source="env", reason="huge")
     assert store.rejects(1)[0].payload is None
+
+
+def test_of_a_flood_of_rejects_the_newest_are_remembered_and_all_are_counted(store, monkeypatch):
+    monkeypatch.setattr("mlx_parallm.rollout_store.store.KEPT_REASONS", 5)
+    for number in range(8):
+        store.reject(None, source="env", reason=f"reason {number}")
+    assert [reject.reason for reject in store.rejects()] == [f"reason {number}" for number in (7, 6, 5, 4, 3)]
+    assert store.counts().rejected == 8
+
+
+def test_several_groups_are_stored_together_or_not_at_all(store):
+    fill(store, "a")
+    assert store.add_all([make_group("a"), make_group("b")], source="test") == [False, True]
+    with pytest.raises(RolloutRejectedError, match="half a character"):
+        store.add_all([make_group("c"), make_group("\ud800")], source="test")
+    store.min_free_bytes = 1 << 60
+    with pytest.raises(StoreError, match="no group is accepted"):
+        store.add_all([make_group("d"), make_group("e")], source="test")
+    assert ids(store.waiting()) == ["a", "b"]
 
 
 def test_waiting_for_groups_ends_with_the_add_that_suffices(store):
@@ -276,7 +295,7 @@ def test_a_damaged_payload_is_a_store_error(store):
 WRITER = """
 import sys
 from pathlib import Path
-from mlx_parallm.errors import StoreError
+from mlx_parallm.errors import RolloutRejectedError, StoreError
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.rollout_store.groups import make_group
 

@@ -110,6 +110,9 @@ def test_what_the_wire_can_carry_survives_it(group: RolloutGroup) -> None:
         ({"advantages": [1]}, "advantages.0: "),
         ({"advantages": [[0.5] * 4, [0.5] * 5]}, "sequence 0: 4 advantages for 5 tokens"),
         ({"policy_versions": [[1] * 5]}, "1 policy_versions for 2 sequences"),
+        ({"episodes": [0]}, "1 episodes for 2 sequences"),
+        ({"episodes": [0, 0]}, "the sequences of episode 0 have different scores"),
+        ({"episodes": [0, 1], "advantages": [[0.5] * 5, [0.5] * 5]}, "advantages and episodes"),
         ({"overrides": [{}, {}, {}]}, "3 overrides for 2 sequences"),
         ({"overrides": [{"temperature": "hot"}]}, "temperature 'hot' is not a number"),
         ({"overrides": [{"sft": True}]}, "sft"),
@@ -165,6 +168,17 @@ def test_our_optional_fields_win_over_the_callers_words() -> None:
     group = parse(scored_data(policy_versions=versions, group_id="mine", environment="sorting"))
     assert [rollout.policy_versions for rollout in group.rollouts] == [(3, 3, 3, 4, 4), (5,) * 5]
     assert (group.group_id, group.environment) == ("mine", "sorting")
+
+
+def test_sequences_of_one_episode_are_its_segments_and_score_once() -> None:
+    data = scored_data()
+    for name in ("tokens", "masks", "inference_logprobs"):
+        data[name] = [data[name][0], data[name][1], data[name][0]]
+    data |= {"scores": [1.0, 0.0, 1.0], "episodes": [7, 8, 7]}
+    [first, second] = parse(data).rollouts
+    assert (first.reward, second.reward) == (1.0, 0.0)
+    [earlier] = first.earlier
+    assert (earlier.tokens, earlier.scores, second.earlier) == (first.tokens, {}, ())
 
 
 def test_the_same_group_gets_the_same_id_and_another_one_another() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm import cli
+from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.rollout_store.groups import make_group, make_rollout
 
@@ -24,6 +25,8 @@ def run(tmp_path: Path) -> Path:
             source="environments",
         )
     store.add(make_group("far", size=3, environment="gsm8k_0"), source="atropos:0")
+    store.add(make_group("foreign", environment="gsm8k_0"), source="atropos:0")
+    store.drop(["foreign"], 2, OTHER_MODEL)
     store.take(["sums-0", "sums-1"], 1)
     store.drop(["sums-2"], 1, "too old")
     store.prune(1, always_up_to_step=0, max_bytes=1)
@@ -41,18 +44,19 @@ def rollouts(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 
 def test_counts_by_state_environment_and_version(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(rollouts(capsys, run, "--json"))
-    assert found["groups"] == {"waiting": 1, "taken": 3, "dropped": 1, "rejected": 2}
+    assert found["groups"] == {"waiting": 1, "taken": 3, "dropped": 1, "quarantined": 1, "rejected": 2}
     [far, sums] = found["environments"]
-    assert [far[name] for name in ("environment", "source", "waiting", "sequences")] == ["gsm8k_0", "atropos:0", 1, 3]
+    names = ("environment", "source", "waiting", "quarantined", "sequences")
+    assert [far[name] for name in names] == ["gsm8k_0", "atropos:0", 1, 1, 5]
     assert [sums[name] for name in ("taken", "dropped", "sequences", "pruned")] == [3, 1, 8, 3]
     versions = [
         tuple(entry[name] for name in ("version", "waiting", "taken", "dropped")) for entry in found["versions"]
     ]
     assert versions == [(0, 1, 1, 0), (2, 0, 1, 1), (5, 0, 1, 0)]
-    assert found["dropped"] == {"too old": 1}
+    assert found["dropped"] == {"too old": 1, OTHER_MODEL: 1}
     assert {entry["reason"] for entry in found["rejected"]} == {"the reward is nan", "the group has no rollouts"}
     text = rollouts(capsys, run)
-    assert text.startswith("my-run: groups: 1 waiting, 3 taken, 1 dropped, 2 rejected")
+    assert text.startswith("my-run: groups: 1 waiting, 3 taken, 1 dropped, 1 quarantined, 2 rejected")
     for words in ("gsm8k_0", "too old", "atropos:0: the reward is nan", "policy version"):
         assert words in text
 
