@@ -11,10 +11,10 @@ a turn there; whether those belong together only the environment knows, and may 
 
 Beyond atroposlib's ScoredData four optional fields are understood: `group_id`, `environment`, `policy_versions` [G][T],
 and `episodes` [G]: sequences of one number are the segments of one episode, oldest first, with the score of it, which
-then counts once in the group (`Rollout.earlier`). Fields that would change the training but that this trainer has no use for are refused (`sft`, images,
-messages with parts that are not text) or, when the group is still what it says it is without them, listed in
-`metadata["ignored_fields"]` (ref_logprobs: the trainer computes its own reference; distill_*: teacher data). Range
-checks are `checks.check_group`'s.
+then counts once in the group (`Rollout.earlier`). Fields that would change the training but that this trainer has no
+use for are refused (`sft`, images, messages with parts that are not text) or, when the group is still what it says it
+is without them, listed in `metadata["ignored_fields"]` (ref_logprobs: the trainer computes its own reference;
+distill_*: teacher data). Range checks are `checks.check_group`'s.
 """
 
 import hashlib

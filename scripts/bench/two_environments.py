@@ -4,10 +4,10 @@
 
 Runs the real `mlx_parallm_train` on the shipped model: `sort` alone; with an environment of the same weight that awaits
 for ever; with one that blocks its thread for ever. Throughput is `sort`'s trained sequences a step over the seconds of
-the median step (metrics.jsonl): a shared machine's bad seconds are in the mean of few runs and not in it. The first step,
-which waits until the sleeper counts as absent, is told by itself. The variants take turns. The learning rate moves
-nothing, so that every step is the same work: with a policy that learns, groups without variance come to be, sooner in
-one run than in the other, and are played for nothing.
+the median step (metrics.jsonl): a shared machine's bad seconds are in the mean of few runs and not in it. The first
+step, which waits until the sleeper counts as absent, is told by itself. The variants take turns. The learning rate
+moves nothing, so that every step is the same work: with a policy that learns, groups without variance come to be,
+sooner in one run than in the other, and are played for nothing.
 """
 
 import argparse
