@@ -29,7 +29,7 @@ EXIT_ERROR = 2
 
 def train(argv: Sequence[str] | None = None) -> int:
     """`mlx_parallm_train`: serve a model and train it at the same time."""
-    parser = _parser("mlx_parallm_train", "Serve a model over an OpenAI-compatible API and train it at the same time.")
+    parser = new_parser("mlx_parallm_train", "Serve a model over an OpenAI-compatible API and train it meanwhile.")
     parser.add_argument("--config", metavar="FILE", help="a TOML file, or the name of a shipped one (quickstart, …)")
     parser.add_argument(
         "--resume", metavar="DIR", help='a run directory or one of its steps; "auto": the latest, else a fresh start'
@@ -48,7 +48,7 @@ def train(argv: Sequence[str] | None = None) -> int:
         " nothing",
     )
     _add_own_data(parser)
-    _add_set(parser)
+    add_set(parser)
     args = parser.parse_args(argv)
     if args.dry_run and args.resume:
         parser.error("--dry-run starts anew: it takes no --resume")
@@ -79,12 +79,12 @@ def train(argv: Sequence[str] | None = None) -> int:
 
         return run_training(config, resume=resume)
 
-    return _exit_code(run)
+    return exit_code(run)
 
 
 def serve(argv: Sequence[str] | None = None) -> int:
     """`mlx_parallm_serve`: serve a model, with adapters if wanted, without training."""
-    parser = _parser("mlx_parallm_serve", "Serve a model over an OpenAI-compatible API.")
+    parser = new_parser("mlx_parallm_serve", "Serve a model over an OpenAI-compatible API.")
     parser.add_argument("--model-path", metavar="M", help="directory, hub id or builtin:tiny")
     parser.add_argument(
         "--lora-path",
@@ -104,7 +104,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
         help="serve a durable Atropos queue under /atropos, kept in DIR, for an outside trainer",
     )
     parser.add_argument("--config", metavar="FILE", help="a TOML file with [server] and [model]")
-    _add_set(parser)
+    add_set(parser)
     args = parser.parse_args(argv)
     if not args.model_path and not args.config:
         parser.error("--model-path is required (or --config with model.base_path)")
@@ -125,12 +125,12 @@ def serve(argv: Sequence[str] | None = None) -> int:
 
         return run_server(config, named, args.atropos_queue)
 
-    return _exit_code(run)
+    return exit_code(run)
 
 
 def merge_lora(argv: Sequence[str] | None = None) -> int:
     """`mlx_parallm_merge_lora`: write a base model with an adapter added to its weights."""
-    parser = _parser("mlx_parallm_merge_lora", "Add a LoRA adapter to its base model and save the result as a model.")
+    parser = new_parser("mlx_parallm_merge_lora", "Add an adapter to its base model and save the result as a model.")
     parser.add_argument("--base-model", required=True, metavar="B", help="directory, hub id or builtin:tiny")
     parser.add_argument("--lora-path", required=True, metavar="A", help="the adapter's file or directory")
     parser.add_argument(
@@ -159,12 +159,12 @@ def merge_lora(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(f"uploaded to {report.url}\n")
         return 0
 
-    return _exit_code(run)
+    return exit_code(run)
 
 
 def doctor(argv: Sequence[str] | None = None) -> int:
     """`mlx_parallm_doctor`: what this machine is, how fast it is, and what to do about anything slow."""
-    parser = _parser(
+    parser = new_parser(
         "mlx_parallm_doctor",
         "Show device, BLAS and its measured speed, memory, versions. Exit code 0: nothing to mend; 1: see the advice.",
     )
@@ -175,7 +175,7 @@ def doctor(argv: Sequence[str] | None = None) -> int:
         " to paste into an issue; exit code 1: something does not hold",
     )
     parser.add_argument("--model", metavar="M", help="with --contracts: directory, hub id or builtin:tiny")
-    _add_set(parser)
+    add_set(parser)
     args = parser.parse_args(argv)
     if args.contracts != bool(args.model):
         parser.error("--contracts and --model M go together")
@@ -193,12 +193,12 @@ def doctor(argv: Sequence[str] | None = None) -> int:
 
         return doctor.run()
 
-    return _exit_code(run)
+    return exit_code(run)
 
 
 def explain(argv: Sequence[str] | None = None) -> int:
     """`mlx_parallm_explain`: why a run does not learn, from what it wrote."""
-    parser = _parser(
+    parser = new_parser(
         "mlx_parallm_explain",
         "Say what a run did and which of the known ways to not learn it shows, with the numbers and the setting to"
         " change. Works while it runs, too. Exit code 0: nothing found; 1: something is named.",
@@ -214,12 +214,12 @@ def explain(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(explain.as_json(explanation) if args.json else explain.as_text(explanation))
         return 1 if explanation.findings else 0
 
-    return _exit_code(run)
+    return exit_code(run)
 
 
 def rollouts(argv: Sequence[str] | None = None) -> int:
     """`mlx_parallm_rollouts`: what became of the groups of a run."""
-    parser = _parser(
+    parser = new_parser(
         "mlx_parallm_rollouts",
         "Show what became of every group of rollouts of a run: counts by state, environment and policy version; one"
         " group; or what was refused. Reads only, also while the run goes on.",
@@ -247,16 +247,16 @@ def rollouts(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(json.dumps(found, indent=1) + "\n" if args.json else rollouts.as_text(parts(found)))
         return 0
 
-    return _exit_code(run)
+    return exit_code(run)
 
 
-def _parser(name: str, description: str) -> argparse.ArgumentParser:
+def new_parser(name: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=name, description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mlx-parallm {__version__}")
     return parser
 
 
-def _add_set(parser: argparse.ArgumentParser) -> None:
+def add_set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         metavar="SECTION.KEY=VALUE",
@@ -266,7 +266,7 @@ def _add_set(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _exit_code(run: Callable[[], int]) -> int:
+def exit_code(run: Callable[[], int]) -> int:
     # Without a PATH a compiler is found but cannot find its own parts, and MLX's compiled kernels die with it.
     os.environ["PATH"] = os.environ.get("PATH") or os.defpath
     try:
@@ -299,13 +299,14 @@ def _add_own_data(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="reward function f(prompts, completions, **columns) -> list of numbers; may be repeated, their sum counts",
     )
+    own.add_argument("--algorithm", metavar="A", help="dpo, sft, …: learn from the rows (docs/training_on_data.md)")
     own.add_argument("--write-config", metavar="FILE", help="write the TOML that these flags amount to, and stop")
 
 
 def _training_config(args: argparse.Namespace) -> "Config":
     """From the flags of `train`: a file, a run's own configuration, or model, data and reward."""
     base = [f"model.base_path={_toml_value(args.model)}"] if args.model else []
-    if args.data or args.reward:
+    if args.data or args.reward or args.algorithm:
         config = _load(None, args.set, text=_own_data(args))
         return _as_it_began(config, args) if args.resume == "auto" else config
     source = args.config
@@ -317,31 +318,28 @@ def _training_config(args: argparse.Namespace) -> "Config":
             )
         from mlx_parallm.rl_training.run_directory import saved_config
 
-        source = str(saved_config(Path(args.resume).expanduser()))
+        return _load(str(saved_config(Path(args.resume).expanduser())), args.set + base, saved=True)
     return _load(source, args.set + base)
 
 
 def _as_it_began(config: "Config", args: argparse.Namespace) -> "Config":
     """What the run that `--resume auto` finds was started with. Some values that the flags amount to follow from the
     model's size, and that is a guess until the model has been downloaded: written anew they could differ."""
+    from mlx_parallm.own_data import what_flags_said
     from mlx_parallm.rl_training.run_directory import CONFIG_FILE, directory_of, with_run_name
 
     saved = directory_of(with_run_name(config, args.data, "auto"), "auto") / CONFIG_FILE
     if not saved.is_file():
         return config
-    began = _load(str(saved), args.set)
-    for flag, given, found in (
-        ("--model", config.model.base_path, began.model.base_path),
-        ("--data", config.environments[0].data, began.environments[0].data),
-        ("--reward", config.environments[0].rewards, began.environments[0].rewards),
-    ):
+    began = _load(str(saved), args.set, saved=True)
+    for (flag, given), (_, found) in zip(what_flags_said(config), what_flags_said(began), strict=False):
         if given != found:
             raise ConfigError(f"{flag} is {given}, but {saved.parent} was started with {found}: remove or rename it")
     return began
 
 
 def _own_data(args: argparse.Namespace) -> str:
-    from mlx_parallm.own_data import toml_for
+    from mlx_parallm.own_data import toml_for, toml_for_rows
 
     if args.config:
         raise ConfigError(
@@ -353,6 +351,8 @@ def _own_data(args: argparse.Namespace) -> str:
     for flag, value in (("--model", args.model), ("--data", args.data)):
         if not value:
             raise ConfigError(f"{flag} is missing: --model M --data ROWS --reward FILE.py:FUNCTION go together")
+    if args.algorithm:
+        return toml_for_rows(args.model, args.data, args.algorithm, args.reward)
     return toml_for(args.model, args.data, args.reward)
 
 
@@ -369,11 +369,11 @@ def _write_config(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(source: str | None, overrides: list[str], text: str = "") -> "Config":
+def _load(source: str | None, overrides: list[str], text: str = "", *, saved: bool = False) -> "Config":
     from mlx_parallm.config import load_config
     from mlx_parallm.hardware import defaults, detect
 
-    return load_config(source, overrides, defaults(detect()), text=text)
+    return load_config(source, overrides, defaults(detect()), text=text, saved=saved)
 
 
 def _split_adapters(given: Sequence[str]) -> tuple[str | None, dict[str, str]]:

@@ -14,31 +14,22 @@ from typing import Any, Literal
 
 import tomli
 import tomli_w
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from mlx_parallm.config_algorithm import AlgorithmConfig, without_unread
+from mlx_parallm.config_data import DATA_ALGORITHMS, DataConfig, PreferenceConfig, check_data
 from mlx_parallm.config_environment import HUB_PREFIX, EnvironmentConfig, Section, check_shares
+from mlx_parallm.config_lora import LoraConfig
+from mlx_parallm.config_ppo import PPOConfig
+from mlx_parallm.config_prepare import PrepareConfig, check_prepared
 from mlx_parallm.config_rollouts import RolloutsConfig
 from mlx_parallm.config_server import ModelConfig, ServerConfig
+from mlx_parallm.config_updates import WeightUpdateConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.redaction import REDACTED, Redactor, environment_secrets
 from mlx_parallm.user_code import absolute, is_reference
 
 API_KEY_VARIABLE = "MLX_PARALLM_API_KEY"
-
-
-class LoraConfig(Section):
-    enabled: bool = True
-    """Train an adapter; false trains all weights."""
-    rank: int = Field(16, ge=1)
-    """Rank r of the update B·A."""
-    alpha: float = Field(32.0, gt=0)
-    """The update is scaled by alpha / rank."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Accepted, and off in RL: every pass yields a compared log-probability. A value > 0 warns once."""
-    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Module names (last path component, or a dotted suffix) that get an adapter."""
-    quantize_base: bool = False
-    """Quantise the frozen base to 4 bits on load (QLoRA)."""
 
 
 class AtroposConfig(Section):
@@ -65,20 +56,11 @@ class AtroposConfig(Section):
         return value
 
 
-class WeightUpdateConfig(Section):
-    update_every_n_steps: int = Field(1, ge=1)
-    """Publish to the server after every n training steps."""
-    lock_timeout_ms: float = Field(100.0, gt=0)
-    """Longest wait for the weight lock; when it runs out the old weights keep serving until the next try."""
-    in_flight: Literal["continue", "drain"] = "continue"
-    """What running requests do at a publish: go on under the new weights (each token tagged), or end first."""
-
-
-class RLTrainingConfig(Section):
-    algorithm: Literal["grpo"] = "grpo"
-    """Training algorithm."""
+class RLTrainingConfig(AlgorithmConfig, PrepareConfig):
     learning_rate: float = Field(1e-5, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    optimizer: Literal["adamw", "muon", "lion", "adafactor"] = "adamw"
+    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest (docs/parameters.md)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after warm-up, to `lr_final` at total_steps."""
     lr_final: float = Field(0.0, ge=0)
@@ -86,7 +68,7 @@ class RLTrainingConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from 0."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's decoupled weight decay."""
+    """Weight decay: decoupled; Muon adds it to the gradient, as MLX has it."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW's beta1."""
     adam_beta2: float = Field(0.95, ge=0, lt=1)
@@ -103,24 +85,14 @@ class RLTrainingConfig(Section):
     """Transformer blocks evaluated together in training; 1 = checkpoint every block, 0 = the whole graph at once."""
     max_eval_ms: int | None = Field(None, ge=1)
     """Micro-batches shrink until one evaluation takes no longer; off in deterministic mode. Default on Metal: 1000."""
-    kl_beta: float = Field(0.0, ge=0)
-    """Weight of the KL to the reference (adapter off) in the loss; 0 = not computed."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators of KL(policy || reference)."""
-    entropy_weight: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
-    clip_ratio: float = Field(0.2, ge=0, lt=1)
-    """PPO clip below: ratio >= 1 - clip_ratio."""
-    clip_ratio_high: float | None = Field(None, ge=0)
-    """PPO clip above: ratio <= 1 + clip_ratio_high; default: clip_ratio."""
-    advantage: str = "std"
-    """Group advantage: "std" = (r - mean) / std (population), "mean" = r - mean, or "python:file.py:function"."""
-    loss: str | None = None
-    """A loss of your own, "python:file.py:function" (docs/your_environment.md); default: the algorithm's."""
-    loss_aggregation: Literal["token", "sequence"] = "token"
-    """Mean of the loss over a mini-batch's tokens, or over its sequences of each one's token mean."""
-    reference: Literal["base", "initial"] = "base"
-    """KL reference: the untouched base, or the adapter as it was when the run started."""
+    serve_priority: Literal["balanced", "serve", "train"] = "balanced"
+    """Who comes first on one device: nobody, requests, or training (docs/operations.md)."""
+    reference: Literal["base", "initial", "ema"] = "base"
+    """KL reference: the untouched base, what was trained as the run started, or its moving average."""
+    reference_decay: float = Field(0.99, ge=0, lt=1)
+    """"ema": d of reference = d · reference + (1 - d) · policy; 1 - d is TRL's mixup alpha."""
+    reference_update_every: int = Field(1, ge=1)
+    """"ema": steps between two updates of the reference."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature of rollouts; training divides logits by it too."""
     max_staleness: int = Field(1, ge=0)
@@ -137,6 +109,8 @@ class RLTrainingConfig(Section):
     """Steps between checkpoints; one is always made at the end."""
     keep_checkpoints: int = Field(3, ge=1)
     """Newest step_* directories kept."""
+    keep_best: bool = True
+    """Keep the best checkpoint too, as `best`: by the held-out score, else the mean reward of its last 10 steps."""
     checkpoint_dir: Path = Path("checkpoints")
     """Directory of runs."""
     run_name: str | None = None
@@ -147,35 +121,38 @@ class RLTrainingConfig(Section):
     """Seed of everything random."""
     eval_problems: int = Field(0, ge=0)
     """Held-out problems answered before and after training, per environment that has them."""
+    preference: PreferenceConfig = PreferenceConfig()
     lora: LoraConfig = LoraConfig()
     atropos: AtroposConfig = AtroposConfig()
+    ppo: PPOConfig = PPOConfig()
     weight_updates: WeightUpdateConfig = WeightUpdateConfig()
-
-    @field_validator("advantage", "loss")
-    @classmethod
-    def _known_or_own(cls, value: str | None, info: ValidationInfo) -> str | None:
-        known = ("std", "mean") if info.field_name == "advantage" else ()
-        if value is not None and value not in known and not is_reference(value):
-            choices = " or ".join([*map(repr, known), '"python:file.py:function"'])
-            raise ValueError(f"{value!r} is not {choices}")
-        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> "RLTrainingConfig":
         if self.deterministic and self.max_staleness != 0:
             raise ValueError("deterministic = true needs max_staleness = 0")
-        every = self.weight_updates.update_every_n_steps
-        if self.max_staleness < every - 1:
-            raise ValueError(
-                f"weight_updates.update_every_n_steps = {every} makes rollouts {every - 1} steps old before the next"
-                f" publish: max_staleness ({self.max_staleness}) has to be at least that"
-            )
-        if self.batch_size > self.atropos.rollout_batch_size:
+        self._check_read()
+        check_prepared(self, self.kl_beta)
+        self.ppo.check(self.algorithm)
+        self.weight_updates.check(max_staleness=self.max_staleness, lora=self.lora.enabled)
+        if self.algorithm not in DATA_ALGORITHMS and self.batch_size > self.atropos.rollout_batch_size:
             raise ValueError(
                 f"batch_size ({self.batch_size}) is larger than atropos.rollout_batch_size"
                 f" ({self.atropos.rollout_batch_size}): a mini-batch is part of a step's rollouts"
             )
         return self
+
+    def _check_read(self) -> None:
+        """Raises ValueError: a key is set that what was chosen does not read."""
+        readers = {
+            'optimizer = "adamw" or "muon"': (self.optimizer in ("adamw", "muon"), ("adam_beta1", "adam_beta2")),
+            'reference = "ema"': (self.reference == "ema", ("reference_decay", "reference_update_every")),
+            "kl_target": (self.kl_target is not None, ("kl_horizon",)),
+        }
+        for reader, (chosen, keys) in readers.items():
+            for key in keys:
+                if not chosen and getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} is set, but only read with {reader}")
 
 
 class LoggingConfig(Section):
@@ -193,14 +170,16 @@ class Config(Section):
     server: ServerConfig = ServerConfig()
     model: ModelConfig = ModelConfig()
     rl_training: RLTrainingConfig = RLTrainingConfig()
+    data: DataConfig = DataConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     logging: LoggingConfig = LoggingConfig()
     environments: tuple[EnvironmentConfig, ...] = ()
     """In-process environments; none = only environments that come over HTTP."""
 
     @model_validator(mode="after")
-    def _shares_fit(self) -> "Config":
+    def _parts_fit(self) -> "Config":
         check_shares(self.environments, self.rl_training.atropos.rollout_batch_size)
+        check_data(self.data, self.rl_training, len(self.environments))
         return self
 
     def resolve_api_key(self) -> str | None:
@@ -233,11 +212,12 @@ def load_config(
     defaults: Mapping[str, Any] | None = None,
     *,
     text: str = "",
+    saved: bool = False,
 ) -> Config:
     """Reads a configuration file or shipped configuration and applies `section.key=value` overrides.
 
-    `text` is TOML to read where `source` is None. Relative files named in it are looked for beside the configuration
-    file, then in the working directory.
+    `text` is TOML to read where `source` is None. `saved`: the file is what a run was saved with. Relative files named
+    in it are looked for beside the configuration file, then in the working directory.
     `defaults` (dotted key → value, from `hardware.defaults`) fill in keys that neither of them sets.
     Raises ConfigError: a missing file, bad TOML, an unknown key (with the nearest valid one), a bad value.
     """
@@ -249,6 +229,8 @@ def load_config(
         data = tomli.loads(text if source is None else path.read_text(encoding="utf-8"))
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: not valid TOML: {error}") from error
+    if isinstance(data.get("rl_training"), dict):
+        data["rl_training"] = without_unread(data["rl_training"], overrides or [], saved=saved)
     for override in overrides or []:
         _apply_override(data, override)
     for key, value in (defaults or {}).items():
@@ -313,13 +295,13 @@ def _descend(node: Any, part: str, override: str) -> Any:
 def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
     """User code and data: the saved configuration must not depend on where it was read, or from where."""
     environments = data.get("environments")
-    sections = [data.get("rl_training"), *(environments if isinstance(environments, list) else [])]
+    sections = [data.get("rl_training"), data.get("data"), *(environments if isinstance(environments, list) else [])]
     for section in sections:
         if not isinstance(section, dict):
             continue
-        for key in ("advantage", "loss", "kind", "data", "heldout_data"):
+        for key in ("advantage", "loss", "kind", "data", "heldout_data", "path", "eval_path"):
             value = section.get(key)
-            is_path = key in ("data", "heldout_data") and not str(value).startswith(HUB_PREFIX)
+            is_path = key in ("data", "heldout_data", "path", "eval_path") and not str(value).startswith(HUB_PREFIX)
             if isinstance(value, str) and (is_path or is_reference(value)):
                 section[key] = absolute(value, directories)
         if isinstance(section.get("rewards"), list):

@@ -23,18 +23,21 @@ from rich.console import Console
 
 from mlx_parallm.blas import blas_status, share_blas_between
 from mlx_parallm.config import Config
+from mlx_parallm.config_data import DATA_ALGORITHMS
 from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.hardware import usable_cores
+from mlx_parallm.hardware import launched_rank, usable_cores
 from mlx_parallm.log import RunLog, configure_logging, get_logger
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, LoraPair, load_adapter
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.power import kept_awake
 from mlx_parallm.redaction import Redactor, environment_secrets
+from mlx_parallm.rl_training.distributed import join
 from mlx_parallm.rl_training.dry_run import DryRun
 from mlx_parallm.rl_training.run_directory import STORE_FILE, RunDirectory
 from mlx_parallm.rl_training.train import TrainingRun
+from mlx_parallm.rl_training.worker import follow
 from mlx_parallm.rollout_store.disk import reserve_bytes
 from mlx_parallm.rollout_store.hand_out import HandOutQueue
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -90,19 +93,27 @@ def run_training(config: Config, *, resume: str | None) -> int:
     """Serves and trains until `total_steps` or a signal. Returns the exit code."""
     with RunLog(_redactor(config)) as run_log:
         stop = _begin(config, run_log)
-        share_blas_between(COMPUTING_THREADS, usable_cores())
-        run = TrainingRun(config, resume=resume, stop=stop, console=Console(stderr=True), run_log=run_log)
-        try:
-            with kept_awake():
+        samples = config.rl_training.algorithm not in DATA_ALGORITHMS  # else the engine has little to do
+        share_blas_between(COMPUTING_THREADS if samples else 1, usable_cores())
+        with contextlib.closing(join()) as ranks, kept_awake():
+            if ranks.rank > 0:
+                with mlx_thread():
+                    follow(config, ranks)
+                return 0
+            console = Console(stderr=True)
+            run = TrainingRun(config, resume=resume, stop=stop, console=console, run_log=run_log, ranks=ranks)
+            try:
                 run.execute()
-        finally:
-            with mlx_thread():
-                run.close()
+            finally:
+                with mlx_thread():
+                    run.close()
     return 0
 
 
 def run_dry_run(config: Config) -> int:
     """A start and a few steps in a directory that is thrown away: shows samples and what the run will need."""
+    if launched_rank() is not None:
+        raise ConfigError("--dry-run measures one process: start it without mlx.launch")
     quiet = config.logging.model_copy(update={"level": "warning"})  # what is printed is the dry run's own
     stop = _begin(config.model_copy(update={"logging": quiet}))
     share_blas_between(COMPUTING_THREADS, usable_cores())

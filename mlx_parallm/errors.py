@@ -8,11 +8,13 @@ ParallmError
 │   ├── ContextLengthError   the prompt does not fit ("maximum context length")
 │   ├── ModelNotFoundError   no such served model (HTTP 404)
 │   ├── AdapterRefusedError  an adapter that is not loaded or unloaded (HTTP 400, 403, 404)
-│   └── RewardRefusedError   a reward for a completion that cannot have one (HTTP 400, 404, 409, 410)
+│   ├── RewardRefusedError   a reward for a completion that cannot have one (HTTP 400, 404, 409, 410)
+│   └── RollbackRefusedError a rollback that cannot be made (HTTP 404, 409)
 ├── EngineUnavailableError   the engine thread is loading, draining or dead (HTTP 503)
 ├── RolloutRejectedError     a scored group that may not be trained on; the reason is kept with it
 ├── StoreError               the rollout database cannot be opened, written or read (full disk, lock)
 ├── CheckpointError          a checkpoint or run directory that cannot be written or read
+├── RankLostError            a process of a training on several has gone, or cannot be reached
 └── PublishTimeoutError      the weight lock was not had within `lock_timeout_ms`; the old weights keep serving
 """
 
@@ -81,6 +83,14 @@ class RewardRefusedError(RequestError):
         self.status = status
 
 
+class RollbackRefusedError(RequestError):
+    """A rollback that cannot be made; `status` is HTTP's."""
+
+    def __init__(self, message: str, status: int, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.status = status
+
+
 class EngineUnavailableError(ParallmError):
     """The engine is loading, draining or dead."""
 
@@ -99,6 +109,10 @@ class StoreError(ParallmError):
 
 class CheckpointError(ParallmError):
     """A checkpoint or run directory that cannot be written or read."""
+
+
+class RankLostError(ParallmError):
+    """A process that trains with others has gone, or cannot be reached; nothing more can be trained."""
 
 
 class PublishTimeoutError(ParallmError):

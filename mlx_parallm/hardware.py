@@ -20,6 +20,7 @@ METAL_EVAL_MS = 1000  # macOS kills GPU work that takes seconds while a display 
 KV_CACHE_SHARE = 2  # of the memory that is free once the model is loaded: the rest is for activations, and the trainer
 PREFIX_CACHE_SHARE = 20  # of all memory
 TOKENS_PER_GIB = 1024  # of a micro-batch: a guard for small machines, far below what the memory holds
+RANK_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # of mlx.launch; of mpirun (Open MPI, MPICH)
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ def usable_cores() -> int:
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def launched_rank() -> int | None:
+    """The number that mlx.launch or mpirun gave to this process; None: it was started alone."""
+    given = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), None)
+    return None if given is None else int(given)
 
 
 def defaults(hardware: Hardware) -> dict[str, Any]:

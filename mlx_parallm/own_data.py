@@ -1,4 +1,4 @@
-"""`mlx_parallm_train --model M --data D --reward R`: the configuration that these three amount to, as commented TOML.
+"""`mlx_parallm_train --model M --data D --reward R` (or `--algorithm A`): the configuration that these amount to.
 
 Every default has its reason beside it in `TEMPLATE`. What depends on the model is the learning rate, and the sizes of
 batches and answers, which are those of the quickstart for a model that is as small as its.
@@ -10,11 +10,14 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config_environment import HUB_PREFIX
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.user_code import PREFIX, absolute, is_reference
+
+if TYPE_CHECKING:
+    from mlx_parallm.config import Config
 
 SMALL = 512
 """A model with a smaller hidden size is a toy: it is trained like the quickstart's."""
@@ -63,6 +66,51 @@ max_tokens = {max_tokens:<17}# of one answer; one that is cut off can hardly be 
 chat_template_kwargs = {{ enable_thinking = false }}  # thinking needs thousands of tokens; other templates ignore it
 """
 
+ROWS_TEMPLATE = """\
+# {command}
+# amounts to this. Change what you like; then: mlx_parallm_train --config THIS_FILE. All keys: docs/config.md
+
+[model]
+base_path = {model}
+
+[server]
+port = 0                      # any free one; it is printed
+
+[rl_training]
+algorithm = "{algorithm}"
+learning_rate = {learning_rate:<14}# smaller steps for larger models; sft takes ten times those of a preference
+lr_schedule = "linear"        # to zero at the last step, which ends one pass over the rows
+warmup_steps = 5
+batch_size = {rows:<17}# rows of one optimizer update
+blocks_per_eval = {blocks:<12}# 1: least memory; 0: fastest, for a small model
+checkpoint_interval = 50
+
+[rl_training.lora]
+rank = 16
+alpha = 32.0
+
+[data]
+path = {data}
+eval_fraction = 0.1           # never trained on
+"""
+
+
+def toml_for_rows(model: str, data: str, algorithm: str, rewards: Sequence[str]) -> str:
+    """The configuration of an algorithm that learns from rows. Raises ConfigError: a reward function."""
+    if rewards:
+        raise ConfigError(f"--algorithm {algorithm} learns from the rows alone: leave out --reward")
+    hidden_size = find_hidden_size(model)
+    rate = learning_rate_for(hidden_size) * (10 if algorithm == "sft" else 1)
+    return ROWS_TEMPLATE.format(
+        command=shlex.join(["mlx_parallm_train", "--model", model, "--data", data, "--algorithm", algorithm]),
+        model=_quoted(_base(model)),
+        algorithm=algorithm,
+        learning_rate=f"{min(2e-3, rate):.1e}",
+        rows=16 if algorithm == "sft" else 32,
+        blocks=0 if hidden_size < SMALL else 1,
+        data=_quoted(absolute(data, [Path.cwd()])),
+    )
+
 
 def toml_for(model: str, data: str, rewards: Sequence[str]) -> str:
     """The configuration. Files are named by their absolute paths. Raises ConfigError: no reward function."""
@@ -70,14 +118,13 @@ def toml_for(model: str, data: str, rewards: Sequence[str]) -> str:
         raise ConfigError("--data needs a reward function: --reward score.py:function")
     here = [Path.cwd()]
     references = [absolute(name if is_reference(name) else PREFIX + name, here) for name in rewards]
-    base = str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else model
     hidden_size = find_hidden_size(model)
     small = hidden_size < SMALL
     rollouts = 128 if small else 64
     flags = [word for name in rewards for word in ("--reward", name)]
     return TEMPLATE.format(
         command=shlex.join(["mlx_parallm_train", "--model", model, "--data", data, *flags]),
-        model=_quoted(base),
+        model=_quoted(_base(model)),
         steps=80 if small else 200,
         rows=128 if small else 32,
         learning_rate=f"{learning_rate_for(hidden_size):.1e}",
@@ -139,6 +186,18 @@ def _cached(model: str) -> Path | None:
     except ValueError:  # not a hub id
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+def _base(model: str) -> str:
+    return str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else model
+
+
+def what_flags_said(config: "Config") -> tuple[tuple[str, object], ...]:
+    """What a configuration has of --model, --data, --reward and --algorithm."""
+    own = ("--model", config.model.base_path), ("--algorithm", config.rl_training.algorithm)
+    if not config.environments:
+        return *own, ("--data", config.data.path)
+    return *own, ("--data", config.environments[0].data), ("--reward", config.environments[0].rewards)
 
 
 def _quoted(text: str) -> str:

@@ -37,7 +37,9 @@ from mlx_parallm.rollout_store.completions import KeptCompletions
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.auth import check_bind, check_origins
 from mlx_parallm.server.context import ServerDeps, ServerState
+from mlx_parallm.server.routes_training import RollbackDesk
 from mlx_parallm.server.thread import ServerThread, bind_socket
+from mlx_parallm.turns import Turns
 from mlx_parallm.weights import SharedWeights
 
 LAST_WORDS_S = 0.1  # after the drain: what has been computed is sent
@@ -54,6 +56,7 @@ class Serving:
         self._listener = bind_socket(config.server.host, config.server.port)
         self.port: int = self._listener.getsockname()[1]
         self.state = ServerState()
+        self.turns = Turns(config.rl_training.serve_priority)
         self._http: ServerThread | None = None
         self._engine: EngineThread | None = None
         self._path: Path | None = None
@@ -81,7 +84,12 @@ class Serving:
         assert self._engine is not None, "open() comes first"
         return self._engine.client
 
-    def listen(self, routers: Sequence[APIRouter] = (), completions: KeptCompletions | None = None) -> None:
+    def listen(
+        self,
+        routers: Sequence[APIRouter] = (),
+        completions: KeptCompletions | None = None,
+        rollbacks: RollbackDesk | None = None,
+    ) -> None:
         server = self.config.server
         deps = ServerDeps(
             state=self.state,
@@ -93,6 +101,7 @@ class Serving:
             logprobs_mode=server.logprobs_mode,
             extra_routers=routers,
             completions=completions,
+            rollbacks=rollbacks,
         )
         self._http = ServerThread(create_app(deps), self._listener)
         self._http.start()
@@ -146,7 +155,7 @@ class Serving:
         use_fast_rope(loaded.model)
         lora = prepare_for_serving(loaded.model)
         tokenizer = self.tokenizer()
-        self._engine = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), names)
+        self._engine = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), names, self.turns)
         self._engine.start()
         roots = (*self.config.server.adapter_roots, *adapter_roots)
         self.state.ready(self.client, self.tokenizer(), AdapterLoader(weights, shapes, names, roots))

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mlx_parallm.config import Config
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.hardware import launched_rank
 from mlx_parallm.log import RunLog, configure_logging, get_logger
 from mlx_parallm.redaction import Redactor, environment_secrets
 from mlx_parallm.rl_training.run_directory import LATEST
@@ -37,6 +39,8 @@ log = get_logger("supervisor")
 
 def supervise(arguments: Sequence[str], config: Config, run: Path, *, resume: str | None, restarts: int) -> int:
     """`mlx_parallm_train --restarts N`: every start has the name and, where it was 0, the port of the first."""
+    if launched_rank() is not None:
+        raise ConfigError("--restarts starts one process anew: under mlx.launch start all of them with --resume auto")
     with RunLog(Redactor([config.resolve_api_key(), *environment_secrets()])) as run_log:
         configure_logging(level=config.logging.level, redactor=run_log.redactor, run_log=run_log)
         fixed = ["--restarts", "0"]

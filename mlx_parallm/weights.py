@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.errors import AdapterError, PublishTimeoutError
-from mlx_parallm.models.lora import AdapterPlace, AdapterWeights, LoraPair
+from mlx_parallm.models.dora import gain
+from mlx_parallm.models.lora import AdapterPlace, AdapterWeights, LoraPair, linear_layers
 from mlx_parallm.models.threads import in_mlx_thread
 
 
@@ -97,8 +98,14 @@ class PolicyHistory:
     """Versions of the policy's adapter that can still be asked for: the last `keep` in memory, archived ones from disk,
     of which as many again stay loaded."""
 
-    def __init__(self, policy: str | None, keep: int, archive: VersionArchive | None) -> None:
-        self._policy, self._limit, self._archive = policy, keep, archive
+    def __init__(
+        self,
+        policy: str | None,
+        keep: int,
+        archive: VersionArchive | None,
+        ready: Callable[[Mapping[str, LoraPair]], dict[str, LoraPair]] = dict,
+    ) -> None:
+        self._policy, self._limit, self._archive, self._ready = policy, keep, archive, ready
         self._kept: dict[int, AdapterPlace] = {}  # rebound, never changed: read without a lock
         self._loaded: dict[int, AdapterPlace] = {}
         self._loading = threading.Lock()
@@ -122,7 +129,8 @@ class PolicyHistory:
                 try:
                     if self._archive is None or version not in self._archive.versions():
                         return None
-                    place = self._place(AdapterWeights(self._policy or "", version, self._archive.load(version)))
+                    layers = self._ready(self._archive.load(version))
+                    place = self._place(AdapterWeights(self._policy or "", version, layers))
                 except AdapterError:  # removed meanwhile
                     return None
                 self._loaded = _last({**self._loaded, version: place}, self._limit)
@@ -159,7 +167,8 @@ class SharedWeights:
     ) -> None:
         self.policy = policy
         self.lock = ReadWriteLock()
-        self.history = PolicyHistory(policy, keep_versions, archive)
+        self.history = PolicyHistory(policy, keep_versions, archive, self._ready)
+        self._model = model
         self._slots = parameter_slots(model)
         self._places: dict[str, AdapterPlace] = {}
         self._version = version
@@ -194,7 +203,7 @@ class SharedWeights:
         """Adds or replaces an adapter under the present policy version. Raises AdapterError: the policy's own name."""
         if name == self.policy and name in self._places:
             raise AdapterError(f"{name!r} is the policy being trained: its adapter is replaced by training only")
-        adapter = AdapterWeights(name, self._version, dict(layers))
+        adapter = AdapterWeights(name, self._version, self._ready(layers))
         mx.eval(adapter.arrays)
         with self.lock.write():
             self._put(adapter)
@@ -210,33 +219,81 @@ class SharedWeights:
             self._places = {key: place for key, place in self._places.items() if key != name}
             self._revision += 1
 
-    def publish_adapter(self, layers: Mapping[str, LoraPair], *, timeout_s: float | None = None) -> PublishReport:
-        """Makes `layers` the policy's adapter under the next version. PublishTimeoutError: nothing changed."""
+    def publish_adapter(
+        self, layers: Mapping[str, LoraPair], *, version: int | None = None, timeout_s: float | None = None
+    ) -> PublishReport:
+        """Makes `layers` the policy's adapter under `version`, a higher number than before (the next one).
+
+        Raises PublishTimeoutError: nothing changed.
+        """
         assert self.policy is not None, "SharedWeights was made without a policy adapter"
-        version = self._version + 1
-        adapter = AdapterWeights(self.policy, version, dict(layers))
+        number = self._next(version)
+        adapter = AdapterWeights(self.policy, number, self._ready(layers))
 
         def rebind() -> None:
             self._put(adapter)
-            self._version = version
+            self._version = number
 
-        return self._publish(adapter.arrays, rebind, version, timeout_s)
+        return self._publish(adapter.arrays, rebind, number, timeout_s)
 
     def publish_parameters(
-        self, parameters: Mapping[str, mx.array], *, timeout_s: float | None = None
+        self, parameters: Mapping[str, mx.array], *, version: int | None = None, timeout_s: float | None = None
     ) -> PublishReport:
-        """Rebinds base parameters by path (full-weight training) under the next version. Raises PublishTimeoutError."""
-        version = self._version + 1
+        """Rebinds base parameters by path (full-weight training), as `publish_adapter`. Raises PublishTimeoutError."""
+        number = self._next(version)
         bindings = [(*self._slots[path], array) for path, array in parameters.items()]
+        adapters = self._over(parameters)
 
         def rebind() -> None:
             for module, key, array in bindings:
                 module[key] = array
-            self._version = version
+            for place, before, adapter in adapters:
+                if place.weights is before:
+                    place.weights = adapter
+            self._version = number
             self._base_serial += 1
             self._revision += 1
 
-        return self._publish(list(parameters.values()), rebind, version, timeout_s)
+        arrays = [array for _, _, adapter in adapters for array in adapter.arrays]
+        return self._publish([*parameters.values(), *arrays], rebind, number, timeout_s)
+
+    def _ready(self, layers: Mapping[str, LoraPair]) -> dict[str, LoraPair]:
+        """With the gains of DoRA layers that came without, over the base as it is now; one layer after the other."""
+        made = dict(layers)
+        linear = linear_layers(self._model) if any(pair.magnitude is not None for pair in made.values()) else {}
+        for path, pair in layers.items():
+            if pair.magnitude is not None and pair.gain is None:
+                factor = gain(linear[path], pair.a, pair.b, pair.scale, pair.magnitude)
+                mx.eval(factor)
+                made[path] = replace(pair, gain=factor)
+        return made
+
+    def _over(self, parameters: Mapping[str, mx.array]) -> list[tuple[AdapterPlace, AdapterWeights, AdapterWeights]]:
+        """The DoRA adapters that are served, as they are and with their gains over these arrays of the base. Lazy."""
+
+        def layer(path: str, linear: nn.Module) -> nn.Linear:
+            made = nn.Linear(1, 1, bias="bias" in linear)
+            for key in made:
+                made[key] = parameters.get(f"{path}.{key}", linear[key])
+            return made
+
+        found = []
+        for place in self._places.values():
+            doras = {path: pair for path, pair in place.weights.layers.items() if pair.magnitude is not None}
+            linear = linear_layers(self._model) if doras else {}
+            made = dict(place.weights.layers)
+            for path, pair in doras.items():
+                assert pair.magnitude is not None
+                factor = gain(layer(path, linear[path]), pair.a, pair.b, pair.scale, pair.magnitude)
+                made[path] = replace(pair, gain=factor)
+            if doras:
+                found.append((place, place.weights, AdapterWeights(place.name, place.weights.version, made)))
+        return found
+
+    def _next(self, version: int | None) -> int:
+        number = self._version + 1 if version is None else version
+        assert number > self._version, "policy versions count upwards"
+        return number
 
     def _put(self, adapter: AdapterWeights) -> None:
         """Under the write lock. Who holds the name's place goes on under the new arrays."""

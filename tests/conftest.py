@@ -40,6 +40,11 @@ os.environ["XDG_CACHE_HOME"] = _CACHE.name
 configure_logging(level="error")
 
 
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """Bytes are named by their parameter: a packed body holds the time, and two workers must collect the same names."""
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_sessionfinish() -> None:
     """A thread that has used MLX ends so; otherwise MLX with MKL may abort at exit (docs/design.md)."""
     mx.synchronize()

@@ -12,6 +12,7 @@ import ast
 import configparser
 import contextlib
 import functools
+import importlib
 import io
 import json
 import plistlib
@@ -37,7 +38,8 @@ PARSED = {"toml", "json", "jsonl", "yaml", "ini", "xml", "dockerfile"}
 TEXT = {"text"}  # said to be nothing that a machine reads
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 COMMANDS = {
-    name.removeprefix("mlx_parallm_"): getattr(cli, path.partition(":")[2]) for name, path in PROJECT["scripts"].items()
+    name.removeprefix("mlx_parallm_"): getattr(importlib.import_module(module), function)
+    for name, (module, _, function) in ((name, path.partition(":")) for name, path in PROJECT["scripts"].items())
 }
 SEPARATORS = re.compile(r"[|;&]|\$\(")
 
@@ -235,7 +237,7 @@ def flag_problems(command: str, words: list[str]) -> Iterator[str]:
         raise Parsed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "_exit_code", stop)
+        patch.setattr(cli, "exit_code", stop)
         patch.setattr("argparse.ArgumentParser._print_message", lambda _, message, file=None: said.append(message))
         try:
             COMMANDS[command](words)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 OURS = (
     *("mlx_parallm_train", "mlx_parallm_serve", "mlx_parallm_merge_lora", "mlx_parallm_doctor", "mlx_parallm_explain"),
-    "mlx_parallm_rollouts",
+    *("mlx_parallm_rollouts", "mlx_parallm_show_checkpoint", "mlx_parallm_convert_adapter", "mlx_parallm_replay"),
 )
 NOT_RUN = (
     *("make", "pip", "pip3", "uv", "brew", "apt-get", "sudo", "docker", "systemctl", "journalctl", "launchctl", "git"),
@@ -155,13 +155,15 @@ def train(words: list[str]) -> int:
     settings["rl_training.total_steps"] = 2 if "--resume" in words else 1
     if config is not None:
         settings |= _of(config)
+        if config.data.path is not None:  # rows of a file: nothing is sampled
+            settings = {key: value for key, value in settings.items() if ".atropos." not in key}
     elif "--data" in words:
         settings["environments.0.max_tokens"] = MAX_TOKENS
     changed = [*words]
     for key, value in settings.items():
         changed += ["--set", f"{key}={value}"]
     if (
-        config is not None and not config.environments and "--dry-run" not in words
+        config is not None and not config.environments and config.data.path is None and "--dry-run" not in words
     ):  # it waits for rollouts: perhaps a later block sends them
         return start("mlx_parallm_train", changed, int(os.environ["DOCS_PORT"]))
     return real("mlx_parallm_train", changed)

@@ -20,7 +20,21 @@ PACKAGE = ROOT / "mlx_parallm"
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("__init__", "types", "errors", "log", "blas", "config", "config_environment", "own_data", "user_code"),
-        *("config_rollouts", "config_server", "signals", "hardware", "power", "redaction"),
+        *(
+            "config_algorithm",
+            "config_data",
+            "config_lora",
+            "config_ppo",
+            "config_prepare",
+            "config_rollouts",
+            "config_server",
+            "config_updates",
+            "signals",
+            "hardware",
+            "power",
+            "redaction",
+            "turns",
+        ),
     ),
     ("weights", "models", "losses", "rewards"),
     ("engine", "environments", "rollout_store"),
@@ -30,6 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("daemon", "supervisor"),
     ("tools",),
     ("cli",),
+    ("cli_tools",),
 )
 # Within a layer only these; all others are independent of their neighbours.
 WITHIN_A_LAYER = {
@@ -52,9 +67,16 @@ MLX_FREE = (
 MLX_FREE_MODULES = (  # and every config.py
     "blas",
     "cli",
+    "cli_tools",
+    "config_algorithm",
     "config_environment",
+    "config_data",
+    "config_lora",
+    "config_ppo",
+    "config_prepare",
     "config_rollouts",
     "config_server",
+    "config_updates",
     "errors",
     "log",
     "own_data",
@@ -62,6 +84,7 @@ MLX_FREE_MODULES = (  # and every config.py
     "redaction",
     "signals",
     "supervisor",
+    "turns",
     "types",
     "user_code",
 )
@@ -82,6 +105,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/environments/rollouts.py:RolloutManager._run": "the thread's end is kept for health() and check()",
     "mlx_parallm/models/threads.py:in_mlx_thread.run": "what a thread's work raises is its caller's",
     "mlx_parallm/models/loading.py:load_tokenizer": "the tokenizers library raises plain Exception",
+    "mlx_parallm/rl_training/distributed.py:CollectiveThread._main": "what a collective raises is its caller's",
     "mlx_parallm/rl_training/display.py:attempt": "a display that fails must not stop the training",
     "mlx_parallm/rl_training/trackers.py:Trackers._attempt": "a tracker that fails must not stop the training",
     "mlx_parallm/server/answer_parts.py:read_calls": "a model's malformed call makes mlx-lm's parsers raise anything",
@@ -97,6 +121,7 @@ ENVIRONMENT_READERS = {
     "mlx_parallm/redaction.py": "secrets, to hide them",
     "mlx_parallm/blas.py": "sets MKL's mode before MKL is used",
     "mlx_parallm/cli.py": "gives a process without a PATH one",
+    "mlx_parallm/hardware.py": "the rank that a launcher gave this process",
 }
 
 

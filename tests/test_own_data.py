@@ -118,3 +118,31 @@ def test_the_size_of_a_model(model: str, hidden_size: int) -> None:
 def test_smaller_steps_for_larger_models() -> None:
     rates = [learning_rate_for(size) for size in (16, 128, 1024, 2560, 4096)]
     assert rates == pytest.approx([1e-3, 9.05e-4, 4e-5, 1.01e-5, 5e-6], rel=0.01)
+
+
+@pytest.mark.parametrize(("algorithm", "rate", "rows"), [("dpo", 4e-5, 32), ("sft", 4e-4, 16)])
+def test_an_algorithm_that_learns_from_the_rows_needs_no_reward(
+    here: Path, algorithm: str, rate: float, rows: int
+) -> None:
+    flags = ("--model", "model", "--data", "rows.jsonl", "--algorithm", algorithm)
+    config = call("train", *flags, "--set", "rl_training.total_steps=7", cwd=here)["config"]
+    assert (config["data"]["path"], config["environments"]) == (str(here / "rows.jsonl"), [])
+    training = config["rl_training"]
+    assert (training["algorithm"], training["total_steps"]) == (algorithm, 7)
+    assert (training["learning_rate"], training["batch_size"]) == (pytest.approx(rate), rows)
+
+
+def test_resume_auto_knows_an_algorithm_on_rows_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "model", "--data", "rows.jsonl", "--algorithm", "dpo"]
+    run = here / "checkpoints" / "rows"
+    run.mkdir(parents=True)
+    assert cli.train([*flags, "--write-config", str(run / "config.toml")]) == 0
+    assert call("train", *flags, "--resume", "auto", cwd=here)["config"]["rl_training"]["algorithm"] == "dpo"
+    assert cli.train([*flags[:-1], "kto", "--resume", "auto"]) == 2
+    assert "--algorithm is kto" in capsys.readouterr().err
+
+
+def test_rows_are_learned_from_or_scored_not_both(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "model", "--data", "rows.jsonl", "--algorithm", "dpo", "--reward", "score.py:correct"]
+    assert cli.train(flags) == 2
+    assert "--algorithm dpo learns from the rows alone: leave out --reward" in capsys.readouterr().err

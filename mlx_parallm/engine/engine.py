@@ -214,7 +214,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forgets all prefixes but those of running rows."""
-        self.scheduler.prefix_cache.clear()
+        self.scheduler.forget_prefixes()
 
     def take_events(self) -> list[Event]:
         """Events that came up outside of `step` (aborts, empty requests)."""

@@ -173,6 +173,13 @@ class Scheduler:
         self.prefix_cache.clear()
         return lost
 
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache; finished sequences that still have a row do not come into it either."""
+        self.prefix_cache.clear()
+        for sequence in self.rows:
+            if sequence.finished:
+                sequence.prefix_key = None
+
     def schedule(self, weights_of: Callable[[Sequence], Hashable], version: int = -1) -> Plan:
         """Plans one step. Finished sequences lose their rows here.
 

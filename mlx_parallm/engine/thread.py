@@ -32,6 +32,7 @@ from mlx_parallm.engine.events import Event, Failed, StreamDelta
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import EngineUnavailableError, ParallmError, RequestError
 from mlx_parallm.log import get_logger
+from mlx_parallm.turns import Turns
 from mlx_parallm.types import EngineStats, Request
 
 IDLE_TURN_S = 1.0  # an idle thread shows that it lives this often
@@ -44,12 +45,14 @@ class EngineThread:
     Args:
         build: makes the engine; runs on the new thread. What it raises is raised by `start`.
         models: names under which the engine answers.
+        turns: who comes first where a trainer shares the device.
     """
 
-    def __init__(self, build: Callable[[], Engine], models: ServedModels) -> None:
+    def __init__(self, build: Callable[[], Engine], models: ServedModels, turns: Turns | None = None) -> None:
         self.client = EngineClient(self.stats)
         self._build = build
         self._models = models
+        self._turns = turns or Turns()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._started = threading.Event()
         self._engine: Engine | None = None
@@ -128,7 +131,8 @@ class EngineThread:
         self._take_commands(engine)
         self._deliver(engine.take_events())
         if engine.has_work and not self._stopping:
-            self._step(engine)
+            with self._turns.step():
+                self._step(engine)
         if self._idle_waiters and engine.idle:
             for event in self._idle_waiters:
                 event.set()
@@ -158,6 +162,8 @@ class EngineThread:
         while not self._stopping:
             self._last_turn = time.monotonic()  # also when commands alone keep it awake: paused is not stalled
             busy = engine.has_work or (bool(self._idle_waiters) and engine.idle)
+            if not busy:
+                self._turns.engine_idle()
             try:
                 command = self.client.commands.get(block=not busy, timeout=IDLE_TURN_S)
             except queue.Empty:

@@ -11,7 +11,7 @@ import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from mlx_parallm.config import EnvironmentConfig
 from mlx_parallm.config_environment import HUB_PREFIX
@@ -53,7 +53,7 @@ def read_rows(config: EnvironmentConfig) -> Rows:
         if both := sum(row.key in keys for row in heldout):
             log.warning("held-out prompts are trained on too", environment=config.name, prompts=both)
     elif config.heldout_fraction and rows:
-        rows, heldout = _split(rows, config.heldout_fraction)
+        rows, heldout = split_heldout(rows, config.heldout_fraction)
     if not rows:
         raise ConfigError(f"environments: {config.data} has no rows to train on")
     columns = tuple(name for name in rows[0].columns if not heldout or name in heldout[0].columns)
@@ -62,19 +62,28 @@ def read_rows(config: EnvironmentConfig) -> Rows:
     return Rows(tuple(rows), tuple(heldout), columns)
 
 
-def _split(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Row]]:
+class Keyed(Protocol):
+    @property
+    def key(self) -> str: ...  # `prompt_key` of the prompt
+
+
+K = TypeVar("K", bound=Keyed)
+
+
+def split_heldout(rows: Sequence[K], fraction: float) -> tuple[list[K], list[K]]:
+    """(trained on, held out). Rows of one prompt stay together; which side is theirs depends on the prompt alone."""
     keys = {int(row.key, 16) for row in rows}
     # A small data set keeps at least one prompt on either side; of a single one, none is held out.
     chosen = ({key for key in keys if key < fraction * 2**64} | {min(keys)}) - {max(keys)}
-    train: list[Row] = []
-    heldout: list[Row] = []
+    train: list[K] = []
+    heldout: list[K] = []
     for row in rows:
         (heldout if int(row.key, 16) in chosen else train).append(row)
     return train, heldout
 
 
 def _read(config: EnvironmentConfig, data: str, split: str) -> list[Row]:
-    source = _hub(config, data, split) if data.startswith(HUB_PREFIX) else _jsonl(Path(data).expanduser())
+    source = _hub(config, data, split) if data.startswith(HUB_PREFIX) else json_lines(Path(data), "environments")
     entries = list(source)
     columns = tuple(dict.fromkeys(name for _, entry in entries for name in entry))
     pieces = _pieces(config.prompt_template, columns, data) if config.prompt_template is not None else None
@@ -84,8 +93,7 @@ def _read(config: EnvironmentConfig, data: str, split: str) -> list[Row]:
         prompt = _from_template(pieces, entry, where) if pieces is not None else _from_column(entry, column, where)
         if isinstance(prompt, list):
             _check_messages(prompt, config, where)
-        text = json.dumps(prompt, sort_keys=True, ensure_ascii=False, default=str)
-        key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        key = prompt_key(prompt)
         rows.append(Row(prompt, {name: entry.get(name) for name in columns}, key))
     return rows
 
@@ -93,29 +101,35 @@ def _read(config: EnvironmentConfig, data: str, split: str) -> list[Row]:
 # ---------------------------------------------------------------------- sources
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of every line that is not blank."""
+def prompt_key(prompt: Any) -> str:
+    """16 hexadecimal digits of a prompt's hash."""
+    text = json.dumps(prompt, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("file:line", row) of every line that is not blank. Raises ConfigError, which begins with `key`."""
+    path = path.expanduser()
     if path.suffix in (".csv", ".parquet", ".arrow", ".gz"):
-        raise ConfigError(f"environments: {path} is not JSONL (one JSON object a line): convert it first")
+        raise ConfigError(f"{key}: {path} is not JSONL (one JSON object a line): convert it first")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
-        raise ConfigError(
-            f'environments: there is no file {path} (a data set of the hub is "{HUB_PREFIX}owner/name")'
-        ) from None
+        hub = f' (a data set of the hub is "{HUB_PREFIX}owner/name")' if key == "environments" else ""
+        raise ConfigError(f"{key}: there is no file {path}{hub}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"environments: {path} cannot be read: {error}") from error
+        raise ConfigError(f"{key}: {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
+        where = f"{path}:{number}"
         try:
             entry = json.loads(line)
         except json.JSONDecodeError as error:
             hint = " (a JSON array? write one object a line)" if line.strip()[0] in "[]" else ""
-            raise ConfigError(f"environments: {where}: not JSON: {error.msg} at column {error.colno}{hint}") from error
+            raise ConfigError(f"{key}: {where}: not JSON: {error.msg} at column {error.colno}{hint}") from error
         if not isinstance(entry, dict):
-            raise ConfigError(f"environments: {where}: expected one JSON object, got {type(entry).__name__}")
+            raise ConfigError(f"{key}: {where}: expected one JSON object, got {type(entry).__name__}")
         yield where, entry
 
 

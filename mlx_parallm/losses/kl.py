@@ -1,9 +1,9 @@
 """Per-token estimators of KL(policy || reference) from the policy's own samples (Schulman, joschu.net/blog/kl-approx).
 
-With d = ref_logprobs - logprobs:  k1 = -d  ·  k2 = d²/2  ·  k3 = exp(d) - 1 - d.
+With d = ref_logprobs - logprobs:  k1 = -d  ·  abs = |d|  ·  k2 = d²/2  ·  k3 = exp(d) - 1 - d.
 k1 and k3 are unbiased *values*; as losses only k2's gradient is that of the true KL (joschu.net/blog/kl-approx.html).
 
-Worked: logprobs -1.0, ref_logprobs -1.2 → d = -0.2: k1 = 0.2, k2 = 0.02, k3 = e^-0.2 - 1 + 0.2 = 0.018731.
+Worked: logprobs -1.0, ref_logprobs -1.2 → d = -0.2: k1 = 0.2, abs = 0.2, k2 = 0.02, k3 = e^-0.2 - 1 + 0.2 = 0.018731.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,11 @@ def k1(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
     return logprobs - ref_logprobs
 
 
+def absolute(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
+    """|logprobs - ref_logprobs|. [...] → [...]; a distance, not an estimate of the KL (verl's "abs")."""
+    return mx.abs(logprobs - ref_logprobs)
+
+
 def k2(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
     """(logprobs - ref_logprobs)² / 2. [...] → [...]; biased, low variance."""
     return 0.5 * mx.square(logprobs - ref_logprobs)
@@ -35,4 +40,4 @@ def k3(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
     return mx.minimum(mx.expm1(d) - d, K3_LIMIT)
 
 
-KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}

@@ -5,12 +5,13 @@ Everything a loss returns is *additive over micro-batches*: sums over this micro
 whole mini-batch. So the loss, its gradient and its metrics do not depend on how a mini-batch was cut or padded.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import mlx.core as mx
 
-Aggregation = Literal["token", "sequence"]
+Aggregation = Literal["token", "sequence", "sequence_sum", "constant"]
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,21 @@ class LossInputs:
     """
 
     logprobs: mx.array  # [B, T] float32, differentiated
-    rollout_logprobs: mx.array  # [B, T] float32
+    rollout_logprobs: mx.array | None  # [B, T] float32; None: not known
     advantages: mx.array  # [B, T] float32
     mask: mx.array  # [B, T] bool, true = sampled by the policy
     token_normalizer: float  # true entries of mask in the whole mini-batch
     sequence_normalizer: float  # sequences in the whole mini-batch
     ref_logprobs: mx.array | None = None  # [B, T] float32
     entropy: mx.array | None = None  # [B, T] float32, nats
+    old_logprobs: mx.array | None = None  # [B, T] float32, what the ratio is against; None: rollout_logprobs
+    weights: mx.array | None = None  # [B, T] float32, sampler correction: multiplies each token's policy loss
+    values: mx.array | None = None  # [B, T] float32, differentiated
+    old_values: mx.array | None = None  # [B, T] float32, before the step's first update
+    returns: mx.array | None = None  # [B, T] float32
+    max_length: float | None = None  # L of the aggregation "constant"
+    kl_beta: float = 0.0  # today's weight of the KL to the reference in the loss
+    constants: Mapping[str, float] = field(default_factory=dict)  # of the batch, as far as its source knows some
 
 
 @dataclass(frozen=True)
@@ -50,10 +59,22 @@ def aggregate(values: mx.array, inputs: LossInputs, aggregation: Aggregation = "
     "token": Σ values / tokens of the mini-batch (DAPO, arXiv:2503.14476). "sequence": the mean over sequences of each
     sequence's token mean (GRPO, arXiv:2402.03300); a sequence without a true mask entry counts as 0.
 
-    Example: values [[1, 2], [6, -]] have the token mean 3 and the sequence mean (1.5 + 6) / 2 = 3.75.
+    "sequence_sum": the mean over sequences of each one's sum (the policy gradient as it is derived). "constant": that
+    divided by `max_length`, a length that is the same for all (Dr. GRPO, arXiv:2503.20783); ValueError without it.
+
+    Example: values [[1, 2], [6, -]] have the token mean 3, the sequence mean (1.5 + 6) / 2 = 3.75, the sequence sum
+    (3 + 6) / 2 = 4.5, and with max_length 4 the constant mean 4.5 / 4 = 1.125.
     """
     chosen = masked(values, inputs.mask)
     if aggregation == "token":
         return chosen.sum() / inputs.token_normalizer
+    if aggregation == "sequence_sum":
+        return chosen.sum() / inputs.sequence_normalizer
+    if aggregation == "constant":
+        if inputs.max_length is None:
+            raise ValueError('the aggregation "constant" needs max_length')
+        return chosen.sum() / (inputs.sequence_normalizer * inputs.max_length)
+    if aggregation != "sequence":
+        raise ValueError(f"{aggregation!r} is not one of {get_args(Aggregation)}")
     lengths = mx.maximum(inputs.mask.sum(axis=-1), 1)
     return (chosen.sum(axis=-1) / lengths).sum() / inputs.sequence_normalizer

@@ -4,40 +4,36 @@ Evaluating the graph of a whole training step starves the serving thread (docs/d
 leaves gaps, keeps one activation per block instead of all (gradient checkpointing), and gives the same gradients.
 
     LayerStack        (layer_stack.py) the model's own forward, its blocks replaced by callables of ours
-    TokenBatch        the tokens, and the positions whose next token is scored; the head is computed there only
+    TokenBatch        (head.py) the tokens, and the positions whose next token is scored: the head sees those only
+    Layout            (packing.py) rows as they are, or with the prompts that they share computed once
     BlockwiseModel    forward: embedding → blocks, evaluated in groups, group inputs kept → head
                       backward: head → groups from last to first, each recomputed and differentiated alone → embedding
+
+Where the logits of all scored tokens would be large the head goes in pieces: score, differentiate the loss by the
+scores, then the head piece by piece with those slopes (`head_rows`, docs/benchmarks/memory.md).
 
 An architecture that does more between its blocks than passing the hidden state on is found out once, at start
 (`check`), and differentiated as one graph.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
+from mlx_parallm.models.head import Scores, TokenBatch, head_rows, token_scores
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
-from mlx_parallm.models.logprobs import token_logprobs_and_entropy
+from mlx_parallm.models.packing import Layout, Rows, SharedPrompts, share_prompts, shareable
 from mlx_parallm.models.parameters import ParameterSlots, scalar
+from mlx_parallm.models.quantized_cpu import unpacks
+from mlx_parallm.models.value_head import is_value_head, value_head_of
 
-HEAD_ELEMENTS = 1 << 25  # logits of one head evaluation at most: 128 MiB of float32
-
-Objective = Callable[[mx.array, mx.array], tuple[mx.array, tuple[mx.array, ...]]]
-"""(logprobs [N], entropy [N]) → (scalar loss, further arrays to be evaluated with it)."""
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """Right-padded tokens, and what is scored in them."""
-
-    inputs: mx.array  # [B, T] int32
-    positions: mx.array  # [N] int32, indices into the flattened [B · T]: where the scored token is predicted
-    targets: mx.array  # [N] int32, the scored tokens
-    temperature: float | mx.array = 1.0  # or [N] float32
+Objective = Callable[..., tuple[mx.array, tuple[mx.array, ...]]]
+"""Scores → (scalar loss, further arrays to be evaluated with it)."""
 
 
 class BlockwiseModel:
@@ -45,6 +41,7 @@ class BlockwiseModel:
 
     `between_blocks` is called after each evaluation: the place to give the serving thread a turn.
     `longest_eval_ms`: of all evaluations since it was last set to 0.
+    `fallback`: why the model is differentiated as one graph; `unshared`: why prompts are not shared; else "".
     Gradients are lists in the order of `slots.names`. Every array that leaves a method is evaluated.
     """
 
@@ -57,13 +54,19 @@ class BlockwiseModel:
         self.longest_eval_ms = 0.0
         self._blocks_per_eval = blocks_per_eval
         self._stack: LayerStack | None = None
-        self.fallback = ""
+        self.fallback = self.unshared = ""
         try:
             self._use(LayerStack(model))
             self._check()
         except (ValueError, TypeError) as error:
             self._stack = None
             self.fallback = f"{error}: training evaluates the whole graph at once"
+        self.unshared = self._why_unshared()
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether `TokenBatch.shared` is made use of."""
+        return not self.unshared
 
     def _use(self, stack: LayerStack) -> None:
         count = len(stack.blocks)
@@ -74,24 +77,44 @@ class BlockwiseModel:
         owner = [next((i for i, p in enumerate(prefixes) if name.startswith(p)), None) for name in self.slots.names]
         self._group_slots = [[s for s, block in enumerate(owner) if block in group] for group in self._groups]
         self._outer_slots = [s for s, block in enumerate(owner) if block is None]
+        self._below_slots = [s for s in self._outer_slots if not is_value_head(self.slots.names[s])]
+        inside = {id(module) for block in stack.blocks for module in block.modules()}
+        outside = [module for module in self.model.modules() if id(module) not in inside]
+        self._costly_head = bool(self._below_slots) or any(unpacks(module) for module in outside)
 
     # ------------------------------------------------------------------ scoring
 
-    def score(self, batch: TokenBatch) -> tuple[mx.array, mx.array]:
-        """Log-probabilities and entropies of the scored tokens, both [N] float32, without gradients."""
+    def score(self, batch: TokenBatch) -> Scores:
+        """Log-probabilities, entropies and (with a value head) values of the scored tokens, [N] float32 each."""
         if self._stack is None:
-            results = _score_rows(self._plain_rows(batch), batch, slice(None))
+            results = self._plain_scores(batch)
             self._evaluate(*results)
             return results
-        _, _, rows = self._forward(batch, keep_last_group=False)
-        parts = [self._score_chunk(rows, batch, chunk) for chunk in self._chunks(batch)]
-        return mx.concatenate([part[0] for part in parts]), mx.concatenate([part[1] for part in parts])
+        _, _, rows = self._forward(batch, self._layout(batch), keep_last_group=False)
+        return self._score_pieces(rows, batch, self._chunks(batch))
 
-    def _score_chunk(self, rows: mx.array, batch: TokenBatch, chunk: slice) -> tuple[mx.array, mx.array]:
+    def _score_pieces(self, rows: mx.array, batch: TokenBatch, chunks: list[slice]) -> Scores:
+        parts = []
+        for chunk in chunks:
+            parts.append(self._scores(rows[chunk], batch, chunk))
+            self._evaluate(*parts[-1])
+        return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
+
+    def _scores(self, rows: mx.array, batch: TokenBatch, chunk: slice) -> Scores:
+        """Of rows [n, D] that left the last block; `chunk`: which of the scored tokens they are."""
         assert self._stack is not None
-        scored = _score_rows(self._stack.head(rows[chunk]), batch, chunk)
-        self._evaluate(*scored)
-        return scored
+        return self._with_values(token_scores(self._stack.head(rows), batch, chunk), rows)
+
+    def _plain_scores(self, batch: TokenBatch) -> Scores:
+        if value_head_of(self.model) is None:
+            return token_scores(_rows_at(self.model(batch.inputs), batch.positions), batch, slice(None))
+        logits, hidden = LayerStack(self.model).forward(batch.inputs)
+        scores = token_scores(_rows_at(logits, batch.positions), batch, slice(None))
+        return self._with_values(scores, _rows_at(hidden, batch.positions))
+
+    def _with_values(self, scores: Scores, rows: mx.array) -> Scores:
+        head = value_head_of(self.model)
+        return scores if head is None else (*scores, head(rows))
 
     # ------------------------------------------------------------------ loss and gradients
 
@@ -114,29 +137,23 @@ class BlockwiseModel:
     def _whole(self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None]) -> Any:
         def loss(parameters: list[mx.array]) -> tuple[mx.array, tuple[mx.array, ...]]:
             with self.slots.bound(parameters):
-                return objective(*_score_rows(self._plain_rows(batch), batch, slice(None)))
+                return objective(*self._plain_scores(batch))
 
         (value, extras), new = mx.value_and_grad(loss)(self.slots.read())
         self._add(gradients, range(len(self.slots)), new, value, *extras)
         return value, extras
 
-    def _plain_rows(self, batch: TokenBatch) -> mx.array:
-        logits = self.model(batch.inputs)
-        return mx.take(logits.reshape(-1, logits.shape[-1]), batch.positions, axis=0)
-
     def _backward_fused(self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None]) -> Any:
         """Last group, head and loss are one graph: the last group's forward is not computed twice."""
-        starts, calls, _ = self._forward(batch, keep_last_group=True)
+        layout = self._layout(batch)
+        starts, calls, _ = self._forward(batch, layout, keep_last_group=True)
         last = len(self._groups) - 1
         own = self._group_slots[last] + self._outer_slots
-        stack = self._stack
-        assert stack is not None
 
         def loss(hidden: mx.array, parameters: list[mx.array]) -> tuple[mx.array, tuple[mx.array, ...]]:
             with self.slots.bound(parameters, own):
-                out = self._run(last, hidden, calls)
-                rows = mx.take(out.reshape(-1, out.shape[-1]), batch.positions, axis=0)
-                return objective(*_score_rows(stack.head(rows), batch, slice(None)))
+                rows = _rows_at(self._run(last, hidden, layout, calls), layout.positions)
+                return objective(*self._scores(rows, batch, slice(None)))
 
         below = self._trainable_below(last)
         parameters = self.slots.read(own)
@@ -144,42 +161,38 @@ class BlockwiseModel:
         cotangent, new = results if below else (None, results)
         self._add(gradients, own, new, value, *extras, cotangent)
         starts.pop()
-        self._backward_groups(batch, starts, calls, cotangent, gradients)
+        self._backward_groups(layout, starts, calls, cotangent, gradients)
         return value, extras
 
     def _backward_chunked(
         self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None], chunks: list[slice]
     ) -> Any:
-        """The head in pieces (logits of all rows would not fit): score, differentiate the loss by the scores, then the
-        head piece by piece with those as cotangents."""
-        starts, calls, rows = self._forward(batch, keep_last_group=False)
-        parts = [self._score_chunk(rows, batch, chunk) for chunk in chunks]
-        scores = [mx.concatenate([part[i] for part in parts]) for i in (0, 1)]
-        (value, extras), slopes = mx.value_and_grad(objective, argnums=(0, 1))(*scores)
+        layout = self._layout(batch)
+        starts, calls, rows = self._forward(batch, layout, keep_last_group=False)
+        scores = self._score_pieces(rows, batch, chunks)
+        (value, extras), slopes = mx.value_and_grad(objective, argnums=tuple(range(len(scores))))(*scores)
         self._evaluate(value, *extras, *slopes)
-        stack, outer = self._stack, self._outer_slots
-        assert stack is not None
+        outer = self._outer_slots
         row_gradients = []
         for chunk in chunks:
 
             def head(hidden: mx.array, *parameters: mx.array, chunk: slice = chunk) -> list[mx.array]:
                 with self.slots.bound(parameters, outer):
-                    return list(_score_rows(stack.head(hidden), batch, chunk))
+                    return list(self._scores(hidden, batch, chunk))
 
             _, new = mx.vjp(head, [rows[chunk], *self.slots.read(outer)], [slope[chunk] for slope in slopes])
             self._add(gradients, outer, new[1:], new[0])
             row_gradients.append(new[0])
-        shape = (*batch.inputs.shape, rows.shape[-1])
-        flat = mx.zeros((shape[0] * shape[1], shape[2]), rows.dtype)
-        cotangent = flat.at[batch.positions].add(mx.concatenate(row_gradients)).reshape(shape)
-        self._backward_groups(batch, starts, calls, cotangent, gradients)
+        flat = mx.zeros((starts[-1].size // rows.shape[-1], rows.shape[-1]), rows.dtype)
+        cotangent = flat.at[layout.positions].add(mx.concatenate(row_gradients)).reshape(starts[-1].shape)
+        self._backward_groups(layout, starts, calls, cotangent, gradients)
         return value, extras
 
     def _backward_groups(
         self,
-        batch: TokenBatch,
+        layout: Layout,
         starts: list[mx.array],
-        calls: list[BlockCall],
+        calls: list[Any],
         cotangent: mx.array | None,
         gradients: list[mx.array | None],
     ) -> None:
@@ -190,7 +203,7 @@ class BlockwiseModel:
 
             def block(hidden: mx.array, *parameters: mx.array, group: int = group, own: list[int] = own) -> mx.array:
                 with self.slots.bound(parameters, own):
-                    return self._run(group, hidden, calls)
+                    return self._run(group, hidden, layout, calls)
 
             parameters = self.slots.read(own)
             if self._trainable_below(group):
@@ -204,65 +217,56 @@ class BlockwiseModel:
                 _, new = mx.vjp(constant, parameters, [cotangent])
                 cotangent = None
             self._add(gradients, own, new, cotangent)
-        if cotangent is not None and self._outer_slots:
-            self._backward_embedding(batch, cotangent, gradients)
+        if cotangent is not None and self._below_slots:
+            self._backward_embedding(layout, cotangent, gradients)
 
-    def _backward_embedding(self, batch: TokenBatch, cotangent: mx.array, gradients: list[mx.array | None]) -> None:
+    def _backward_embedding(self, layout: Layout, cotangent: mx.array, gradients: list[mx.array | None]) -> None:
         stack = self._stack
         assert stack is not None
 
         def embed(*parameters: mx.array) -> mx.array:
-            seen: list[mx.array] = []
+            with self.slots.bound(parameters, self._below_slots):
+                return layout.embed(stack)[0]
 
-            def visit(_: int, hidden: mx.array, __: BlockCall) -> mx.array:
-                seen.append(hidden)
-                return hidden
-
-            with self.slots.bound(parameters, self._outer_slots):
-                stack.walk(batch.inputs, visit)
-            return seen[0]
-
-        _, new = mx.vjp(embed, self.slots.read(self._outer_slots), [cotangent])
-        self._add(gradients, self._outer_slots, new)
+        _, new = mx.vjp(embed, self.slots.read(self._below_slots), [cotangent])
+        self._add(gradients, self._below_slots, new)
 
     # ------------------------------------------------------------------ parts
 
-    def _forward(self, batch: TokenBatch, *, keep_last_group: bool) -> tuple[list[mx.array], list[BlockCall], mx.array]:
+    def _layout(self, batch: TokenBatch) -> Layout:
+        if batch.shared is not None and self.shares_prompts:
+            return SharedPrompts(batch.shared)
+        return Rows(batch.inputs, batch.positions)
+
+    def _forward(
+        self, batch: TokenBatch, layout: Layout, *, keep_last_group: bool
+    ) -> tuple[list[mx.array], list[Any], mx.array]:
         """Group inputs, the blocks' other arguments, and the scored rows [N, D] after the last block.
 
         `keep_last_group`: the last group is left to the caller; the rows are then meaningless.
         """
         assert self._stack is not None
-        starts: list[mx.array] = []
-        calls: list[BlockCall] = []
-        firsts = {group.start for group in self._groups}
-        final: list[mx.array] = []
-        stack = self._stack
-
-        def visit(index: int, hidden: mx.array, call: BlockCall) -> mx.array:
-            if index in firsts:
-                self._evaluate(hidden, *(a for a in (*call.args, *call.kwargs.values()) if isinstance(a, mx.array)))
-                starts.append(hidden)
-            calls.append(call)
-            if not (keep_last_group and index >= self._groups[-1].start):
-                hidden = stack.blocks[index](hidden, *call.args, **call.kwargs)
-            final[:] = [hidden]
-            return hidden
-
-        stack.walk(batch.inputs, visit)
-        rows = mx.take(final[0].reshape(-1, final[0].shape[-1]), batch.positions, axis=0)
-        if not keep_last_group:
-            self._evaluate(rows)
+        hidden, calls = layout.embed(self._stack)
+        self._evaluate(hidden, *_arrays(calls))
+        starts = [hidden]
+        for group in range(len(self._groups) - 1):
+            hidden = self._run(group, hidden, layout, calls)
+            self._evaluate(hidden)
+            starts.append(hidden)
+        if keep_last_group:
+            return starts, calls, hidden
+        rows = _rows_at(self._run(len(self._groups) - 1, hidden, layout, calls), layout.positions)
+        self._evaluate(rows)
         return starts, calls, rows
 
-    def _run(self, group: int, hidden: mx.array, calls: list[BlockCall]) -> mx.array:
+    def _run(self, group: int, hidden: mx.array, layout: Layout, calls: list[Any]) -> mx.array:
         assert self._stack is not None
         for index in self._groups[group]:
-            hidden = self._stack.blocks[index](hidden, *calls[index].args, **calls[index].kwargs)
+            hidden = layout.run(self._stack.blocks[index], hidden, calls[index])
         return hidden
 
     def _trainable_below(self, group: int) -> bool:
-        return bool(self._outer_slots) or any(self._group_slots[:group])
+        return bool(self._below_slots) or any(self._group_slots[:group])
 
     def _add(
         self,
@@ -285,10 +289,10 @@ class BlockwiseModel:
 
     def _chunks(self, batch: TokenBatch) -> list[slice]:
         count = batch.positions.shape[0]
-        size = max(64, HEAD_ELEMENTS // self._vocabulary)
+        size = head_rows(count, self._vocabulary, costly=self._costly_head)
         return [slice(start, min(start + size, count)) for start in range(0, count, size)] or [slice(0, 0)]
 
-    # ------------------------------------------------------------------ the check at start
+    # ------------------------------------------------------------------ the checks at start
 
     def _check(self) -> None:
         """Raises ValueError where blocks cannot be taken apart: other glue between them, or other gradients."""
@@ -311,8 +315,8 @@ class BlockwiseModel:
         self._check_gradients(batch)
 
     def _check_gradients(self, batch: TokenBatch) -> None:
-        def objective(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
-            return (logprobs + 0.1 * entropy).sum(), ()
+        def objective(logprobs: mx.array, *others: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
+            return sum((0.1 * other for other in others), logprobs).sum(), ()
 
         value, _, gradients = self.loss_and_gradients(batch, objective)
         expected: list[mx.array | None] = [None] * len(self.slots)
@@ -321,10 +325,38 @@ class BlockwiseModel:
         if max(worst, _distance(value, whole)) > 0.02:
             raise ValueError(f"block-by-block gradients of this architecture are off by {worst:.2g} (relative)")
 
+    def _why_unshared(self) -> str:
+        """Compares scores of three rows, two of them with one prompt; the gradient follows from the same operations."""
+        if self._stack is None:
+            return self.fallback
+        if reason := shareable(self.model):
+            return reason
+        tokens = np.array([[1, 2, 3, 4, 5, 6], [1, 2, 3, 5, 4, 0], [2, 4, 6, 1, 3, 5]], np.int32)
+        positions = np.array([2, 4, 5, 8, 9, 13, 15, 17], np.int32)
+        shared = share_prompts(tokens, positions)
+        batch = TokenBatch(mx.array(tokens), mx.array(positions), mx.arange(8, dtype=mx.int32) % 7, shared=shared)
+        try:
+            together = self.score(batch)
+        except (ValueError, TypeError, IndexError, AttributeError) as error:
+            return f"its blocks do not take a prompt's keys and values: {error}"
+        apart = self.score(replace(batch, shared=None))
+        if (off := max(_distance(a, b) for a, b in zip(together, apart, strict=True))) > 0.02:
+            return f"scores with shared prompts are off by {off:.2g} (relative)"
+        return ""
 
-def _score_rows(logits: mx.array, batch: TokenBatch, rows: slice) -> tuple[mx.array, mx.array]:
-    temperature = batch.temperature if isinstance(batch.temperature, float) else batch.temperature[rows]
-    return token_logprobs_and_entropy(logits, batch.targets[rows], temperature)
+
+def _rows_at(hidden: mx.array, positions: mx.array) -> mx.array:
+    """[B, T, D] → [N, D]."""
+    return mx.take(hidden.reshape(-1, hidden.shape[-1]), positions, axis=0)
+
+
+def _arrays(calls: Any) -> list[mx.array]:
+    """The arrays among the blocks' arguments."""
+    if isinstance(calls, mx.array):
+        return [calls]
+    if isinstance(calls, BlockCall):
+        return _arrays([*calls.args, *calls.kwargs.values()])
+    return [array for call in calls for array in _arrays(call)] if isinstance(calls, list | tuple) else []
 
 
 def _distance(a: mx.array, b: mx.array | None) -> float:

@@ -4,6 +4,7 @@ The same rules for a directory and for a hub repository's list of files, where t
 """
 
 import json
+import math
 import re
 import struct
 from collections.abc import Collection, Mapping
@@ -66,7 +67,7 @@ def check_directory(path: Path) -> None:
         )
     for file in path.glob(WEIGHTS):
         try:
-            expected, size = _expected_size(file), file.stat().st_size
+            (_, expected), size = _header(file) or ({}, 0), file.stat().st_size
         except OSError as error:  # no permission, a link into a cache or onto a disk that is gone
             reason = error.strerror or error
             raise ModelError(f"{file} cannot be read: {reason}; {_download_hint(str(path))}") from error
@@ -119,18 +120,26 @@ def _named_shards(path: Path) -> set[str]:
     }
 
 
-def _expected_size(file: Path) -> int:
-    """Bytes of a safetensors file by its own header (https://github.com/huggingface/safetensors); 0 = unreadable."""
+def safetensors_header(file: Path) -> dict[str, Any] | None:
+    """Name → {dtype, shape, data_offsets}, and __metadata__; None where the file is no safetensors file
+    (https://github.com/huggingface/safetensors) or of another length than its header says. Raises OSError."""
+    size = file.stat().st_size
+    return None if (found := _header(file)) is None or found[1] != size else found[0]
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int] | None:
+    """The header, and the bytes that a file with it has."""
     with file.open("rb") as stream:
         try:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > 100_000_000:
-                return 0
-            tensors = json.loads(stream.read(length))
-            ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
-        except (struct.error, ValueError, KeyError, TypeError, AttributeError):
-            return 0
-    return int(8 + length + max(ends, default=0))
+                return None
+            header = json.loads(stream.read(length))
+            tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+            ends = [tensor["data_offsets"][1] for tensor in tensors if math.prod(tensor["shape"]) >= 0]
+            return header, int(8 + length + max(ends, default=0))
+        except (struct.error, ValueError, LookupError, TypeError, AttributeError):
+            return None
 
 
 def _download_hint(where: str) -> str:

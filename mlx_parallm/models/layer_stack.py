@@ -56,14 +56,38 @@ class LayerStack:
         finally:
             self._owner[self._key] = original
 
-    def walk(self, inputs: mx.array, visit: Callable[[int, mx.array, BlockCall], Any]) -> None:
-        """Runs the model's forward on [B, T] tokens; `visit(i, hidden, call)` stands for block i."""
+    def walk(self, inputs: mx.array, visit: Callable[[int, mx.array, BlockCall], Any], cache: Any = None) -> Any:
+        """Runs the model's forward on [B, T] tokens; `visit(i, hidden, call)` stands for block i. `cache`: one entry a
+        block, as the model's own. Returns what the model does."""
 
         def stand(index: int) -> Callable[..., Any]:
             return lambda hidden, *args, **kwargs: visit(index, hidden, BlockCall(args, kwargs))
 
         with self._replaced([stand(index) for index in range(len(self.blocks))]):
-            self.model(inputs)
+            return self.model(inputs) if cache is None else self.model(inputs, cache=cache)
+
+    def forward(self, inputs: mx.array) -> tuple[mx.array, Any]:
+        """The model's own forward: logits [B, T, V], and what left the last block (of most architectures [B, T, D])."""
+        last: list[Any] = []
+
+        def visit(index: int, hidden: mx.array, call: BlockCall) -> Any:
+            last[:] = [self.blocks[index](hidden, *call.args, **call.kwargs)]
+            return last[0]
+
+        return self.walk(inputs, visit), last[0]
+
+    def embed(self, inputs: mx.array, cache: Any = None) -> tuple[mx.array, list[BlockCall]]:
+        """The first block's input [B, T, D], and what each block gets besides the hidden state."""
+        first: list[mx.array] = []
+        calls: list[BlockCall] = []
+
+        def visit(_: int, hidden: mx.array, call: BlockCall) -> mx.array:
+            first.append(hidden)
+            calls.append(call)
+            return hidden
+
+        self.walk(inputs, visit, cache)
+        return first[0], calls
 
     def head(self, hidden: mx.array) -> mx.array:
         """Final norm and head of rows [N, D] that left the last block → logits [N, V]."""

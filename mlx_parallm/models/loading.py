@@ -21,6 +21,7 @@ from mlx_parallm.models.formats import check_directory, check_names, check_quant
 from mlx_parallm.models.hub import download, fetch_config
 from mlx_parallm.models.mlx_lm_api import load_config, load_hf_model, load_hf_tokenizer, tool_parsers
 from mlx_parallm.models.quantize import load_quantized
+from mlx_parallm.models.quantized_cpu import use_unpacking
 from mlx_parallm.models.support import check_config
 from mlx_parallm.models.tokenizer import Tokenizer
 
@@ -79,6 +80,7 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
         model.freeze()
         model.eval()
         evaluate_module(model)  # weights are read here: a damaged file shows now
+        use_unpacking(model)
     except FileNotFoundError as error:
         raise ModelError(f"{path}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:

@@ -1,13 +1,13 @@
 """LoRA: into the trainer's tree, on disk, and in the serving tree.
 
-    inject_lora           trainer: mlx-lm's LoRALinear in place, A ~ U(±1/√in), B = 0, float32
+    inject_lora           trainer: LoRALinear or DoRALinear in place, A ~ U(±1/√in), B = 0, float32
     adapter_layers        trainer → AdapterWeights: the arrays that are published and saved
     load_adapter          disk → layers; reads mlx-lm's and PEFT's formats
     save_adapter          layers → disk in mlx-lm's format
     prepare_for_serving   server: wraps every linear layer (served_lora.py)
 
-The update is y = Wx + scale · (xA)B with scale = alpha / rank (Hu et al. 2021, arXiv:2106.09685). Shapes are mlx-lm's:
-A [in, r], B [r, out].
+The update is y = Wx + scale · (xA)B with scale = alpha / rank (Hu et al. 2021, arXiv:2106.09685), or alpha / √rank
+(rsLoRA: Kalajdzievski 2023, arXiv:2312.03732); dora.py adds a magnitude. Shapes are mlx-lm's: A [in, r], B [r, out].
 """
 
 import json
@@ -21,15 +21,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from mlx_parallm.config_lora import LoraConfig
 from mlx_parallm.errors import AdapterError
+from mlx_parallm.models.dora import DoRALinear
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.mlx_lm_api import LoRALinear, QuantizedSwitchLinear, SwitchLinear
+from mlx_parallm.models.peft_format import Parts, is_peft, read_peft
 from mlx_parallm.models.served_lora import LoraContext, ServedLinear
 
 ADAPTER_FILE = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PEFT_FILE = "adapter_model.safetensors"
 SPECIFICATION_FILE = "lora_weights.safetensors"  # the name that the specification prints; means ADAPTER_FILE beside it
+NPZ_FILE = "adapters.npz"  # mlx-lm's arrays as its first versions kept them
 
 
 @dataclass(frozen=True)
@@ -37,19 +41,34 @@ class LoraSpec:
     rank: int
     alpha: float
     target_modules: tuple[str, ...] | str = "all-linear"
+    layers: tuple[int, int] | str = "all"  # as [rl_training.lora] has it
+    rslora: bool = False
+    dora: bool = False
+
+    @classmethod
+    def of(cls, config: LoraConfig) -> "LoraSpec":
+        targets, layers = config.target_modules, config.layers
+        return cls(config.rank, config.alpha, targets, layers, config.use_rslora, config.use_dora)
 
     @property
     def scale(self) -> float:
-        return self.alpha / self.rank
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 @dataclass(frozen=True)
 class LoraPair:
-    """One layer's update: a [in, r], b [r, out], both float32, and the factor scale = alpha / rank."""
+    """One layer's update: a [in, r], b [r, out], both float32, and its factor. With DoRA the magnitude m [out], and
+    where it is served `gain` = m / ‖W + scale · (AB)ᵀ‖ [out] of the base that it was loaded beside."""
 
     a: mx.array
     b: mx.array
     scale: float
+    magnitude: mx.array | None = None
+    gain: mx.array | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self.a, self.b, self.magnitude, self.gain) if array is not None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +82,7 @@ class AdapterWeights:
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [array for pair in self.layers.values() for array in (pair.a, pair.b)]
+        return [array for pair in self.layers.values() for array in pair.arrays]
 
 
 @dataclass(eq=False)
@@ -108,17 +127,20 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
 
 
 def inject_lora(model: nn.Module, spec: LoraSpec) -> list[str]:
-    """Freezes the model and puts mlx-lm's LoRALinear around the targets. Uses this thread's MLX random state.
+    """Freezes the model and puts a LoRALinear or DoRALinear around the targets. Uses this thread's MLX random state.
 
-    Returns the paths of the adapted layers. Raises AdapterError when a target matches nothing.
+    Returns the paths of the adapted layers. Raises AdapterError when a target or a range of blocks matches nothing.
     """
     model.freeze()
-    paths = _target_paths(model, spec.target_modules)
+    paths = _in_range(model, _target_paths(model, spec.target_modules), spec.layers)
     layers = linear_layers(model)
-    adapted = [(path, LoRALinear.from_base(layers[path], r=spec.rank, dropout=0.0, scale=spec.scale)) for path in paths]
-    model.update_modules(tree_unflatten(adapted))
-    for _, layer in adapted:
-        layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
+
+    def adapted(layer: nn.Module) -> LoRALinear:
+        if spec.dora:
+            return DoRALinear(layer, linear_shape(layer), spec.rank, spec.scale)
+        return LoRALinear.from_base(layer, r=spec.rank, dropout=0.0, scale=spec.scale)
+
+    model.update_modules(tree_unflatten([(path, adapted(layers[path])) for path in paths]))
     return paths
 
 
@@ -135,9 +157,14 @@ def load_into_trainer(model: nn.Module, layers: Mapping[str, LoraPair]) -> None:
                 f"{path}: the adapter has A {pair.a.shape} B {pair.b.shape}, the configuration asks for"
                 f" A {layer.lora_a.shape} B {layer.lora_b.shape}"
             )
+        if (pair.magnitude is not None) != isinstance(layer, DoRALinear):
+            kinds = ("LoRA", "DoRA") if pair.magnitude is None else ("DoRA", "LoRA")
+            raise AdapterError(f"the adapter is {kinds[0]}, the configuration asks for {kinds[1]} (lora.use_dora)")
         factor = pair.scale / layer.scale
         layer.lora_a = pair.a.astype(mx.float32)
         layer.lora_b = pair.b.astype(mx.float32) if factor == 1.0 else pair.b.astype(mx.float32) * factor
+        if pair.magnitude is not None:
+            layer.m = pair.magnitude.astype(mx.float32)
     mx.eval(model.trainable_parameters())
 
 
@@ -146,11 +173,12 @@ def trainer_lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
 
 
 def adapter_layers(model: nn.Module) -> dict[str, LoraPair]:
-    """The trainer's adapter as it is now; shares the arrays."""
-    return {
-        path: LoraPair(layer.lora_a, layer.lora_b, float(layer.scale))
-        for path, layer in trainer_lora_layers(model).items()
-    }
+    """The trainer's adapter as it is now; shares the arrays. Gains of DoRA layers are not evaluated."""
+    found = {}
+    for path, layer in trainer_lora_layers(model).items():
+        dora = (layer.m, layer.gain()) if isinstance(layer, DoRALinear) else (None, None)
+        found[path] = LoraPair(layer.lora_a, layer.lora_b, float(layer.scale), *dora)
+    return found
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -170,6 +198,8 @@ def check_adapter(shapes: Mapping[str, tuple[int, int]], layers: Mapping[str, Lo
                 f"{source}: {path} is [{in_features} → {out_features}], the adapter's A is {pair.a.shape}"
                 f" and B is {pair.b.shape}"
             )
+        if pair.magnitude is not None and pair.magnitude.shape != (out_features,):
+            raise AdapterError(f"{source}: {path} has {out_features} outputs, its magnitude is {pair.magnitude.shape}")
 
 
 def find_adapter_file(path: str | Path) -> Path:
@@ -178,7 +208,7 @@ def find_adapter_file(path: str | Path) -> Path:
     if given.is_file():
         return given
     directory = given if given.is_dir() else given.parent if given.name == SPECIFICATION_FILE else None
-    for name in (ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE):
+    for name in (ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, NPZ_FILE):
         if directory is not None and (directory / name).is_file():
             return directory / name
     hint = f"; did you mean {given / 'final'}?" if (given / "final").is_dir() else ""
@@ -187,8 +217,8 @@ def find_adapter_file(path: str | Path) -> Path:
     )
 
 
-def load_adapter(path: str | Path) -> AdapterFile:
-    """Reads an adapter in mlx-lm's or PEFT's format. Raises AdapterError."""
+def load_adapter(path: str | Path, *, as_stored: bool = False) -> AdapterFile:
+    """Reads an adapter in mlx-lm's or PEFT's format, in float32 unless `as_stored`. Raises AdapterError."""
     file = find_adapter_file(path)
     config_file = file.parent / ADAPTER_CONFIG
     try:
@@ -202,34 +232,45 @@ def load_adapter(path: str | Path) -> AdapterFile:
         raise AdapterError(f"{config_file} is not an adapter's configuration")
     if not isinstance(tensors, dict):
         raise AdapterError(f"{file} holds one array: an adapter is a safetensors file")
-    peft = any(".lora_A." in key for key in tensors)
     try:
-        layers = _from_peft(tensors, config, file) if peft else _from_mlx_lm(tensors, config, file)
+        parts = read_peft(tensors, config, file) if is_peft(tensors) else _from_mlx_lm(tensors, config, file)
+        layers = {path: LoraPair(*each) for path, each in parts.items()}
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise AdapterError(f"{config_file} does not fit {file.name}: {error!r}") from error
     if not layers:
         raise AdapterError(f"{file} holds no LoRA tensors")
-    mx.eval([array for pair in layers.values() for array in (pair.a, pair.b)])
+    if not as_stored:
+        layers = {path: _wide(pair) for path, pair in layers.items()}
+    mx.eval([pair.arrays for pair in layers.values()])
     return AdapterFile(file, layers, config)
 
 
 def save_adapter(directory: Path, layers: Mapping[str, LoraPair], *, num_layers: int, dropout: float = 0.0) -> None:
     """Writes `adapters.safetensors` and `adapter_config.json` in mlx-lm's format into an existing directory."""
+    config = adapter_config(layers, num_layers=num_layers, dropout=dropout)
+    mx.save_safetensors(str(directory / ADAPTER_FILE), adapter_tensors(layers), metadata={"format": "mlx"})
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def adapter_tensors(layers: Mapping[str, LoraPair]) -> dict[str, mx.array]:
+    """The arrays under mlx-lm's names."""
     tensors = {f"{path}.lora_a": pair.a for path, pair in layers.items()}
     tensors |= {f"{path}.lora_b": pair.b for path, pair in layers.items()}
-    first = next(iter(layers.values()))
-    config = {
-        "fine_tune_type": "lora",
+    return tensors | {f"{path}.m": pair.magnitude for path, pair in layers.items() if pair.magnitude is not None}
+
+
+def adapter_config(layers: Mapping[str, LoraPair], *, num_layers: int, dropout: float = 0.0) -> dict[str, Any]:
+    """mlx-lm's adapter_config.json. Raises AdapterError: its format has one rank, one scale and one kind for all."""
+    found = {(int(pair.a.shape[-1]), pair.scale, pair.magnitude is not None) for pair in layers.values()}
+    if len(found) != 1:
+        shown = ", ".join(f"rank {rank} × {scale:g}{' DoRA' * dora}" for rank, scale, dora in sorted(found)[:3])
+        raise AdapterError(f"mlx-lm's format has one rank and scale for all layers, this adapter has several: {shown}")
+    [(rank, scale, dora)] = found
+    return {
+        "fine_tune_type": "dora" if dora else "lora",
         "num_layers": num_layers,
-        "lora_parameters": {
-            "rank": int(first.a.shape[-1]),
-            "scale": first.scale,
-            "dropout": dropout,
-            "keys": _layer_keys(layers),
-        },
+        "lora_parameters": {"rank": rank, "scale": scale, "dropout": dropout, "keys": _layer_keys(layers)},
     }
-    mx.save_safetensors(str(directory / ADAPTER_FILE), tensors, metadata={"format": "mlx"})
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def prepare_for_serving(model: nn.Module) -> LoraContext:
@@ -260,6 +301,25 @@ def _target_paths(model: nn.Module, targets: tuple[str, ...] | str) -> list[str]
     return sorted(path for path in layers if any(_matches(path, target) for target in targets))
 
 
+def _in_range(model: nn.Module, paths: list[str], layers: tuple[int, int] | str) -> list[str]:
+    """Without those in blocks outside of the range; what is in no block stays."""
+    if layers == "all":
+        return paths
+    try:
+        stack = LayerStack(model)
+    except ValueError as error:
+        raise AdapterError(f"layers = {layers!r}: {error}") from error
+    count = len(stack.blocks)
+    start, end = (count - int(layers.split()[1]), count) if isinstance(layers, str) else layers
+    if not 0 <= start < end <= count:
+        raise AdapterError(f"layers = {layers!r}: the model has {count} blocks")
+    wanted = tuple(f"{stack.path}.{index}." for index in range(start, end))
+    kept = [path for path in paths if path.startswith(wanted) or not path.startswith(f"{stack.path}.")]
+    if not kept:
+        raise AdapterError(f"layers = {layers!r}: none of the target modules is in these blocks")
+    return kept
+
+
 def _in_blocks(model: nn.Module, paths: Iterable[str]) -> list[str]:
     """For architectures that call their list of blocks otherwise (`h`, …)."""
     try:
@@ -282,40 +342,26 @@ def _layer_keys(paths: Iterable[str]) -> list[str]:
     return sorted(keys)
 
 
-def _from_mlx_lm(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path) -> dict[str, LoraPair]:
-    if config.get("fine_tune_type", "lora") != "lora" or any(key.endswith(".m") for key in tensors):
-        raise AdapterError(f"{file}: fine_tune_type {config.get('fine_tune_type')!r} is not supported, only 'lora'")
+def _from_mlx_lm(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path) -> dict[str, Parts]:
+    kind = config.get("fine_tune_type", "lora")
+    if kind not in ("lora", "dora"):
+        raise AdapterError(f"{file}: fine_tune_type {kind!r} is not supported, only 'lora' and 'dora'")
     scale = config.get("lora_parameters", {}).get("scale")
     if not isinstance(scale, int | float):
         raise AdapterError(f"{file.parent / ADAPTER_CONFIG}: lora_parameters.scale is missing")
     layers = {}
     for key, a in tensors.items():
         path, _, leaf = key.rpartition(".")
-        if leaf not in ("lora_a", "lora_b"):
-            raise AdapterError(f"{file}: {key} is no LoRA tensor")
+        if leaf not in ("lora_a", "lora_b") and not (leaf == "m" and kind == "dora"):
+            raise AdapterError(f"{file}: {key} is no {'LoRA' if kind == 'lora' else 'DoRA'} tensor")
         if leaf == "lora_a":
-            if f"{path}.lora_b" not in tensors:
-                raise AdapterError(f"{file}: {path} has lora_a but no lora_b")
-            layers[path] = LoraPair(a.astype(mx.float32), tensors[f"{path}.lora_b"].astype(mx.float32), float(scale))
+            for other in ["lora_b", *(["m"] if kind == "dora" else [])]:
+                if f"{path}.{other}" not in tensors:
+                    raise AdapterError(f"{file}: {path} has lora_a but no {other}")
+            layers[path] = a, tensors[f"{path}.lora_b"], float(scale), tensors.get(f"{path}.m")
     return layers
 
 
-def _from_peft(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path) -> dict[str, LoraPair]:
-    if config.get("use_dora") or any("lora_magnitude_vector" in key for key in tensors):
-        raise AdapterError(f"{file}: DoRA adapters are not supported")
-    layers = {}
-    for key, a in tensors.items():
-        path, separator, _ = key.partition(".lora_A.")
-        if not separator:
-            if ".lora_B." not in key:
-                raise AdapterError(f"{file}: {key} is no LoRA tensor (modules_to_save is not supported)")
-            continue
-        b = tensors.get(key.replace(".lora_A.", ".lora_B."))
-        if b is None:
-            raise AdapterError(f"{file}: {path} has lora_A but no lora_B")
-        rank = int(a.shape[0])
-        alpha = float(config.get("alpha_pattern", {}).get(path.rpartition(".")[2], config.get("lora_alpha", rank)))
-        scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-        name = path.removeprefix("base_model.model.")
-        layers[name] = LoraPair(a.T.astype(mx.float32), b.T.astype(mx.float32), scale)
-    return layers
+def _wide(pair: LoraPair) -> LoraPair:
+    magnitude = None if pair.magnitude is None else pair.magnitude.astype(mx.float32)
+    return LoraPair(pair.a.astype(mx.float32), pair.b.astype(mx.float32), pair.scale, magnitude)

@@ -4,9 +4,10 @@
     ServedLinear           every linear layer of the tree; adds what the context says
     AdapterStack           several adapters in one array a layer, for as long as rows use them together
 
-One adapter is used as it was published: y + scale · (xA)B, no copy. Several are stacked, A [S, r, in], B [S, r, out],
-and `gather_mm` multiplies each row with its own, so a row's sums hold nothing of other rows' adapters: their NaN stays
-with them. Measured on CPU (scripts/bench/adapters.py), that beats a product per adapter and all adapters side by side.
+One adapter is used as it was published: y + scale · (xA)B, no copy, and with DoRA times each output's `gain` (dora.py).
+Several are stacked, A [S, r, in], B [S, r, out], and `gather_mm` multiplies each row with its own, so a row's sums hold
+nothing of other rows' adapters: their NaN stays with them. Measured on CPU (scripts/bench/adapters.py), that beats a
+product per adapter and all adapters side by side.
 A decode step on the CPU takes xA row by row for one adapter too: MKL splits so narrow a product among its threads, by
 the arrays' alignment, and then waits for them (0.09 ms a layer in place of 0.02).
 """
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.models.dora import scaled
 from mlx_parallm.models.fast_math import on_cpu
 
 if TYPE_CHECKING:
@@ -32,11 +34,13 @@ class AdapterStack:
 
     `arrays`: path → A [S + 1, r, in] and B [S + 1, r, out], float32, the scale in B; r is the path's largest rank, and
     what an adapter does not have is zero. A lies transposed: a row's product with it is a quarter faster.
+    `gains`: path → [S + 1, out] where an adapter is DoRA's; 1 for the others, which changes no bit of their rows.
     """
 
     def __init__(self, places: Sequence["AdapterPlace"]) -> None:
         self.slots = {place: slot for slot, place in enumerate(places)}
         self.arrays: dict[str, tuple[mx.array, mx.array]] = {}
+        self.gains: dict[str, mx.array] = {}
         self.used = 0
         self._held: list[AdapterWeights] = []
 
@@ -54,13 +58,15 @@ class AdapterStack:
 
     def _build(self, adapters: Sequence["AdapterWeights"]) -> None:
         slots = len(adapters) + 1
-        self.arrays = {}
+        self.arrays, self.gains = {}, {}
         for path in dict.fromkeys(path for adapter in adapters for path in adapter.layers):
             pairs = {slot: adapter.layers[path] for slot, adapter in enumerate(adapters) if path in adapter.layers}
             rank = max(pair.a.shape[1] for pair in pairs.values())
             first = next(iter(pairs.values()))
             a = mx.zeros((slots, rank, first.a.shape[0]), mx.float32)
             self.arrays[path] = a, mx.zeros((slots, rank, first.b.shape[1]), mx.float32)
+            if any(pair.gain is not None for pair in pairs.values()):
+                self.gains[path] = mx.ones((slots, first.b.shape[1]), mx.float32)
             for slot, pair in pairs.items():
                 self._write(path, slot, pair)
 
@@ -70,6 +76,8 @@ class AdapterStack:
         rank = pair.a.shape[1]
         a[slot, :rank] = pair.a.T
         b[slot, :rank] = pair.b * pair.scale
+        if pair.gain is not None:
+            self.gains[path][slot] = pair.gain
 
 
 class LoraContext:
@@ -80,6 +88,7 @@ class LoraContext:
         self.pairs: Mapping[str, LoraPair] = {}  # one adapter …
         self.rows: mx.array | None = None  # … of these rows, [B, 1, 1] bool; None = all use it
         self.stacked: Mapping[str, tuple[mx.array, mx.array]] = {}  # several …
+        self.gains: Mapping[str, mx.array] = {}
         self.slots: mx.array | None = None  # … and each row's slot, [B] uint32
         self._stacks: list[AdapterStack] = []
         self._turn = 0
@@ -91,12 +100,12 @@ class LoraContext:
         self.batch = len(places)
         self._stacks = [stack for stack in self._stacks if self._turn - stack.used < STACK_LIFETIME]
         distinct = list(dict.fromkeys(place for place in places if place is not None))
-        self.pairs, self.rows, self.stacked, self.slots = {}, None, {}, None
+        self.pairs, self.rows, self.stacked, self.gains, self.slots = {}, None, {}, {}, None
         if len(distinct) > 1:
             stack = self._stack(distinct)
             stack.refresh()
             slots = [len(stack.slots) if place is None else stack.slots[place] for place in places]
-            self.stacked, self.slots = stack.arrays, mx.array(slots, dtype=mx.uint32)
+            self.stacked, self.gains, self.slots = stack.arrays, stack.gains, mx.array(slots, dtype=mx.uint32)
         elif distinct:
             self.pairs = distinct[0].weights.layers
             if self._all_first is None or self._all_first.shape[0] != self.batch:
@@ -112,7 +121,8 @@ class LoraContext:
 
     def release(self) -> None:
         """Drops the stacks and what the last forward read."""
-        self._stacks, self.pairs, self.rows, self.stacked, self.slots = [], {}, None, {}, None
+        self._stacks, self.pairs, self.rows = [], {}, None
+        self.stacked, self.gains, self.slots = {}, {}, None
 
     def _stack(self, places: list["AdapterPlace"]) -> AdapterStack:
         """A stack that holds these, and not many others: their rows have ended, and may come again."""
@@ -141,13 +151,19 @@ class ServedLinear(nn.Module):
             return self(x.reshape(context.batch, -1, x.shape[-1])).reshape(*x.shape[:-1], -1)
         y = self.linear(x)
         if pair := context.pairs.get(self._path):
-            updated = mx.addmm(y, context.reduced(x, pair.a), pair.b, alpha=pair.scale).astype(y.dtype)
+            updated = mx.addmm(y, context.reduced(x, pair.a), pair.b, alpha=pair.scale)
+            if pair.gain is not None:
+                updated = scaled(updated, pair.gain, self.linear)
+            updated = updated.astype(y.dtype)
             # A choice, not a product with 0: other rows stay bit-equal and an adapter's NaN stays in its rows.
             return updated if context.rows is None else mx.where(context.rows, updated, y)
         if arrays := context.stacked.get(self._path):
             a, b = arrays
             h = mx.gather_mm(x.astype(a.dtype), a.swapaxes(1, 2), rhs_indices=context.slots)
-            return (y + mx.gather_mm(h, b, rhs_indices=context.slots)).astype(y.dtype)
+            updated = y + mx.gather_mm(h, b, rhs_indices=context.slots)
+            if (gains := context.gains.get(self._path)) is not None:
+                updated = scaled(updated, gains[context.slots][:, None], self.linear)
+            return updated.astype(y.dtype)
         return y
 
     def __getattr__(self, name: str) -> Any:
@@ -164,5 +180,5 @@ class ServedLinear(nn.Module):
             super().__setattr__(name, value)
 
 
-def _shapes(adapter: "AdapterWeights") -> dict[str, tuple[int, ...]]:
-    return {path: pair.a.shape for path, pair in adapter.layers.items()}
+def _shapes(adapter: "AdapterWeights") -> dict[str, tuple[tuple[int, ...], bool]]:
+    return {path: (pair.a.shape, pair.gain is None) for path, pair in adapter.layers.items()}

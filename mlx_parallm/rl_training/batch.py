@@ -1,5 +1,6 @@
 """What a training step is made of: `RolloutBuffer` → TrainBatch → `collate` → mini-batches → trainer. No MLX."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -65,6 +66,7 @@ class TrainBatch:
     sequences: tuple[TrainSequence, ...]
     statistics: BatchStatistics
     gave_up: str = ""
+    constants: Mapping[str, float] = field(default_factory=dict)  # numbers of the whole batch that its source knows
 
     @property
     def group_ids(self) -> tuple[str, ...]:

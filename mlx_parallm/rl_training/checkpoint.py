@@ -4,6 +4,7 @@
                         optimizer.safetensors · trainer_state.json
                      /step_000100_mb0003/  100 steps and 3 mini-batches of the next (a shutdown inside a step)
                      /latest → step_…      /final/  the same, at total_steps
+                     /best → step_…        the one with the best score; kept however old it is
     checkpoints/latest → <run>/latest      checkpoints/final → <run>/final   (of the run that saved last)
 
 `Checkpointer.save` writes a directory under a temporary name and renames it; a kill -9 or a full disk leaves the ones
@@ -11,10 +12,12 @@ before it as they were. `find_checkpoint` says what `--resume` means. `Checkpoin
 weights, optimizer, random states, consumed groups to waiting, metrics lines cut. The rest is in `TrainerState`.
 """
 
+import math
 import os
 import random
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,16 +27,18 @@ import structlog
 
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.files import point, remove_leftovers, write_directory
-from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.policy import TrainedPolicy, read_tensors
-from mlx_parallm.rl_training.run_directory import FINAL, LATEST, checkpoints, moment
+from mlx_parallm.rl_training.run_directory import BEST, FINAL, LATEST, checkpoint_at, checkpoints, moment
 from mlx_parallm.rl_training.trainer_state import STATE_FILE, TrainerState
 from mlx_parallm.rollout_store.disk import GB, free_bytes
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 SUPERSEDED = "superseded_"
 STATE_BYTES = 64 << 10  # of a checkpoint's small files: configuration, random states, the last blocks of each file
+SCORED_STEPS = 10
+HELDOUT = "heldout_score"  # of metrics.jsonl (data_heldout.py)
 
 log = structlog.get_logger(__name__)
 
@@ -54,22 +59,25 @@ class Checkpointer:
         optimizer: PolicyOptimizer,
         *,
         keep: int,
+        keep_best: bool = False,
     ) -> None:
         self.run_directory = run_directory
         self._policy, self._optimizer = policy, optimizer
-        self._keep = keep
+        self._keep, self._keep_best = keep, keep_best
         run_directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(run_directory)
 
     # ------------------------------------------------------------------ save
 
     def save(self, state: TrainerState, *, final: bool = False) -> Path:
-        """Writes the checkpoint of `state`, points `latest` at it, removes the oldest beyond `keep`.
+        """Writes the checkpoint of `state`, points `latest` at it, removes the oldest beyond `keep` but for the best.
 
         Raises CheckpointError (a full disk, …): the checkpoints there were are still there and `latest` is one of them.
         """
         path = self.run_directory / state.checkpoint_name
-        state = state.with_random_state(random_state())
+        left = max((rollback["step"] for rollback in state.rollbacks), default=0)
+        found = score(self.run_directory / METRICS_FILE, state.step, after=left)
+        state = replace(state, random_state=random_state(), score=found)
         if not (path.is_dir() and self._same(path, state)):
             self._check_room(path)
             write_directory(path, lambda directory: self._fill(directory, state))
@@ -78,9 +86,20 @@ class Checkpointer:
         if final:
             write_directory(self.run_directory / FINAL, lambda directory: _link_all(path, directory))
             self._point_beside(FINAL)
+        best = self._point_at_best()
         for old in checkpoints(self.run_directory)[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            if old != best:
+                shutil.rmtree(old, ignore_errors=True)
         return path
+
+    def _point_at_best(self) -> Path | None:
+        """The one with the highest score, of equal ones the newest; None where none has one."""
+        there = checkpoints(self.run_directory) if self._keep_best else []
+        scores = {path: found for path in there if (found := _score_of(path)) is not None}
+        best = max(scores, key=lambda path: (scores[path], moment(path)), default=None)
+        if best is not None:
+            point(self.run_directory / BEST, best.name)
+        return best
 
     def _check_room(self, path: Path) -> None:
         """A full disk is found before the first byte is written."""
@@ -95,7 +114,8 @@ class Checkpointer:
 
     def _fill(self, directory: Path, state: TrainerState) -> None:
         self._policy.save(directory)
-        mx.save_safetensors(str(directory / OPTIMIZER_FILE), self._optimizer.state())
+        kind = {"optimizer": self._optimizer.kind}
+        mx.save_safetensors(str(directory / OPTIMIZER_FILE), self._optimizer.state(), metadata=kind)
         (directory / STATE_FILE).write_text(state.to_text(), encoding="utf-8")
 
     def _same(self, path: Path, state: TrainerState) -> bool:
@@ -132,7 +152,17 @@ class Checkpointer:
             _set_aside(later, keep=checkpoint)
         if (self.run_directory / state.checkpoint_name).is_dir():
             point(self.run_directory / LATEST, state.checkpoint_name)
+        if self._point_at_best() is None:
+            (self.run_directory / BEST).unlink(missing_ok=True)  # it was set aside
         return state
+
+    def set_aside(self, name: str) -> None:
+        """The checkpoint of that name, if there is one, belongs to a timeline that a rollback left. It stays what a
+        resume finds until the next `save` takes its place; `superseded_…` keeps it."""
+        if (path := self.run_directory / name).is_dir():
+            for earlier in self.run_directory.glob(f"{SUPERSEDED}*"):
+                shutil.rmtree(earlier, ignore_errors=True)
+            write_directory(path.with_name(SUPERSEDED + name), lambda directory: _link_all(path, directory))
 
 
 def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Path | None:
@@ -143,7 +173,7 @@ def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Pa
     `latest` of `run_name`, or None for a fresh start. Raises CheckpointError: nothing there, with what there is.
     """
     if text == "auto":
-        return _newest(checkpoint_dir / run_name) if run_name else None
+        return checkpoint_at(checkpoint_dir / run_name) if run_name else None
     given = Path(text).expanduser()
     candidates = [given, given.with_name(_padded(given.name))]
     runs = [checkpoint_dir / run_name] if run_name else []
@@ -152,21 +182,31 @@ def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Pa
         candidates += [run / name for run in [*runs, newest_run] for name in (given.name, _padded(given.name))]
         candidates += [checkpoint_dir / given.name]
     for candidate in candidates:
-        if (candidate / STATE_FILE).is_file():
-            return candidate.resolve()
-        if (candidate.is_dir() or candidate.is_symlink()) and (newest := _newest(candidate)):
-            return newest
+        if found := checkpoint_at(candidate):
+            return found
     there = given if given.is_dir() else checkpoint_dir
     names = ", ".join(sorted(path.name for path in there.iterdir())) if there.is_dir() else "it does not exist"
     raise CheckpointError(f"--resume {text}: no checkpoint there ({there}: {names or 'empty'})")
 
 
-def _newest(run: Path) -> Path | None:
-    """What `latest` points at; should a kill have left it dangling, the newest complete step."""
-    if (run / LATEST / STATE_FILE).is_file():
-        return (run / LATEST).resolve()
-    complete = [path for path in checkpoints(run) if (path / STATE_FILE).is_file()]
-    return complete[-1].resolve() if complete else None
+def score(metrics: Path, step: int, *, after: int = 0) -> float | None:
+    """What checkpoints are compared by, higher is better: the newest `heldout_score` of the last `SCORED_STEPS` lines,
+    else their mean reward; None where there are fewer lines, or neither is in them. Lines up to step `after` tell of
+    weights that a rollback left."""
+    lines = [line for line in MetricsFile(metrics).last(SCORED_STEPS) if after < line["step"] <= step]
+    for line in reversed(lines):
+        if line.get(HELDOUT) is not None:
+            return float(line[HELDOUT])
+    rewards = [line["reward_mean"] for line in lines if line.get("reward_mean") is not None]
+    return math.fsum(rewards) / SCORED_STEPS if len(rewards) == SCORED_STEPS else None
+
+
+def _score_of(checkpoint: Path) -> float | None:
+    """A step that is not finished counts as the one before: it is no candidate."""
+    try:
+        return TrainerState.read(checkpoint).score if moment(checkpoint)[1] == 0 else None
+    except CheckpointError:
+        return None
 
 
 def _set_aside(later: list[Path], *, keep: Path) -> None:

@@ -13,21 +13,33 @@ class CheckpointVersions:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._known: dict[Path, int | None] = {}  # a checkpoint is complete from the start and never changes
+        # A checkpoint is complete from the start and never changes; a rollback may put another in its place.
+        self._known: dict[tuple[Path, int], int | None] = {}
 
     def versions(self) -> list[int]:
         return sorted(self._paths())
 
+    def path(self, version: int) -> Path | None:
+        """The checkpoint of that version."""
+        return self._paths().get(version)
+
     def load(self, version: int) -> Mapping[str, LoraPair]:
-        path = self._paths().get(version)
+        path = self.path(version)
         if path is None:
             raise AdapterError(f"{self._run}: no checkpoint of version {version}")
         return load_adapter(path).layers
 
     def _paths(self) -> dict[int, Path]:
-        present = [state.parent for state in self._run.glob(f"step_*/{STATE_FILE}")]
-        self._known = {path: self._known[path] if path in self._known else _version(path) for path in present}
-        return {version: path for path, version in self._known.items() if version is not None}
+        present = {(file.parent, _changed(file)) for file in self._run.glob(f"step_*/{STATE_FILE}")}
+        self._known = {key: self._known[key] if key in self._known else _version(key[0]) for key in present}
+        return {version: path for (path, _), version in self._known.items() if version is not None}
+
+
+def _changed(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:  # removed meanwhile
+        return 0
 
 
 def _version(checkpoint: Path) -> int | None:

@@ -13,8 +13,11 @@ log = get_logger("train")
 
 
 class DiskUse:
-    def __init__(self, run: Path, store: RolloutStore, config: RolloutsConfig) -> None:
-        self._run, self._store, self._config = run, store, config
+    """`keep`: how many of the newest checkpoints can ask for rollouts again. An older one that is kept for being the
+    best cannot: a resume from it samples anew."""
+
+    def __init__(self, run: Path, store: RolloutStore, config: RolloutsConfig, *, keep: int) -> None:
+        self._run, self._store, self._config, self._keep = run, store, config, keep
         self._told = False
 
     def check(self) -> None:
@@ -23,8 +26,8 @@ class DiskUse:
             raise CheckpointError(f"training stops: {fault}, then go on with --resume {self._run}")
 
     def after_checkpoint(self) -> None:
-        """Prunes consumed rollouts that no checkpoint of the run can bring back."""
-        kept = [moment(path)[0] for path in checkpoints(self._run)]
+        """Prunes consumed rollouts that no recent checkpoint of the run can bring back."""
+        kept = [moment(path)[0] for path in checkpoints(self._run)[-self._keep :]]
         if not kept:
             return
         keep, bound = self._config.keep, round(self._config.max_gb * GB)

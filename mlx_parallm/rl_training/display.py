@@ -25,6 +25,7 @@ from rich.text import Text
 
 from mlx_parallm.log import get_logger
 from mlx_parallm.rl_training.health import HEALTHY, WINDOW, diagnose
+from mlx_parallm.rl_training.metrics import of_rows
 from mlx_parallm.rl_training.samples import Sample, samples_table, shortened
 
 log = get_logger("display")
@@ -37,6 +38,8 @@ REFRESHES_PER_SECOND = 2
 NOTES = 3
 UNKNOWN = "–"
 LINE_KEYS = ("step", "policy_version", "reward_mean", "kl", "entropy", "publish_ms")
+ROW_KEYS = ("step", "policy_version", "loss", "rewards/accuracies", "rewards/margins", "heldout_score", "publish_ms")
+"""Of a run that learns from rows of a file: it has no rewards."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -121,7 +124,8 @@ class TrainingDisplay:
         self._clock = clock
         self._info: RunInfo | None = None
         self._live: Live | None = None
-        self._rewards: list[float] = []
+        self._curve: list[float] = []
+        self._curve_of = "reward"
         self._window: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
         self._first: list[Mapping[str, Any]] = []
         self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
@@ -160,8 +164,9 @@ class TrainingDisplay:
         self._window.append(metrics)
         if len(self._first) < WINDOW:
             self._first.append(metrics)
-        if isinstance(reward := metrics.get("reward_mean"), int | float):
-            self._rewards.append(float(reward))
+        self._curve_of, value = headline(metrics)
+        if isinstance(value, int | float):
+            self._curve.append(float(value))
 
     @_guarded
     def tick(self) -> None:
@@ -219,7 +224,8 @@ class TrainingDisplay:
             log.warning("terminal not restored", error=str(again))
 
     def _log_step(self, metrics: Mapping[str, Any]) -> None:
-        shown = {key: _rounded(metrics[key]) for key in LINE_KEYS if key in metrics}
+        keys = ROW_KEYS if of_rows(metrics) else LINE_KEYS
+        shown = {key: _rounded(metrics[key]) for key in keys if key in metrics}
         self._told = self.health()
         log.info(
             "step",
@@ -251,7 +257,7 @@ class TrainingDisplay:
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column(overflow="fold")
         rows.add_row("step", self._progress(info, int(last.get("step", info.start_step))))
-        rows.add_row("reward", self._reward())
+        rows.add_row(self._curve_of, self._shown_curve())
         if len(environments := last.get("environments") or {}) > 1:
             rows.add_row("", _facts([(name, _of_environment(numbers)) for name, numbers in environments.items()]))
         facts = (
@@ -283,15 +289,23 @@ class TrainingDisplay:
         )
         return line
 
-    def _reward(self) -> Text:
-        rewards = list(self._rewards)
-        if not rewards:
+    def _shown_curve(self) -> Text:
+        values = list(self._curve)
+        if not values:
             return Text("waiting for the first step", style="dim")
-        began = sum(rewards[:5]) / len(rewards[:5])
-        now = sum(rewards[-5:]) / len(rewards[-5:])
-        text = Text(f"{rewards[-1]:.3f} ", style="bold")
-        text.append(sparkline(rewards), style="green")
+        began = sum(values[:5]) / len(values[:5])
+        now = sum(values[-5:]) / len(values[-5:])
+        text = Text(f"{values[-1]:.3f} ", style="bold")
+        text.append(sparkline(values), style="green")
         return text.append(f" {began:.2f} → {now:.2f}", style="dim")
+
+
+def headline(metrics: Mapping[str, Any]) -> tuple[str, Any]:
+    """What a run is looked at by: its reward; with rows the share of preferences it gets right, or its loss."""
+    if not of_rows(metrics):
+        return "reward", metrics.get("reward_mean")
+    right = metrics.get("rewards/accuracies")
+    return ("loss", metrics.get("loss")) if right is None else ("accuracy", right)
 
 
 def trained_tokens_per_s(metrics: Mapping[str, Any]) -> float | None:

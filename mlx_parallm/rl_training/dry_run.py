@@ -91,6 +91,10 @@ class Probe:
         for group in batch.groups:
             for rollout in group.rollouts:
                 self.saw(len(rollout.tokens) - rollout.sampled_tokens, rollout.sampled_tokens)
+        if not batch.groups:  # rows of a file
+            for sequence in batch.sequences:
+                scored = sum(sequence.rollout.mask)
+                self.saw(len(sequence.rollout.tokens) - scored, scored)
 
     def saw(self, prompt: int, completion: int) -> None:
         self.seen = Lengths(max(self.seen.prompt, prompt), max(self.seen.completion, completion))
@@ -129,6 +133,11 @@ class DryRun(TrainingRun):
         self._store: RolloutStore | None = None
         self._empty_bytes = 0
 
+    @property
+    def _measurable(self) -> bool:
+        """Whether steps can be made here and now: not with rollouts that come over HTTP."""
+        return bool(self._sources) or self._data is not None
+
     def execute(self) -> None:
         path = self._serving.model_path
         self._shape = ModelShape.of(read_config(path), self._asked)
@@ -156,7 +165,7 @@ class DryRun(TrainingRun):
         """In the place of the training: samples, probe, forecast."""
         if self._sources:
             self._sample()
-        if not self._stop.is_set() and self._sources:
+        if not self._stop.is_set() and self._measurable:
             self._console.print(Text("a few real steps, to measure them …", style="dim"))
             self._run_probe(parts, display)
         if self._stop.is_set():
@@ -264,20 +273,21 @@ class DryRun(TrainingRun):
         probe, asked, (free, whole) = self._probe, self._asked, memory_present()
         seen = replace(probe.seen, prompt=max(probe.seen.prompt, 1), completion=max(probe.seen.completion, 1))
         limit = longest(asked)
-        most = Lengths(max(seen.prompt, 1), max(seen.completion, limit.completion)) if self._sources else limit
+        most = Lengths(max(seen.prompt, 1), max(seen.completion, limit.completion)) if self._measurable else limit
         by_formula = [predict_memory(asked, self._shape, lengths) for lengths in (seen, most)]
-        if self._sources:
+        if self._measurable:
             memory = measured_memory(probe.lines)
         else:  # nothing was generated or trained here
             memory = by_formula[1].total if on_cpu() else by_formula[1].of_mlx
         training = asked.rl_training
+        kept = training.keep_checkpoints + training.keep_best
         forecast = Forecast(
             memory_seen=memory,
-            memory_most=memory + max(0, by_formula[1].total - by_formula[0].total) * bool(self._sources),
+            memory_most=memory + max(0, by_formula[1].total - by_formula[0].total) * self._measurable,
             memory_present=min(whole, free + memory),  # what this process has is free again
-            steps=training.total_steps,
+            steps=training.total_steps if self._data is None else self._data.total_steps(training),
             checkpoint=checkpoint_bytes(asked, self._shape) + self._companions(),
-            checkpoints=min(training.keep_checkpoints, -(-training.total_steps // training.checkpoint_interval)),
+            checkpoints=min(kept, -(-training.total_steps // training.checkpoint_interval)),
             disk_present=shutil.disk_usage(_existing(training.checkpoint_dir)).free,
             seconds=probe.seconds,
             measured_steps=max(0, len(probe.times) - 1),
@@ -288,7 +298,7 @@ class DryRun(TrainingRun):
         self._say([*self._probe_remarks(), *shortcomings(forecast, what_to_lower(asked, self._shape, most))])
 
     def _probe_remarks(self) -> list[str]:
-        if not self._sources:
+        if not self._measurable:
             return ["no in-process environments: rollouts come over HTTP, so nothing was sampled and no step measured"]
         found, lines = [], self._probe.lines
         if reason := next((line["gave_up"] for line in lines if line["gave_up"]), None):

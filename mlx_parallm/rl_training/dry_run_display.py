@@ -125,7 +125,8 @@ def show_memory(estimate: MemoryEstimate, present: int) -> Table:
 
 def show_forecast(forecast: Forecast, config: Config) -> Table:
     table = Table(title="what the run will need", title_justify="left", show_header=False)
-    longest = f"at most {in_words(forecast.memory_most)}, with every completion at its max_tokens"
+    all_at = "every completion at its max_tokens" if config.data.path is None else "rows of data.max_length tokens"
+    longest = f"at most {in_words(forecast.memory_most)}, with {all_at}"
     table.add_row(
         "memory", f"needed {in_words(forecast.memory_seen)}; {longest}; present {in_words(forecast.memory_present)}"
     )

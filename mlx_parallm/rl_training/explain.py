@@ -26,7 +26,7 @@ from mlx_parallm.rl_training.advantages import group_advantages, token_advantage
 from mlx_parallm.rl_training.batch_statistics import StatisticsCollector
 from mlx_parallm.rl_training.display import sparkline
 from mlx_parallm.rl_training.health import WINDOW, Diagnosis, Evidence
-from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, of_rows
 from mlx_parallm.rl_training.rollout_buffer import TOO_OLD
 from mlx_parallm.rl_training.run_directory import (
     CONFIG_FILE,
@@ -127,7 +127,10 @@ def explain(path: Path) -> Explanation:
     notes = [f"the rollouts cannot be read: {record.contents.unreadable}"] if record.contents.unreadable else []
     evidence = Evidence(record.lines[-WINDOW:], record.start)
     findings = (*over_the_run(record.lines), *(Finding(diagnosis) for diagnosis in of_the_whole(record)))
-    if not findings and not evidence.gained and record.steps >= SOME_STEPS:
+    if record.lines and of_rows(record.lines[-1]):
+        scores = [line["heldout_score"] for line in record.lines if line.get("heldout_score") is not None]
+        notes += [f"held-out score: first {scores[0]:.3f}, last {scores[-1]:.3f}"] if scores else []
+    elif not findings and not evidence.gained and record.steps >= SOME_STEPS:
         notes.append(f"but the reward has not risen; what to try: {health.PAGE}#nothing-found")
     return Explanation(
         run=record.path.name,

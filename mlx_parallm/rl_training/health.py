@@ -46,9 +46,9 @@ RATIO_OFF = 0.1
 """The mean ratio is 1 but for noise while the policy is near the one that sampled (quickstart: 0.08 in one step)."""
 CLIPPED = 0.3
 """Share of tokens whose gradient is clipped away; PPO runs show 0.05 to 0.2, quickstart up to 0.11."""
-LOGPROB_MISMATCH, LOGPROB_MISMATCH_MEAN = 0.5, 0.02
-"""|trainer - engine| on the same weights, one token and the mean. float32 keeps 1e-4; rounding in narrower types shows
-on single unlikely tokens long before it shows in the mean."""
+LOGPROB_MISMATCH, LOGPROB_MISMATCH_MEAN = 0.5, 0.06
+"""|trainer - engine| on the same weights, one token and the mean. float32 keeps 1e-4 at most; bfloat16 on 4-bit weights
+has a mean of 0.033 (`sampler_correction.MEASURED_MISMATCH`), which a correction takes care of; a mistake shows more."""
 SMALL_UPDATE = 1e-6
 """Of the weights' norm, each update. A thousand such updates in one direction move the weights by 0.1 %; learning rates
 that work do 1e-5 (all weights) to 1e-2 (a young adapter)."""
@@ -57,6 +57,8 @@ FEW_MOVED = 1e-4
 weights, moves almost 1 % of them; the rest waits in the float32 copy."""
 AT_PEAK = 0.1
 """The end of a schedule (and a warm-up) is small on purpose: judged are steps with at least this part of the rate."""
+NO_UPDATE = 0.4
+"""Of the steps; with max_staleness = 1 every second one's rollouts are those of an older policy."""
 STALE = 0.25
 FEWEST_STALE = 6
 RAISE_STALENESS = "raise max_staleness, or let environments keep fewer groups ahead"
@@ -227,6 +229,15 @@ def _ratio(evidence: Evidence) -> Diagnosis | None:
     )
 
 
+def _no_update(evidence: Evidence) -> Diagnosis | None:
+    steps, kl = len(evidence.window), evidence.mean("stopped_at_kl")
+    without = sum(line.get("stopped_at_kl") is not None and not line["optimizer_updates"] for line in evidence.window)
+    if kl is None or steps < FEWEST_STEPS or without < NO_UPDATE * steps:
+        return None
+    sentence = f"no update in {without} of {steps} steps: a KL of {kl:.2g} is beyond target_kl before the first one"
+    return Diagnosis("no-update", sentence, "raise ppo.target_kl, or lower max_staleness", {"stopped_at_kl": kl})
+
+
 def _entropy(evidence: Evidence) -> Diagnosis | None:
     now, then = evidence.mean("rollout_entropy"), evidence.first("rollout_entropy")
     reward = evidence.mean("reward_mean")
@@ -320,6 +331,20 @@ def _publish_timeouts(evidence: Evidence) -> Diagnosis | None:
     )
 
 
+def _publishes_refused(evidence: Evidence) -> Diagnosis | None:
+    count = evidence.total("publishes_refused")
+    if not count:
+        return None
+    kl = max(evidence.values("publish_kl"), default=None)
+    why = "the weights were not finite" if kl is None else f"KL up to {kl:.2g} nats a token from the served version"
+    return Diagnosis(
+        "update-refused",
+        f"update refused: {count} in {len(evidence.window)} steps were taken back and not published, {why}",
+        "lower learning_rate" if kl is None else "lower learning_rate, or raise weight_updates.max_publish_kl",
+        {"publishes_refused": count} | _known(publish_kl=kl, learning_rate=evidence.mean("learning_rate")),
+    )
+
+
 def _stale(evidence: Evidence) -> Diagnosis | None:
     dropped, groups = evidence.total("dropped_stale"), evidence.total("groups")
     if not dropped or dropped < STALE * (dropped + groups):
@@ -347,19 +372,8 @@ def _stalled(evidence: Evidence) -> Diagnosis | None:
 
 
 CHECKS: tuple[Callable[[Evidence], Diagnosis | None], ...] = (
-    _not_finite,
-    _misfit,
-    _logprob_mismatch,
-    _kl,
-    _ratio,
-    _entropy,
-    _groups,
-    _length,
-    _learning_rate,
-    _publish_timeouts,
-    _stale,
-    _stalled,
-    _without_logprobs,
+    *(_not_finite, _misfit, _logprob_mismatch, _kl, _ratio, _no_update, _entropy, _groups, _length, _learning_rate),
+    *(_publishes_refused, _publish_timeouts, _stale, _stalled, _without_logprobs),
 )
 
 

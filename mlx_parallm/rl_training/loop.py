@@ -11,8 +11,9 @@ stop, the loop finishes the micro-batch, saves where it stands and returns.
 """
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
@@ -23,8 +24,9 @@ from mlx_parallm.errors import ParallmError
 from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.metrics import MetricsFile, complete
-from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
-from mlx_parallm.rl_training.trainer_base import StepPosition, StepResult, Trainer
+from mlx_parallm.rl_training.rollback import Rollbacks
+from mlx_parallm.rl_training.step_position import StepPosition
+from mlx_parallm.rl_training.trainer_base import StepResult, Trainer
 from mlx_parallm.rl_training.trainer_state import StepInProgress, TrainerState
 from mlx_parallm.rl_training.versions import VersionSteps
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
@@ -33,6 +35,16 @@ from mlx_parallm.weights import PublishReport
 log = structlog.get_logger(__name__)
 
 Outcome = Literal["finished", "stopped"]
+
+
+class Batches(Protocol):
+    """Where the batches come from: the rollout buffer, or rows of a file."""
+
+    def request(self, step: int, last: int | None = None) -> None: ...
+    def health(self) -> str | None: ...
+    def collect(self, step: int, *, timeout_s: float) -> TrainBatch | None: ...
+    def resume(self, step: int, group_ids: Sequence[str]) -> TrainBatch: ...
+    def choose_again(self) -> None: ...
 
 
 class Source(Protocol):
@@ -46,12 +58,13 @@ class Parts:
     """What a run is made of; `rl_training.train` builds them."""
 
     trainer: Trainer
-    buffer: RolloutBuffer
+    buffer: Batches
     versions: VersionSteps
     updater: WeightUpdater
     checkpointer: Checkpointer
     metrics: MetricsFile
     sources: Mapping[str, Source]
+    rollbacks: Rollbacks | None = None
 
 
 @dataclass(frozen=True)
@@ -59,8 +72,9 @@ class Hooks:
     """What the loop tells and asks; all called on the trainer's thread.
 
     `before_step()`, and `on_wait(seconds)` at least every `wait_turn_s` while a batch is not there: the places to look
-    after sources that have failed or a disk that fills (raise to save and end), and to say that they stall. `on_batch`,
-    then `on_step` when a step is finished. `served_tokens`: the engine's counter.
+    after sources that have failed or a disk that fills (raise to save and end), and to say that they stall. `training`
+    is around each training step. `measure` gives further numbers for the line of a step that was just trained and
+    published; then come `on_batch` and `on_step`. `served_tokens`: the engine's counter.
     """
 
     should_stop: Callable[[], bool] = lambda: False
@@ -68,7 +82,9 @@ class Hooks:
     on_step: Callable[[dict[str, Any]], None] = lambda line: None
     before_step: Callable[[], None] = lambda: None
     on_wait: Callable[[float], None] = lambda seconds: None
+    measure: Callable[[int], Mapping[str, Any]] = lambda step: {}
     on_checkpoint: Callable[[Any], None] = lambda path: None
+    training: Callable[[], AbstractContextManager[None]] = nullcontext
     served_tokens: Callable[[], int] = lambda: 0
     wait_turn_s: float = 0.5
 
@@ -80,10 +96,16 @@ class TrainingLoop:
         self._parts, self._config, self._hooks = parts, config, hooks or Hooks()
         self._step = state.step if state else 0
         self._in_progress = state.in_progress if state else None
+        parts.trainer.restore(state.trainer if state else {})
+        parts.updater.begin()
         self._line: dict[str, Any] | None = state.metrics if state else None
         self._saved: str | None = state.checkpoint_name if state else None
         self._counters = (time.perf_counter(), self._hooks.served_tokens())
         self._timeouts = parts.updater.timeouts
+        self._refused = parts.updater.refused
+        self._rollbacks = list(state.rollbacks) if state else []
+        self._rolled_back_to: str | None = _not_told(self._rollbacks, self._step)  # since the last line
+        self._sources_after_step = self._sources_now() if config.deterministic else None
 
     @property
     def step(self) -> int:
@@ -124,6 +146,8 @@ class TrainingLoop:
         started, asked = time.perf_counter(), False
         self._hooks.before_step()
         while not self._hooks.should_stop():
+            if self._roll_back():
+                asked = False
             if self._young_enough(step):
                 if not asked:
                     self._parts.buffer.request(step)
@@ -135,6 +159,19 @@ class TrainingLoop:
             self._hooks.on_wait(time.perf_counter() - started)
             self._parts.updater.publish_if_due(self._step)  # waits for the lock, so this loop does not spin
         return None
+
+    def _roll_back(self) -> bool:
+        """What was asked for between two steps; in a checkpoint before it is answered."""
+        done = self._parts.rollbacks.perform(self._step) if self._parts.rollbacks else None
+        if done is None or self._parts.rollbacks is None:
+            return False
+        self._rolled_back_to = done.to
+        self._rollbacks.append(asdict(done))
+        self._parts.buffer.choose_again()
+        self._parts.checkpointer.set_aside(self._state(None).checkpoint_name)
+        self._save(None, anew=True)
+        self._parts.rollbacks.settle()
+        return True
 
     def _request_ahead(self, step: int, lead: int) -> None:
         """Asks for the groups of `step` and later ones, up to `lead` steps beyond those behind the served weights."""
@@ -152,43 +189,56 @@ class TrainingLoop:
         if batch.gave_up:
             log.warning("step with fewer rollouts than asked for", step=batch.step, reason=batch.gave_up)
         position = StepPosition.from_json(work.position) if work else None
-        return self._parts.trainer.train_step(batch, position=position, should_stop=self._hooks.should_stop)
+        with self._hooks.training():
+            return self._parts.trainer.train_step(batch, position=position, should_stop=self._hooks.should_stop)
 
     def _finish_step(self, batch: TrainBatch, result: StepResult, time_rollout_s: float) -> None:
         self._step = batch.step
         last = batch.step == self._config.total_steps
         started = time.perf_counter()
-        report = self._parts.updater.after_step(batch.step, updates=result.position.updates, last=last)
+        report = self._parts.updater.after_step(
+            batch.step,
+            updates=result.position.updates,
+            last=last,
+            rollouts=[sequence.rollout for sequence in batch.sequences],
+        )
         time_publish_s = time.perf_counter() - started
         times = {
             "time_rollout_s": time_rollout_s,
             "time_train_s": result.seconds,
             "time_publish_s": time_publish_s,
-        }
+        } | dict(self._hooks.measure(batch.step))
         self._line = self._metrics(batch, result, report, times)
         self._parts.metrics.append(self._line)
+        if self._sources_after_step is not None:
+            self._sources_after_step = self._sources_now()
         self._hooks.on_batch(batch)
         self._hooks.on_step(self._line)
         if not last and batch.step % self._config.checkpoint_interval == 0:
             self._save(None)
 
     def _metrics(
-        self, batch: TrainBatch, result: StepResult, report: PublishReport | None, times: dict[str, float]
+        self, batch: TrainBatch, result: StepResult, report: PublishReport | None, times: dict[str, Any]
     ) -> dict[str, Any]:
         now, served = time.perf_counter(), self._hooks.served_tokens()
         seconds, tokens = now - self._counters[0], served - self._counters[1]
-        timeouts = self._parts.updater.timeouts - self._timeouts
+        updater = self._parts.updater
+        timeouts, refused = updater.timeouts - self._timeouts, updater.refused - self._refused
         self._counters = (now, served)
-        self._timeouts = self._parts.updater.timeouts
+        self._timeouts, self._refused = updater.timeouts, updater.refused
+        went_back, self._rolled_back_to = self._rolled_back_to, None
         memory_gb = mx.get_peak_memory() / 1e9
         mx.reset_peak_memory()
         return complete(
             {
                 "step": batch.step,
-                "policy_version": self._parts.updater.version,
+                "policy_version": updater.version,
                 **batch.statistics.to_metrics(),
                 **result.metrics,
                 "publish_timeouts": timeouts,
+                "publishes_refused": refused,
+                "publish_kl": updater.publish_kl,
+                "rolled_back_to": went_back,
                 "gave_up": batch.gave_up or None,
                 **times,
                 "publish_ms": report.total_ms if report else None,
@@ -197,15 +247,18 @@ class TrainingLoop:
             }
         )
 
+    def _sources_now(self) -> dict[str, Any]:
+        return {name: source.state() for name, source in self._parts.sources.items()}
+
     # ------------------------------------------------------------------ saving
 
     def _stop(self, work: StepInProgress | None) -> Outcome:
         self._save(work if work and work.mini_batches else None)
         return "stopped"
 
-    def _save(self, work: StepInProgress | None, *, final: bool = False) -> None:
+    def _save(self, work: StepInProgress | None, *, final: bool = False, anew: bool = False) -> None:
         state = self._state(work)
-        if state.checkpoint_name != self._saved or final:
+        if state.checkpoint_name != self._saved or final or anew:
             path = self._parts.checkpointer.save(state, final=final)
             self._hooks.on_checkpoint(path)
         self._saved = state.checkpoint_name
@@ -219,9 +272,16 @@ class TrainingLoop:
             unpublished=updater.state().dirty or bool(work and work.position["updates"]),
             in_progress=work,
             optimizer_updates=self._parts.trainer.optimizer.updates,
-            sources={name: source.state() for name, source in self._parts.sources.items()},
+            sources=self._sources_now() if work or self._sources_after_step is None else self._sources_after_step,
             metrics=self._line,
+            rollbacks=self._rollbacks,
+            trainer=self._parts.trainer.state(),
         )
+
+
+def _not_told(rollbacks: Sequence[Mapping[str, Any]], step: int) -> str | None:
+    """Of a rollback after `step` steps, which the next line tells."""
+    return str(rollbacks[-1]["to"]) if rollbacks and rollbacks[-1]["step"] == step else None
 
 
 def _interrupted(batch: TrainBatch, result: StepResult, time_rollout_s: float) -> StepInProgress:

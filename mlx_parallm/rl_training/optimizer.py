@@ -1,7 +1,6 @@
-"""AdamW over a policy's parameters: float32 masters, global-norm clipping, learning-rate schedules.
+"""The optimizer over a policy's parameters: float32 masters, global-norm clipping, learning-rate schedules.
 
-Small arrays are laid end to end in bundles, so that an adapter of hundreds of arrays costs a dozen operations and not
-thousands; AdamW is elementwise, so this changes no number. The arrays bound in the tree are then views of a bundle.
+The arrays bound in the tree may be views of bundles of several (optimizer_groups.py).
 """
 
 import math
@@ -9,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-import mlx.optimizers
 
 from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.parameters import ParameterSlots, scalar
+from mlx_parallm.models.value_head import is_value_head
+from mlx_parallm.rl_training.optimizer_groups import make_groups
 
-BUNDLE_ELEMENTS = 1 << 20  # 4 MiB of float32; larger arrays stand alone
 MEASURED_ELEMENTS = 1 << 22
 """How many weights `Movement` is measured on at most: all of a small adapter, an even sample of anything larger."""
 
@@ -23,7 +22,8 @@ MEASURED_ELEMENTS = 1 << 22
 @dataclass(frozen=True)
 class Movement:
     """How far one update moved what is trained: L2 norms of the update and of the weights before it, and the share of
-    weights that are another number than before in the tree's own dtype. With bfloat16 an update below half a unit in
+    weights that are another number than before in the tree's own dtype; a value head, which is never served and has a
+    rate of its own, left out. With bfloat16 an update below half a unit in
     the last place (2^-9 of the weight) moves nothing that is served."""
 
     update_norm: float
@@ -45,123 +45,101 @@ class PolicyOptimizer:
 
     def __init__(self, slots: ParameterSlots, config: RLTrainingConfig) -> None:
         self._slots = slots
+        self.kind: str = config.optimizer
         self._max_grad_norm = config.max_grad_norm
         arrays = slots.read()
-        self._shapes = [array.shape for array in arrays]
         self._dtypes = [array.dtype for array in arrays]
-        self._bundles = _bundles([array.size for array in arrays])
         self._stride = -(-sum(array.size for array in arrays) // MEASURED_ELEMENTS)
-        self._adamw = mlx.optimizers.AdamW(
-            learning_rate=config.learning_rate,
-            betas=[config.adam_beta1, config.adam_beta2],
-            weight_decay=config.weight_decay,
-            bias_correction=True,
-        )
-        self.reload()
-        self._adamw.init(self._masters)
+        self._groups = make_groups(slots.names, arrays, config)
         self._write()
 
     def reload(self) -> None:
         """Takes the masters from the tree (whose arrays were just loaded)."""
-        self._masters = self._pack([array.astype(mx.float32) for array in self._slots.read()])
+        self._set_masters([array.astype(mx.float32) for array in self._slots.read()])
 
     @property
     def updates(self) -> int:
-        return int(scalar(self._adamw.step))
+        return self._groups[0].updates
 
     def update(self, gradients: Sequence[mx.array], learning_rate: float) -> Update:
-        """One step of AdamW on float32 gradients in slot order; everything is evaluated."""
-        bundled = self._pack(gradients)
-        norm = mx.sqrt(sum((mx.square(bundle).sum() for bundle in bundled.values()), mx.array(0.0)))
-        mx.eval(norm, bundled)
+        """One step on float32 gradients in slot order; everything is evaluated."""
+        found = [group.square_sum([gradients[slot] for slot in group.slots]) for group in self._groups]
+        norm = mx.sqrt(sum((squares for squares, _ in found), mx.array(0.0)))
+        packed = [part for _, part in found]
+        mx.eval(norm, packed)
         size = scalar(norm)
         if not math.isfinite(size):
             return Update(size, applied=False)
         if self._max_grad_norm and size > self._max_grad_norm:
             factor = self._max_grad_norm / (size + 1e-6)
-            bundled = {name: bundle * factor for name, bundle in bundled.items()}
-        self._adamw.learning_rate = learning_rate
+            packed = [{name: array * factor for name, array in part.items()} for part in packed]
         before = self._sample()
-        self._masters = self._adamw.apply_gradients(bundled, self._masters)
-        mx.eval(self._masters, self._adamw.state)
+        for group, part in zip(self._groups, packed, strict=True):
+            group.apply(part, learning_rate)
         self._write()
         return Update(size, applied=True, moved=self._movement(before))
 
-    def _sample(self) -> list[mx.array]:
-        """Every n-th weight, bundle by bundle: copies, so that AdamW may still write over what they were taken from."""
-        sample = [bundle[:: self._stride] for bundle in self._masters.values()]
-        mx.eval(sample)
+    def _sample(self) -> list[tuple[int, mx.array]]:
+        """Every n-th weight, bundle by bundle: copies, so that they may still be written over."""
+        measured = [group for group in self._groups if not is_value_head(self._slots.names[group.slots[0]])]
+        sample = [entry for group in measured for entry in group.sample(self._stride)]
+        mx.eval([array for _, array in sample])
         return sample
 
-    def _movement(self, before: list[mx.array]) -> Movement:
+    def _movement(self, before: list[tuple[int, mx.array]]) -> Movement:
         squares, weights, moved = mx.array(0.0), mx.array(0.0), mx.array(0)
-        for slots, old, new in zip(self._bundles, before, self._sample(), strict=True):
-            dtype = self._dtypes[slots[0]]
+        for (slot, old), (_, new) in zip(before, self._sample(), strict=True):
+            dtype = self._dtypes[slot]
             squares = squares + mx.square(new - old).sum()
             weights = weights + mx.square(old).sum()
             moved = moved + (new.astype(dtype) != old.astype(dtype)).sum()
         mx.eval(squares, weights, moved)
-        count = sum(array.size for array in before)
+        count = sum(array.size for _, array in before)
         return Movement(
             math.sqrt(self._stride * scalar(squares)), math.sqrt(self._stride * scalar(weights)), scalar(moved) / count
         )
 
+    def _masters(self) -> list[mx.array]:
+        """In slot order."""
+        found: dict[int, mx.array] = {}
+        for group in self._groups:
+            found |= dict(zip(group.slots, group.arrays, strict=True))
+        return [found[slot] for slot in range(len(self._dtypes))]
+
+    def _set_masters(self, arrays: Sequence[mx.array]) -> None:
+        for group in self._groups:
+            group.masters = group.pack([arrays[slot] for slot in group.slots])
+
     def _write(self) -> None:
-        arrays = [array.astype(dtype) for array, dtype in zip(self._unpack(self._masters), self._dtypes, strict=True)]
+        arrays = [array.astype(dtype) for array, dtype in zip(self._masters(), self._dtypes, strict=True)]
         mx.eval(arrays)
         self._slots.write(arrays)
-
-    # ------------------------------------------------------------------ bundles
-
-    def _pack(self, arrays: Sequence[mx.array]) -> dict[str, mx.array]:
-        return {
-            f"bundle{i}": arrays[bundle[0]].reshape(-1)
-            if len(bundle) == 1
-            else mx.concatenate([arrays[slot].reshape(-1) for slot in bundle])
-            for i, bundle in enumerate(self._bundles)
-        }
-
-    def _unpack(self, bundles: Mapping[str, mx.array]) -> list[mx.array]:
-        arrays: list[mx.array] = [None] * len(self._shapes)  # type: ignore[list-item]
-        for i, bundle in enumerate(self._bundles):
-            start, flat = 0, bundles[f"bundle{i}"]
-            for slot in bundle:
-                size = math.prod(self._shapes[slot])
-                arrays[slot] = flat[start : start + size].reshape(self._shapes[slot])
-                start += size
-        return arrays
 
     # ------------------------------------------------------------------ checkpoint
 
     def state(self) -> dict[str, mx.array]:
-        """For `optimizer.safetensors`: `step`, and `<parameter>.m`, `.v` (and `.master` where the tree is narrower)."""
-        tensors: dict[str, mx.array] = {"step": self._adamw.step}
-        for kind in ("m", "v"):
-            moments = {name: self._adamw.state[name][kind] for name in self._masters}
-            tensors |= {f"{n}.{kind}": a for n, a in zip(self._slots.names, self._unpack(moments), strict=True)}
-        masters = zip(self._slots.names, self._unpack(self._masters), self._dtypes, strict=True)
-        tensors |= {f"{name}.master": array for name, array, dtype in masters if dtype != mx.float32}
-        return tensors
+        """For `optimizer.safetensors`: `step`, and `<parameter>.<kind>` of what the optimizer keeps (AdamW: m, v), and
+        `<parameter>.master` where the tree is narrower than float32."""
+        tensors: dict[str, mx.array] = {"step": mx.array(self.updates, mx.uint64)}
+        for group in self._groups:
+            for kind, arrays in group.state().items():
+                names = (self._slots.names[slot] for slot in group.slots)
+                tensors |= {f"{name}.{kind}": a for name, a in zip(names, arrays, strict=True) if a.size}
+        masters = zip(self._slots.names, self._masters(), self._dtypes, strict=True)
+        return tensors | {f"{name}.master": array for name, array, dtype in masters if dtype != mx.float32}
 
     def restore(self, tensors: Mapping[str, mx.array]) -> None:
         """Takes over `state()`. The tree's own arrays must have been loaded. Raises CheckpointError."""
-        expected = self.state()
-        for name, array in expected.items():
+        for name, array in self.state().items():
             if name not in tensors or tensors[name].shape != array.shape:
                 found = tensors[name].shape if name in tensors else "nothing"
                 raise CheckpointError(f"optimizer state of {name}: expected {array.shape}, found {found}")
-        self.reload()
-        if any(dtype != mx.float32 for dtype in self._dtypes):
-            own = self._unpack(self._masters)
-            self._masters = self._pack(
-                [tensors.get(f"{name}.master", array) for name, array in zip(self._slots.names, own, strict=True)]
-            )
-        for kind in ("m", "v"):
-            moments = self._pack([tensors[f"{name}.{kind}"] for name in self._slots.names])
-            for name, moment in moments.items():
-                self._adamw.state[name][kind] = moment
-        self._adamw.state["step"] = tensors["step"].astype(mx.uint64)
-        mx.eval(self._masters, self._adamw.state)
+        loaded = zip(self._slots.names, self._slots.read(), strict=True)
+        self._set_masters([tensors.get(f"{n}.master", array.astype(mx.float32)) for n, array in loaded])
+        for group in self._groups:
+            names = [self._slots.names[slot] for slot in group.slots]
+            state = {kind: [tensors.get(f"{n}.{kind}", mx.zeros((0,))) for n in names] for kind in group.state()}
+            group.restore(tensors["step"], state)
         self._write()
 
 
@@ -180,16 +158,3 @@ def learning_rate_at(step: int, config: RLTrainingConfig) -> float:
     progress = min((step - first) / max(config.total_steps - first, 1), 1.0)
     share = 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.lr_final + (config.learning_rate - config.lr_final) * share
-
-
-def _bundles(sizes: Sequence[int]) -> list[list[int]]:
-    bundles: list[list[int]] = []
-    room = 0
-    for slot, size in enumerate(sizes):
-        if bundles and size <= room:
-            bundles[-1].append(slot)
-            room -= size
-        else:
-            bundles.append([slot])
-            room = BUNDLE_ELEMENTS - size
-    return bundles

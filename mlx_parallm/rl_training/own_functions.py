@@ -30,7 +30,7 @@ def own_advantage(reference: str) -> Estimator:
             raise ConfigError(
                 f"{key} returned {values!r} for {len(rewards)} rewards: expected a finite number for each"
             )
-        return numbers
+        return numbers if any(numbers) else None
 
     return advantages
 

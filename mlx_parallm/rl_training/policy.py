@@ -4,13 +4,14 @@
                    with the adapter as it was when the run started ("initial")
     full weights   everything is trained; the reference is a frozen copy (arrays are immutable: it costs memory only
                    once training has moved the weights away from it)
+    "ema"          either way: the moving average of what is trained, begun where the run began, kept in float32
 
 The tree shares its frozen arrays with the serving one (`copy.deepcopy` before either was wrapped), so parameters are
 only ever rebound.
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from mlx_parallm.models.lora import (
 )
 from mlx_parallm.models.mlx_lm_api import save_config, save_model
 from mlx_parallm.models.parameters import ParameterSlots
+from mlx_parallm.models.value_head import VALUE_HEAD_FILE, attach_value_head, is_value_head, without_value_head
 
 REFERENCE_FILE = "reference.safetensors"
 COMPANIONS = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")  # tokenizer, template, generation_config
@@ -44,8 +46,11 @@ class TrainedPolicy:
         source: the base checkpoint's directory (tokenizer and configuration travel with saved full weights).
         model_config: the base's config.json.
         initial_adapter: arrays to start the adapter from, as `models.lora.load_adapter` reads them.
+        needs_reference: whether `reference` will be asked for; default: a KL to it is wanted.
+        needs_values: whether the tree gets a value head (models/value_head.py), trained beside the rest.
 
-    Raises ConfigError: full-weight training of a quantised base. AdapterError: targets or shapes that do not fit.
+    Raises ConfigError: full-weight training of a quantised base, no hidden state for a value head. AdapterError:
+    targets or shapes that do not fit.
     """
 
     def __init__(
@@ -56,24 +61,34 @@ class TrainedPolicy:
         source: Path,
         model_config: Mapping[str, Any],
         initial_adapter: Mapping[str, LoraPair] | None = None,
+        needs_reference: bool | None = None,
+        needs_values: bool = False,
     ) -> None:
         self.model, self._source, self._model_config = model, source, dict(model_config)
         self.lora = config.lora.enabled
         if self.lora:
             mx.random.seed(config.seed)
-            inject_lora(model, LoraSpec(config.lora.rank, config.lora.alpha, config.lora.target_modules))
+            inject_lora(model, LoraSpec.of(config.lora))
+            for layer in trainer_lora_layers(model).values():
+                mx.eval(layer)  # one by one: DoRA's norms unpack a quantised layer
             if initial_adapter is not None:
                 load_into_trainer(model, initial_adapter)
         else:
             if any(isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding) for module in model.modules()):
                 raise ConfigError("rl_training.lora.enabled = false trains all weights, but this base is quantised")
             model.unfreeze()
+        if needs_values:
+            attach_value_head(model)
         model.train()  # gated-delta layers have a gradient in this mode only; every dropout is 0
         mx.eval(model.parameters())
         self.slots = ParameterSlots(model)
-        self._reference: list[mx.array] | None = None
-        if config.kl_beta > 0 and not (self.lora and config.reference == "base"):
-            self._reference = self.slots.read()
+        self._value_slots = [slot for slot, name in enumerate(self.slots.names) if is_value_head(name)]
+        self.reference_arrays: list[mx.array] | None = None  # float32 where it is an average
+        self._ema = (config.reference_decay, config.reference_update_every) if config.reference == "ema" else None
+        if needs_reference is None:
+            needs_reference = config.kl_beta > 0
+        if self._ema or (needs_reference and not (self.lora and config.reference == "base")):
+            self.reference_arrays = self.slots.read()
 
     @property
     def parameters(self) -> int:
@@ -83,8 +98,9 @@ class TrainedPolicy:
     @contextmanager
     def reference(self) -> Iterator[None]:
         """The tree is the reference policy for the length of the block."""
-        if self._reference is not None:
-            with self.slots.bound(self._reference):
+        if self.reference_arrays is not None:
+            own = self.slots.read()
+            with self.slots.bound([array.astype(p.dtype) for array, p in zip(self.reference_arrays, own, strict=True)]):
                 yield
             return
         adapted = trainer_lora_layers(self.model)
@@ -94,19 +110,37 @@ class TrainedPolicy:
         finally:
             self.model.update_modules(tree_unflatten(list(adapted.items())))
 
+    def update_reference(self, step: int) -> None:
+        """After a finished step: reference = decay · reference + (1 - decay) · policy, every so many steps ("ema")."""
+        if self._ema is None or step % self._ema[1]:
+            return
+        decay, own = self._ema[0], self.slots.read()
+        assert self.reference_arrays is not None
+        self.reference_arrays = [
+            decay * mean.astype(mx.float32) + (1.0 - decay) * array.astype(mx.float32)
+            for mean, array in zip(self.reference_arrays, own, strict=True)
+        ]
+        mx.eval(self.reference_arrays)
+
     # ------------------------------------------------------------------ what leaves the trainer
 
     def adapter(self) -> dict[str, LoraPair]:
-        """The adapter as it is now; shares the arrays, all evaluated."""
+        """The adapter as it is now; shares the arrays. All are evaluated but the gains of DoRA."""
         return adapter_layers(self.model)
 
     def full_parameters(self) -> dict[str, mx.array]:
-        """All weights as they are now, by path; shares the arrays."""
-        return dict(zip(self.slots.names, self.slots.read(), strict=True))
+        """All weights as they are now, by path, the value head left out; shares the arrays."""
+        arrays = zip(self.slots.names, self.slots.read(), strict=True)
+        return {name: array for name, array in arrays if not is_value_head(name)}
+
+    @property
+    def _saved_reference(self) -> list[mx.array]:
+        """Empty where it is known anyway: the base, or the weights that the run began with."""
+        return (self.reference_arrays or []) if self.lora or self._ema else []
 
     def saved_bytes(self) -> int:
         """What `save` writes, but for its configuration file."""
-        arrays = [*self.slots.read(), *(self._reference or () if self.lora else ())]
+        arrays = [*self.slots.read(), *self._saved_reference]
         copied = [] if self.lora else [file for file in self._source.iterdir() if file.suffix in COMPANIONS]
         return sum(array.nbytes for array in arrays) + sum(file.stat().st_size for file in copied)
 
@@ -115,35 +149,49 @@ class TrainedPolicy:
         if self.lora:
             save_adapter(directory, self.adapter(), num_layers=len(self.model.layers))
         else:
-            save_model(directory, self.model)
+            with without_value_head(self.model):
+                save_model(directory, self.model)
             save_config(dict(self._model_config), directory / "config.json")
             for file in self._source.iterdir():
                 if file.suffix in COMPANIONS and not (directory / file.name).exists():
                     shutil.copyfile(file, directory / file.name)
-        if self._reference is not None and self.lora:
-            tensors = dict(zip(self.slots.names, self._reference, strict=True))
-            mx.save_safetensors(str(directory / REFERENCE_FILE), tensors)
+        if self._value_slots:
+            head = zip(self._value_slots, self.slots.read(self._value_slots), strict=True)
+            arrays = {self.slots.names[slot]: array for slot, array in head}
+            mx.save_safetensors(str(directory / VALUE_HEAD_FILE), arrays)
+        if saved := self._saved_reference:
+            mx.save_safetensors(str(directory / REFERENCE_FILE), dict(zip(self.slots.names, saved, strict=True)))
 
     def load(self, directory: Path) -> None:
         """Takes over what `save` wrote. Raises AdapterError, CheckpointError."""
+        if self._value_slots and not (directory / VALUE_HEAD_FILE).is_file():
+            raise CheckpointError(f"{directory} has no value head ({VALUE_HEAD_FILE}): it is not of a PPO run")
+        tensors = read_tensors(directory / VALUE_HEAD_FILE) if self._value_slots else {}
+        slots: Sequence[int] = range(len(self.slots))
         if self.lora:
             load_into_trainer(self.model, load_adapter(directory).layers)
-            if self._reference is not None and (directory / REFERENCE_FILE).is_file():
-                self._reference = self._arranged(read_tensors(directory / REFERENCE_FILE), directory)
+            slots = self._value_slots
         else:
-            tensors: dict[str, mx.array] = {}
             for file in sorted(directory.glob("model*.safetensors")):
                 tensors |= read_tensors(file)
-            self.slots.write(self._arranged(tensors, directory))
+        self.slots.write(self._arranged(tensors, directory, slots), slots)
         mx.eval(self.slots.read())
+        reference = directory / REFERENCE_FILE
+        if self._ema or (self._saved_reference and reference.is_file()):  # without it: kl_beta was 0 until now
+            dtype = mx.float32 if self._ema else None
+            self.reference_arrays = self._arranged(read_tensors(reference), reference, range(len(self.slots)), dtype)
 
-    def _arranged(self, tensors: Mapping[str, mx.array], directory: Path) -> list[mx.array]:
+    def _arranged(
+        self, tensors: Mapping[str, mx.array], where: Path, slots: Sequence[int], dtype: mx.Dtype | None = None
+    ) -> list[mx.array]:
+        """These slots' arrays out of a file, in `dtype` or their own. Raises CheckpointError."""
         arranged = []
-        for name, own in zip(self.slots.names, self.slots.read(), strict=True):
+        for slot, own in zip(slots, self.slots.read(slots), strict=True):
+            name = self.slots.names[slot]
             if name not in tensors or tensors[name].shape != own.shape:
                 found = tensors[name].shape if name in tensors else "nothing"
-                raise CheckpointError(f"{directory}: {name}: the model has {own.shape}, the checkpoint {found}")
-            arranged.append(tensors[name].astype(own.dtype))
+                raise CheckpointError(f"{where}: {name}: the model has {own.shape}, the checkpoint {found}")
+            arranged.append(tensors[name].astype(dtype or own.dtype))
         mx.eval(arranged)
         return arranged
 

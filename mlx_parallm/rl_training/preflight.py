@@ -18,20 +18,25 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config import Config
+from mlx_parallm.config_data import USES_REFERENCE
 from mlx_parallm.engine.kv_cache import DOUBLING_LIMIT, FIRST_CAPACITY
-from mlx_parallm.models.blockwise import HEAD_ELEMENTS
 from mlx_parallm.models.fast_math import on_cpu
+from mlx_parallm.models.head import head_rows
 from mlx_parallm.models.lora import LoraSpec, inject_lora
+from mlx_parallm.models.quantized_cpu import UNPACKED
 from mlx_parallm.models.support import blueprint
 from mlx_parallm.rl_training.collate import padded_length
+from mlx_parallm.rl_training.optimizer_groups import STATE_BYTES
 
 PROCESS_BYTES = 200 * 2**20
 """Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny` and served nothing."""
 FLOAT = 4
 NARROW = 0.82
 """Activations of a half-precision model against float32: adapters and log-probabilities stay float32."""
-LOGIT_COPIES = 9
-"""float32 arrays of [scored tokens, vocabulary] that the head's backward pass holds at its peak."""
+LOGIT_COPIES = 14
+"""float32 arrays of [tokens of a piece, vocabulary] that the head's backward pass holds at its peak."""
+UNPACKED_AHEAD = 12
+"""Slices of unpacked 4-bit weights that MLX holds on a CPU: those in work, and those of operations that wait."""
 SAMPLING_COPIES = 6
 """The same for one decode step: logits, noise, log-probabilities."""
 
@@ -63,11 +68,12 @@ class ModelShape:
         arrays = tree_flatten(model.parameters())
         weights, count = sum(array.nbytes for _, array in arrays), sum(array.size for _, array in arrays)
         if training.lora.enabled:
-            inject_lora(model, LoraSpec(training.lora.rank, training.lora.alpha, training.lora.target_modules))
+            inject_lora(model, LoraSpec.of(training.lora))
             count = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
         text: Mapping[str, Any] = model_config.get("text_config", model_config)
         heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
         hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
+        count += hidden + 1 if training.algorithm == "ppo" else 0  # the value head
         dense = int(text.get("intermediate_size") or 4 * hidden)
         experts = int(text.get("moe_intermediate_size") or 0) * int(text.get("num_experts_per_tok") or 0)
         return cls(
@@ -121,7 +127,7 @@ class MemoryEstimate:
 
 def longest(config: Config) -> Lengths:
     """The longest that the configuration allows."""
-    whole = config.rl_training.atropos.max_token_length
+    whole = config.data.max_length if config.data.path is not None else config.rl_training.atropos.max_token_length
     completion = min(max((entry.max_tokens for entry in config.environments), default=whole), whole - 1)
     return Lengths(whole - completion, completion)
 
@@ -138,11 +144,13 @@ def predict_memory(config: Config, shape: ModelShape, lengths: Lengths | None = 
     narrow = 0 if shape.width == FLOAT else shape.width
     lora = training.lora.enabled
     activations, logits = _micro_batch(config, shape, lengths)
-    # AdamW's moments and the gradients; an adapter's own arrays, and the versions that are kept; a float32 copy of all
-    # weights where they are narrower; the weights of the start where they are the KL's reference.
-    kept = 8 + FLOAT + ((1 + config.server.keep_versions) * FLOAT if lora else FLOAT * bool(narrow))
-    if training.kl_beta > 0 and (not lora or training.reference == "initial"):
-        kept += FLOAT if lora else shape.width
+    # The optimizer's state and the gradients; an adapter's own arrays, and the versions that are kept; a float32 copy
+    # of all weights where they are narrower; what a rollback goes back to; the weights that are the KL's reference.
+    state = STATE_BYTES[training.optimizer]
+    kept = state + FLOAT + ((1 + config.server.keep_versions) * FLOAT if lora else FLOAT * bool(narrow))
+    kept += training.weight_updates.kept_versions(lora=lora) * (FLOAT + state)
+    if training.reference == "ema" or (_needs_reference(config) and (not lora or training.reference != "base")):
+        kept += FLOAT if lora or training.reference == "ema" else shape.width
     updating = shape.trained * (3 * FLOAT + (0 if lora else narrow))  # new weights beside old ones, clipped gradients
     generating = config.server.prefill_chunk * (4 * shape.hidden + 4 * shape.intermediate) * shape.activation
     generating += _rows(config) * shape.vocab * FLOAT * SAMPLING_COPIES
@@ -172,12 +180,14 @@ def what_to_lower(config: Config, shape: ModelShape, lengths: Lengths | None = N
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """One checkpoint without the tokenizer's files: trained weights, AdamW's moments, masters where they differ."""
+    """One checkpoint without the tokenizer's files: trained weights, the optimizer's state, masters where they differ,
+    the reference where nothing else knows it."""
     training = config.rl_training
+    state, ema = STATE_BYTES[training.optimizer], training.reference == "ema"
     if not training.lora.enabled:
-        return shape.trained * (shape.width + 8 + (FLOAT if shape.width != FLOAT else 0))
-    reference = training.kl_beta > 0 and training.reference == "initial"
-    return shape.trained * (FLOAT + 8 + (FLOAT if reference else 0))
+        return shape.trained * (shape.width + state + FLOAT * (shape.width != FLOAT) + FLOAT * ema)
+    reference = ema or (training.reference == "initial" and _needs_reference(config))
+    return shape.trained * (FLOAT + state + FLOAT * reference)
 
 
 # ---------------------------------------------------------------------- parts
@@ -188,8 +198,8 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
     training = config.rl_training
     length = min(lengths.prompt + lengths.completion, training.atropos.max_token_length)
     span = padded_length(max(length - 1, 1))
-    rows = max(1, min(training.token_budget // span, training.batch_size))
-    tokens = rows * span
+    tokens = max(span, min(training.token_budget, training.batch_size * span))
+    scored = min(tokens, training.batch_size * lengths.completion)
     size = training.blocks_per_eval or shape.layers
     groups = -(-shape.layers // size)
     d, ffn, heads, kv = shape.hidden, shape.intermediate, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -198,10 +208,14 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
     in_attention = 12 * d + 7 * ffn + 11 * heads + 8 * kv + 3.4 * scores
     stays = 4.2 * d + 5 * ffn + 3.2 * heads + 2.5 * kv + 1.3 * scores  # of a block that waits for its backward pass
     block = (size - 1) * stays + max(in_mlp, in_attention)
-    logits = LOGIT_COPIES * min(rows * lengths.completion, max(64, HEAD_ELEMENTS // shape.vocab)) * shape.vocab * FLOAT
+    unpacks = shape.quantized and shape.width == FLOAT  # as on a CPU (models/quantized_cpu.py)
+    together = head_rows(scored, shape.vocab, costly=unpacks or not training.lora.enabled)
+    logits = LOGIT_COPIES * together * shape.vocab * FLOAT
     unit = tokens * shape.activation
-    above = max(block * unit - logits, size * stays * unit)  # the head's peak comes while the last group waits
-    return groups * d * unit + above, logits
+    # The head's peak comes while the last group waits; where it goes in pieces, before any block is computed again.
+    above = max(block * unit - logits, size * stays * unit if together == scored else 0.0)
+    unpacked = UNPACKED_AHEAD * UNPACKED * FLOAT if unpacks else 0
+    return groups * d * unit + above + unpacked, logits
 
 
 def _kv_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
@@ -218,6 +232,10 @@ def _kv_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
     running = rows * positions * (shape.kv_token + growing) + config.server.prefill_chunk * shape.kv_token
     stored = config.rl_training.atropos.rollout_batch_size * wanted * shape.kv_token
     return running + min(stored, config.server.prefix_cache_bytes or 0)
+
+
+def _needs_reference(config: Config) -> bool:
+    return config.rl_training.kl_beta > 0 or config.rl_training.algorithm in USES_REFERENCE
 
 
 def _rows(config: Config) -> int:

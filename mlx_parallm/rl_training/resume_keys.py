@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config import Config, load_config
+from mlx_parallm.config_algorithm import SETTINGS
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.log import get_logger
 from mlx_parallm.redaction import REDACTED
@@ -21,15 +22,19 @@ MAY_CHANGE = (
         f"rl_training.{key}"
         for key in (
             *("learning_rate", "lr_schedule", "lr_final", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2"),
-            *("max_grad_norm", "kl_beta", "entropy_weight", "clip_ratio", "clip_ratio_high", "temperature"),
-            *("token_budget", "blocks_per_eval", "max_eval_ms", "deterministic", "lora.dropout"),
+            *("max_grad_norm", "kl_beta", "entropy_weight", *SETTINGS, "overlong_buffer", "overlong_length"),
+            *("sampler_correction*", "kl_in", "kl_target", "kl_horizon"),
+            "temperature",
+            *("token_budget", "blocks_per_eval", "max_eval_ms", "serve_priority", "deterministic", "lora.dropout"),
+            *("ppo.*", "lora.loraplus_ratio", "reference_decay", "reference_update_every"),
             *("max_staleness", "buffer_sampling", "max_empty_rounds", "weight_updates.*"),
-            *("total_steps", "checkpoint_interval", "keep_checkpoints", "eval_problems"),
+            *("total_steps", "checkpoint_interval", "keep_checkpoints", "keep_best", "eval_problems"),
             *("checkpoint_dir", "run_name", "resume"),
             *("atropos.api_url", "atropos.poll_interval_s", "atropos.wandb_*", "atropos.max_token_length"),
             "atropos.missing_logprobs",
         )
     ),
+    *("data.eval_every", "data.eval_rows"),
     *(f"environments.*.{key}" for key in ("weight", "min_share", "max_tokens", "timeout_s")),
 )
 """Dotted keys; `*` stands for anything but a dot. A key that is a path may also name the same file elsewhere."""
@@ -42,7 +47,7 @@ def check_resume(config: Config, run: Path, saved_file: Path) -> None:
     if not saved_file.is_file():
         return
     try:
-        saved = load_config(saved_file)
+        saved = load_config(saved_file, saved=True)
     except ConfigError as error:
         log.warning("what changed since the run was saved is not known", reason=str(error))
         return

@@ -23,7 +23,7 @@ import numpy as np
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.log import get_logger
-from mlx_parallm.rl_training.advantages import Estimator, token_advantages
+from mlx_parallm.rl_training.advantages import PLAIN, Estimator, Shaping, token_advantages
 from mlx_parallm.rl_training.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.batch_statistics import StatisticsCollector
 from mlx_parallm.rl_training.health import misfit_while_waiting, stale_while_waiting
@@ -38,7 +38,7 @@ NOTHING_TO_LEARN = (
     " for this policy, or the reward does not tell answers apart"
 )
 UNTRAINABLE = "refill after refill brought no group of it that can be trained on"
-NO_VARIANCE = "no variance: all rewards of the group are equal"
+NO_VARIANCE = "no variance: all rewards of the group are equal, or none of its answers is trained on"
 TOO_OLD = "too old: sampled more than max_staleness steps ago"
 
 Advantages = tuple[tuple[float, ...], ...]
@@ -85,6 +85,7 @@ class RolloutBuffer:
         minimums: of the environments that deliver now, by name.
         max_empty_rounds: refills in a row without one trainable group before a step is given up.
         misfit: whether a group that came from outside is not this model's; asked before it enters a batch.
+        shaping: what of rewards and rollouts is changed before advantages.
 
     Raises ConfigError: no mix of these group sizes makes `rollout_batch_size` sequences.
     """
@@ -105,6 +106,7 @@ class RolloutBuffer:
         seed: int = 0,
         deterministic: bool = False,
         misfit: Callable[[RolloutGroup], bool] | None = None,
+        shaping: Shaping = PLAIN,
     ) -> None:
         if group_sizes and not reachable(rollout_batch_size, set(group_sizes)):
             sizes = ", ".join(map(str, sorted(set(group_sizes))))
@@ -120,6 +122,7 @@ class RolloutBuffer:
         self._minimums: Mapping[str, Minimum] = {}
         self._sampling, self._max_staleness, self._max_empty_rounds = sampling, max_staleness, max_empty_rounds
         self._seed, self._deterministic, self._misfit = seed, deterministic, misfit
+        self._shaping = shaping
         self._held: dict[str, RolloutGroup] = {}  # waiting in the store, read already; in the store's order
         self._outstanding = 0  # in-process groups asked for and not seen yet
         # What a former process left is no answer to our requests, and perhaps of weights that were lost with it.
@@ -224,6 +227,11 @@ class RolloutBuffer:
     def _waiting_sequences(self) -> int:
         return sum(len(group.rollouts) for group in self._held.values())
 
+    def choose_again(self) -> None:
+        """The weights went back: what was chosen for the step, which has not begun, is looked at anew."""
+        self._held = {entry[0].group_id: entry[0] for entry in self._chosen} | self._held
+        self._chosen = []
+
     def _poll(self) -> None:
         """Reads groups that are new in the store; forgets those that somebody else dropped (/atropos/reset_data)."""
         waiting = self._store.waiting_ids()
@@ -251,7 +259,7 @@ class RolloutBuffer:
             if age > self._max_staleness:
                 stale.append(group.group_id)
                 self._statistics.add_stale(group)
-            elif (advantages := token_advantages(group, self._estimate)) is None:
+            elif (advantages := token_advantages(group, self._estimate, self._shaping)) is None:
                 constant.append(group.group_id)
                 self._statistics.add_without_variance(group)
             elif self._sampling != "fifo":
@@ -326,7 +334,7 @@ class RolloutBuffer:
     def resume(self, step: int, group_ids: Sequence[str]) -> TrainBatch:
         """The batch of a step that was interrupted. Its statistics are the checkpoint's to know. Raises StoreError."""
         groups = self._store.groups(group_ids)
-        chosen = [(group, token_advantages(group, self._estimate) or _zeros(group)) for group in groups]
+        chosen = [(group, token_advantages(group, self._estimate, self._shaping) or _zeros(group)) for group in groups]
         self._store.take(list(group_ids), step)
         for group_id in group_ids:
             self._held.pop(group_id, None)
@@ -337,6 +345,8 @@ class RolloutBuffer:
         for group, advantages in chosen:
             known = group.group_id not in self._restored or self._deterministic
             for rollout, row in zip(group.rollouts, advantages, strict=True):
+                if self._shaping.leaves_out(rollout):
+                    continue
                 for segment in rollout.segments:
                     # Environments that bring advantages of each token send one sequence an episode.
                     own = row if segment is rollout else (row[-1],) * len(segment.tokens)

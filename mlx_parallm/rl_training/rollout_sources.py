@@ -4,21 +4,26 @@ Built by `rl_training.train`; each part writes scored groups to the store, says 
 loudly (`check`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_parallm.config import Config
 from mlx_parallm.config_environment import least_sequences
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.rollouts import RolloutManager
+from mlx_parallm.environments.schedule import group_id
 from mlx_parallm.errors import EnvironmentFailedError
 from mlx_parallm.log import get_logger
 from mlx_parallm.models.loading import LoadedModel
+from mlx_parallm.rl_training.advantages import Shaping
 from mlx_parallm.rl_training.atropos_api import AtroposClient, TrainerRegistration
 from mlx_parallm.rl_training.atropos_client import AtroposPoller
-from mlx_parallm.rl_training.rollout_buffer import Minimum
+from mlx_parallm.rl_training.misfit import MisfitCheck
+from mlx_parallm.rl_training.rollout_buffer import Minimum, RolloutBuffer
 from mlx_parallm.rl_training.run_directory import RunDirectory
+from mlx_parallm.rl_training.trainer_base import Trainer
 from mlx_parallm.rl_training.trainer_state import TrainerState
+from mlx_parallm.rl_training.versions import VersionSteps
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.rollout_store.completions import KeptCompletions
 from mlx_parallm.rollout_store.queue import AtroposQueue, AtroposSettings
@@ -153,8 +158,39 @@ class RolloutSources:
         )
         if state is not None and ENVIRONMENTS in state.sources:
             self.manager.restore(state.sources[ENVIRONMENTS])
+        if training.deterministic:
+            self._play_again(store, self.manager.state()["next_group"])
         self.manager.skip(store.known_ids())
         self.manager.start()
+
+    def _play_again(self, store: RolloutStore, cursors: Mapping[str, int]) -> None:
+        """Groups that came after the checkpoint are sampled again, and in the same company as the first time: the last
+        bits of a log-probability depend on how many rows the engine had."""
+        for source in self._sources:
+            name, first = source.name, cursors[source.name]
+            prefix = group_id(name, self._config.rl_training.seed, 0).removesuffix("0")
+            known = [key for key in store.known_ids(prefix) if key.removeprefix(prefix).isdecimal()]
+            store.database.forget([key for key in known if int(key.removeprefix(prefix)) >= first])
+
+    def buffer(self, store: RolloutStore, versions: VersionSteps, trainer: Trainer) -> RolloutBuffer:
+        """What the started sources fill."""
+        training = self._config.rl_training
+        return RolloutBuffer(
+            store,
+            versions,
+            trainer.algorithm.advantages,
+            rollout_batch_size=training.atropos.rollout_batch_size,
+            group_sizes=[source.config.group_size for source in self._sources],
+            request_groups=self.manager.request_groups if self.manager else None,
+            minimums=self.minimums,
+            sampling=training.buffer_sampling,
+            max_staleness=training.max_staleness,
+            max_empty_rounds=training.max_empty_rounds,
+            seed=training.seed,
+            shaping=Shaping.of(training, leave_out_marked=trainer.algorithm.finish is not None),
+            deterministic=training.deterministic,
+            misfit=MisfitCheck(trainer),
+        )
 
     def _start_poller(self, loaded: LoadedModel, store: RolloutStore, state: TrainerState | None) -> AtroposPoller:
         training, atropos = self._config.rl_training, self._config.rl_training.atropos

@@ -13,13 +13,14 @@ from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.log import get_logger
 from mlx_parallm.rl_training.files import sync, write_atomically
 from mlx_parallm.rl_training.metrics import METRICS_FILE
+from mlx_parallm.rl_training.trainer_state import STATE_FILE
 
 log = get_logger("train")
 
 CONFIG_FILE = "config.toml"
 STORE_FILE = "rollouts.sqlite"
 LOCK_FILE = ".lock"
-LATEST, FINAL = "latest", "final"  # the newest checkpoint; the one at total_steps
+LATEST, FINAL, BEST = "latest", "final", "best"  # the newest checkpoint; the one at total_steps; the best so far
 USED_BY = (METRICS_FILE, STORE_FILE, LATEST)  # what says that a run has been here
 _CHECKPOINT = re.compile(r"step_(\d+)(?:_mb(\d+))?")
 
@@ -33,6 +34,16 @@ def moment(checkpoint: Path) -> tuple[int, int]:
     """(finished steps, mini-batches of the next) of a step_* directory, by its name. (-1, 0): it is none."""
     match = _CHECKPOINT.fullmatch(checkpoint.name)
     return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
+
+
+def checkpoint_at(path: Path) -> Path | None:
+    """`path` itself, or of a run directory what `latest` points at; should a kill have left that dangling, the newest
+    complete step. None where there is none."""
+    for found in (path, path / LATEST):
+        if (found / STATE_FILE).is_file():
+            return found.resolve()
+    complete = [step for step in checkpoints(path) if (step / STATE_FILE).is_file()]
+    return complete[-1].resolve() if complete else None
 
 
 def find_run(path: Path) -> Path:

@@ -68,7 +68,7 @@ def _other_run(config: Config, path: str, file: Path) -> Path | None:
         return None
     run = file.resolve().parent.parent
     try:
-        saved = load_config(run / CONFIG_FILE)
+        saved = load_config(run / CONFIG_FILE, saved=True)
     except ConfigError:
         return None
     same_model = saved.model.base_path == config.model.base_path

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from mlx_parallm.config import Config
+from mlx_parallm.config_data import DATA_ALGORITHMS
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.evaluate import Evaluation, evaluate
 from mlx_parallm.environments.registry import build_sources
@@ -26,16 +27,19 @@ from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training import report
+from mlx_parallm.rl_training.algorithms import make_algorithm
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoint_versions import CheckpointVersions
+from mlx_parallm.rl_training.data_heldout import HeldOut, told
+from mlx_parallm.rl_training.data_source import SOURCE as DATA
+from mlx_parallm.rl_training.data_source import DataSource
 from mlx_parallm.rl_training.disk_use import DiskUse
 from mlx_parallm.rl_training.display import RunInfo, TrainingDisplay
-from mlx_parallm.rl_training.grpo_trainer import make_algorithm
-from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
+from mlx_parallm.rl_training.loop import Batches, Hooks, Parts, Source, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
-from mlx_parallm.rl_training.misfit import MisfitCheck
 from mlx_parallm.rl_training.policy import TrainedPolicy
-from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
+from mlx_parallm.rl_training.ranks import ALONE, Ranks
+from mlx_parallm.rl_training.rollback import Rollbacks
 from mlx_parallm.rl_training.rollout_sources import ENVIRONMENTS, POLICY, RolloutSources
 from mlx_parallm.rl_training.run_directory import STORE_FILE, RunDirectory
 from mlx_parallm.rl_training.samples import SAMPLES_FILE, SampleLog
@@ -43,10 +47,12 @@ from mlx_parallm.rl_training.starting import initial_adapter, what_to_resume
 from mlx_parallm.rl_training.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.trainer_base import Trainer
 from mlx_parallm.rl_training.trainer_state import TrainerState
-from mlx_parallm.rl_training.versions import VersionSteps
+from mlx_parallm.rl_training.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
+from mlx_parallm.rl_training.worker import LeadingTrainer
 from mlx_parallm.rollout_store.disk import reserve_bytes
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.server.routes_training import RollbackDesk
 from mlx_parallm.serving import Serving
 from mlx_parallm.weights import SharedWeights
 
@@ -69,8 +75,10 @@ class TrainingRun:
         stop: threading.Event,
         console: Console,
         run_log: RunLog | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._stop, self._console, self._run_log = stop, console, run_log or RunLog()
+        self._ranks = ranks
         check_installed(config.logging)
         config, self._checkpoint, self._start_over = what_to_resume(config, resume)
         self._config, training = config, config.rl_training
@@ -83,6 +91,9 @@ class TrainingRun:
         self._loop: TrainingLoop | None = None
         self._weights: SharedWeights | None = None
         self._disk: DiskUse | None = None
+        self._data: DataSource | None = None
+        self._heldout: HeldOut | None = None
+        self._rollbacks = RollbackDesk()
         self._rollouts = RolloutSources(config, self._sources, current_step=self._step, policy_version=self._version)
 
     def execute(self) -> None:
@@ -90,6 +101,9 @@ class TrainingRun:
         config = self._config
         quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
         check_model(config.model, train=True, quantize=quantize)
+        if config.rl_training.algorithm in DATA_ALGORITHMS:
+            self._data = DataSource(config, self._serving.tokenizer())
+            config = self._config = self._data.with_total_steps()
         initial = None if self._checkpoint else initial_adapter(config)
         directory = RunDirectory.open(config, self._checkpoint, reuse=self._start_over)
         self._closing.callback(lambda: None if self._began else directory.discard())
@@ -98,13 +112,15 @@ class TrainingRun:
         reserve = reserve_bytes(directory.path, config.rollouts.min_free_gb)
         store = RolloutStore(directory.path / STORE_FILE, min_free_bytes=reserve)
         self._closing.callback(store.close)
-        self._disk = DiskUse(directory.path, store, config.rollouts)
+        self._disk = DiskUse(directory.path, store, config.rollouts, keep=config.rl_training.keep_checkpoints)
         self._disk.check()
         self._closing.callback(self._serving.close)  # before the store, which /atropos writes to
         vocab_size = self._serving.vocab_size
-        self._serving.listen(
-            self._rollouts.routers(store, directory, vocab_size), self._rollouts.completions(store, vocab_size)
-        )
+        if self._data is None:
+            completions = self._rollouts.completions(store, vocab_size)
+            self._serving.listen(self._rollouts.routers(store, directory, vocab_size), completions, self._rollbacks)
+        else:  # nothing is sampled for training, so there is nothing to hand in
+            self._serving.listen(rollbacks=self._rollbacks)
         loaded = self._serving.load(quantize=quantize)
         parts, state = self._training_parts(loaded, initial, directory, store)
         directory.write_config(config)
@@ -135,50 +151,58 @@ class TrainingRun:
             source=loaded.path,
             model_config=loaded.config,
             initial_adapter=initial,
+            needs_reference=self._algorithm.needs_reference,
+            needs_values=self._algorithm.needs_values,
         )
-        trainer = Trainer(policy, training, self._algorithm)
+        between_blocks = self._serving.turns.after_evaluation
+        trainer = LeadingTrainer(policy, training, self._algorithm, between_blocks=between_blocks, ranks=self._ranks)
         metrics = MetricsFile(directory.path / METRICS_FILE)
         checkpointer = Checkpointer(
             directory.path,
             policy,
             trainer.optimizer,
             keep=training.keep_checkpoints,
+            keep_best=training.keep_best,
         )
         state = checkpointer.resume(self._checkpoint, store, metrics) if self._checkpoint else None
         if self._start_over:  # a run that was killed before its first checkpoint: its groups are there, its steps not
             store.restore(0)
             metrics.cut(0)
-        versions = state.restored_versions() if state else VersionSteps()
+        numbers = VersionNumbers(store)
+        versions = state.restored_versions(numbers) if state else VersionSteps()
         weights = self._open_serving(loaded, policy, versions, directory.path)
         updater = WeightUpdater(
             weights,
-            policy,
+            trainer,
             versions,
-            training.weight_updates,
+            training,
+            numbers=numbers,
             drained=self._drained,
             on_publish=lambda report: self._serving.state.metrics.observe_publish(report.total_ms / 1e3),
         )
+        rollbacks = Rollbacks(self._rollbacks, directory.path, trainer, updater)
+        batches, sources = self._batches(trainer, loaded, store, versions, state)
+        return Parts(trainer, batches, versions, updater, checkpointer, metrics, sources, rollbacks), state
+
+    def _batches(
+        self,
+        trainer: Trainer,
+        loaded: LoadedModel,
+        store: RolloutStore,
+        versions: VersionSteps,
+        state: TrainerState | None,
+    ) -> tuple[Batches, dict[str, Source]]:
+        """What the loop takes its batches from, and what of it a checkpoint keeps. Starts the sources of rollouts."""
+        if self._data is not None:
+            if state is not None:
+                self._data.check(state.sources[DATA])
+            self._heldout = self._data.heldout(trainer)
+            return self._data.batches(trainer), {DATA: self._data}
         self._closing.callback(store.wake)
         self._closing.callback(self._rollouts.stop)
         self._rollouts.start(self._serving, loaded, store, state)
         manager = self._rollouts.manager
-        buffer = RolloutBuffer(
-            store,
-            versions,
-            self._algorithm.advantages,
-            rollout_batch_size=training.atropos.rollout_batch_size,
-            group_sizes=[source.config.group_size for source in self._sources],
-            request_groups=manager.request_groups if manager else None,
-            minimums=self._rollouts.minimums,
-            sampling=training.buffer_sampling,
-            max_staleness=training.max_staleness,
-            max_empty_rounds=training.max_empty_rounds,
-            seed=training.seed,
-            deterministic=training.deterministic,
-            misfit=MisfitCheck(trainer),
-        )
-        sources = {ENVIRONMENTS: manager} if manager else {}
-        return Parts(trainer, buffer, versions, updater, checkpointer, metrics, sources), state
+        return self._rollouts.buffer(store, versions, trainer), {ENVIRONMENTS: manager} if manager else {}
 
     def _open_serving(
         self, loaded: LoadedModel, policy: TrainedPolicy, versions: VersionSteps, run: Path
@@ -217,6 +241,8 @@ class TrainingRun:
     ) -> None:
         training = self._config.rl_training
         before = self._evaluate(display, "before") if state is None else []
+        if self._heldout is not None and (state is None or state.step == 0):
+            display.note(f"held-out rows before training: {told(self._heldout.before())}")
         display.recall(parts.metrics.read())
         display.start(self._run_info(directory, state))
         trackers = self._trackers(directory, state)
@@ -231,14 +257,20 @@ class TrainingRun:
             on_step=on_step,
             before_step=self._check_disk,
             on_wait=lambda seconds: self._look_after(display),
+            measure=self._heldout.measure if self._heldout is not None else lambda step: {},
             on_checkpoint=lambda path: self._after_checkpoint(path, display),
+            training=self._serving.turns.training,
             served_tokens=lambda: self._serving.client.stats().generation_tokens,
         )
         self._loop = TrainingLoop(parts, training, hooks=hooks, state=state)
-        outcome = self._loop.run()
+        try:
+            outcome = self._loop.run()
+        finally:
+            self._rollbacks.close()
         after = self._evaluate(display, "after") if outcome == "finished" and before else []
         display.stop()
         self._report(parts.metrics, directory, before, after, finished=outcome == "finished")
+        self._ranks.check()
 
     def _trackers(self, directory: RunDirectory, state: TrainerState | None) -> Trackers:
         own, redactor = self._config.logging, self._run_log.redactor
@@ -270,6 +302,7 @@ class TrainingRun:
             self._disk.check()
 
     def _look_after(self, display: TrainingDisplay) -> None:
+        self._ranks.check()
         self._serving.check()
         self._check_disk()
         self._rollouts.check()
@@ -320,7 +353,7 @@ class TrainingRun:
             model=self._config.model.base_path,
             base_url=self._serving.url,
             total_steps=self._config.rl_training.total_steps,
-            example_prompt=_example_prompt(self._sources),
+            example_prompt=self._data.example_prompt if self._data is not None else _example_prompt(self._sources),
             start_step=state.step if state else 0,
             needs_key=self._serving.api_key is not None,
         )

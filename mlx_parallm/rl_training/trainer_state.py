@@ -1,12 +1,12 @@
 """`trainer_state.json`: everything a run needs to go on besides weights and optimizer. No MLX."""
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.rl_training.versions import VersionSteps
+from mlx_parallm.rl_training.versions import VersionNumbers, VersionSteps
 
 STATE_FILE = "trainer_state.json"
 SCHEMA_VERSION = 1
@@ -42,6 +42,9 @@ class TrainerState:
     sources: dict[str, Any] = field(default_factory=dict)  # positions of the environments, by name of the source
     random_state: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None  # the last line
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)  # rollback.Rollback of each, oldest first
+    trainer: dict[str, Any] = field(default_factory=dict)  # Trainer.state()
+    score: float | None = None  # checkpoint.score
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -52,16 +55,12 @@ class TrainerState:
     def checkpoint_name(self) -> str:
         return f"step_{self.step:06d}" + (f"_mb{self.mini_batches:04d}" if self.mini_batches else "")
 
-    @property
-    def serving_version(self) -> int:
-        """Version under which a resumed run serves these weights: a new one where they were never published."""
-        return self.policy_version + (1 if self.unpublished else 0)
-
-    def restored_versions(self) -> VersionSteps:
-        """The version table of a resumed run, `serving_version` included."""
+    def restored_versions(self, numbers: VersionNumbers) -> VersionSteps:
+        """The version table of a resumed run. Weights that were never published get a number of their own."""
         versions = VersionSteps.restored(self.versions)
         if self.unpublished:
-            versions.record(self.serving_version, self.step)
+            versions.record(numbers.reserve(self.policy_version), self.step)
+            numbers.used()
         return versions
 
     def same_moment(self, other: "TrainerState") -> bool:
@@ -70,9 +69,6 @@ class TrainerState:
         return own == (
             other.step, other.mini_batches, other.policy_version, other.optimizer_updates, other.random_state,
         )  # fmt: skip
-
-    def with_random_state(self, state: dict[str, Any]) -> "TrainerState":
-        return replace(self, random_state=state)
 
     def to_text(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"

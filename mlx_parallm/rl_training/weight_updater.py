@@ -3,18 +3,23 @@
 A lock that is not had within `lock_timeout_ms` leaves the old weights serving; the publish stays due and is tried again
 after the next step, and while the trainer waits for rollouts (with `max_staleness = 0` they can only come afterwards).
 Weights that no update has changed since the last publish are not published: a version is a difference.
+
+Weights that the guard refuses are taken back, with their optimizer, to those of the served version, which goes on
+serving: left as they are they would be refused after every later step too, and their rollouts would grow stale.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import structlog
 
-from mlx_parallm.config import WeightUpdateConfig
-from mlx_parallm.errors import PublishTimeoutError
-from mlx_parallm.rl_training.policy import TrainedPolicy
-from mlx_parallm.rl_training.versions import VersionSteps
+from mlx_parallm.config import RLTrainingConfig
+from mlx_parallm.errors import CheckpointError, PublishTimeoutError
+from mlx_parallm.rl_training.publish_guard import PublishGuard, TrainingState, TrainingStates, Verdict, digest
+from mlx_parallm.rl_training.trainer_base import Trainer
+from mlx_parallm.rl_training.versions import VersionNumbers, VersionSteps
+from mlx_parallm.types import Rollout
 from mlx_parallm.weights import PublishReport, SharedWeights
 
 log = structlog.get_logger(__name__)
@@ -29,9 +34,10 @@ class UpdaterState:
 
 
 class WeightUpdater:
-    """One thread's, the trainer's. `timeouts` counts locks that were not had in time.
+    """One thread's, the trainer's. `timeouts` counts locks that were not had in time, `refused` updates taken back.
 
     Args:
+        numbers: of the versions; default: counted up by one.
         drained: with `in_flight = "drain"`: a context in which no request runs (admission stops, running ones end).
         on_publish: told of every publish, also of one that was tried again; the drain is not in its time.
     """
@@ -39,18 +45,30 @@ class WeightUpdater:
     def __init__(
         self,
         weights: SharedWeights,
-        policy: TrainedPolicy,
+        trainer: Trainer,
         versions: VersionSteps,
-        config: WeightUpdateConfig,
+        config: RLTrainingConfig,
         *,
+        numbers: VersionNumbers | None = None,
         drained: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_publish: Callable[[PublishReport], None] = lambda report: None,
     ) -> None:
-        self._weights, self._policy, self._versions, self._config = weights, policy, versions, config
-        self._drained = drained if config.in_flight == "drain" else nullcontext
+        updates, policy = config.weight_updates, trainer.policy
+        self._weights, self._policy, self._versions, self._config = weights, policy, versions, updates
+        self._guard = PublishGuard(policy, trainer.logprobs, updates.max_publish_kl)
+        self.states = TrainingStates(trainer, versions, updates.kept_versions(lora=policy.lora))
+        self._repeats = config.deterministic  # a resume trains the same bits again
+        self._numbers = numbers or VersionNumbers()
+        self._drained = drained if updates.in_flight == "drain" else nullcontext
         self._on_publish = on_publish
         self._state = UpdaterState()
-        self.timeouts = 0
+        self.timeouts = self.refused = 0
+        self.publish_kl: float | None = None  # of the last step that was to be published
+
+    def begin(self) -> None:
+        """What is trained now is what is served: before the first step, and after each publish."""
+        self._guard.published()
+        self.states.keep()
 
     @property
     def version(self) -> int:
@@ -61,12 +79,23 @@ class WeightUpdater:
         """A publish is overdue: its lock was not had in time."""
         return self._state.due
 
-    def after_step(self, step: int, *, updates: int, last: bool = False) -> PublishReport | None:
-        """Publishes when `step` is one of every n, or the last; None when nothing was published."""
+    def after_step(
+        self, step: int, *, updates: int, last: bool = False, rollouts: Sequence[Rollout] = ()
+    ) -> PublishReport | None:
+        """Publishes when `step` is one of every n, or the last; None when nothing was published.
+
+        Args:
+            rollouts: what the step was trained on; the guard measures with them.
+
+        Raises CheckpointError: the guard refused, and there is nothing in memory to go back to.
+        """
         dirty = self._state.dirty or updates > 0
         due = dirty and (self._state.due or last or step % self._config.update_every_n_steps == 0)
         self._state = UpdaterState(dirty, due)
-        if not dirty:
+        self.publish_kl = None
+        if due:
+            self._look_at(self._guard.judge(rollouts), step)
+        if not self._state.dirty:
             self._versions.still_newest(step)
         return self.publish_if_due(step)
 
@@ -74,24 +103,54 @@ class WeightUpdater:
         """Tries an overdue publish of the weights that `step` steps have made."""
         if not self._state.due:
             return None
-        timeout_s = self._config.lock_timeout_ms / 1e3
         try:
-            with self._drained():
-                if self._policy.lora:
-                    report = self._weights.publish_adapter(self._policy.adapter(), timeout_s=timeout_s)
-                else:
-                    report = self._weights.publish_parameters(self._policy.full_parameters(), timeout_s=timeout_s)
+            report = self._publish(self._config.lock_timeout_ms / 1e3)
         except PublishTimeoutError as error:
             self.timeouts += 1
             log.warning("weights not published, the old ones keep serving", step=step, reason=str(error))
             return None
-        self._state = UpdaterState()
         self._versions.record(report.version, step)
-        self._on_publish(report)
+        self._published(report)
         return report
+
+    def go_back(self, state: TrainingState, step: int) -> PublishReport:
+        """Publishes what was put back of `state` after `step` steps, as a version of its own. Waits for the lock."""
+        report = self._publish(None)
+        self._versions.go_back(state.table, state.steps, version=report.version, steps=step)
+        self._published(report)
+        return report
+
+    def _look_at(self, verdict: Verdict, step: int) -> None:
+        self.publish_kl = verdict.kl
+        if verdict.reason:
+            self.refused += 1
+            state = self.states.newest()
+            if state is None:
+                raise CheckpointError(
+                    f"step {step} is not published: {verdict.reason}. Go back with --resume to a checkpoint before it,"
+                    " and lower rl_training.learning_rate"
+                )
+            log.warning("update taken back, the old weights keep serving", step=step, reason=verdict.reason)
+            self.states.put_back(state)
+        if verdict.reason or not verdict.moved:
+            self._state = UpdaterState()
+
+    def _publish(self, timeout_s: float | None) -> PublishReport:
+        """Raises PublishTimeoutError."""
+        number = self._numbers.reserve(self._weights.version, digest(self._policy) if self._repeats else None)
+        with self._drained():
+            if self._policy.lora:
+                report = self._weights.publish_adapter(self._policy.adapter(), version=number, timeout_s=timeout_s)
+            else:
+                parameters = self._policy.full_parameters()
+                report = self._weights.publish_parameters(parameters, version=number, timeout_s=timeout_s)
+        self._numbers.used()
+        return report
+
+    def _published(self, report: PublishReport) -> None:
+        self._state = UpdaterState()
+        self.begin()
+        self._on_publish(report)
 
     def state(self) -> UpdaterState:
         return self._state
-
-    def restore(self, state: UpdaterState) -> None:
-        self._state = state

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mlx_parallm.errors import StoreError
@@ -119,6 +119,13 @@ class Database:
                 yield self.connection
             except sqlite3.Error as error:
                 raise self._explained(doing, error) from error
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        """Removes groups as if they had never come, from the ledger too: they will be made again, bit for bit."""
+        ids, own = [(group_id,) for group_id in group_ids], "(SELECT sequence FROM groups WHERE group_id = ?)"
+        with self.transaction() as connection:
+            connection.executemany(f"DELETE FROM payloads WHERE sequence = {own}", ids)
+            connection.executemany("DELETE FROM groups WHERE group_id = ?", ids)
 
     def size_bytes(self, *, used: bool = False) -> int:
         """Bytes of the file without its write-ahead log; `used`: without its free pages too."""

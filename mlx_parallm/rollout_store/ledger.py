@@ -3,6 +3,7 @@
 `tools/rollouts.py` shows the answers. Rows stay when payloads are pruned, so the counts are of the whole run.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -73,6 +74,18 @@ class Ledger:
                 "SELECT source, reason, COUNT(*) FROM rejects GROUP BY 1, 2 ORDER BY 3 DESC, MAX(id) DESC"
             ).fetchall()
         return {(source, reason): count for source, reason, count in rows}
+
+    def taken_by(self, step: int) -> list[str]:
+        """Ids of the groups that a step was trained on, in the order in which they came."""
+        with self._store.database.reading() as connection:
+            rows = connection.execute(
+                "SELECT group_id FROM groups WHERE state = 'taken' AND step = ? ORDER BY sequence", (step,)
+            ).fetchall()
+        return [group_id for (group_id,) in rows]
+
+    def groups(self, group_ids: Sequence[str]) -> list[RolloutGroup]:
+        """In the order asked for. Raises StoreError: one is unknown or pruned."""
+        return self._store.groups(group_ids)
 
     def rejects(self, limit: int) -> list[Reject]:
         return self._store.rejects(limit)

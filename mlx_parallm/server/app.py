@@ -22,6 +22,7 @@ from mlx_parallm.server.routes_inference import inference_router
 from mlx_parallm.server.routes_rewards import rewards_router
 from mlx_parallm.server.routes_status import status_router
 from mlx_parallm.server.routes_tokenize import tokenize_router
+from mlx_parallm.server.routes_training import training_router
 
 
 def create_app(deps: ServerDeps) -> FastAPI:
@@ -30,7 +31,7 @@ def create_app(deps: ServerDeps) -> FastAPI:
     app.state.context = ServerContext(deps)
     openai = (completions_router(), chat_router())
     tokens = (tokenize_router(), generate_router(), inference_router())
-    control = (control_router(), adapters_router(), rewards_router())
+    control = (control_router(), adapters_router(), rewards_router(), training_router())
     for router in (status_router(), *openai, *tokens, *control, *deps.extra_routers):
         app.include_router(router)
     install_error_handlers(app)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mlx_parallm.engine.client import EngineClient
     from mlx_parallm.models.tokenizer import Tokenizer
     from mlx_parallm.rollout_store.completions import KeptCompletions
+    from mlx_parallm.server.routes_training import RollbackDesk
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class ServerDeps:
     logprobs_mode: str = "raw"  # or "processed": what `logprobs` in answers are, see ServerConfig
     extra_routers: Sequence[APIRouter] = ()  # e.g. /atropos; behind the same key and loading gate
     completions: "KeptCompletions | None" = None  # for /v1/rewards; None = this server trains nothing
+    rollbacks: "RollbackDesk | None" = None  # for /v1/training/rollback; None = the same
 
 
 class ServerContext:

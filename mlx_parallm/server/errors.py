@@ -19,6 +19,7 @@ from mlx_parallm.errors import (
     ParallmError,
     RequestError,
     RewardRefusedError,
+    RollbackRefusedError,
     StoreError,
 )
 
@@ -64,7 +65,7 @@ def status_of(error: ParallmError) -> int:
     """The HTTP status that an error of our own tree is answered with."""
     if isinstance(error, ModelNotFoundError):
         return 404
-    if isinstance(error, AdapterRefusedError | RewardRefusedError):
+    if isinstance(error, AdapterRefusedError | RewardRefusedError | RollbackRefusedError):
         return error.status
     if isinstance(error, RequestError):
         return 400

@@ -19,9 +19,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mlx_parallm.config import Config
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.models.lora import LoraPair
+from mlx_parallm.rl_training.algorithms import make_algorithm
 from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch, TrainSequence
-from mlx_parallm.rl_training.grpo_trainer import make_algorithm
 from mlx_parallm.rl_training.preflight import Lengths, ModelShape, predict_memory
 from mlx_parallm.rl_training.trainer_base import Trainer
 from mlx_parallm.tools.contract_subject import NEW_TOKENS, POLICY, PROMPT_TOKENS, PROMPTS, Load, Subject, subject_of
@@ -156,7 +155,7 @@ def publish_under_load(subject: Subject) -> list[Finding]:
     with Load(subject, STREAMS) as load:
         until = time.monotonic() + PUBLISH_S
         while len(reports) < PUBLISHES and (len(reports) < MIN_PUBLISHES or time.monotonic() < until):
-            layers = {path: LoraPair(pair.a, pair.b + 1e-6, pair.scale) for path, pair in layers.items()}
+            layers = {path: replace(pair, b=pair.b + 1e-6, gain=None) for path, pair in layers.items()}
             mx.eval([pair.b for pair in layers.values()])
             reports.append(subject.weights.publish_adapter(layers))
             time.sleep(PAUSE_S)

@@ -22,6 +22,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import ModelError
+from mlx_parallm.models.dora import dense_weight, gain
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.lora import LoraPair, check_adapter, linear_layers, linear_shapes, load_adapter
 from mlx_parallm.models.mlx_lm_api import (
@@ -94,25 +95,18 @@ def _check_absent(path: Path) -> None:
 
 
 def merged_weights(model: nn.Module, layers: Mapping[str, LoraPair]) -> dict[str, mx.array]:
-    """Path → W + scale · (AB)ᵀ, [out, in], summed in float32 and rounded once to the base's dtype. Lazy."""
+    """Path → W + scale · (AB)ᵀ, [out, in], with DoRA its rows at their magnitudes; summed in float32 and rounded once
+    to the base's dtype. Lazy."""
     linear = linear_layers(model)
     merged = {}
     for path, pair in layers.items():
-        weight, dtype = _full_weight(linear[path])
-        update = pair.scale * (pair.a.astype(mx.float32) @ pair.b.astype(mx.float32)).T
-        merged[path] = (weight.astype(mx.float32) + update).astype(dtype)
+        layer = linear[path]
+        dtype = layer.scales.dtype if getattr(layer, "mode", "") == "affine" else dense_weight(layer).dtype
+        weight = dense_weight(layer).astype(mx.float32) + pair.scale * (pair.a @ pair.b).T
+        if pair.magnitude is not None:
+            weight = weight * gain(layer, pair.a, pair.b, pair.scale, pair.magnitude)[:, None]
+        merged[path] = weight.astype(dtype)
     return merged
-
-
-def _full_weight(layer: nn.Module) -> tuple[mx.array, mx.Dtype]:
-    """The weight before any rounding, and the dtype to save it in (a quantised layer's: that of its scales)."""
-    if not isinstance(layer, nn.QuantizedLinear):
-        return layer.weight, layer.weight.dtype
-    if layer.mode != "affine":  # the scales are not floating point
-        weight = mx.dequantize(layer.weight, layer.scales, None, layer.group_size, layer.bits, layer.mode)
-        return weight, weight.dtype
-    scales, biases = layer.scales.astype(mx.float32), layer.biases.astype(mx.float32)
-    return mx.dequantize(layer.weight, scales, biases, layer.group_size, layer.bits), layer.scales.dtype
 
 
 def _load(base: Path) -> tuple[nn.Module, dict[str, Any]]:

@@ -151,7 +151,7 @@ def _tokenizer(run: Path) -> Any:
     from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
 
     try:
-        model = load_config(run / CONFIG_FILE).model
+        model = load_config(run / CONFIG_FILE, saved=True).model
         return load_tokenizer(resolve_model_path(model.base_path, model.revision, fetch=False), model)
     except (ConfigError, ModelError):
         return None

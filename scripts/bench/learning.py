@@ -55,6 +55,7 @@ class Result:
     steps: int
     asked: Asked
     accuracy: dict[str, tuple[float, float]]
+    rewards: list[float]  # of each step
 
 
 def main() -> None:
@@ -106,7 +107,7 @@ def measure(config: str, seed: int, problems: int, overrides: list[str]) -> Resu
         if asked.failed:
             console.print(f"  {len(asked.failed)} of {asked.sent} requests failed, the first: {asked.failed[0]}")
         accuracy = held_out(load_config(config, settings), run / "final", problems)
-        return Result(seed, first, last, seconds, len(lines), asked, accuracy)
+        return Result(seed, first, last, seconds, len(lines), asked, accuracy, rewards)
 
 
 def ask_until_exit(process: subprocess.Popen[bytes], port: int, asked: Asked) -> None:
@@ -145,12 +146,23 @@ def one_answer(client: openai.OpenAI, *, stream: bool) -> int:
     return int(version)
 
 
-def held_out(config: Config, adapter: Path, problems: int) -> dict[str, tuple[float, float]]:
-    """Greedy accuracy of base and adapter, by environment, through a real server."""
+def held_out(config: Config, final: Path, problems: int) -> dict[str, tuple[float, float]]:
+    """Greedy accuracy of the base and of what was trained, by environment, through real servers."""
+    base = ["--model-path", config.model.base_path]
+    base += ["--set", f"rl_training.lora.quantize_base={str(config.rl_training.lora.quantize_base).lower()}"]
+    if (final / "adapters.safetensors").exists():
+        tuned, model = [*base, "--lora-path", f"tuned={final}"], "tuned"
+    else:
+        tuned, model = ["--model-path", str(final)], "default"
+    before = answers(config, base, "default", problems)
+    after = answers(config, tuned, model, problems)
+    return {name: (before[name], after[name]) for name in before}
+
+
+def answers(config: Config, flags: list[str], model: str, problems: int) -> dict[str, float]:
     sources = build_sources(config.environments, seed=config.rl_training.seed)
     port = free_port()
-    command = [BIN / "mlx_parallm_serve", "--model-path", config.model.base_path, "--lora-path", f"tuned={adapter}"]
-    command += ["--port", str(port), "--set", "server.batch_size=64"]
+    command = [BIN / "mlx_parallm_serve", *flags, "--port", str(port), "--set", "server.batch_size=64"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"
@@ -161,14 +173,8 @@ def held_out(config: Config, adapter: Path, problems: int) -> dict[str, tuple[fl
             accuracy = {}
             for source in sources:
                 tasks = source.heldout(problems // len(sources))
-                jobs = [
-                    (client, model, task, source.config.max_tokens) for model in ("default", "tuned") for task in tasks
-                ]
-                scores = list(pool.map(lambda job: solved(*job), jobs))
-                accuracy[source.name] = (
-                    sum(scores[: len(tasks)]) / len(tasks),
-                    sum(scores[len(tasks) :]) / len(tasks),
-                )
+                jobs = [(client, model, task, source.config.max_tokens) for task in tasks]
+                accuracy[source.name] = sum(pool.map(lambda job: solved(*job), jobs)) / len(tasks)
             return accuracy
     finally:
         process.send_signal(signal.SIGTERM)

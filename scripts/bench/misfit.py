@@ -20,7 +20,7 @@ from rich.table import Table
 
 from mlx_parallm.config import load_config
 from mlx_parallm.models.loading import load_model
-from mlx_parallm.rl_training.grpo_trainer import make_algorithm
+from mlx_parallm.rl_training.algorithms import make_algorithm
 from mlx_parallm.rl_training.misfit import MISFIT_NATS, MisfitCheck
 from mlx_parallm.rl_training.policy import TrainedPolicy
 from mlx_parallm.rl_training.trainer_base import Trainer

@@ -1,4 +1,4 @@
-"""mlx_lm.server as the benchmarks' peer: a process, its flags, and which BLAS it really has in memory."""
+"""The benchmarks' peers: their virtual environments, mlx_lm.server as a process, and which BLAS one really has."""
 
 import os
 import socket
@@ -13,6 +13,15 @@ import httpx
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "build/peers/bin/python"
 FLAGS = ("--decode-concurrency", "64", "--prompt-concurrency", "8")  # all cases fit into one batch; the rest: defaults
+
+
+def environment(blas: str) -> dict[str, str]:
+    """Of a process of build/peers: "mkl" puts MKL under its MLX first, "reference" leaves what pip installed."""
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_PRELOAD")}
+    if blas == "reference":
+        return own
+    library = next(Path(PYTHON.parents[1], "lib").glob("libmkl_rt.so*"))
+    return own | {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(library.parent)}
 
 
 @contextmanager

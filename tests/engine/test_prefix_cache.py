@@ -184,6 +184,17 @@ def test_old_weights_entries_go_at_once():
     assert list(output.completions[0].token_ids) == naive_greedy(served.plain, prompt, 9)
 
 
+def test_what_has_just_finished_does_not_come_back_after_a_reset():
+    served = serve(qwen3_model())
+    prompt = ragged_prompts(1, shortest=60, longest=60)[0]
+    run(served.engine, [request("first", prompt, max_tokens=2)])  # its row is given up at the next step only
+    served.engine.reset_prefix_cache()
+    again = run(served.engine, [request("again", prompt, max_tokens=2)])["again"]
+    assert again.completions[0].cached_tokens == 0
+    found = run(served.engine, [request("found", prompt, max_tokens=2)])["found"]
+    assert found.completions[0].cached_tokens == 59
+
+
 def test_memory_stays_within_both_bounds():
     """Rows, prompts being computed and stored prefixes, counted as the arrays that they are, after each step."""
     served = serve(qwen3_model(), kv_cache_bytes=1 << 20, prefix_cache_bytes=1 << 18, prefill_chunk=64, max_rows=16)

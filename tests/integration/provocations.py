@@ -152,6 +152,12 @@ PROVOCATIONS: dict[str, Provocation] = {
     "sends nothing": Provocation("environment-stalled", "", HTTP, beside=registers_only),
     "reward raises": Provocation("groups-refused", "raises"),
     "advantages 1e39": Provocation("not-finite", "", HTTP, beside=sends("advantages")),
+    "tight KL bound": Provocation(
+        "update-refused", training={"learning_rate": 1e-2, "weight_updates": {"max_publish_kl": 1e-6}}
+    ),
+    "tight target KL": Provocation(
+        "no-update", training={"algorithm": "ppo", "learning_rate": 1e-2, "ppo": {"target_kl": 1e-3}}
+    ),
     "lock held": Provocation(
         "weights-not-published", training={"weight_updates": {"lock_timeout_ms": 1}}, beside=holds_the_lock
     ),

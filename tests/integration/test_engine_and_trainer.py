@@ -14,8 +14,8 @@ from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.models.loading import load_model, load_tokenizer
 from mlx_parallm.models.lora import adapter_layers, prepare_for_serving, trainer_lora_layers
+from mlx_parallm.rl_training.algorithms import make_algorithm
 from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch, TrainSequence
-from mlx_parallm.rl_training.grpo_trainer import make_algorithm
 from mlx_parallm.rl_training.policy import TrainedPolicy
 from mlx_parallm.rl_training.trainer_base import Trainer
 from mlx_parallm.types import Request, RequestOutput, Rollout, RolloutGroup, SamplingParams
@@ -33,16 +33,17 @@ def sample(requests: list[Request], thread: EngineThread) -> list[RequestOutput]
         thread.stop()
 
 
-@pytest.mark.parametrize("blocks_per_eval", [0, 1])
-def test_64_ragged_sequences_agree_to_1e_4(blocks_per_eval: int) -> None:
+@pytest.mark.parametrize(("blocks_per_eval", "dora"), [(0, False), (1, False), (1, True)])
+def test_64_ragged_sequences_agree_to_1e_4(blocks_per_eval: int, dora: bool) -> None:
     loaded = load_model(ModelConfig())
-    training = parse_config(
-        {"rl_training": {"blocks_per_eval": blocks_per_eval, "batch_size": SEQUENCES, "token_budget": 1024}}
-    ).rl_training
+    values = {"blocks_per_eval": blocks_per_eval, "batch_size": SEQUENCES, "token_budget": 1024}
+    training = parse_config({"rl_training": values | {"lora": {"use_dora": dora}}}).rl_training
     policy = TrainedPolicy(copy.deepcopy(loaded.model), training, source=loaded.path, model_config=loaded.config)
     mx.random.seed(3)
     for layer in trainer_lora_layers(policy.model).values():
         layer.lora_b = mx.random.normal(layer.lora_b.shape) * 0.02
+        if dora:
+            layer.m = layer.m * (1.0 + 0.1 * mx.random.normal(layer.m.shape))
     mx.eval(policy.model.parameters())
     trainer = Trainer(policy, training, make_algorithm(training))
 

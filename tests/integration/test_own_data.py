@@ -73,7 +73,7 @@ OWN = """
 # mine.py
 import mlx.core as mx
 from mlx_parallm.environments.base import EnvironmentSource, Task
-from mlx_parallm.losses.policy_gradient import clipped_surrogate
+from mlx_parallm.losses.registry import policy_loss
 from mlx_parallm.losses.types import LossOutputs
 from mlx_parallm.rewards.verifiers import verifier
 
@@ -88,7 +88,7 @@ def best(rewards):
     return None if spread == 0 else [(r - sum(rewards) / len(rewards)) / spread for r in rewards]
 
 def loss(inputs):
-    outputs = clipped_surrogate(inputs, clip_low=0.2, clip_high=0.2)
+    outputs = policy_loss(inputs)
     return LossOutputs(outputs.loss, {**outputs.metrics, "my_loss": outputs.loss})
 """
 

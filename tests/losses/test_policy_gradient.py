@@ -1,17 +1,36 @@
-"""Values and gradient norms of TRL and verl on the same inputs (float64), hand-worked cases, invariances."""
+"""Policy losses against other trainers' printed numbers, a float64 oracle, hand-worked cases, and invariances."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.losses.policy_gradient import clipped_surrogate, grpo_loss
-from mlx_parallm.losses.types import Aggregation, LossInputs, LossOutputs
-from tests.losses import fixtures
+from mlx_parallm.config_algorithm import LOSS_SETTINGS, WITHOUT_LEVEL
+from mlx_parallm.losses.policy_gradient import Terms
+from mlx_parallm.losses.registry import LOSSES, policy_loss
+from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
+from tests.losses import fixtures, oracle
 
 Loss = Callable[[LossInputs], LossOutputs]
+
+WIDER: dict[str, dict[str, Any]] = {  # settings at which a bound of every kind acts in set B
+    "clip": {"clip_ratio": 0.2, "clip_ratio_high": 0.28},
+    "dual_clip": {"clip_ratio": 0.2, "clip_ratio_high": 0.28, "dual_clip": 1.5},
+    "two_sided": {"clip_ratio": 0.2, "clip_ratio_high": 0.28, "ratio_delta": 1.7},
+    "cispo": {"clip_ratio": 0.4, "clip_ratio_high": 1.0},
+    "sapo": {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05},
+    "dppo": {"dppo_low": 0.1, "dppo_high": 0.15, "dppo_kl": 0.02},
+    "reinforce": {},
+    "importance_sampling": {},
+}
+COMBINATIONS = [
+    (loss, level)
+    for loss in LOSSES
+    for level in (("token",) if loss in WITHOUT_LEVEL else ("token", "sequence", "sequence_token"))
+]
 
 
 def value_and_grad(loss: Loss, inputs: LossInputs) -> tuple[float, np.ndarray]:
@@ -19,38 +38,133 @@ def value_and_grad(loss: Loss, inputs: LossInputs) -> tuple[float, np.ndarray]:
     return value.item(), np.array(gradient)
 
 
-def surrogate(aggregation: Aggregation = "token", low: float = 0.2, high: float = 0.28) -> Loss:
-    return lambda inputs: clipped_surrogate(inputs, clip_low=low, clip_high=high, aggregation=aggregation)
+def made(loss: str, **options: Any) -> Loss:
+    return lambda inputs: policy_loss(inputs, loss, **options)
+
+
+def full(loss: str, level: str = "token", aggregation: str = "token") -> Loss:
+    """With every term that there is; the inputs of `full_inputs`."""
+    return made(loss, ratio_level=level, aggregation=aggregation, entropy_weight=0.05, **WIDER[loss])
+
+
+def full_inputs(**more: Any) -> LossInputs:
+    return fixtures.inputs(0.6, **{"weights": fixtures.WEIGHTS, "kl_beta": 0.3} | more)
+
+
+DAPO = {"clip_ratio": 0.2, "clip_ratio_high": 0.28}
+PRINTED: list[tuple[str, dict[str, Any], float, tuple[float, float], tuple[float, float]]] = [
+    # loss, options, divisor of the printed numbers, (value, gradient norm) in set A, in set B
+    ("dual_clip", DAPO, 1, (0.051254, 0.158295), (0.251462, 0.100155)),  # verl ppo token-mean
+    ("dual_clip", DAPO | {"aggregation": "sequence"}, 1, (-0.015323, 0.154209), (0.143163, 0.071620)),
+    ("dual_clip", DAPO | {"aggregation": "sequence_sum"}, 1, (0.170847, 0.527649), (0.838206, 0.333850)),
+    (
+        *("clip", DAPO | {"ratio_level": "sequence", "aggregation": "sequence"}, 1),  # verl gspo, TRL
+        *((-0.016057, 0.152533), (-0.007851, 0.115421)),
+    ),
+    (
+        *("clip", DAPO | {"ratio_level": "sequence_token", "aggregation": "sequence"}, 1),
+        *((-0.016057, 0.152533), (-0.007851, 0.115421)),
+    ),
+    ("sapo", {"aggregation": "sequence"}, 1, (-0.042269, 0.152869), (-0.137485, 0.139641)),  # verl
+    ("cispo", DAPO, 1, (-0.087392, 0.158295), (-0.083350, 0.162631)),  # verl
+    ("cispo", {"clip_ratio": 1.0, "clip_ratio_high": 0.15}, 1, (-0.084871, 0.155271), (-0.063885, 0.139074)),  # TRL
+    ("clip", DAPO | {"aggregation": "sequence"}, 1, (-0.015323, 0.154209), (0.166193, 0.156272)),  # TRL grpo
+    ("clip", DAPO, 1, (0.051254, 0.158295), (0.278672, 0.193167)),  # TRL dapo
+    ("clip", DAPO | {"aggregation": "constant"}, 1, (0.021356, 0.065956), (0.116113, 0.080486)),  # TRL dr_grpo, L = 8
+    (
+        *("two_sided", DAPO | {"ratio_delta": 1.1, "aggregation": "sequence"}, 1),  # TRL grpo, delta
+        *((-0.000901, 0.100332), (0.036769, 0.057635)),
+    ),
+    ("dppo", {}, 1, (0.051276, 0.158292), (0.336246, 0.193382)),  # prime-rl
+    ("dppo", {"dppo_low": 0.05, "dppo_high": 0.05}, 1, (0.082188, 0.136114), (0.336246, 0.193382)),
+    ("importance_sampling", {}, 20, (1.025081, 3.165893), (0.837132, 5.702854)),  # Tinker: the sum of 20 tokens
+    ("clip", {"clip_ratio": 0.2}, 20, (1.057185, 2.856238), (5.789437, 3.863333)),  # Tinker ppo 0.8 / 1.2
+    ("reinforce", {"aggregation": "sequence_sum"}, 1, (-0.293000, 0.514512), (-0.293000, 0.514512)),
+]
+
+
+@pytest.mark.parametrize(("loss", "options", "divisor", "set_a", "set_b"), PRINTED)
+def test_other_trainers_numbers(
+    loss: str, options: dict[str, Any], divisor: int, set_a: tuple[float, float], set_b: tuple[float, float]
+) -> None:
+    for scale, (value, norm) in ((0.1, set_a), (0.6, set_b)):
+        got, gradient = value_and_grad(made(loss, **options), fixtures.inputs(scale))
+        assert got == pytest.approx(value / divisor, abs=1e-6)
+        assert np.linalg.norm(gradient) == pytest.approx(norm / divisor, abs=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", oracle.AGGREGATIONS)
+@pytest.mark.parametrize(("loss", "level"), COMBINATIONS)
+def test_value_and_gradient_equal_the_float64_oracle(loss: str, level: str, aggregation: str) -> None:
+    def in_float64(new: np.ndarray) -> float:
+        return oracle.loss_of(
+            new,
+            **{"loss": loss, "scale": 0.6, "level": level, "aggregation": aggregation, "settings": WIDER[loss]},
+            **{"weights": fixtures.WEIGHTS, "kl_beta": 0.3, "entropy_weight": 0.05},
+        )
+
+    value, slope = value_and_grad(full(loss, level, aggregation), full_inputs())
+    expected = oracle.gradient(in_float64)
+    assert value == pytest.approx(in_float64(fixtures.NEW), rel=1e-5)
+    assert np.linalg.norm(slope - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("estimator", oracle.KL)
+def test_every_kl_in_the_loss_equals_the_oracle(estimator: str) -> None:
+    def in_float64(new: np.ndarray) -> float:
+        return oracle.loss_of(new, loss="clip", scale=0.6, settings=WIDER["clip"], kl_beta=0.7, kl_estimator=estimator)
+
+    shifted = fixtures.NEW + 0.013  # |ref - new| is 0 somewhere in the fixture, where "abs" has no slope
+    inputs = fixtures.inputs(0.6, new=shifted, kl_beta=0.7)
+    value, slope = value_and_grad(made("clip", kl_estimator=estimator, **WIDER["clip"]), inputs)
+    expected = oracle.gradient(in_float64, shifted)
+    assert value == pytest.approx(in_float64(shifted), rel=1e-5)
+    assert np.linalg.norm(slope - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_on_policy_every_loss_learns_and_knows_good_from_bad(loss: str, level: str) -> None:
+    """At ratio 1 the gradient of each is that of -A · logprobs, up to a constant."""
+    inputs = replace(fixtures.inputs(0.6), rollout_logprobs=mx.array(fixtures.NEW, mx.float32))
+    _, gradient = value_and_grad(made(loss, **({} if loss in WITHOUT_LEVEL else {"ratio_level": level})), inputs)
+    wanted = -fixtures.ADVANTAGES * fixtures.MASK / 20
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
-    ("scale", "aggregation", "value", "norm"),
-    [
-        (0.1, "token", 0.051254, 0.158295),  # TRL dapo; verl ppo token-mean (no clip binds in set A)
-        (0.1, "sequence", -0.015323, 0.154209),  # TRL grpo; verl seq-mean-token-mean
-        (0.6, "token", 0.278672, 0.193167),  # TRL dapo = verl ppo token-mean without its dual clip
-        (0.6, "sequence", 0.166193, 0.156272),  # TRL grpo
-    ],
+    ("loss", "level", "aggregation"),
+    [(*which, "sequence") for which in COMBINATIONS] + [("clip", "token", name) for name in oracle.AGGREGATIONS],
 )
-def test_other_trainers_numbers(scale: float, aggregation: Aggregation, value: float, norm: float) -> None:
-    got, gradient = value_and_grad(surrogate(aggregation), fixtures.inputs(scale))
-    assert got == pytest.approx(value, abs=1e-6)
-    assert np.linalg.norm(gradient) == pytest.approx(norm, abs=1e-6)
+def test_cutting_padding_and_order_change_nothing(loss: str, level: str, aggregation: str) -> None:
+    function = full(loss, level, aggregation)
+    whole, gradient = value_and_grad(function, full_inputs())
+    cuts = [([4, 0], 3), ([2], 0), ([5, 3, 1], 7)]
+    parts = [full_inputs(rows=rows, pad=pad) for rows, pad in cuts]
+    found = [value_and_grad(function, part) for part in parts]
+    assert sum(value for value, _ in found) == pytest.approx(whole, abs=1e-6)
+    for (rows, _), (_, slope) in zip(cuts, found, strict=True):
+        np.testing.assert_allclose(slope[:, :5], gradient[rows], atol=1e-7)
+    for name, total in function(full_inputs()).metrics.items():
+        assert sum(function(part).metrics[name].item() for part in parts) == pytest.approx(total.item(), abs=1e-6)
 
 
-def test_clip_fraction_and_ratio_count_the_tokens_of_set_b() -> None:
-    metrics = clipped_surrogate(fixtures.inputs(0.6), clip_low=0.2, clip_high=0.28).metrics
-    ratio = np.exp(fixtures.NEW - fixtures.rollout_logprobs(0.6))
-    binds = np.where(fixtures.ADVANTAGES > 0, ratio > 1.28, ratio < 0.8) & fixtures.MASK
-    assert 0 < binds.sum() < 20
-    assert metrics["clip_fraction"].item() == pytest.approx(binds.sum() / 20, abs=1e-6)
-    assert metrics["ratio_mean"].item() == pytest.approx(ratio[fixtures.MASK].mean(), abs=1e-5)
+@pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize(("loss", "level"), COMBINATIONS)
+def test_what_the_mask_hides_may_be_anything(loss: str, level: str, poison: float) -> None:
+    clean = full_inputs(old_logprobs=fixtures.rollout_logprobs(0.5))
+    names = ("logprobs", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "entropy", "weights")
+    dirty = replace(clean, **{name: mx.where(clean.mask, getattr(clean, name), poison) for name in names})
+    value, gradient = value_and_grad(full(loss, level), dirty)
+    expected, expected_gradient = value_and_grad(full(loss, level), clean)
+    assert value == pytest.approx(expected, abs=1e-7)
+    np.testing.assert_array_equal(gradient, expected_gradient)
 
 
-def one_token(ratio: float, advantage: float) -> LossInputs:
+def one_token(ratio: float, advantage: float, logprob: float = 0.0) -> LossInputs:
     return LossInputs(
-        logprobs=mx.array([[np.log(ratio)]], mx.float32),
-        rollout_logprobs=mx.zeros((1, 1)),
+        logprobs=mx.array([[logprob]], mx.float32),
+        rollout_logprobs=mx.array([[logprob - np.log(ratio)]], mx.float32),
         advantages=mx.array([[advantage]]),
         mask=mx.array([[True]]),
         token_normalizer=1.0,
@@ -59,95 +173,122 @@ def one_token(ratio: float, advantage: float) -> LossInputs:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "value", "gradient"),
+    ("loss", "ratio", "advantage", "value", "gradient", "clipped"),
     [
-        (1.5, 1.0, -1.28, 0.0),
-        (0.5, 1.0, -0.5, -0.5),
-        (0.5, -1.0, 0.8, 0.0),  # a bad token already made rarer: the pessimistic branch is the clipped one
-        (2.0, -1.0, 2.0, 2.0),  # a bad token made likelier: the gradient has to stay
-        (1.0, 0.7, -0.7, -0.7),
+        ("clip", 1.5, 1.0, -1.28, 0.0, 1),
+        ("clip", 0.5, 1.0, -0.5, -0.5, 0),
+        ("clip", 0.5, -1.0, 0.8, 0.0, 1),  # a bad token already made rarer: the pessimistic branch is the clipped one
+        ("clip", 2.0, -1.0, 2.0, 2.0, 0),  # a bad token made likelier: the gradient has to stay
+        ("clip", 1.0, 0.7, -0.7, -0.7, 0),
+        ("dual_clip", 5.0, -1.0, 3.0, 0.0, 1),
+        ("dual_clip", 2.0, -1.0, 2.0, 2.0, 0),
+        ("dual_clip", 5.0, 1.0, -1.28, 0.0, 1),
+        ("two_sided", 5.0, -1.0, 4.0, 0.0, 1),
+        ("two_sided", 2.0, -1.0, 2.0, 2.0, 0),
+        ("two_sided", 5.0, 1.0, -1.28, 0.0, 1),
+        ("sapo", 1.0, 1.0, -2.0, -1.0, None),
+        ("sapo", 3.0, 1.0, -3.523188, -1.259923, None),  # 4 σ'(2) · 3 = 4 · 0.104994 · 3
+        ("importance_sampling", 2.0, 1.0, -2.0, -2.0, None),
     ],
 )
-def test_which_side_is_clipped(ratio: float, advantage: float, value: float, gradient: float) -> None:
-    got, slope = value_and_grad(surrogate(), one_token(ratio, advantage))
-    assert got == pytest.approx(value, abs=1e-6)
-    assert slope.item() == pytest.approx(gradient, abs=1e-6)
+def test_worked_tokens(
+    loss: str, ratio: float, advantage: float, value: float, gradient: float, clipped: int | None
+) -> None:
+    settings = DAPO if "clip_ratio" in LOSS_SETTINGS[loss] else {}
+    inputs = one_token(ratio, advantage)
+    got, slope = value_and_grad(made(loss, **settings), inputs)
+    assert got == pytest.approx(value, abs=2e-6)
+    assert slope.item() == pytest.approx(gradient, abs=2e-6)
+    metrics = policy_loss(inputs, loss, **settings).metrics
+    assert ("clip_fraction" in metrics) == (clipped is not None)
+    assert clipped is None or metrics["clip_fraction"].item() == clipped
 
 
-def full_loss(inputs: LossInputs, aggregation: Aggregation = "token") -> LossOutputs:
-    return grpo_loss(
-        inputs,
-        clip_low=0.2,
-        clip_high=0.28,
-        kl_beta=0.3,
-        kl_estimator="k3",
-        entropy_weight=0.05,
-        aggregation=aggregation,
+def test_worked_tokens_that_depend_on_their_probability() -> None:
+    got, slope = value_and_grad(made("cispo"), one_token(8.0, 1.0, logprob=-0.5))
+    assert (got, slope.item()) == (pytest.approx(2.5), pytest.approx(-5.0))
+    got, slope = value_and_grad(made("reinforce"), one_token(1.0, 2.0, logprob=-0.5))
+    assert (got, slope.item()) == (pytest.approx(1.0), pytest.approx(-2.0))
+    far, near = (one_token(p / 0.3, 1.0, logprob=float(np.log(p))) for p in (0.6, 0.4))
+    dropped = value_and_grad(made("dppo", dppo_kl=0.0), far)
+    assert (dropped[0], dropped[1].item()) == (0.0, 0.0)
+    assert value_and_grad(made("dppo", dppo_kl=0.0), near)[0] == pytest.approx(-4 / 3, abs=1e-6)
+    assert policy_loss(far, "dppo").metrics["clip_fraction"].item() == 1
+    assert policy_loss(near, "dppo").metrics["clip_fraction"].item() == 0
+
+
+def test_clip_fraction_and_ratio_count_the_tokens_of_set_b() -> None:
+    metrics = policy_loss(fixtures.inputs(0.6), "clip", **DAPO).metrics
+    ratio = np.exp(fixtures.NEW - fixtures.rollout_logprobs(0.6))
+    binds = np.where(fixtures.ADVANTAGES > 0, ratio > 1.28, ratio < 0.8) & fixtures.MASK
+    assert 0 < binds.sum() < 20
+    assert metrics["clip_fraction"].item() == pytest.approx(binds.sum() / 20, abs=1e-6)
+    assert metrics["ratio_mean"].item() == pytest.approx(ratio[fixtures.MASK].mean(), abs=1e-5)
+
+
+def test_ratio_levels_worked() -> None:
+    row = mx.array([[True, True, False]])
+    inputs = LossInputs(mx.log(mx.array([[0.4, 0.1, 0.3]])), mx.log(mx.array([[0.2, 0.2, 0.9]])), row, row, 2.0, 1.0)
+    assert Terms(inputs, "token").ratio.tolist()[0][:2] == pytest.approx([2.0, 0.5])
+    assert Terms(inputs, "sequence").ratio.tolist()[0][:2] == pytest.approx([1.0, 1.0])
+    assert Terms(inputs, "sequence_token").ratio.tolist()[0][:2] == pytest.approx([1.0, 1.0])
+
+
+def test_the_ratio_is_against_the_old_policy_where_there_is_one_and_the_weights_stay_constant() -> None:
+    both = fixtures.inputs(0.6, old_logprobs=fixtures.rollout_logprobs(0.1))
+    assert value_and_grad(made("clip"), both)[0] == value_and_grad(made("clip"), fixtures.inputs(0.1))[0]
+    halved = replace(both, weights=mx.full((6, 5), 0.5))
+    value, gradient = value_and_grad(made("clip"), halved)
+    expected, expected_gradient = value_and_grad(made("clip"), both)
+    assert value == pytest.approx(expected / 2, rel=1e-6)
+    np.testing.assert_allclose(gradient, expected_gradient / 2, rtol=1e-6)
+
+
+def test_weights_do_not_touch_kl_entropy_or_penalty() -> None:
+    nothing = fixtures.inputs(0.6, weights=np.zeros((6, 5)), kl_beta=0.3)
+    kl = policy_loss(nothing, "clip").metrics["kl"].item()
+    assert policy_loss(nothing, "clip").loss.item() == pytest.approx(0.3 * kl, rel=1e-6)
+    difference = (fixtures.NEW - fixtures.rollout_logprobs(0.6))[fixtures.MASK]
+    assert policy_loss(replace(nothing, kl_beta=0.0), "dppo").loss.item() == pytest.approx(
+        1e-3 * np.mean(difference**2), rel=1e-5
     )
 
 
-@pytest.mark.parametrize("scale", [0.1, 0.6])
-def test_gradient_equals_finite_differences(scale: float) -> None:
-    def in_float64(new: np.ndarray) -> float:
-        ratio = np.exp(new - fixtures.rollout_logprobs(scale))
-        policy = -np.minimum(ratio * fixtures.ADVANTAGES, np.clip(ratio, 0.8, 1.28) * fixtures.ADVANTAGES)
-        d = fixtures.REF - new
-        return float((policy + 0.3 * (np.exp(d) - 1 - d) - 0.05 * -fixtures.NEW)[fixtures.MASK].sum() / 20)
-
-    value, gradient = value_and_grad(full_loss, fixtures.inputs(scale))
-    assert value == pytest.approx(in_float64(fixtures.NEW), abs=1e-6)
-    for i, t in np.ndindex(6, 5):
-        step = np.zeros((6, 5))
-        step[i, t] = 1e-6
-        slope = (in_float64(fixtures.NEW + step) - in_float64(fixtures.NEW - step)) / 2e-6
-        assert gradient[i, t] == pytest.approx(slope, abs=1e-6)
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "reinforce"])
+def test_a_ratio_against_nobody_is_refused(loss: str) -> None:
+    """It would be 1 whatever happens, and no clip would ever act."""
+    with pytest.raises(ValueError, match="rollout_logprobs or old_logprobs"):
+        policy_loss(replace(fixtures.inputs(0.6), rollout_logprobs=None), loss)
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence"])
-def test_cutting_and_padding_a_mini_batch_changes_nothing(aggregation: Aggregation) -> None:
-    def loss(inputs: LossInputs) -> LossOutputs:
-        return full_loss(inputs, aggregation)
-
-    whole, gradient = value_and_grad(loss, fixtures.inputs(0.6))
-    parts = [
-        fixtures.inputs(0.6, rows=rows, pad=pad) for rows, pad in ((slice(0, 1), 3), (slice(1, 4), 0), (slice(4, 6), 7))
-    ]
-    values, gradients = zip(*(value_and_grad(loss, part) for part in parts), strict=True)
-    assert sum(values) == pytest.approx(whole, abs=1e-6)
-    np.testing.assert_allclose(np.concatenate([g[:, :5] for g in gradients]), gradient, atol=1e-7)
-    for name, total in loss(fixtures.inputs(0.6)).metrics.items():
-        assert sum(loss(part).metrics[name].item() for part in parts) == pytest.approx(total.item(), abs=1e-6)
+def test_reinforce_needs_no_sampler() -> None:
+    bare = replace(fixtures.inputs(0.6), rollout_logprobs=None)
+    outputs = policy_loss(bare, "reinforce")
+    assert outputs.loss.item() == policy_loss(fixtures.inputs(0.6), "reinforce").loss.item()
+    assert "ratio_mean" not in outputs.metrics
 
 
-@pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
-def test_what_the_mask_hides_may_be_anything(poison: float) -> None:
-    clean = fixtures.inputs(0.6)
-    mask = clean.mask
-    dirty = LossInputs(
-        **{
-            name: mx.where(mask, getattr(clean, name), poison)
-            for name in ("logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "entropy")
-        },
-        mask=mask,
-        token_normalizer=20.0,
-        sequence_normalizer=6.0,
-    )
-    value, gradient = value_and_grad(full_loss, dirty)
-    expected, expected_gradient = value_and_grad(full_loss, clean)
-    assert value == pytest.approx(expected, abs=1e-7)
-    np.testing.assert_array_equal(gradient, expected_gradient)
-
-
-def test_an_absurd_ratio_stays_finite() -> None:
-    value, gradient = value_and_grad(surrogate(), one_token(np.exp(80.0), -1.0))
-    assert value == pytest.approx(np.exp(20.0), rel=1e-5)
+@pytest.mark.parametrize(("level", "limit"), [("token", 20.0), ("sequence", 10.0), ("sequence_token", 10.0)])
+def test_an_absurd_ratio_stays_finite(level: str, limit: float) -> None:
+    value, gradient = value_and_grad(made("importance_sampling", ratio_level=level), one_token(np.exp(80.0), -1.0))
+    assert value == pytest.approx(np.exp(limit), rel=1e-5)
     assert np.isfinite(gradient).all()
 
 
-def test_kl_and_entropy_weights_need_their_inputs() -> None:
+def test_weighted_terms_need_their_inputs() -> None:
     bare = one_token(1.0, 1.0)
     with pytest.raises(ValueError, match="ref_logprobs"):
-        grpo_loss(bare, clip_low=0.2, clip_high=0.2, kl_beta=0.1)
+        policy_loss(replace(bare, kl_beta=0.1))
     with pytest.raises(ValueError, match="entropy"):
-        grpo_loss(bare, clip_low=0.2, clip_high=0.2, entropy_weight=0.1)
-    assert set(grpo_loss(bare, clip_low=0.2, clip_high=0.2).metrics) == {"policy_loss", "ratio_mean", "clip_fraction"}
+        policy_loss(bare, entropy_weight=0.1)
+    with pytest.raises(ValueError, match="max_length"):
+        policy_loss(bare, aggregation="constant")
+    assert set(policy_loss(bare).metrics) == {"policy_loss", "ratio_mean", "clip_fraction"}
+
+
+def test_aggregations_worked() -> None:
+    inputs = replace(one_token(1.0, 1.0), mask=mx.array([[True, True], [True, False]]), max_length=4.0)
+    inputs = replace(inputs, token_normalizer=3.0, sequence_normalizer=2.0)
+    values = mx.array([[1.0, 2.0], [6.0, np.nan]])
+    wanted = {"token": 3.0, "sequence": 3.75, "sequence_sum": 4.5, "constant": 1.125}
+    assert {name: aggregate(values, inputs, name).item() for name in wanted} == wanted

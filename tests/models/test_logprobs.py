@@ -48,3 +48,42 @@ def test_half_precision_logits_are_computed_in_float32() -> None:
 def test_large_logits_stay_finite() -> None:
     got = token_logprobs(mx.array([[1e4, 0.0, -1e4]]), mx.array([0]))
     assert got.item() == 0.0
+
+
+def oracle(logits: np.ndarray, tokens: np.ndarray, temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    z = logits / temperature[:, None]
+    logprobs = z - z.max(-1, keepdims=True)
+    logprobs -= np.log(np.exp(logprobs).sum(-1, keepdims=True))
+    return logprobs[range(len(tokens)), tokens], -(np.exp(logprobs) * logprobs).sum(-1)
+
+
+@pytest.mark.parametrize("spread", [0.1, 4.0, 30.0])
+def test_the_written_gradient_is_the_finite_difference_in_float64(spread: float) -> None:
+    rng = np.random.default_rng(1)
+    logits, tokens = rng.normal(0, spread, (3, 23)), np.array([0, 7, 22])
+    temperature, (a, b) = np.array([0.5, 1.0, 2.0]), rng.normal(0, 1, (2, 3))
+    expected = np.zeros_like(logits)
+    for index in np.ndindex(*logits.shape):
+        up, down = logits.copy(), logits.copy()
+        up[index] += 1e-6
+        down[index] -= 1e-6
+        change = [
+            x - y for x, y in zip(oracle(up, tokens, temperature), oracle(down, tokens, temperature), strict=True)
+        ]
+        expected[index] = (a * change[0] + b * change[1]).sum() / 2e-6
+
+    def scores(z: mx.array) -> list[mx.array]:
+        return list(token_logprobs_and_entropy(z, mx.array(tokens), mx.array(temperature, dtype=mx.float32)))
+
+    slopes = [mx.array(a, dtype=mx.float32), mx.array(b, dtype=mx.float32)]
+    (logprobs, entropy), (gradient,) = mx.vjp(scores, [mx.array(logits, dtype=mx.float32)], slopes)
+    for got, exact in zip((logprobs, entropy), oracle(logits, tokens, temperature), strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=2e-5)
+    assert np.abs(expected).max() > 0.01
+
+
+def test_the_gradient_of_half_precision_logits_has_their_type() -> None:
+    logits = mx.random.normal((4, 50), key=mx.random.key(0)).astype(mx.bfloat16)
+    gradient = mx.grad(lambda z: token_logprobs_and_entropy(z, mx.array([1, 2, 3, 4]))[0].sum())(logits)
+    assert gradient.dtype == mx.bfloat16 and abs(gradient.astype(mx.float32).sum().item()) < 0.05

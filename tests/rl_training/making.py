@@ -8,35 +8,38 @@ import numpy as np
 
 from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.models.lora import LoraPair
-from mlx_parallm.rl_training.grpo_trainer import make_algorithm
+from mlx_parallm.rl_training.algorithms import make_algorithm
 from mlx_parallm.rl_training.policy import TrainedPolicy
 from mlx_parallm.rl_training.trainer_base import Algorithm, Trainer
 from tests.rl_training.tiny_models import SHAPE, make_model
 
 
 def make_config(
-    *, rank: int = 4, lora: bool = True, dropout: float = 0.0, batch: int = 16, **values: Any
+    *, rank: int = 4, lora: bool | dict[str, Any] = True, dropout: float = 0.0, batch: int = 16, **values: Any
 ) -> RLTrainingConfig:
     defaults: dict[str, Any] = {"learning_rate": 1e-2, "batch_size": min(8, batch), "total_steps": 20}
     others = {
-        "lora": {"enabled": lora, "rank": rank, "alpha": 2 * rank, "dropout": dropout},
+        "lora": {"enabled": bool(lora), "rank": rank, "alpha": 2 * rank, "dropout": dropout}
+        | (lora if isinstance(lora, dict) else {}),
         "atropos": {"rollout_batch_size": batch},
     }
     return RLTrainingConfig.model_validate(defaults | others | values)
 
 
 def make_policy(
-    config: RLTrainingConfig, *, architecture: str = "qwen3", dtype: mx.Dtype = mx.float32
+    config: RLTrainingConfig, *, architecture: str = "qwen3", dtype: mx.Dtype = mx.float32, **needs: bool
 ) -> TrainedPolicy:
     model = make_model(architecture)
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     config_json = SHAPE | {"model_type": architecture}
-    return TrainedPolicy(model, config, source=Path(__file__).parent, model_config=config_json)
+    source = Path(__file__).parent
+    return TrainedPolicy(model, config, source=source, model_config=config_json, **needs)
 
 
 def make_trainer(config: RLTrainingConfig, *, algorithm: Algorithm | None = None, **policy: Any) -> Trainer:
-    return Trainer(make_policy(config, **policy), config, algorithm or make_algorithm(config))
+    algorithm = algorithm or make_algorithm(config)
+    return Trainer(make_policy(config, needs_values=algorithm.needs_values, **policy), config, algorithm)
 
 
 def weights(trainer: Trainer) -> dict[str, np.ndarray]:

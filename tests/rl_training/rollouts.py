@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mlx_parallm.rl_training.advantages import group_advantages, token_advantages
+from mlx_parallm.rl_training.advantages import Estimator, group_advantages, token_advantages
 from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.types import Rollout, RolloutGroup
 
@@ -55,10 +55,10 @@ def random_groups(count: int, size: int = 4, *, seed: int = 0, vocab: int = 40) 
     return groups
 
 
-def make_batch(groups: Sequence[RolloutGroup], *, step: int = 1) -> TrainBatch:
+def make_batch(groups: Sequence[RolloutGroup], *, step: int = 1, estimate: Estimator = group_advantages) -> TrainBatch:
     sequences = []
     for group in groups:
-        advantages = token_advantages(group, group_advantages)
+        advantages = token_advantages(group, estimate)
         assert advantages is not None
         for rollout, row in zip(group.rollouts, advantages, strict=True):
             sequences.append(TrainSequence(rollout, row, True))

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.models import blockwise
+from mlx_parallm.models import head
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import LoraSpec, inject_lora, trainer_lora_layers
@@ -103,7 +103,7 @@ def test_head_in_chunks(prepare: Callable[[nn.Module], nn.Module], monkeypatch: 
     chunked = BlockwiseModel(model)
     monkeypatch.setattr(chunked, "_chunks", lambda _: [slice(0, 7), slice(7, 14), slice(14, 19)])
     value_c, _, gradients_c = chunked.loss_and_gradients(batch(), objective)
-    assert value_c.item() == pytest.approx(value.item(), abs=1e-6)
+    assert value_c.item() == pytest.approx(value.item(), rel=1e-6)
     for a, b in zip(gradients, gradients_c, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     for a, b in zip((logprobs, entropy), chunked.score(batch()), strict=True):
@@ -111,7 +111,8 @@ def test_head_in_chunks(prepare: Callable[[nn.Module], nn.Module], monkeypatch: 
 
 
 def test_the_chunk_follows_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise, "HEAD_ELEMENTS", 40 * 64)
+    monkeypatch.setattr(head, "WHOLE_HEAD", 40 * 99)
+    monkeypatch.setattr(head, "HEAD_PIECE", 40 * 64)
     tokens = TokenBatch(mx.zeros((2, 60), mx.int32), mx.arange(100), mx.zeros(100, mx.int32))
     chunks = BlockwiseModel(with_lora(make_model()))._chunks(tokens)
     assert chunks == [slice(0, 64), slice(64, 100)]

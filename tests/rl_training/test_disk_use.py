@@ -24,7 +24,7 @@ def run_with(directory: Path, checkpoints: list[str], steps: int, **rollouts: An
         store.take([f"g{step}"], step)
     for name in checkpoints:
         (directory / name).mkdir()
-    return store, DiskUse(directory, store, RolloutsConfig(**rollouts))
+    return store, DiskUse(directory, store, RolloutsConfig(**rollouts), keep=3)
 
 
 def whole(store: RolloutStore) -> list[int]:
@@ -73,7 +73,7 @@ def test_a_file_above_its_size_that_cannot_be_pruned_is_told_once(tmp_path: Path
 
 def test_a_disk_below_the_reserve_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RolloutStore(tmp_path / "rollouts.sqlite", min_free_bytes=10**9)
-    use = DiskUse(tmp_path, store, RolloutsConfig())
+    use = DiskUse(tmp_path, store, RolloutsConfig(), keep=3)
     monkeypatch.setattr(disk, "free_bytes", lambda directory: 10**9)
     use.check()
     monkeypatch.setattr(disk, "free_bytes", lambda directory: 10**9 // 2)

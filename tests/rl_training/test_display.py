@@ -300,3 +300,25 @@ def test_ctrl_c_reaches_the_trainer_and_the_cursor_comes_back():
     text = seen.decode(errors="replace")
     assert "INTERRUPTED" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # shown after it was hidden
+
+
+ROWS = {"reward_mean": None, "sequences": 64, "groups": 0, "kl": None, "loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "name", "curve"),
+    [({"rewards/accuracies": 0.75}, "accuracy", "0.750"), ({"loss": 1.25}, "loss", "1.250")],
+)
+def test_a_run_on_rows_shows_its_accuracy_or_its_loss(numbers, name, curve):
+    display, console = on_a_terminal()
+    display.start(INFO)
+    display.update(step(1, **ROWS | numbers))
+    drawn = picture(display, console)
+    display.stop()
+    assert f"{name} {curve}" in " ".join(drawn.split())
+    assert "reward" not in drawn
+    with capture_logs() as logs:
+        plain = TrainingDisplay(Console(file=io.StringIO()))
+        plain.update(step(1, **ROWS | {"rewards/accuracies": 0.75, "heldout_score": 0.5}))
+    assert (logs[0]["rewards/accuracies"], logs[0]["heldout_score"], logs[0]["loss"]) == (0.75, 0.5, 0.5)
+    assert "reward_mean" not in logs[0]

@@ -151,6 +151,13 @@ def test_nothing_found_and_nothing_gained_is_said(directory):
     assert explain(directory).notes == ()
 
 
+def test_a_run_on_rows_tells_its_held_out_score_and_speaks_of_no_reward(directory):
+    rows = {"reward_mean": None, "groups": 0, "sequences": 64}
+    lines = [line(n, **rows, heldout_score=0.1 * n if n % 3 == 0 else None) for n in range(1, 11)]
+    write(directory, "".join(lines))
+    assert explain(directory).notes == ("held-out score: first 0.300, last 0.900",)
+
+
 def test_json_is_for_machines(directory, capsys):
     write(directory, "".join(line(step, skipped_steps=1) for step in range(1, 6)))
     assert cli.explain([str(directory), "--json"]) == 1

@@ -1,10 +1,8 @@
-"""The loop with all its parts, over a source that plays a bandit with the policy's own probabilities."""
+"""The training loop: the order of things, what is published, stops and resumes."""
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,132 +11,12 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.losses.types import LossInputs, LossOutputs
-from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
-from mlx_parallm.rl_training.grpo_trainer import make_algorithm
-from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
-from mlx_parallm.rl_training.metrics import KEYS, TIMES, MetricsFile
-from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
+from mlx_parallm.rl_training.loop import Hooks
+from mlx_parallm.rl_training.metrics import KEYS, TIMES
 from mlx_parallm.rl_training.trainer_base import Trainer
-from mlx_parallm.rl_training.versions import VersionSteps
-from mlx_parallm.rl_training.weight_updater import WeightUpdater
-from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.types import RolloutGroup
-from mlx_parallm.weights import PublishReport, SharedWeights
-from tests.rl_training.making import assert_same_training, make_config, make_policy, weights
-from tests.rl_training.rollouts import make_rollout
-from tests.rl_training.tiny_models import make_model
-
-PROMPT = (1, 2, 3)
-GROUP = 8
-
-
-class Bandit:
-    """Asked for groups it plays them at once with the served weights. One token; `reward(token)`."""
-
-    def __init__(self, trainer: Trainer, weights: SharedWeights, store: RolloutStore, events: list[str]) -> None:
-        self.trainer, self.weights, self.store, self.events = trainer, weights, store, events
-        self.next = 0
-        self.reward: Callable[[int], float] = lambda token: float(token < 20)
-
-    def __call__(self, n: int) -> None:
-        self.events.append(f"ask {n} of v{self.weights.version}")
-        logits = self.trainer.policy.model(mx.array([PROMPT]))[0, -1].astype(mx.float32)
-        probabilities = np.array(mx.softmax(logits), np.float64)
-        probabilities /= probabilities.sum()
-        wanted = n
-        while wanted:
-            tokens = np.random.default_rng(self.next).choice(40, GROUP, p=probabilities)
-            rollouts = tuple(
-                make_rollout(
-                    (int(token),),
-                    prompt=PROMPT,
-                    reward=self.reward(int(token)),
-                    logprob=float(np.log(probabilities[token])),
-                    version=self.weights.version,
-                )
-                for token in tokens
-            )
-            wanted -= self.store.add(RolloutGroup(f"g{self.next}", "b", rollouts, index=self.next), source="bandit")
-            self.next += 1
-
-    def state(self) -> dict[str, Any]:
-        return {"next": self.next}
-
-
-@dataclass
-class Run:
-    config: RLTrainingConfig
-    directory: Path
-    parts: Parts
-    bandit: Bandit
-    store: RolloutStore
-    shared: SharedWeights
-    loop: TrainingLoop
-    events: list[str] = field(default_factory=list)
-    published: list[PublishReport] = field(default_factory=list)
-
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        return list(self.parts.metrics.read())
-
-
-def open_run(
-    directory: Path, *, resume: bool = False, poison: Any = None, hooks: Hooks | None = None, **values: Any
-) -> Run:
-    """Builds the parts as `rl_training.train` does; `poison` wraps the loss."""
-    config = make_config(**{"batch": 16, "total_steps": 6, "checkpoint_interval": 2, "max_staleness": 0} | values)
-    store = RolloutStore(directory / "rollouts.sqlite")
-    algorithm = make_algorithm(config)
-    if poison is not None:
-        algorithm = replace(algorithm, loss=poison(algorithm.loss))
-    trainer = Trainer(make_policy(config), config, algorithm)
-    metrics = MetricsFile(directory / "metrics.jsonl")
-    checkpointer = Checkpointer(directory, trainer.policy, trainer.optimizer, keep=config.keep_checkpoints)
-    state = None
-    if resume:
-        found = find_checkpoint(str(directory), directory.parent, None)
-        assert found is not None
-        state = checkpointer.resume(found, store, metrics)
-    versions = state.restored_versions() if state else VersionSteps()
-    shared = SharedWeights(make_model(), policy="policy", version=versions.newest[0])
-    events: list[str] = []
-    bandit = Bandit(trainer, shared, store, events)
-    bandit.next = state.sources["bandit"]["next"] if state else 0
-    published: list[PublishReport] = []
-    updater = WeightUpdater(shared, trainer.policy, versions, config.weight_updates, on_publish=published.append)
-    buffer = RolloutBuffer(
-        store,
-        versions,
-        algorithm.advantages,
-        rollout_batch_size=16,
-        group_sizes=[GROUP],
-        request_groups=bandit,
-        max_staleness=config.max_staleness,
-        max_empty_rounds=config.max_empty_rounds,
-        deterministic=config.deterministic,
-    )
-    parts = Parts(trainer, buffer, versions, updater, checkpointer, metrics, {"bandit": bandit})
-    told = Hooks(
-        should_stop=(hooks or Hooks()).should_stop,
-        on_step=lambda line: (events.append(f"line {line['step']}"), (hooks or Hooks()).on_step(line))[0],
-        on_wait=(hooks or Hooks()).on_wait,
-        on_checkpoint=lambda path: events.append(f"saved {path.name}"),
-        wait_turn_s=0.05,
-    )
-    loop = TrainingLoop(parts, config, hooks=told, state=state)
-    return Run(config, directory, parts, bandit, store, shared, loop, events, published)
-
-
-@contextmanager
-def running(directory: Path, **values: Any) -> Iterator[Run]:
-    directory.mkdir(exist_ok=True)
-    run = open_run(directory, **values)
-    try:
-        yield run
-    finally:
-        run.store.close()
+from tests.rl_training.bandit_run import Run, running
+from tests.rl_training.making import assert_same_training, weights
 
 
 def test_a_run_learns_and_leaves_everything_behind(tmp_path: Path) -> None:
@@ -344,6 +222,26 @@ def test_stopping_inside_a_step_saves_the_place_and_goes_on_there(tmp_path: Path
             assert one["optimizer_updates"] == other["optimizer_updates"]
         assert_same_training(weights(run.parts.trainer), weights(whole.parts.trainer))
         assert run.shared.version == whole.shared.version + 1, "the half-trained weights were served as a version"
+
+
+def test_scores_and_the_adaptive_coefficient_go_on_too(tmp_path: Path) -> None:
+    """Stopped after the first of the second step's four updates."""
+    values = {"total_steps": 4, "checkpoint_interval": 9, "token_budget": 32, "update_epochs": 2}
+    values |= {"kl_beta": 0.1, "kl_target": 0.01, "kl_horizon": 64, "sampler_correction": "tis"}
+    with running(tmp_path / "whole", **values) as whole:
+        whole.loop.run()
+    coefficients = [line["kl_coefficient"] for line in whole.lines]
+    assert len(set(coefficients)) == 4
+    trainers: list[Trainer] = []
+    hooks = Hooks(should_stop=lambda: trainers[0].optimizer.updates == 5)
+    with running(tmp_path / "run", hooks=hooks, **values) as run:
+        trainers.append(run.parts.trainer)
+        assert run.loop.run() == "stopped"
+        assert (run.directory / "latest").resolve().name == "step_000001_mb0001"
+    with running(tmp_path / "run", resume=True, **values) as run:
+        assert run.loop.run() == "finished"
+        assert [line["kl_coefficient"] for line in run.lines] == coefficients
+        assert_same_training(weights(run.parts.trainer), weights(whole.parts.trainer))
 
 
 def test_stopping_while_waiting_saves_the_last_step(tmp_path: Path) -> None:

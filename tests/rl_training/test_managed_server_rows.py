@@ -8,7 +8,7 @@ import numpy as np
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.loading import load_model
-from mlx_parallm.rl_training.grpo_trainer import make_algorithm
+from mlx_parallm.rl_training.algorithms import make_algorithm
 from mlx_parallm.rl_training.misfit import MisfitCheck
 from mlx_parallm.rl_training.policy import TrainedPolicy
 from mlx_parallm.rl_training.trainer_base import Trainer

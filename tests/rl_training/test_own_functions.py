@@ -8,7 +8,7 @@ import pytest
 from mlx_parallm.config import parse_config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.types import LossInputs
-from mlx_parallm.rl_training.grpo_trainer import make_algorithm
+from mlx_parallm.rl_training.algorithms import make_algorithm
 from mlx_parallm.rl_training.trainer_base import Algorithm
 
 INPUTS = LossInputs(

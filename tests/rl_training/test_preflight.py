@@ -12,6 +12,9 @@ from mlx_parallm.hardware import GIB
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.lora import LoraSpec, inject_lora
+from mlx_parallm.rl_training.algorithms import make_algorithm
+from mlx_parallm.rl_training.optimizer import PolicyOptimizer
+from mlx_parallm.rl_training.policy import TrainedPolicy
 from mlx_parallm.rl_training.preflight import (
     Lengths,
     ModelShape,
@@ -149,3 +152,38 @@ def test_what_to_lower_is_in_order_of_effect_and_true() -> None:
     assert found[0][1] == saved
     wide = ModelShape.of(QWEN3_06B, load_config("qwen3_0.6b_dataset", GPU))
     assert any("quantize_base" in setting for setting, _ in what_to_lower(load_config("qwen3_0.6b_dataset", GPU), wide))
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {},
+        {"optimizer": "lion"},
+        {"optimizer": "muon"},
+        {"algorithm": "ppo"},
+        {"algorithm": "ppo", "lora": {"enabled": False}},
+        {"reference": "ema"},
+        {"reference": "ema", "lora": {"enabled": False}},
+        {"reference": "initial", "kl_beta": 0.1, "optimizer": "lion"},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_what_the_policy_and_its_optimizer_hold(training: dict[str, Any]) -> None:
+    """Of the shipped model's shape, to the byte."""
+    config = small(**training)
+    loaded = load_model(config.model)
+    algorithm = make_algorithm(config.rl_training)
+    policy = TrainedPolicy(
+        loaded.model,
+        config.rl_training,
+        source=loaded.path,
+        model_config=loaded.config,
+        needs_reference=algorithm.needs_reference,
+        needs_values=algorithm.needs_values,
+    )
+    shape = ModelShape.of(loaded.config, config)
+    assert shape.trained == policy.parameters
+    held = [*policy.slots.read(), *(policy.reference_arrays or [])]
+    state = PolicyOptimizer(policy.slots, config.rl_training).state()
+    held += [array for name, array in state.items() if name != "step"]
+    assert checkpoint_bytes(config, shape) == sum(array.size * 4 for array in held)

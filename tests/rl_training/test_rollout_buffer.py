@@ -93,14 +93,15 @@ def test_groups_that_are_too_old_are_dropped(store: RolloutStore) -> None:
         make_group("old", [0, 1], version=0),
         replace(mixed, rollouts=(oldest, mixed.rollouts[1])),
         make_group("last", [0, 1], version=1),
-        make_group("lost", [0, 1], version=9),  # by weights that a kill -9 lost: as the newest
+        make_group("lost", [0, 1], version=9),  # by weights that a kill -9 lost
+        make_group("unknown", [0, 1], version=-1),
     )
     buffer = make_buffer(store, versions, max_staleness=1)
     add(store, *[make_group(f"new{i}", [0, 1], version=2) for i in range(2)])
     batch = buffer.collect(3, timeout_s=0)
-    assert batch.group_ids == ("last", "lost", "new0", "new1")
-    assert store.drop_reasons() == {TOO_OLD: 2}
-    assert batch.statistics.dropped_stale == 2
+    assert batch.group_ids == ("last", "unknown", "new0", "new1")
+    assert store.drop_reasons() == {TOO_OLD: 3}
+    assert batch.statistics.dropped_stale == 3
     assert (batch.statistics.staleness, batch.statistics.staleness_max) == (0.25, 1)
     fresh = [sequence.fresh for sequence in batch.sequences]
     assert not fresh[0]

@@ -10,34 +10,15 @@ import numpy as np
 import pytest
 
 from mlx_parallm.losses.types import LossInputs, LossOutputs
-from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.rl_training.advantages import group_advantages
+from mlx_parallm.rl_training.algorithms import make_algorithm
 from mlx_parallm.rl_training.batch import TrainBatch
-from mlx_parallm.rl_training.grpo_trainer import make_algorithm
-from mlx_parallm.rl_training.trainer_base import Algorithm, StepPosition, Trainer
+from mlx_parallm.rl_training.step_position import StepPosition
+from mlx_parallm.rl_training.trainer_base import Algorithm
 from mlx_parallm.types import Rollout, RolloutGroup
 from tests.rl_training.making import assert_same_training, make_config, make_trainer, perturb_adapter, weights
 from tests.rl_training.rollouts import make_batch, make_rollout, random_groups
-
-
-def policy_logprobs(trainer: Trainer, batch: TrainBatch, temperature: float = 1.0) -> list[np.ndarray]:
-    """Sequence by sequence, by the model's plain forward: the naive twin of the trainer's scoring."""
-    found = []
-    for sequence in batch.sequences:
-        tokens = mx.array(sequence.rollout.tokens)
-        logprobs = token_logprobs(trainer.policy.model(tokens[None, :-1])[0], tokens[1:], temperature)
-        found.append(np.array(logprobs)[np.array(sequence.rollout.mask[1:], bool)])
-    return found
-
-
-def on_policy(trainer: Trainer, batch: TrainBatch, shift: float = 0.0) -> TrainBatch:
-    """The same batch with the trainer's own log-probabilities (+ shift) as the behaviour policy's."""
-    sequences = []
-    for sequence, own in zip(batch.sequences, policy_logprobs(trainer, batch), strict=True):
-        logprobs = np.zeros(len(sequence.rollout.tokens))
-        logprobs[np.array(sequence.rollout.mask, bool)] = own + shift
-        sequences.append(replace(sequence, rollout=replace(sequence.rollout, logprobs=tuple(logprobs.tolist()))))
-    return replace(batch, sequences=tuple(sequences))
+from tests.rl_training.scoring import StopAfter, assert_same_metrics, on_policy, policy_logprobs
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
@@ -108,14 +89,7 @@ def test_logits_are_divided_by_the_sampling_temperature() -> None:
         replace(group, rollouts=tuple(replace(rollout, temperature=0.6) for rollout in group.rollouts))
         for group in random_groups(4)
     ]
-    batch = make_batch(groups)
-    at_temperature = policy_logprobs(trainer, batch, 0.6)
-    sequences = []
-    for sequence, own in zip(batch.sequences, at_temperature, strict=True):
-        logprobs = np.zeros(len(sequence.rollout.tokens))
-        logprobs[np.array(sequence.rollout.mask, bool)] = own
-        sequences.append(replace(sequence, rollout=replace(sequence.rollout, logprobs=tuple(logprobs.tolist()))))
-    metrics = trainer.train_step(replace(batch, sequences=tuple(sequences))).metrics
+    metrics = trainer.train_step(on_policy(trainer, make_batch(groups), temperature=0.6)).metrics
     assert metrics["logprob_diff_max"] < 1e-4
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
 
@@ -279,20 +253,10 @@ def test_a_mini_batch_that_is_not_finite_changes_nothing(gradient: bool) -> None
     assert_same_training(weights(trainer), weights(alone))
 
 
-class StopAfter:
-    """Asks to stop from the n-th micro-batch on."""
-
-    def __init__(self, micro_batches: int) -> None:
-        self.left = micro_batches
-
-    def __call__(self) -> bool:
-        self.left -= 1
-        return self.left < 0
-
-
-@pytest.mark.parametrize("micro_batches", [0, 1, 3, 5, 6])
+@pytest.mark.parametrize("micro_batches", [0, 3, 5, 7, 9, 10])
 def test_stopping_inside_a_step_and_going_on_gives_the_same_weights(micro_batches: int) -> None:
-    """2 epochs of 2 mini-batches of 2 or more micro-batches; the second process starts from the first one's arrays."""
+    """4 micro-batches scored, then 2 epochs of 2 mini-batches, 7 micro-batches in all; the second process starts from
+    the first one's arrays."""
     config = make_config(batch_size=8, token_budget=64, update_epochs=2, kl_beta=0.1)
     batch = make_batch(random_groups(4), step=3)
     whole = make_trainer(config)
@@ -309,7 +273,7 @@ def test_stopping_inside_a_step_and_going_on_gives_the_same_weights(micro_batche
     position = StepPosition.from_json(stopped.position.to_json())
     finished = second.train_step(batch, position=position)
     assert_same_training(weights(second), weights(whole))
-    assert finished.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
+    assert_same_metrics(finished.metrics, expected.metrics)
 
 
 def test_another_algorithm_is_another_function() -> None:

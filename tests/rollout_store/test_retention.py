@@ -340,3 +340,14 @@ def test_every_accepted_group_is_accounted_for_whatever_happens(tmp_path, seed):
     left = store.waiting()
     assert {group.group_id for group in left} | consumed.keys() == {f"g{number}" for number in range(accepted)}
     assert left == [make_group(group.group_id) for group in left]
+
+
+def test_forgotten_groups_may_come_again(store: RolloutStore) -> None:
+    for name in ("a", "b", "c"):
+        store.add(make_group(name), source="test")
+    store.take(["a"], 1)
+    store.database.forget(["a", "b", "never there"])
+    assert store.known_ids() == {"c"}
+    assert [group.group_id for group in store.waiting()] == ["c"]
+    assert store.add(make_group("a"), source="test")
+    assert store.waiting_ids() == {"a", "c"}

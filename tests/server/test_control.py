@@ -228,10 +228,10 @@ def test_the_prefix_cache_is_forgotten_on_demand(server):
     body = {"prompt": [7] * 65, "max_tokens": 1}
 
     def prefilled(http):
-        before = server.engine.stats().prefill_tokens
-        http.post("/v1/completions", json=body)
-        until(lambda: server.engine.stats().running == 0)
-        return server.engine.stats().prefill_tokens - before
+        before = server.engine.stats()
+        http.post("/v1/completions", json=body)  # answered at the end of a step
+        until(lambda: server.engine.stats().requests_finished > before.requests_finished)
+        return server.engine.stats().prefill_tokens - before.prefill_tokens
 
     with server.http() as http:
         prefilled(http)

@@ -21,6 +21,7 @@ from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from mlx_parallm.errors import AdapterError, ModelError
 from mlx_parallm.models.lora import LoraPair, LoraSpec, adapter_layers, inject_lora, save_adapter
 from mlx_parallm.tools.merge_lora import merge
+from tests.models.test_dora import trained
 from tests.tiny_models import QWEN3, TINY_ASSETS, save_checkpoint
 
 BIN = Path(sys.executable).parent
@@ -112,10 +113,35 @@ def test_a_4_bit_float16_base_keeps_float16(tmp_path: Path, adapter: Path) -> No
     assert {array.dtype for array in tensors(tmp_path / "merged").values()} == {mx.float16}
 
 
-def quantized_checkpoint(path: Path, dtype: mx.Dtype) -> Path:
+@pytest.mark.parametrize(
+    ("spec", "bits"),
+    [
+        (LoraSpec(4, 8, dora=True), 0),
+        (LoraSpec(4, 8, ("q_proj", "down_proj"), dora=True), 4),
+        (LoraSpec(4, 8, dora=True, rslora=True), 6),
+        (LoraSpec(4, 8, dora=True), 8),
+        (LoraSpec(4, 6, rslora=True), 0),
+        (LoraSpec(4, 6, rslora=True), 4),
+    ],
+    ids=str,
+)
+def test_dora_and_rslora_are_merged_as_the_trainer_computes_them(spec: LoraSpec, bits: int, tmp_path: Path) -> None:
+    base = quantized_checkpoint(tmp_path / "base", mx.float32, bits) if bits else trained_checkpoint(tmp_path / "base")
+    model, _ = load_model(base)
+    tree = trained(model, spec)
+    (tmp_path / "adapter").mkdir()
+    save_adapter(tmp_path / "adapter", adapter_layers(tree), num_layers=3)
+    merge(str(base), tmp_path / "adapter", tmp_path / "merged")
+    expected = tree(TOKENS).astype(mx.float32)
+    size = mx.abs(expected).max().item()
+    assert furthest(logits(tmp_path / "merged"), expected) <= 1e-5 * size
+    assert furthest(model(TOKENS), expected) > 1e-2 * size
+
+
+def quantized_checkpoint(path: Path, dtype: mx.Dtype, bits: int = 4) -> Path:
     source = trained_checkpoint(path.with_name("full"), dtype=dtype)
     model, config = load_model(source)
-    model, config = quantize_model(model, config, group_size=64, bits=4)
+    model, config = quantize_model(model, config, group_size=64, bits=bits)
     save_model(path, model)
     save_config(config, config_path=path / "config.json")
     for file in source.glob("*.json"):

@@ -1,0 +1,177 @@
+"""Losses on rows of a file: preference pairs (DPO, ORPO, SimPO, CPO), labelled completions (KTO), examples (SFT).
+
+Every one reads log-probabilities of the trained tokens (`mask`: the completion's) and no others. A pair is two
+neighbouring rows, 2i chosen and 2i + 1 rejected, in one micro-batch. With c, r the sums over a completion, c_ref, r_ref
+the reference's, c̄, r̄ the means over its tokens, and Δ = (c - c_ref) - (r - r_ref):
+
+Worked: c = -4 over 8 tokens, r = -6.5 over 10, c_ref = -4.6, r_ref = -6, so Δ = 0.6 + 0.5 = 1.1, c̄ = -0.5, r̄ = -0.65.
+β = 0.1: DPO -log σ(0.11) = 0.639659, hinge 1 - 0.11 = 0.89, IPO (0.075 + 0.05 - 5)² = 23.765625 on means and
+(1.1 - 5)² = 15.21 on sums; CPO -log σ(0.25) + 0.5 = 1.075939; ORPO 0.5 + 0.1 · 0.535646 = 0.553565; SimPO with β = 2,
+γ = 1: -log σ(2 · 0.15 - 1) = 1.103186. KTO with kl = 0.3: 1 - σ(0.1 · (0.6 - 0.3)) = 0.492501 for c as a desirable
+completion, 1 - σ(0.1 · (0.3 + 0.5)) = 0.480011 for r as an undesirable one.
+"""
+
+from typing import Literal
+
+import mlx.core as mx
+
+from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
+
+DPOLoss = Literal["sigmoid", "hinge", "ipo", "ipo_sum", "robust"]
+HIGHEST_MEAN_LOGPROB = -1e-6
+"""ORPO: log(1 - e^x) has no value at x = 0; a completion of this mean log-probability is certain in float32."""
+
+
+def dpo_loss(
+    inputs: LossInputs, *, beta: float, loss_type: DPOLoss = "sigmoid", label_smoothing: float = 0.0
+) -> LossOutputs:
+    """DPO (arXiv:2305.18290): "sigmoid" -log σ(βΔ), with ε = `label_smoothing` cDPO's (1-ε)(-log σ(βΔ)) - ε log σ(-βΔ);
+    "robust" (arXiv:2403.00409) is the same with the second sign turned, over 1 - 2ε; "hinge" max(0, 1 - βΔ) (SLiC,
+    arXiv:2305.10425); "ipo" (arXiv:2310.12036) (Δ - 1/(2β))² with Δ of means over tokens as in TRL, "ipo_sum" of sums.
+
+    Raises ValueError: no `ref_logprobs`.
+    """
+    ratios = _log_ratios(inputs)
+    chosen, rejected = _pairs(ratios)
+    margin = chosen - rejected
+    h = beta * margin
+    if loss_type == "hinge":
+        values = mx.maximum(1.0 - h, 0.0)
+    elif loss_type in ("ipo", "ipo_sum"):
+        if loss_type == "ipo":
+            chosen_mean, rejected_mean = _pairs(ratios / _lengths(inputs))
+            margin = chosen_mean - rejected_mean
+        values = mx.square(margin - 1.0 / (2.0 * beta))
+    elif loss_type == "robust":
+        values = (_minus_log_sigmoid(h) * (1.0 - label_smoothing) - _minus_log_sigmoid(-h) * label_smoothing) / (
+            1.0 - 2.0 * label_smoothing
+        )
+    else:
+        values = _minus_log_sigmoid(h) * (1.0 - label_smoothing) + _minus_log_sigmoid(-h) * label_smoothing
+    return _of_pairs(values, inputs, (beta * chosen, beta * rejected))
+
+
+def orpo_loss(inputs: LossInputs, *, beta: float) -> LossOutputs:
+    """ORPO (arXiv:2403.07691): -c̄ - β log σ(log odds(c̄) - log odds(r̄)), odds(x) = e^x / (1 - e^x). No reference.
+
+    -c̄ is the chosen completion's own mean, as in the paper; the prompt's tokens are not in it (TRL has them in).
+    Metrics besides the usual ones: nll, log_odds.
+    """
+    chosen, rejected = _pairs(_sums(inputs) / _lengths(inputs))
+    log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+    outputs = _of_pairs(beta * _minus_log_sigmoid(log_odds) - chosen, inputs, (beta * chosen, beta * rejected))
+    return LossOutputs(
+        outputs.loss,
+        outputs.metrics | {"nll": _mean_of_pairs(-chosen, inputs), "log_odds": _mean_of_pairs(log_odds, inputs)},
+    )
+
+
+def simpo_loss(inputs: LossInputs, *, beta: float, gamma: float) -> LossOutputs:
+    """SimPO (arXiv:2405.14734): -log σ(β (c̄ - r̄) - γ). No reference; length-normalised."""
+    chosen, rejected = _pairs(_sums(inputs) / _lengths(inputs))
+    values = _minus_log_sigmoid(beta * (chosen - rejected) - gamma)
+    return _of_pairs(values, inputs, (beta * chosen, beta * rejected))
+
+
+def cpo_loss(inputs: LossInputs, *, beta: float, nll_weight: float = 1.0) -> LossOutputs:
+    """CPO (arXiv:2401.08417): -log σ(β (c - r)) - nll_weight · c̄. No reference. Metrics besides the usual ones: nll.
+
+    The likelihood term is a mean over tokens, as in TRL: a sum would weigh long completions more than the preference.
+    """
+    chosen, rejected = _pairs(_sums(inputs))
+    nll = _pairs(-_sums(inputs) / _lengths(inputs))[0]
+    values = _minus_log_sigmoid(beta * (chosen - rejected)) + nll_weight * nll
+    outputs = _of_pairs(values, inputs, (beta * chosen, beta * rejected))
+    return LossOutputs(outputs.loss, outputs.metrics | {"nll": _mean_of_pairs(nll, inputs)})
+
+
+def kto_loss(inputs: LossInputs, *, beta: float) -> LossOutputs:
+    """KTO (arXiv:2402.01306): w · (1 - σ(±β (ratio - kl))), + for a desirable completion, ratio = Σ(logprobs - ref).
+
+    A row's advantage is its label and weight: +w desirable, -w undesirable. `constants`, of the whole mini-batch: "kl",
+    the estimate max(0, mean ratio of mismatched prompts and completions), not differentiated; "desirable" and
+    "undesirable", how many there are. rewards/accuracies: share of rows on their side of kl, at it ½.
+
+    Raises ValueError: no `ref_logprobs`. KeyError: `constants` lacks one.
+    """
+    ratios = _log_ratios(inputs)
+    kl = inputs.constants["kl"]
+    labels = masked(inputs.advantages, inputs.mask).sum(axis=-1) / _lengths(inputs)
+    side = mx.sign(labels)
+    values = mx.abs(labels) * mx.sigmoid(-side * beta * (ratios - kl))
+    logps = mx.stop_gradient(_sums(inputs))
+
+    def mean(values: mx.array) -> mx.array:
+        return values.sum() / inputs.sequence_normalizer
+
+    metrics = {"rewards/accuracies": mean(_wins(side * (ratios - kl))), "kto_kl": kl * mean(mx.ones_like(ratios))}
+    for name, sign, count in (("chosen", 1, "desirable"), ("rejected", -1, "undesirable")):
+        number = max(inputs.constants[count], 1.0)
+        metrics[f"rewards/{name}"] = mx.where(side == sign, beta * ratios, 0.0).sum() / number
+        metrics[f"logps/{name}"] = mx.where(side == sign, logps, 0.0).sum() / number
+    metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return LossOutputs(mean(values), metrics)
+
+
+def nll_loss(inputs: LossInputs) -> LossOutputs:
+    """SFT: -logprobs, mean over the mini-batch's trained tokens.
+
+    Worked: log-probabilities -1 and -2 of one row, -6 of another: (1 + 2 + 6) / 3 = 3.
+    """
+    return LossOutputs(aggregate(-inputs.logprobs, inputs))
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def _sums(inputs: LossInputs) -> mx.array:
+    """Log-probability of each row's trained tokens, [B]."""
+    return masked(inputs.logprobs, inputs.mask).sum(axis=-1)
+
+
+def _lengths(inputs: LossInputs) -> mx.array:
+    return mx.maximum(inputs.mask.sum(axis=-1), 1)
+
+
+def _log_ratios(inputs: LossInputs) -> mx.array:
+    """log π(y|x) - log π_ref(y|x), [B]. Token by token first: sums of hundreds of tokens would cancel to noise."""
+    if inputs.ref_logprobs is None:
+        raise ValueError("this loss needs ref_logprobs")
+    return (masked(inputs.logprobs, inputs.mask) - masked(inputs.ref_logprobs, inputs.mask)).sum(axis=-1)
+
+
+def _pairs(rows: mx.array) -> tuple[mx.array, mx.array]:
+    """[2P] → chosen [P], rejected [P]."""
+    return rows[0::2], rows[1::2]
+
+
+def _mean_of_pairs(values: mx.array, inputs: LossInputs) -> mx.array:
+    return values.sum() / (inputs.sequence_normalizer / 2)
+
+
+def _of_pairs(values: mx.array, inputs: LossInputs, rewards: tuple[mx.array, mx.array]) -> LossOutputs:
+    """The mean of per-pair `values`, and what every loss of pairs tells. A tie counts as half an accuracy."""
+    (chosen, rejected), logps = rewards, _pairs(_sums(inputs))
+    told = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": _wins(chosen - rejected),
+        "logps/chosen": logps[0],
+        "logps/rejected": logps[1],
+    }
+    metrics = {name: _mean_of_pairs(number, inputs) for name, number in told.items()}
+    return LossOutputs(_mean_of_pairs(values, inputs), metrics)
+
+
+def _wins(margins: mx.array) -> mx.array:
+    return 0.5 * (1.0 + mx.sign(margins))
+
+
+def _minus_log_sigmoid(x: mx.array) -> mx.array:
+    return mx.logaddexp(-x, mx.zeros_like(x))
+
+
+def _log1mexp(x: mx.array) -> mx.array:
+    """log(1 - e^x) for x ≤ 0, by expm1: exact for small |x|, where 1 - e^x would cancel."""
+    return mx.log(-mx.expm1(mx.minimum(x, HIGHEST_MEAN_LOGPROB)))

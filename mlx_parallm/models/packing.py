@@ -1,0 +1,203 @@
+"""How the tokens of a micro-batch go through the blocks, so that what rows have in common is computed once.
+
+    Rows            [B, T], as they are
+    SharedPrompts   each distinct prompt once, [U, P]; then what follows it in each row, [B, C], whose attention sees
+                    the prompt's keys and values before its own: the prompt of a group of G completions is computed,
+                    and differentiated, once instead of G times
+
+A block sees the prompts as a forward into an empty cache and the rest as one into a cache that holds the prompt, so its
+positions, masks and projections stay the architecture's own code. Gradients flow through that cache. Rows are not laid
+end to end in one row with a mask of blocks: its scores would grow with the square of the sum of all lengths.
+
+An architecture whose blocks keep anything else than keys and values (recurrent state, windows) is not taken apart so:
+`shareable` says which; `BlockwiseModel` also compares the two layouts once, at start.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.models.layer_stack import BlockCall, LayerStack
+from mlx_parallm.models.mlx_lm_api import KVCache, make_prompt_cache
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """A micro-batch's tokens with each prompt once. `tokens`: how many are computed."""
+
+    prompts: np.ndarray  # [U, P] int32, right-padded
+    lengths: np.ndarray  # [U] int32, of the prompts
+    rests: np.ndarray  # [B, C] int32, right-padded: what follows the prompt, up to the last scored position
+    owner: np.ndarray  # [B] int32: the prompt of each row
+    positions: np.ndarray  # [N] int32: the scored positions, in prompts and rests, flattened and end to end
+
+    @property
+    def tokens(self) -> int:
+        return int(self.prompts.size + self.rests.size)
+
+
+def padded_length(length: int) -> int:
+    """The next bucket: multiples of 8 up to 64, of 16 up to 256, of 64 beyond. Few shapes, little padding."""
+    step = 8 if length <= 64 else 16 if length <= 256 else 64
+    return -(-length // step) * step
+
+
+def share_prompts(inputs: np.ndarray, positions: np.ndarray) -> SharedRows:
+    """Takes rows apart where the first token is scored: up to there they are compared, and equal ones computed once.
+
+    Args:
+        inputs: [B, T] int32, right-padded.
+        positions: [N] int32, indices into the flattened [B · T], ascending; at least one in each row.
+
+    Example: rows [7 8 1 2] and [7 8 3 4], scored from column 1 on, are the prompt [7 8] and the rests [1 2] and [3 4].
+    """
+    rows, columns = np.divmod(positions, inputs.shape[1])
+    starts = np.searchsorted(rows, np.arange(len(inputs)))
+    prompt_lengths = columns[starts] + 1
+    ends = columns[np.append(starts[1:], len(rows)) - 1] + 1
+    found: dict[bytes, int] = {}
+    first_rows: list[int] = []
+    owner = np.zeros(len(inputs), np.int32)
+    for row, length in enumerate(prompt_lengths):
+        key = inputs[row, :length].tobytes()
+        if key not in found:
+            found[key] = len(found)
+            first_rows.append(row)
+        owner[row] = found[key]
+    lengths = prompt_lengths[first_rows].astype(np.int32)
+    prompts = np.zeros((len(first_rows), padded_length(int(lengths.max()))), np.int32)
+    for number, row in enumerate(first_rows):
+        prompts[number, : lengths[number]] = inputs[row, : lengths[number]]
+    rests = np.zeros((len(inputs), padded_length(max(1, int((ends - prompt_lengths).max())))), np.int32)
+    for row, (start, end) in enumerate(zip(prompt_lengths, ends, strict=True)):
+        rests[row, : end - start] = inputs[row, start:end]
+    in_prompt = columns < prompt_lengths[rows]
+    of_prompt = owner[rows] * prompts.shape[1] + columns
+    of_rest = prompts.size + rows * rests.shape[1] + columns - prompt_lengths[rows]
+    return SharedRows(prompts, lengths, rests, owner, np.where(in_prompt, of_prompt, of_rest).astype(np.int32))
+
+
+class Layout(Protocol):
+    """`embed`: the first block's input, and what each block gets besides; `run` puts it through one block.
+
+    `positions` [N]: the scored tokens in the flattened input.
+    """
+
+    positions: mx.array
+
+    def embed(self, stack: LayerStack) -> tuple[mx.array, list[Any]]: ...
+
+    def run(self, block: nn.Module, hidden: mx.array, call: Any) -> mx.array: ...
+
+
+class Rows:
+    """[B, T] tokens through the blocks as [B, T, D]."""
+
+    def __init__(self, inputs: mx.array, positions: mx.array) -> None:
+        self._inputs, self.positions = inputs, positions
+
+    def embed(self, stack: LayerStack) -> tuple[mx.array, list[Any]]:
+        return stack.embed(self._inputs)
+
+    def run(self, block: nn.Module, hidden: mx.array, call: BlockCall) -> mx.array:
+        return _through(block, hidden, call)
+
+
+class SharedPrompts:
+    """`SharedRows` through the blocks as one [U · P + B · C, D]."""
+
+    def __init__(self, shared: SharedRows) -> None:
+        self.positions = mx.array(shared.positions)
+        self._prompts, self._rests = mx.array(shared.prompts), mx.array(shared.rests)
+        self._mask = mx.array(_rest_mask(shared))
+        self._owners = mx.array(np.eye(len(shared.lengths), dtype=np.float32)[shared.owner])
+        equal = len(set(shared.lengths.tolist())) == 1
+        self._offset = int(shared.lengths[0]) if equal else mx.array(shared.lengths[shared.owner])
+
+    def embed(self, stack: LayerStack) -> tuple[mx.array, list[Any]]:
+        before = [_PromptCache() for _ in stack.blocks]
+        after = [_RestCache(cache, self._owners, self._mask, self._offset) for cache in before]
+        prompts, prompt_calls = stack.embed(self._prompts, before)
+        rests, rest_calls = stack.embed(self._rests, after)
+        return _end_to_end(prompts, rests), list(zip(before, prompt_calls, rest_calls, strict=True))
+
+    def run(self, block: nn.Module, hidden: mx.array, call: tuple["_PromptCache", BlockCall, BlockCall]) -> mx.array:
+        cache, prompt_call, rest_call = call
+        size, width = self._prompts.size, hidden.shape[-1]
+        prompts = _through(block, hidden[:size].reshape(*self._prompts.shape, width), prompt_call)
+        rests = _through(block, hidden[size:].reshape(*self._rests.shape, width), rest_call)
+        cache.kept = None  # tracers, perhaps
+        return _end_to_end(prompts, rests)
+
+
+class _PromptCache:
+    """A block's empty cache, which keeps what it is given."""
+
+    offset = 0
+
+    def __init__(self) -> None:
+        self.kept: tuple[mx.array, mx.array] | None = None
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        _refuse_window(window_size)
+        return mx.tri(N, dtype=mx.bool_) if return_array else "causal"
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.kept = keys, values
+        return keys, values
+
+
+class _RestCache:
+    """A block's cache that holds each row's prompt. `offset`: the prompts' length, [B] where they differ."""
+
+    def __init__(self, prompts: _PromptCache, owners: mx.array, mask: mx.array, offset: int | mx.array) -> None:
+        self._prompts, self._owners, self._mask, self.offset = prompts, owners, mask, offset
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        _refuse_window(window_size)
+        return self._mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self._prompts.kept is None:
+            raise ValueError("the blocks keep no keys and values of a prompt")
+        before = [self._spread(array) for array in self._prompts.kept]
+        return mx.concatenate([before[0], keys], axis=2), mx.concatenate([before[1], values], axis=2)
+
+    def _spread(self, array: mx.array) -> mx.array:
+        """[U, H, P, D] → [B, H, P, D]: a product with ones and zeros, whose gradient is a product too (a gather's would
+        be added up element by element)."""
+        flat = self._owners.astype(array.dtype) @ array.reshape(array.shape[0], -1)
+        return flat.reshape(-1, *array.shape[1:])
+
+
+def shareable(model: nn.Module) -> str:
+    """ "" where blocks keep keys and values only; else what stands in the way of `SharedPrompts`."""
+    others = sorted({type(cache).__name__ for cache in make_prompt_cache(model) if type(cache) is not KVCache})
+    return f"its blocks keep {', '.join(others)}" if others else ""
+
+
+def _through(block: nn.Module, hidden: mx.array, call: BlockCall) -> mx.array:
+    out: mx.array = block(hidden, *call.args, **call.kwargs)
+    return out
+
+
+def _end_to_end(prompts: mx.array, rests: mx.array) -> mx.array:
+    width = prompts.shape[-1]
+    return mx.concatenate([prompts.reshape(-1, width), rests.reshape(-1, width)])
+
+
+def _rest_mask(shared: SharedRows) -> np.ndarray:
+    """[B, 1, C, P + C] bool: the prompt without its padding, and the row's own tokens up to here."""
+    (_, width), (rows, count) = shared.prompts.shape, shared.rests.shape
+    prompt = np.arange(width) < shared.lengths[shared.owner][:, None]  # [B, P]
+    prompt = np.broadcast_to(prompt[:, None], (rows, count, width))
+    own = np.broadcast_to(np.tri(count, dtype=bool), (rows, count, count))
+    return np.concatenate([prompt, own], axis=-1)[:, None]
+
+
+def _refuse_window(size: int | None) -> None:
+    if size is not None:
+        raise ValueError("its attention sees a window")

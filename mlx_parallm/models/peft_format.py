@@ -1,0 +1,105 @@
+"""PEFT's adapter files (`adapter_model.safetensors`, `adapter_config.json`), both ways.
+
+PEFT stores A [r, in] and B [out, r], the transposes of mlx-lm's, and alpha in place of the factor alpha / r (with
+`use_rslora` alpha / √r), single layers' own rank and alpha in `rank_pattern` and `alpha_pattern`.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from mlx_parallm.errors import AdapterError
+
+if TYPE_CHECKING:
+    from mlx_parallm.models.lora import LoraPair
+
+PREFIX = "base_model.model."
+MAGNITUDE = ".lora_magnitude_vector"
+
+Parts = tuple[mx.array, mx.array, float, mx.array | None]
+"""A [in, r], B [r, out], the factor, DoRA's magnitude [out] or None: `LoraPair`'s first fields."""
+
+
+def is_peft(tensors: Mapping[str, mx.array]) -> bool:
+    return any(".lora_A." in key for key in tensors)
+
+
+def read_peft(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path) -> dict[str, Parts]:
+    """Parts by the layer's path. Raises AdapterError: tensors that would be left out, or are missing."""
+    dora = bool(config.get("use_dora"))
+    layers = {}
+    for key, a in tensors.items():
+        path, separator, _ = key.partition(".lora_A.")
+        if not separator:
+            if ".lora_B." not in key and not (dora and MAGNITUDE in key):
+                raise AdapterError(f"{file}: {key} is no LoRA tensor (modules_to_save is not supported)")
+            continue
+        b = tensors.get(key.replace(".lora_A.", ".lora_B."))
+        if b is None:
+            raise AdapterError(f"{file}: {path} has lora_A but no lora_B")
+        magnitude = tensors.get(path + MAGNITUDE, tensors.get(f"{path}{MAGNITUDE}.weight"))
+        if dora and magnitude is None:
+            raise AdapterError(f"{file}: use_dora is true, but {path} has no magnitude vector")
+        name, rank = path.removeprefix(PREFIX), int(a.shape[0])
+        alpha = float(_of_layer(config.get("alpha_pattern") or {}, name, config.get("lora_alpha", rank)))
+        scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+        layers[name] = a.T, b.T, scale, magnitude if dora else None
+    return layers
+
+
+def peft_tensors(layers: Mapping[str, "LoraPair"]) -> dict[str, mx.array]:
+    tensors = {f"{PREFIX}{path}.lora_A.weight": mx.contiguous(pair.a.T) for path, pair in layers.items()}
+    tensors |= {f"{PREFIX}{path}.lora_B.weight": mx.contiguous(pair.b.T) for path, pair in layers.items()}
+    magnitudes = {path: pair.magnitude for path, pair in layers.items() if pair.magnitude is not None}
+    return tensors | {f"{PREFIX}{path}{MAGNITUDE}": magnitude for path, magnitude in magnitudes.items()}
+
+
+def peft_config(layers: Mapping[str, "LoraPair"], *, dropout: float) -> dict[str, Any]:
+    """adapter_config.json. Raises AdapterError: layers with and without a magnitude, or a factor that no alpha gives
+    exactly (`use_rslora` is one setting for all layers)."""
+    dora = {pair.magnitude is not None for pair in layers.values()}
+    if len(dora) != 1:
+        raise AdapterError("PEFT's use_dora is one setting for all layers, this adapter has layers of both kinds")
+    factors = {path: (int(pair.a.shape[-1]), pair.scale) for path, pair in layers.items()}
+    for whole, rslora in ((True, False), (True, True), (False, False), (False, True)):
+        roots = {path: rank**0.5 if rslora else rank for path, (rank, _) in factors.items()}
+        alphas = {path: _alpha(roots[path], scale, whole=whole) for path, (_, scale) in factors.items()}
+        if None not in alphas.values():
+            break
+    else:
+        raise AdapterError(f"no lora_alpha gives exactly the factors {sorted({s for _, s in factors.values()})[:3]}")
+    first = next(iter(layers))
+    rank, alpha = factors[first][0], alphas[first]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "use_rslora": rslora,
+        "use_dora": dora.pop(),
+        "target_modules": sorted(layers),
+        "rank_pattern": {re.escape(path): own for path, (own, _) in factors.items() if own != rank},
+        "alpha_pattern": {re.escape(path): own for path, own in alphas.items() if own != alpha},
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def _of_layer(pattern: Mapping[str, Any], path: str, default: Any) -> Any:
+    """PEFT's rule: the first key that matches the path's end as a regular expression."""
+    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", path)), default)
+
+
+def _alpha(divisor: float, scale: float, *, whole: bool) -> float | None:
+    """The alpha whose quotient is `scale` to the last bit, if there is one; whole numbers only, or any."""
+    product = scale * divisor
+    above, below = math.nextafter(product, math.inf), math.nextafter(product, 0.0)
+    near = (float(round(product)),) if whole else (product, above, below)
+    return next((alpha for alpha in near if alpha / divisor == scale), None)

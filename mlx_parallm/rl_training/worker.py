@@ -1,0 +1,129 @@
+"""Rank 0 leads a training step, the other ranks follow it: the same `train_step` on the same batch and state.
+
+Nothing is assumed about what a follower already has: at the start of every step the ranks compare fingerprints of all
+that a step changes, and where they differ (a resume, a rollback, other hardware) rank 0's arrays are copied.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_parallm.config import Config, RLTrainingConfig
+from mlx_parallm.errors import RankLostError
+from mlx_parallm.log import get_logger
+from mlx_parallm.models.loading import load_model
+from mlx_parallm.models.parameters import scalar
+from mlx_parallm.rl_training.algorithms import make_algorithm
+from mlx_parallm.rl_training.batch import TrainBatch
+from mlx_parallm.rl_training.policy import TrainedPolicy
+from mlx_parallm.rl_training.ranks import Ranks
+from mlx_parallm.rl_training.step_position import StepPosition
+from mlx_parallm.rl_training.trainer_base import StepResult, Trainer
+
+log = get_logger("ranks")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What rank 0 tells the others before a step. `state`: of `Trainer.state`."""
+
+    training: RLTrainingConfig
+    batch: TrainBatch
+    position: StepPosition | None
+    state: dict[str, Any]
+
+
+class LeadingTrainer(Trainer):
+    """Rank 0's. A step that loses a rank ends unfinished, like one that was asked to stop."""
+
+    def train_step(
+        self,
+        batch: TrainBatch,
+        *,
+        position: StepPosition | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> StepResult:
+        if self.ranks.size > 1:
+            self.ranks.tell(Step(self._config, batch, position, self.state()))
+            agree(self)
+        return super().train_step(batch, position=position, should_stop=lambda: should_stop() or bool(self.ranks.lost))
+
+
+def follow(config: Config, ranks: Ranks) -> None:
+    """A rank that is not 0, from the model's load to the end of the run. The base model is this machine's own
+    (`model.base_path`); what is trained, and how, comes from rank 0. Raises RankLostError, ModelError."""
+    quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
+    loaded = load_model(config.model, quantize=quantize)
+    trainer: Trainer | None = None
+    while isinstance(work := ranks.told(), Step):
+        if trainer is None:
+            algorithm = make_algorithm(work.training)
+            policy = TrainedPolicy(
+                loaded.model,
+                work.training,
+                source=loaded.path,
+                model_config=loaded.config,
+                needs_reference=algorithm.needs_reference,
+                needs_values=algorithm.needs_values,
+            )
+            trainer = Trainer(policy, work.training, algorithm, ranks=ranks)
+        trainer.restore(work.state)
+        agree(trainer)
+        trainer.train_step(work.batch, position=work.position)
+        ranks.check()
+
+
+def agree(trainer: Trainer) -> None:
+    """Gives every rank the weights, optimizer state and reference of rank 0. Raises RankLostError: another model."""
+    ranks, state = trainer.ranks, _state(trainer)
+    everyone = ranks.exchange((_shapes(state), _fingerprint(state)))
+    if everyone is None or all(prints == everyone[0] for prints in everyone):
+        return
+    if any(shapes != everyone[0][0] for shapes, _ in everyone):
+        raise RankLostError("the ranks train different models: model.base_path must name the same one everywhere")
+    log.info("training state taken from rank 0" if ranks.rank else "training state given to the other ranks")
+    own = [_bits(array) if ranks.rank == 0 else mx.zeros_like(_bits(array)) for array in state.values()]
+    mx.eval(own)
+    given = ranks.sum(own)
+    if given is None or ranks.rank == 0:
+        return
+    arrays = [
+        mx.view(bits, array.dtype).reshape(array.shape) for bits, array in zip(given, state.values(), strict=True)
+    ]
+    mx.eval(arrays)
+    _restore(trainer, dict(zip(state, arrays, strict=True)))
+
+
+def _state(trainer: Trainer) -> dict[str, mx.array]:
+    """Every array that a step changes, or that it is measured against."""
+    names, policy = trainer.policy.slots.names, trainer.policy
+    state = {f"weights.{name}": array for name, array in zip(names, policy.slots.read(), strict=True)}
+    state |= {f"optimizer.{name}": array for name, array in trainer.optimizer.state().items()}
+    reference = policy.reference_arrays or []
+    return state | {f"reference.{names[i]}": array for i, array in enumerate(reference)}
+
+
+def _restore(trainer: Trainer, state: dict[str, mx.array]) -> None:
+    def part(kind: str) -> dict[str, mx.array]:
+        return {name.removeprefix(kind): array for name, array in state.items() if name.startswith(kind)}
+
+    trainer.policy.slots.write(list(part("weights.").values()))
+    trainer.optimizer.restore(part("optimizer."))
+    if trainer.policy.reference_arrays is not None:
+        trainer.policy.reference_arrays = list(part("reference.").values())
+
+
+def _shapes(state: dict[str, mx.array]) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(name, tuple(array.shape), str(array.dtype)) for name, array in state.items()]
+
+
+def _fingerprint(state: dict[str, mx.array]) -> list[int]:
+    """Of each array's bits: two that differ in one bit differ here."""
+    return [int(scalar(_bits(array).astype(mx.uint32).sum())) for array in state.values()]
+
+
+def _bits(array: mx.array) -> mx.array:
+    """Unsigned integers, flat: sums with zeros are exact, whatever the numbers are."""
+    return mx.view(array.reshape(-1), {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size])

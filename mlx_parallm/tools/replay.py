@@ -1,0 +1,284 @@
+"""`mlx_parallm_replay`: trains again on the rollouts of a run, without generating: other settings, same data.
+
+    run directory ─► its configuration, the checkpoint it starts from, its ledger (reads only)
+        each variant: model → trainer → steps on the groups that the run's steps took → a directory of its own → table
+
+What a variant would have sampled is not known: after its first update it learns from another policy's answers.
+"""
+
+import copy
+import math
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mlx_parallm.config import Config, load_config
+from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
+from mlx_parallm.models.loading import LoadedModel, check_model, load_model
+from mlx_parallm.rl_training.advantages import Shaping
+from mlx_parallm.rl_training.algorithms import make_algorithm
+from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch
+from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, find_checkpoint, restore_random_state
+from mlx_parallm.rl_training.files import write_directory
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
+from mlx_parallm.rl_training.policy import TrainedPolicy, read_tensors
+from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
+from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory, find_run
+from mlx_parallm.rl_training.starting import initial_adapter
+from mlx_parallm.rl_training.trainer_base import Trainer
+from mlx_parallm.rl_training.trainer_state import TrainerState
+from mlx_parallm.rl_training.versions import VersionSteps
+from mlx_parallm.rollout_store.ledger import Ledger
+from mlx_parallm.types import RolloutGroup
+
+CAVEAT = (
+    "The rollouts are the run's: from its second update on a variant learns from answers that it would not have given."
+    " Losses, gradients, clipping and speed can be compared; what it would have earned, only a run of its own shows."
+)
+SHOWN = (
+    *("loss", "policy_loss", "kl", "entropy", "clip_fraction", "ratio_mean", "grad_norm", "update_norm"),
+    *("weights_moved", "tokens", "optimizer_updates", "skipped_steps", "time_train_s"),
+)
+"""Metrics of the table, as far as they are known; means over the replayed steps."""
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`changed`: its `key=value` overrides, "" = none. `lines`: its metrics, one a step."""
+
+    changed: str
+    directory: Path
+    lines: list[Line]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """`run`: the metrics lines of the run itself, of the same steps."""
+
+    name: str
+    run: list[Line]
+    variants: list[Variant]
+
+
+def replay(
+    path: Path,
+    variants: Sequence[Sequence[str]] = ((),),
+    *,
+    start: str | None = None,
+    steps: int | None = None,
+    told: Callable[[str], object] = lambda line: None,
+) -> Replay:
+    """Args:
+        path: a run directory.
+        variants: `rl_training.key=value` overrides of each.
+        start: the checkpoint to start from, e.g. step_000120; None = as the run itself started.
+        steps: at most so many.
+        told: a line of progress after each step.
+
+    Raises ConfigError: no run, another model, data or environment, nothing to replay, tokens that are not kept.
+    CheckpointError: no such step, or one that does not fit the variant. ModelError: as training.
+    """
+    run = find_run(path)
+    saved = load_config(run / CONFIG_FILE, saved=True)
+    configs = [_variant(run, overrides, saved) for overrides in variants]
+    checkpoint = _checkpoint(run, start)
+    first = TrainerState.read(checkpoint).step if checkpoint else 0
+    if not (run / STORE_FILE).is_file():
+        raise ConfigError(f"{run} has no {STORE_FILE}: there are no rollouts to replay")
+    with closing(Ledger(run / STORE_FILE)) as ledger:
+        lines = [line for line in MetricsFile(run / METRICS_FILE).read() if line["step"] > first][:steps]
+        if not lines:
+            raise ConfigError(f"{run}: no recorded step after step {first}: nothing to replay (--from an earlier one)")
+        taken = {line["step"]: _kept(ledger, run, line["step"]) for line in lines}
+        quantize = saved.rl_training.lora.enabled and saved.rl_training.lora.quantize_base
+        check_model(saved.model, train=True, quantize=quantize)
+        loaded = load_model(saved.model, quantize=quantize)
+        done = []
+        for overrides, config in zip(variants, configs, strict=True):
+            player = _Player(loaded, config, checkpoint, saved, ledger)
+            done.append(Variant(shlex.join(overrides), *player.play(run, lines, taken, told)))
+    return Replay(run.name, lines, done)
+
+
+class _Player:
+    """One variant: its own policy, optimizer and algorithm, from the checkpoint on."""
+
+    def __init__(
+        self, loaded: LoadedModel, config: Config, checkpoint: Path | None, saved: Config, ledger: Ledger
+    ) -> None:
+        self._config, training = config, config.rl_training
+        algorithm = make_algorithm(training)
+        self._policy = TrainedPolicy(
+            copy.deepcopy(loaded.model),
+            training,
+            source=loaded.path,
+            model_config=loaded.config,
+            initial_adapter=None if checkpoint else initial_adapter(config),
+            needs_reference=algorithm.needs_reference,
+            needs_values=algorithm.needs_values,
+        )
+        self._trainer = Trainer(self._policy, training, algorithm)
+        versions = VersionSteps()
+        if checkpoint is not None:
+            state = TrainerState.read(checkpoint)
+            versions = VersionSteps(state.policy_version, state.step)
+            self._policy.load(checkpoint)
+            if training.optimizer == saved.rl_training.optimizer:
+                self._trainer.optimizer.restore(read_tensors(checkpoint / OPTIMIZER_FILE))
+            else:
+                self._trainer.optimizer.reload()
+            self._trainer.restore(state.trainer)
+            restore_random_state(state.random_state)
+        self._ledger = ledger
+        self._buffer = RolloutBuffer(
+            _Stored(ledger),
+            versions,
+            algorithm.advantages,
+            rollout_batch_size=training.atropos.rollout_batch_size,
+            seed=training.seed,
+            shaping=Shaping.of(training, leave_out_marked=algorithm.finish is not None),
+            deterministic=training.deterministic,
+        )
+
+    def play(
+        self, run: Path, lines: Sequence[Line], taken: Mapping[int, Sequence[str]], told: Callable[[str], object]
+    ) -> tuple[Path, list[Line]]:
+        """Trains a step for each line; leaves config.toml, metrics.jsonl and the result as `final`."""
+        directory = RunDirectory.hold(_free_name(run))
+        with closing(directory):
+            directory.write_config(self._config)
+            metrics, own = MetricsFile(directory.path / METRICS_FILE), []
+            for line in lines:
+                own.append(self._step(line, taken[line["step"]]))
+                metrics.append(own[-1])
+                told(f"{directory.path.name}: step {line['step']}: loss {own[-1]['loss']}")
+            write_directory(directory.path / FINAL, self._policy.save)
+        return directory.path, own
+
+    def _step(self, line: Line, group_ids: Sequence[str]) -> Line:
+        result = self._trainer.train_step(self._batch(line["step"], group_ids))
+        carried = {field.name: line.get(field.name) for field in fields(BatchStatistics)} | {
+            key: line[key] for key in line if key.startswith("rewards/")
+        }
+        carried.pop("parts", None)
+        numbers = {"step": line["step"], "policy_version": line["policy_version"], "time_train_s": result.seconds}
+        return complete({**carried, **result.metrics, **numbers})
+
+    def _batch(self, step: int, group_ids: Sequence[str]) -> TrainBatch:
+        if self._config.rl_training.deterministic:  # the order that a deterministic run trains in
+            indices = {group.group_id: group.index or 0 for group in self._ledger.groups(group_ids)}
+            group_ids = sorted(group_ids, key=lambda group_id: indices[group_id])
+        return self._buffer.resume(step, group_ids)
+
+
+class _Stored:
+    """What a RolloutBuffer needs of a store, of one that is only read."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def waiting(self, limit: int | None = None, *, exclude: Collection[str] = ()) -> list[RolloutGroup]:
+        return []
+
+    def groups(self, group_ids: Sequence[str]) -> list[RolloutGroup]:
+        return self._ledger.groups(group_ids)
+
+    def known_ids(self) -> set[str]:
+        return set()
+
+    def waiting_ids(self) -> set[str]:
+        return set()
+
+    def take(self, group_ids: Collection[str], step: int) -> None:
+        """The run's own step has it."""
+
+    def drop(self, group_ids: Collection[str], step: int, reason: str) -> None:
+        """The same."""
+
+    def wait_for_groups(self, timeout_s: float, *, at_least: int = 1) -> bool:
+        return False
+
+
+def _variant(run: Path, overrides: Sequence[str], saved: Config) -> Config:
+    """Raises ConfigError: a key that the stored tokens depend on, an algorithm that learns from no rollouts."""
+    config = load_config(run / CONFIG_FILE, list(overrides), saved=True)
+    for section in ("model", "environments"):
+        if getattr(config, section) != getattr(saved, section):
+            raise ConfigError(
+                f"{shlex.join(overrides)}: {section} may not change: the rollouts of {run} are of"
+                f" {saved.model.base_path} and its environments. What may is rl_training.*"
+            )
+    if config.rl_training.lora.quantize_base != saved.rl_training.lora.quantize_base:
+        raise ConfigError("rl_training.lora.quantize_base may not change: the rollouts are of the base as it was")
+    if make_algorithm(config.rl_training).on_data:
+        raise ConfigError(f"rl_training.algorithm = {config.rl_training.algorithm} learns from rows, not from rollouts")
+    return config
+
+
+def _checkpoint(run: Path, start: str | None) -> Path | None:
+    if start is None:
+        return None
+    try:
+        found = find_checkpoint(str(run / start), run.parent, None)
+    except CheckpointError:
+        found = None
+    if found is None or found.parent != run.resolve():
+        there = ", ".join(sorted(path.name for path in run.glob("step_*"))) or "none"
+        raise CheckpointError(f"--from {start}: {run} has no such checkpoint. There are: {there}")
+    if TrainerState.read(found).in_progress is not None:
+        raise CheckpointError(f"--from {start} is in the middle of a step: start at a whole one")
+    return found
+
+
+def _kept(ledger: Ledger, run: Path, step: int) -> list[str]:
+    """Raises ConfigError: the step's rollouts are not there any more."""
+    group_ids = ledger.taken_by(step)
+    try:
+        ledger.groups(group_ids)
+    except StoreError as error:
+        raise ConfigError(
+            f"the rollouts of step {step} are not kept any more ({error}). Start later with --from; [rollouts] keep and"
+            f" max_gb say how many a run keeps, and mlx_parallm_rollouts {run} what is there"
+        ) from error
+    return group_ids
+
+
+def _free_name(run: Path) -> Path:
+    number = 1
+    while (path := run.with_name(f"{run.name}-replay{'' if number == 1 else f'-{number}'}")).exists():
+        number += 1
+    return path
+
+
+def show(found: Replay, console: Console) -> None:
+    """The means side by side."""
+    first, last = found.run[0]["step"], found.run[-1]["step"]
+    names = [found.name, *(variant.directory.name for variant in found.variants)]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(f"mean of steps {first} to {last}")
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold")
+    columns = [found.run, *(variant.lines for variant in found.variants)]
+    extra = {key for lines in columns for key in lines[0]} - {*SHOWN} - {*complete({})}
+    for key in (*SHOWN, *sorted(extra)):
+        means = [_mean(lines, key) for lines in columns]
+        if any(mean is not None for mean in means):
+            table.add_row(key, *("-" if mean is None else f"{mean:.6g}" for mean in means))
+    for variant in found.variants:
+        console.print(Text(f"{variant.directory}: {variant.changed or 'the settings of the run'}"))
+    console.print(table)
+    console.print(Text(CAVEAT, style="dim"))
+
+
+def _mean(lines: Sequence[Line], key: str) -> float | None:
+    values = [line[key] for line in lines if isinstance(line.get(key), int | float) and line[key] is not None]
+    return math.fsum(values) / len(values) if values else None

@@ -1,0 +1,141 @@
+"""`mlx_parallm_show_checkpoint`: what a checkpoint holds, and whether all of it is there. Reads headers only, no MLX.
+
+`describe` gives JSON values, `as_text` draws them for people.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import CheckpointError
+from mlx_parallm.models.formats import safetensors_header
+from mlx_parallm.rl_training.run_directory import BEST, FINAL, LATEST, checkpoint_at, moment
+from mlx_parallm.rl_training.trainer_state import TrainerState
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
+METRICS = ("reward_mean", "loss", "kl", "grad_norm", "learning_rate", "heldout_score", "eval/loss")
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Of a step_* directory, a link to one, or a run directory (its newest). `problems` is empty where all is there.
+
+    Raises CheckpointError: there is no checkpoint.
+    """
+    checkpoint = _find(path.expanduser())
+    problems: list[str] = []
+    headers = dict(_headers(checkpoint, problems))
+    found: dict[str, Any] = {"path": str(checkpoint), "links": list(_links(checkpoint)), "problems": problems}
+    found |= _state(checkpoint, problems)
+    found |= _weights(checkpoint, headers, problems)
+    if not (checkpoint / OPTIMIZER_FILE).is_file():
+        problems.append(f"{OPTIMIZER_FILE} is missing")
+    found["optimizer"] = _optimizer(headers.get(OPTIMIZER_FILE), found.pop("optimizer_updates"))
+    files = {file.name: file.stat().st_size for file in sorted(checkpoint.iterdir())}
+    return found | {"files": files, "bytes": sum(files.values()), "complete": not problems}
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    return "".join(f"{name:<14}{value}\n" for name, value in _rows(found))
+
+
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "checkpoint", found["path"] + (f"  ({', '.join(found['links'])})" if found["links"] else "")
+    yield "state", "complete" if found["complete"] else "damaged: " + "; ".join(found["problems"])
+    if found["step"] is not None:
+        partial = f" and {found['mini_batches']} mini-batches of the next" if found["mini_batches"] else ""
+        served = "not served yet" if found["unpublished"] else "served"
+        yield "step", f"{found['step']}{partial}, policy version {found['policy_version']} ({served})"
+    yield "trained", f"{found['kind']}, {found['parameters']:,} numbers"
+    if found["adapter"]:
+        yield "adapter", ", ".join(f"{key} {value}" for key, value in found["adapter"].items())
+    optimizer = found["optimizer"]
+    yield "optimizer", f"{optimizer['name'] or 'unknown'}, {optimizer['updates']} updates, {optimizer['bytes']:,} bytes"
+    if found["score"] is not None:
+        yield "score", f"{found['score']:.4g}"
+    for name, value in found["metrics"].items():
+        yield name, f"{value:.4g}"
+    yield "size", f"{found['bytes']:,} bytes in {len(found['files'])} files"
+
+
+def _find(path: Path) -> Path:
+    """Also a step_* whose state is missing."""
+    if found := checkpoint_at(path):
+        return found
+    if path.is_dir() and moment(path.resolve())[0] >= 0:
+        return path.resolve()
+    hint = "" if path.exists() else ": no such directory"
+    raise CheckpointError(f"{path} is no checkpoint and no run directory with one{hint}")
+
+
+def _headers(checkpoint: Path, problems: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        try:
+            header = safetensors_header(file)
+        except OSError as error:
+            problems.append(f"{file.name} cannot be read: {error.strerror or error}")
+            continue
+        if header is None:
+            problems.append(f"{file.name} is cut short or no safetensors file")
+        else:
+            yield file.name, header
+
+
+def _state(checkpoint: Path, problems: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = dict.fromkeys(("step", "mini_batches", "policy_version", "unpublished", "score"))
+    found |= {"optimizer_updates": None, "metrics": {}}
+    try:
+        state = TrainerState.read(checkpoint)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return found
+    line = state.metrics if isinstance(state.metrics, dict) else {}
+    metrics = {key: line[key] for key in METRICS if isinstance(line.get(key), int | float)}
+    return {key: getattr(state, key) for key in found if key != "metrics"} | {"metrics": metrics}
+
+
+def _weights(checkpoint: Path, headers: Mapping[str, dict[str, Any]], problems: list[str]) -> dict[str, Any]:
+    """What is trained, how many numbers, and an adapter's settings."""
+    if ADAPTER_FILE in headers or (checkpoint / ADAPTER_CONFIG).exists():
+        if ADAPTER_FILE not in headers:
+            problems.append(f"{ADAPTER_FILE} is missing")
+        settings: dict[str, Any] = {}
+        try:
+            config = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+            settings = {key: config["lora_parameters"][key] for key in ("rank", "scale")}
+            kind = {"lora": "LoRA", "dora": "DoRA"}[config["fine_tune_type"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problems.append(f"{ADAPTER_CONFIG} cannot be read: {error!r}")
+            kind = "adapter"
+        header = headers.get(ADAPTER_FILE, {})
+        settings["layers"] = sum(name.endswith(".lora_a") for name in header)
+        return {"kind": kind, "adapter": settings, "parameters": _numbers(header)}
+    models = [header for name, header in headers.items() if name.startswith("model")]
+    if not models:
+        problems.append(f"neither {ADAPTER_FILE} nor model*.safetensors is there")
+    if models and not (checkpoint / "config.json").is_file():
+        problems.append("config.json is missing")
+    return {"kind": "full weights", "adapter": None, "parameters": sum(map(_numbers, models))}
+
+
+def _optimizer(header: Mapping[str, Any] | None, updates: int | None) -> dict[str, Any]:
+    if header is None:
+        return {"name": None, "updates": updates, "bytes": 0}
+    metadata = header.get("__metadata__") or {}  # MLX writes null where there is none
+    name = metadata.get("optimizer", "adamw")  # the only one before it was written down
+    size = sum(e[1] - e[0] for e in (t["data_offsets"] for key, t in header.items() if key != "__metadata__"))
+    return {"name": name, "updates": updates, "bytes": size}
+
+
+def _numbers(header: Mapping[str, Any]) -> int:
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _links(checkpoint: Path) -> Iterator[str]:
+    for name in (LATEST, BEST):
+        if (checkpoint.parent / name).resolve() == checkpoint and (checkpoint.parent / name).is_symlink():
+            yield name
+    if checkpoint.name == FINAL:
+        yield FINAL

@@ -1,0 +1,25 @@
+"""A whole run in this process: without the seconds that a daemon of its own takes to start."""
+
+import threading
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from mlx_parallm.config import load_config
+from mlx_parallm.models.threads import in_mlx_thread
+from mlx_parallm.rl_training.train import TrainingRun
+
+
+def train_here(config: Path, *overrides: str, resume: str | None = None) -> None:
+    """`mlx_parallm_train --config … --set … --resume …`, to the end of the run."""
+
+    def run() -> None:
+        console, given = Console(file=StringIO()), load_config(config, list(overrides))
+        training = TrainingRun(given, resume=resume, stop=threading.Event(), console=console)
+        try:
+            training.execute()
+        finally:
+            training.close()
+
+    in_mlx_thread(run)

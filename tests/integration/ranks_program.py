@@ -1,0 +1,68 @@
+"""One rank of a launch, without a daemon: `python -m tests.integration.ranks_program WHAT`. Prints one JSON line."""
+
+import json
+import os
+import sys
+import threading
+
+import mlx_parallm  # the fast BLAS comes before MLX
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.models.threads import mlx_thread
+from mlx_parallm.rl_training import distributed
+from mlx_parallm.rl_training.distributed import JoinedRanks, join
+
+assert mlx_parallm.__version__
+
+
+def calls(ranks: JoinedRanks) -> dict[str, object]:
+    """Every call once. Sums are of several bundles and dtypes."""
+    given = [mx.full((3, 5), 2.0**ranks.rank), mx.array(7, mx.uint32), mx.full((4_000_000,), ranks.rank + 0.5)]
+    sums = ranks.sum(given)
+    assert sums is not None
+    found: dict[str, object] = {
+        "exchanged": ranks.exchange({"rank": ranks.rank, "column": np.arange(3) + ranks.rank}),
+        "sums": [[str(a.dtype), list(a.shape), float(a.reshape(-1)[-1].item())] for a in sums],
+        "stopped": ranks.exchange("value", stop=ranks.rank == 0),
+    }
+    ranks.check()
+    if ranks.rank == 0:
+        ranks.tell("work")
+        ranks.close()
+    else:
+        found["told"] = [ranks.told(), ranks.told()]
+        ranks.close()
+    return found
+
+
+def dies(ranks: JoinedRanks) -> dict[str, object]:
+    """Rank 1 is killed before a collective."""
+    if ranks.rank == 1:
+        os._exit(9)
+    return {"sum": ranks.sum([mx.ones((1000,))]), "again": ranks.exchange(1), "lost": ranks.lost}
+
+
+def vanishes(ranks: JoinedRanks) -> dict[str, object]:
+    """Rank 1 gives up its connection to rank 0 only: MLX's collective waits for ever."""
+    distributed.GRACE_S = 1.0
+    if ranks.rank == 1:
+        for end in (*ranks._watched, *ranks._connections):
+            end.close()
+        threading.Event().wait()
+    return {"sum": ranks.sum([mx.ones((1000,))]), "lost": ranks.lost}
+
+
+def main() -> None:
+    ranks = join()
+    assert isinstance(ranks, JoinedRanks)
+    with mlx_thread():
+        found = {"calls": calls, "dies": dies, "vanishes": vanishes}[sys.argv[1]](ranks)
+        sys.stdout.write(json.dumps(found, default=lambda value: value.tolist()) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

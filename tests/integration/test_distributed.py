@@ -1,0 +1,171 @@
+"""Real ranks: processes of this machine over MLX's ring, launched as `mlx.launch` does it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.in_process import train_here
+from tests.integration.processes import BASE, BIN
+from tests.signals_reset import default_signals
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+
+
+def launch(directory: Path, count: int, command: list[str]) -> list[subprocess.Popen[str]]:
+    """Ranks 0, 1, … of one launch; each its own session, so that signals reach one at a time."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    hosts = [[f"127.0.0.1:{end.getsockname()[1]}"] for end in sockets]
+    for end in sockets:
+        end.close()
+    (directory / "hosts.json").write_text(json.dumps(hosts))
+    environment = os.environ | {"MLX_HOSTFILE": str(directory / "hosts.json"), "MKL_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            command,
+            env=environment | {"MLX_RANK": str(rank)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=default_signals,
+        )
+        for rank in range(count)
+    ]
+
+
+def outputs(ranks: list[subprocess.Popen[str]], timeout_s: float = 90) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each; whoever is left then is killed."""
+    try:
+        results = []
+        for process in ranks:
+            out, err = process.communicate(timeout=timeout_s)
+            results.append((process.returncode, out, err))
+        return results
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+def program(directory: Path, what: str, count: int = 2) -> list[subprocess.Popen[str]]:
+    return launch(directory, count, [sys.executable, "-m", "tests.integration.ranks_program", what])
+
+
+def test_three_ranks_exchange_add_and_tell(tmp_path: Path) -> None:
+    found = outputs(program(tmp_path, "calls", 3))
+    assert [code for code, _, _ in found] == [0, 0, 0], found
+    results = [json.loads(out.splitlines()[-1]) for _, out, _ in found]
+    for result in results:
+        assert result["exchanged"] == [{"rank": r, "column": [r, r + 1, r + 2]} for r in range(3)]
+        assert result["sums"] == [
+            ["mlx.core.float32", [3, 5], 7.0],
+            ["mlx.core.uint32", [], 21.0],
+            ["mlx.core.float32", [4_000_000], 4.5],
+        ]
+        assert result["stopped"] is None
+    assert [result.get("told") for result in results] == [None, ["work", None], ["work", None]]
+
+
+@pytest.mark.parametrize("how", ["dies", "vanishes"])
+def test_a_lost_rank_ends_the_collective_and_the_process(tmp_path: Path, how: str) -> None:
+    ranks = program(tmp_path, how)
+    started = time.monotonic()
+    try:
+        out, err = ranks[0].communicate(timeout=60)
+        code, seconds = ranks[0].returncode, time.monotonic() - started
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    result = json.loads(out.splitlines()[-1])
+    assert result["sum"] is None
+    assert "rank 1 of 2 has gone" in result["lost"]
+    assert code == {"dies": 0, "vanishes": 2}[how], err
+    assert seconds < 40
+
+
+def test_a_rank_that_waits_for_one_that_never_comes_can_be_ended(tmp_path: Path) -> None:
+    """By a signal, or when its time is up: MLX's connecting holds Python's lock, so no handler of ours would run."""
+    config = write_config(tmp_path, steps=1, runs=tmp_path)
+    command = [str(BIN / "mlx_parallm_train"), "--config", str(config)]
+    impatient = "from mlx_parallm.rl_training import distributed; distributed.JOIN_S = 1; distributed.join()"
+    for started, code in ((command, -signal.SIGTERM), ([sys.executable, "-c", impatient], 1)):
+        [alone, other] = launch(tmp_path, 2, started)
+        other.kill()
+        other.communicate()
+        try:
+            if code != 1:
+                assert alone.stderr is not None
+                assert any("waiting for the other ranks" in line for line in alone.stderr)
+                alone.terminate()
+            alone.communicate(timeout=20)
+            assert alone.returncode == code
+        finally:
+            alone.kill()
+            alone.communicate()
+
+
+def write_config(directory: Path, *, steps: int, runs: Path) -> Path:
+    text = BASE.format(
+        port=0,
+        steps=steps,
+        interval=1000,
+        directory=runs,
+        training="deterministic = true\nupdate_epochs = 2",
+        atropos="",
+    )
+    path = directory / "run.toml"
+    path.write_text(text + '\n[model]\nbase_path = "builtin:tiny"\n')
+    return path
+
+
+def lines_of(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_launch_of_two_trains_as_one_process_does(tmp_path: Path) -> None:
+    """The real mlx.launch; the first step has the same rollouts, so the same numbers."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    train_here(write_config(tmp_path, steps=1, runs=one))
+    command = [str(BIN / "mlx_parallm_train"), "--config", str(write_config(tmp_path, steps=1, runs=two))]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    launched = subprocess.run(
+        [BIN / "mlx.launch", "-n", "2", "--backend", "ring", "--starting-port", str(port), "--", *command],
+        capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=120,
+    )  # fmt: skip
+    assert launched.returncode == 0, launched.stderr
+    assert "ranks joined" in launched.stderr + launched.stdout
+    first, second = (lines_of(directory / "run") for directory in (one, two))
+    assert len(first) == len(second) == 1
+    for name in ("loss", "grad_norm", "entropy", "reward_mean", "tokens", "update_norm", "optimizer_updates"):
+        assert second[0][name] == pytest.approx(first[0][name], rel=1e-4, abs=1e-6), name
+    assert (two / "run/final").exists()
+
+
+def test_a_killed_rank_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
+    config = write_config(tmp_path, steps=400, runs=tmp_path)
+    command = [str(BIN / "mlx_parallm_train"), "--config", str(config), "--resume", "auto"]
+    ranks = launch(tmp_path, 2, command)
+    metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2) and time.monotonic() < deadline:
+        assert ranks[0].poll() is None, ranks[0].communicate()
+        time.sleep(0.05)
+    ranks[1].send_signal(signal.SIGKILL)
+    code, _, said = outputs(ranks)[0]
+    assert code == 2, said
+    assert "rank 1 of 2 has gone" in said
+    assert "--resume auto" in said
+    done = len(lines_of(tmp_path / "run"))
+    assert list((tmp_path / "run").glob("step_*"))
+    train_here(config, f"rl_training.total_steps={done + 1}", resume="auto")  # the number of ranks may change
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == list(range(1, done + 2))

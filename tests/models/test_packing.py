@@ -1,0 +1,241 @@
+"""Prompts computed once for all rows that share them: same scores, same gradients, fewer tokens."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_parallm.models import head
+from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
+from mlx_parallm.models.packing import share_prompts, shareable
+from tests.rl_training.test_blockwise import with_4_bit_base, with_full_weights, with_lora
+from tests.rl_training.tiny_models import make_model
+
+SHARING = ["qwen3", "llama", "qwen2", "phi3", "olmo2", "deepseek_v2"]
+MLA = {
+    "n_routed_experts": None,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 3,
+    "rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 128},
+}
+
+
+def model_of(architecture: str) -> nn.Module:
+    return make_model(architecture, **(MLA if architecture == "deepseek_v2" else {}))
+
+
+def batch(
+    *, seed: int = 0, prompts: tuple[int, ...] = (9, 5, 9), rows: tuple[int, ...] = (0, 1, 0, 0, 2, 1)
+) -> TokenBatch:
+    """Rows of three prompts (`rows`: which), two of one length, each with 1 to 6 sampled tokens, some of them unscored
+    in the middle, with a temperature each."""
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(0, 40, length) for length in prompts]
+    tokens, mask = np.zeros((len(rows), 16), np.int32), np.zeros((len(rows), 16), bool)
+    for i, row in enumerate(rows):
+        count = 1 + (i * 5) % 6
+        whole = np.concatenate([texts[row], rng.integers(0, 40, count)])
+        tokens[i, : len(whole)] = whole
+        mask[i, len(texts[row]) - 1 : len(whole) - 1] = True
+        if count > 3:
+            mask[i, len(texts[row]) + 1] = False  # a tool's answer
+    positions = np.flatnonzero(mask[:, :-1]).astype(np.int32)
+    inputs = np.ascontiguousarray(tokens[:, :-1])
+    return TokenBatch(
+        mx.array(inputs),
+        mx.array(positions),
+        mx.array(tokens[:, 1:].reshape(-1)[positions]),
+        mx.array(rng.uniform(0.5, 2.0, len(positions)).astype(np.float32)),
+        share_prompts(inputs, positions),
+    )
+
+
+def plain(tokens: TokenBatch) -> TokenBatch:
+    return TokenBatch(tokens.inputs, tokens.positions, tokens.targets, tokens.temperature)
+
+
+def objective(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
+    weights = mx.arange(logprobs.shape[0]) / logprobs.shape[0] - 0.4
+    return (mx.exp(0.1 * logprobs) * weights + 0.3 * weights * entropy).sum(), (logprobs,)
+
+
+def test_rows_are_taken_apart_where_the_first_token_is_scored() -> None:
+    inputs = np.array([[7, 8, 1, 2], [7, 8, 3, 0], [7, 9, 3, 4]], np.int32)
+    shared = share_prompts(inputs, np.array([1, 2, 3, 5, 6, 9, 11], np.int32))
+    assert shared.prompts[:, :2].tolist() == [[7, 8], [7, 9]] and shared.lengths.tolist() == [2, 2]
+    assert shared.rests[:, :2].tolist() == [[1, 2], [3, 0], [3, 4]] and shared.owner.tolist() == [0, 0, 1]
+    assert shared.prompts.shape[1] == shared.rests.shape[1] == 8  # buckets
+    rest = 2 * 8
+    assert shared.positions.tolist() == [1, rest, rest + 1, 1, rest + 8, 8 + 1, rest + 2 * 8 + 1]
+
+
+def test_a_prompt_that_another_one_begins_with_is_another_prompt() -> None:
+    shared = share_prompts(np.array([[7, 8, 1], [7, 8, 1]], np.int32), np.array([1, 5], np.int32))
+    assert shared.lengths.tolist() == [2, 3] and shared.owner.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("architecture", SHARING)
+def test_scores_and_gradients_are_those_of_the_rows(architecture: str) -> None:
+    model = with_lora(model_of(architecture))
+    parts = BlockwiseModel(model)
+    assert not parts.fallback and not parts.unshared
+    check(parts, batch())
+
+
+@pytest.mark.parametrize("prepare", [with_full_weights, with_4_bit_base])
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_of_all_weights_and_over_a_quantised_base(prepare: Callable[[nn.Module], nn.Module], blocks: int) -> None:
+    check(BlockwiseModel(prepare(make_model()), blocks_per_eval=blocks), batch())
+
+
+def test_with_the_head_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = BlockwiseModel(with_lora(make_model()))
+    monkeypatch.setattr(parts, "_chunks", lambda _: [slice(0, 5), slice(5, 9), slice(9, None)])
+    check(parts, batch())
+
+
+@pytest.mark.parametrize("prompts", [(9, 9, 9), (1, 9, 3)])
+def test_prompts_of_equal_and_of_very_unequal_lengths(prompts: tuple[int, ...]) -> None:
+    check(BlockwiseModel(with_lora(make_model())), batch(prompts=prompts))
+
+
+def check(parts: BlockwiseModel, tokens: TokenBatch) -> None:
+    assert parts.shares_prompts and tokens.shared is not None
+    for a, b in zip(parts.score(tokens), parts.score(plain(tokens)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    value, _, gradients = parts.loss_and_gradients(tokens, objective)
+    expected, _, plain_gradients = parts.loss_and_gradients(plain(tokens), objective)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, a, b in zip(parts.slots.names, gradients, plain_gradients, strict=True):
+        assert mx.linalg.norm(b.reshape(-1)).item() > 0, name
+        assert mx.linalg.norm((a - b).reshape(-1)).item() <= 1e-5 * mx.linalg.norm(b.reshape(-1)).item(), name
+
+
+def test_the_prompt_goes_through_the_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = BlockwiseModel(with_lora(make_model()))
+    seen = count_tokens(monkeypatch)
+    one_group = batch(prompts=(9,), rows=(0,) * 6)
+    parts.score(one_group)
+    assert one_group.shared is not None and sum(seen) == 3 * one_group.shared.tokens == 3 * (16 + 6 * 8)
+    seen.clear()
+    parts.score(plain(one_group))
+    assert sum(seen) == 3 * 6 * 15
+
+
+def count_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    from mlx_lm.models.qwen3 import TransformerBlock
+
+    seen: list[int] = []
+    forward = TransformerBlock.__call__
+
+    def counting(self: nn.Module, x: mx.array, *args: object, **kwargs: object) -> mx.array:
+        seen.append(x.shape[0] * x.shape[1])
+        return forward(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(TransformerBlock, "__call__", counting)
+    return seen
+
+
+def test_no_tracer_stays_behind() -> None:
+    parts, tokens = BlockwiseModel(with_lora(make_model())), batch()
+    parts.loss_and_gradients(tokens, objective)
+    before = parts.slots.read()
+    np.testing.assert_array_equal(parts.score(tokens)[0], parts.score(tokens)[0])
+    assert all(a is b for a, b in zip(before, parts.slots.read(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "extra", "reason"),
+    [
+        ("gemma3_text", {}, "RotatingKVCache"),
+        ("gemma2", {}, "do not take"),  # its mask has to fit keys of five axes
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "do not take"),
+    ],
+)
+def test_what_cannot_share_prompts_says_why_and_goes_on(architecture: str, extra: dict, reason: str) -> None:
+    parts = BlockwiseModel(with_lora(make_model(architecture, **extra)))
+    assert not parts.fallback and reason in parts.unshared
+    tokens = batch()
+    np.testing.assert_array_equal(parts.score(tokens)[0], parts.score(plain(tokens))[0])
+
+
+def test_blocks_that_ignore_the_prompt_are_found_out() -> None:
+    """A model with plain caches whose attention does not look into them."""
+
+    class Forgetful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(40, 16)
+            self.layers = [Mixer() for _ in range(2)]
+            self.head = nn.Linear(16, 40)
+
+        def __call__(self, tokens: mx.array, cache: object = None) -> mx.array:
+            hidden = self.embed(tokens)
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return self.head(hidden)
+
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return x + mx.tanh(self.linear(mx.cumsum(x, axis=1)))
+
+    model = Forgetful()
+    assert not shareable(model)
+    parts = BlockwiseModel(model)
+    assert not parts.fallback and "off by" in parts.unshared
+
+
+def test_small_heads_are_made_whole_and_large_ones_in_pieces() -> None:
+    assert head.head_rows(512, 8192) == 512
+    assert head.head_rows(1024, 32768) == 32
+    assert head.head_rows(4096, 8192) == 128
+    assert head.head_rows(4096, 151936, costly=True) == 128
+    assert head.head_rows(0, 151936) == 1
+
+
+def test_a_large_head_takes_little_memory_and_gives_the_same_gradient() -> None:
+    """1,024 tokens × 8,192 vocabulary: 32 MiB of logits. The naive way holds several such arrays."""
+    model = with_lora(make_model(vocab_size=8192))
+    parts = BlockwiseModel(model)
+    rng = np.random.default_rng(0)
+    inputs, targets = (mx.array(rng.integers(0, 8192, shape), mx.int32) for shape in ((8, 128), (1024,)))
+    tokens = TokenBatch(inputs, mx.arange(1024, dtype=mx.int32), targets)
+    weights = mx.random.normal((1024,))
+    mx.eval(inputs, targets, tokens.positions, weights)
+
+    def loss(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
+        return (weights * logprobs + 0.1 * entropy).sum(), ()
+
+    def naive() -> list[mx.array]:
+        def whole(model: nn.Module) -> mx.array:
+            logits = model(inputs).reshape(1024, -1)
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            chosen = mx.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+            return loss(chosen, -(mx.exp(logprobs) * logprobs).sum(-1))[0]
+
+        found = dict(nn.utils.tree_flatten(nn.value_and_grad(model, whole)(model)[1]))
+        mx.eval(found)
+        return [found[name] for name in parts.slots.names]
+
+    def peak(way: Callable[[], list[mx.array]]) -> tuple[int, list[mx.array]]:
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        found = way()
+        return mx.get_peak_memory() - before, found
+
+    whole, expected = peak(naive)
+    pieces, gradients = peak(lambda: parts.loss_and_gradients(tokens, loss)[2])
+    assert pieces < whole / 4
+    off = sum(mx.square(a - b).sum().item() for a, b in zip(gradients, expected, strict=True))
+    assert off**0.5 <= 1e-5 * sum(mx.square(b).sum().item() for b in expected) ** 0.5

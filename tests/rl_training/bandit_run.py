@@ -1,0 +1,142 @@
+"""The loop with all its parts, over a source that plays a bandit with the policy's own probabilities."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.config import RLTrainingConfig
+from mlx_parallm.rl_training.algorithms import make_algorithm
+from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
+from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
+from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.rl_training.rollback import Rollbacks
+from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
+from mlx_parallm.rl_training.trainer_base import Trainer
+from mlx_parallm.rl_training.versions import VersionNumbers, VersionSteps
+from mlx_parallm.rl_training.weight_updater import WeightUpdater
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.server.routes_training import RollbackDesk
+from mlx_parallm.types import RolloutGroup
+from mlx_parallm.weights import PublishReport, SharedWeights
+from tests.rl_training.making import make_config, make_policy
+from tests.rl_training.rollouts import make_rollout
+from tests.rl_training.tiny_models import make_model
+
+PROMPT = (1, 2, 3)
+GROUP = 8
+
+
+class Bandit:
+    """Asked for groups it plays them at once with the served weights. One token; `reward(token)`."""
+
+    def __init__(self, trainer: Trainer, weights: SharedWeights, store: RolloutStore, events: list[str]) -> None:
+        self.trainer, self.weights, self.store, self.events = trainer, weights, store, events
+        self.next = 0
+        self.reward: Callable[[int], float] = lambda token: float(token < 20)
+
+    def __call__(self, n: int) -> None:
+        self.events.append(f"ask {n} of v{self.weights.version}")
+        logits = self.trainer.policy.model(mx.array([PROMPT]))[0, -1].astype(mx.float32)
+        probabilities = np.array(mx.softmax(logits), np.float64)
+        probabilities /= probabilities.sum()
+        wanted = n
+        while wanted:
+            tokens = np.random.default_rng(self.next).choice(40, GROUP, p=probabilities)
+            rollouts = tuple(
+                make_rollout(
+                    (int(token),),
+                    prompt=PROMPT,
+                    reward=self.reward(int(token)),
+                    logprob=float(np.log(probabilities[token])),
+                    version=self.weights.version,
+                )
+                for token in tokens
+            )
+            wanted -= self.store.add(RolloutGroup(f"g{self.next}", "b", rollouts, index=self.next), source="bandit")
+            self.next += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+
+@dataclass
+class Run:
+    config: RLTrainingConfig
+    directory: Path
+    parts: Parts
+    bandit: Bandit
+    store: RolloutStore
+    shared: SharedWeights
+    loop: TrainingLoop
+    desk: RollbackDesk
+    events: list[str] = field(default_factory=list)
+    published: list[PublishReport] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return list(self.parts.metrics.read())
+
+
+def open_run(
+    directory: Path, *, resume: bool | str = False, poison: Any = None, hooks: Hooks | None = None, **values: Any
+) -> Run:
+    """Builds the parts as `rl_training.train` does; `poison` wraps the loss."""
+    config = make_config(**{"batch": 16, "total_steps": 6, "checkpoint_interval": 2, "max_staleness": 0} | values)
+    store = RolloutStore(directory / "rollouts.sqlite")
+    algorithm = make_algorithm(config)
+    if poison is not None:
+        algorithm = replace(algorithm, loss=poison(algorithm.loss))
+    trainer = Trainer(make_policy(config), config, algorithm)
+    metrics = MetricsFile(directory / "metrics.jsonl")
+    checkpointer = Checkpointer(directory, trainer.policy, trainer.optimizer, keep=config.keep_checkpoints)
+    state = None
+    if resume:
+        found = find_checkpoint(str(directory if resume is True else directory / resume), directory.parent, None)
+        assert found is not None
+        state = checkpointer.resume(found, store, metrics)
+    numbers = VersionNumbers(store)
+    versions = state.restored_versions(numbers) if state else VersionSteps()
+    shared = SharedWeights(make_model(), policy="policy", version=versions.newest[0])
+    events: list[str] = []
+    bandit = Bandit(trainer, shared, store, events)
+    bandit.next = state.sources["bandit"]["next"] if state else 0
+    published: list[PublishReport] = []
+    updater = WeightUpdater(shared, trainer, versions, config, numbers=numbers, on_publish=published.append)
+    desk = RollbackDesk()
+    rollbacks = Rollbacks(desk, directory, trainer, updater)
+    buffer = RolloutBuffer(
+        store,
+        versions,
+        algorithm.advantages,
+        rollout_batch_size=16,
+        group_sizes=[GROUP],
+        request_groups=bandit,
+        max_staleness=config.max_staleness,
+        max_empty_rounds=config.max_empty_rounds,
+        deterministic=config.deterministic,
+    )
+    parts = Parts(trainer, buffer, versions, updater, checkpointer, metrics, {"bandit": bandit}, rollbacks)
+    told = Hooks(
+        should_stop=(hooks or Hooks()).should_stop,
+        on_step=lambda line: (events.append(f"line {line['step']}"), (hooks or Hooks()).on_step(line))[0],
+        on_wait=(hooks or Hooks()).on_wait,
+        on_checkpoint=lambda path: events.append(f"saved {path.name}"),
+        wait_turn_s=0.05,
+    )
+    loop = TrainingLoop(parts, config, hooks=told, state=state)
+    return Run(config, directory, parts, bandit, store, shared, loop, desk, events, published)
+
+
+@contextmanager
+def running(directory: Path, **values: Any) -> Iterator[Run]:
+    directory.mkdir(exist_ok=True)
+    run = open_run(directory, **values)
+    try:
+        yield run
+    finally:
+        run.store.close()
