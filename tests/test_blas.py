@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mlx_parallm.blas import blas_status
+from mlx_parallm.blas import THREAD_VARIABLES, blas_status
 
 needs_mkl = pytest.mark.skipif(blas_status().name != "mkl", reason="MKL is not under MLX on this machine")
 
@@ -40,7 +40,6 @@ def test_cores_are_shared_unless_the_user_decides(env: dict[str, str], expected:
         "import ctypes, mlx_parallm, mlx_parallm.blas as b; share = b.share_blas_between(2, 2);"
         "print(share, ctypes.CDLL(b.blas_status().path).MKL_Get_Max_Threads())"
     )
-    ours = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
-    environment = {name: value for name, value in os.environ.items() if name not in ours} | env
+    environment = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES} | env
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == expected
