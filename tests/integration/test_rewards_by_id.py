@@ -26,7 +26,7 @@ def train(tmp_path: Path, **settings: object) -> Daemon:
 
 @pytest.mark.timeout(300)
 def test_eight_lines_of_the_openai_client_train_the_model(tmp_path: Path) -> None:
-    with train(tmp_path, **{"rl_training.total_steps": 12}) as daemon:
+    with train(tmp_path, **{"rl_training.total_steps": 18}) as daemon:
         daemon.wait_until_ready()
         script = tmp_path / "train.py"
         script.write_text((EXAMPLE / "train.py").read_text().replace("127.0.0.1:8000", f"127.0.0.1:{daemon.port}"))
@@ -34,8 +34,8 @@ def test_eight_lines_of_the_openai_client_train_the_model(tmp_path: Path) -> Non
         assert daemon.wait() == 0, daemon.output
     lines = metrics(tmp_path / "run")
     rewards = [line["reward_mean"] for line in lines]
-    assert fmean(rewards[:3]) <= 0.45, rewards
-    assert fmean(rewards[-3:]) >= fmean(rewards[:3]) + 0.15, rewards
+    assert fmean(rewards[:3]) <= 0.5, rewards
+    assert fmean(rewards[-5:]) >= fmean(rewards[:3]) + 0.15, rewards
     assert all(line["reward_by_environment"] == {"rewards": line["reward_mean"]} for line in lines)
 
 
