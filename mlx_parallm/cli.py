@@ -118,8 +118,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
             "server.port": args.port,
             "server.api_key_file": args.api_key_file,
         }
-        flags = [f"{key}={_toml_value(value)}" for key, value in given.items() if value is not None]
-        config = _load(args.config, args.set + flags)
+        flags = [f"{key}={toml_value(value)}" for key, value in given.items() if value is not None]
+        config = load(args.config, args.set + flags)
         _before_mlx(config)
         from mlx_parallm.daemon import run_server
 
@@ -185,7 +185,7 @@ def doctor(argv: Sequence[str] | None = None) -> int:
 
         atexit.register(release_streams)
         if args.contracts:
-            config = _load(None, [*args.set, f"model.base_path={_toml_value(args.model)}"])
+            config = load(None, [*args.set, f"model.base_path={toml_value(args.model)}"])
             from mlx_parallm.tools import contracts
 
             return contracts.run(config)
@@ -305,9 +305,9 @@ def _add_own_data(parser: argparse.ArgumentParser) -> None:
 
 def _training_config(args: argparse.Namespace) -> "Config":
     """From the flags of `train`: a file, a run's own configuration, or model, data and reward."""
-    base = [f"model.base_path={_toml_value(args.model)}"] if args.model else []
+    base = [f"model.base_path={toml_value(args.model)}"] if args.model else []
     if args.data or args.reward or args.algorithm:
-        config = _load(None, args.set, text=_own_data(args))
+        config = load(None, args.set, text=_own_data(args))
         return _as_it_began(config, args) if args.resume == "auto" else config
     source = args.config
     if source is None:
@@ -318,8 +318,8 @@ def _training_config(args: argparse.Namespace) -> "Config":
             )
         from mlx_parallm.rl_training.run_directory import saved_config
 
-        return _load(str(saved_config(Path(args.resume).expanduser())), args.set + base, saved=True)
-    return _load(source, args.set + base)
+        return load(str(saved_config(Path(args.resume).expanduser())), args.set + base, saved=True)
+    return load(source, args.set + base)
 
 
 def _as_it_began(config: "Config", args: argparse.Namespace) -> "Config":
@@ -331,7 +331,7 @@ def _as_it_began(config: "Config", args: argparse.Namespace) -> "Config":
     saved = directory_of(with_run_name(config, args.data, "auto"), "auto") / CONFIG_FILE
     if not saved.is_file():
         return config
-    began = _load(str(saved), args.set, saved=True)
+    began = load(str(saved), args.set, saved=True)
     for (flag, given), (_, found) in zip(what_flags_said(config), what_flags_said(began), strict=False):
         if given != found:
             raise ConfigError(f"{flag} is {given}, but {saved.parent} was started with {found}: remove or rename it")
@@ -369,7 +369,7 @@ def _write_config(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(source: str | None, overrides: list[str], text: str = "", *, saved: bool = False) -> "Config":
+def load(source: str | None, overrides: list[str], text: str = "", *, saved: bool = False) -> "Config":
     from mlx_parallm.config import load_config
     from mlx_parallm.hardware import defaults, detect
 
@@ -393,5 +393,5 @@ def _split_adapters(given: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     return (own[0] if own else None), named
 
 
-def _toml_value(value: str | int) -> str:
+def toml_value(value: str | int) -> str:
     return json.dumps(value, ensure_ascii=False)  # a JSON string or integer is a TOML one

@@ -1,9 +1,10 @@
 """Commands on what a run has left behind, beside those of cli.py and made like them. Imports no MLX.
 
 mlx_parallm_show_checkpoint → `tools.show_checkpoint` · mlx_parallm_convert_adapter → `tools.convert_adapter.convert`
-mlx_parallm_replay → `tools.replay.replay`
+mlx_parallm_replay → `tools.replay.replay` · mlx_parallm_eval → `tools.eval`
 """
 
+import argparse
 import atexit
 import json
 import sys
@@ -107,3 +108,70 @@ def replay(argv: Sequence[str] | None = None) -> int:
         return 0
 
     return cli.exit_code(run)
+
+
+def evaluate(argv: Sequence[str] | None = None) -> int:
+    """`mlx_parallm_eval`: held-out problems answered, outside training."""
+    parser = cli.new_parser(
+        "mlx_parallm_eval",
+        "Answer the held-out problems of a configuration's environments, with a model on this machine or over any"
+        " OpenAI-compatible endpoint, and print accuracy and pass@k with 95% intervals; or compare two such results.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with environments, or a shipped one's name")
+    parser.add_argument("--url", metavar="URL", help="ask this endpoint, e.g. http://127.0.0.1:8000/v1")
+    parser.add_argument("--model", metavar="M", help="directory, hub id or builtin:tiny; with --url the model's name")
+    parser.add_argument("--lora-path", metavar="A", help="adapter to answer with, e.g. checkpoints/my-run/best")
+    parser.add_argument("--api-key-file", metavar="FILE", help="with --url: file that holds the endpoint's API key")
+    parser.add_argument("--problems", type=int, metavar="N", help="held-out problems of each environment")
+    parser.add_argument("--samples", type=int, metavar="K", help="sampled answers to each problem, for pass@k")
+    parser.add_argument("--concurrency", type=int, default=64, metavar="N", help="answers under way at once (64)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write results.json, samples.jsonl and samples.html")
+    parser.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("A", "B"), help="instead: how result B differs from A (--output's)"
+    )
+    cli.add_set(parser)
+    args = parser.parse_args(argv)
+    if (args.config is None) == (args.compare is None):
+        parser.error("either --config, to evaluate, or --compare A B")
+    if args.url and args.lora_path:
+        parser.error(
+            "--lora-path is for a model on this machine; an endpoint's adapters have names of their own: --model"
+        )
+    if args.concurrency < 1:
+        parser.error("--concurrency: at least 1")
+
+    def run() -> int:
+        from rich.console import Console
+
+        if args.compare:
+            from mlx_parallm.tools.eval_compare import compare
+
+            first, second = args.compare
+            compare(first, second, Console())
+            return 0
+        from mlx_parallm.log import configure_logging
+        from mlx_parallm.tools import eval as evaluation
+
+        configure_logging(level="warning")
+        config = cli.load(args.config, [*args.set, *_evaluation_flags(args)])
+        if args.url:
+            result = evaluation.evaluate_endpoint(config, args.url, args.model, args.concurrency)
+        else:
+            result = evaluation.evaluate_here(config, args.concurrency)
+        if args.output:
+            evaluation.write(result, args.output)
+        evaluation.show(result.to_json(), Console())
+        return 0
+
+    return cli.exit_code(run)
+
+
+def _evaluation_flags(args: argparse.Namespace) -> list[str]:
+    given = {
+        "evaluation.problems": args.problems,
+        "evaluation.samples": args.samples,
+        "model.base_path": None if args.url else args.model,
+        "model.lora_path": args.lora_path,
+        "server.api_key_file": args.api_key_file,
+    }
+    return [f"{key}={cli.toml_value(value)}" for key, value in given.items() if value is not None]

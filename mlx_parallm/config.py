@@ -8,6 +8,7 @@ the descriptions here (`scripts/generate_config_docs.py`).
 import difflib
 import importlib.resources
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from mlx_parallm.config_algorithm import AlgorithmConfig, without_unread
 from mlx_parallm.config_data import DATA_ALGORITHMS, DataConfig, PreferenceConfig, check_data
 from mlx_parallm.config_environment import HUB_PREFIX, EnvironmentConfig, Section, check_shares
+from mlx_parallm.config_evaluation import EvaluationConfig, check_evaluation, moved_keys
 from mlx_parallm.config_lora import LoraConfig
 from mlx_parallm.config_ppo import PPOConfig
 from mlx_parallm.config_prepare import PrepareConfig, check_prepared
@@ -30,6 +32,7 @@ from mlx_parallm.redaction import REDACTED, Redactor, environment_secrets
 from mlx_parallm.user_code import absolute, is_reference
 
 API_KEY_VARIABLE = "MLX_PARALLM_API_KEY"
+_LIKE_A_FILE = re.compile(r"[^\s:]{1,200}\.(jsonl|json|csv|txt|py|toml)")
 
 
 class AtroposConfig(Section):
@@ -81,6 +84,8 @@ class RLTrainingConfig(AlgorithmConfig, PrepareConfig):
     """Passes over a step's rollouts."""
     token_budget: int = Field(8192, ge=1)
     """Tokens of one micro-batch, padding included."""
+    packing: bool = True
+    """Short sequences share a row, without seeing each other, where that saves padding (docs/training_on_data.md)."""
     blocks_per_eval: int = Field(1, ge=0)
     """Transformer blocks evaluated together in training; 1 = checkpoint every block, 0 = the whole graph at once."""
     max_eval_ms: int | None = Field(None, ge=1)
@@ -109,8 +114,9 @@ class RLTrainingConfig(AlgorithmConfig, PrepareConfig):
     """Steps between checkpoints; one is always made at the end."""
     keep_checkpoints: int = Field(3, ge=1)
     """Newest step_* directories kept."""
-    keep_best: bool = True
-    """Keep the best checkpoint too, as `best`: by the held-out score, else the mean reward of its last 10 steps."""
+    keep_best: bool | str = True
+    """Keep the best checkpoint too, as `best`: by a number of [evaluation], e.g. "eval/NAME/accuracy"; true = by
+    eval/score, else the score of held-out rows, else the mean reward of its last 10 steps."""
     checkpoint_dir: Path = Path("checkpoints")
     """Directory of runs."""
     run_name: str | None = None
@@ -119,8 +125,6 @@ class RLTrainingConfig(AlgorithmConfig, PrepareConfig):
     """Run directory, one of its steps, or "auto" (latest of run_name, else a fresh start)."""
     seed: int = 0
     """Seed of everything random."""
-    eval_problems: int = Field(0, ge=0)
-    """Held-out problems answered before and after training, per environment that has them."""
     preference: PreferenceConfig = PreferenceConfig()
     lora: LoraConfig = LoraConfig()
     atropos: AtroposConfig = AtroposConfig()
@@ -175,11 +179,13 @@ class Config(Section):
     logging: LoggingConfig = LoggingConfig()
     environments: tuple[EnvironmentConfig, ...] = ()
     """In-process environments; none = only environments that come over HTTP."""
+    evaluation: EvaluationConfig = EvaluationConfig()
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Config":
         check_shares(self.environments, self.rl_training.atropos.rollout_batch_size)
         check_data(self.data, self.rl_training, len(self.environments))
+        check_evaluation(self.evaluation, self.environments, self.rl_training.keep_best)
         return self
 
     def resolve_api_key(self) -> str | None:
@@ -229,10 +235,12 @@ def load_config(
         data = tomli.loads(text if source is None else path.read_text(encoding="utf-8"))
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: not valid TOML: {error}") from error
+    moved_keys(data)
     if isinstance(data.get("rl_training"), dict):
         data["rl_training"] = without_unread(data["rl_training"], overrides or [], saved=saved)
     for override in overrides or []:
         _apply_override(data, override)
+    moved_keys(data)
     for key, value in (defaults or {}).items():
         section, leaf = key.split(".")
         if isinstance(data.setdefault(section, {}), dict):
@@ -294,9 +302,10 @@ def _descend(node: Any, part: str, override: str) -> Any:
 
 def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
     """User code and data: the saved configuration must not depend on where it was read, or from where."""
-    environments = data.get("environments")
-    sections = [data.get("rl_training"), data.get("data"), *(environments if isinstance(environments, list) else [])]
-    for section in sections:
+    evaluation = data.get("evaluation")
+    lists = [part.get("environments") for part in (data, evaluation) if isinstance(part, dict)]
+    entries = [entry for found in lists if isinstance(found, list) for entry in found]
+    for section in [data.get("rl_training"), data.get("data"), *entries]:
         if not isinstance(section, dict):
             continue
         for key in ("advantage", "loss", "kind", "data", "heldout_data", "path", "eval_path"):
@@ -306,6 +315,21 @@ def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
                 section[key] = absolute(value, directories)
         if isinstance(section.get("rewards"), list):
             section["rewards"] = [absolute(str(entry), directories) for entry in section["rewards"]]
+        for key in ("options", "reward_options"):
+            if key in section:
+                section[key] = _absolute_files(section[key], directories)
+
+
+def _absolute_files(value: Any, directories: list[Path], key: str = "") -> Any:
+    """Options are anything: references become absolute, and what looks like a file, or stands for one, and is there."""
+    if isinstance(value, dict):
+        return {name: _absolute_files(entry, directories, name) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_absolute_files(entry, directories) for entry in value]
+    is_file = key == "path" or key.endswith("_file")
+    if isinstance(value, str) and (is_reference(value) or is_file or _LIKE_A_FILE.fullmatch(value)):
+        return absolute(value, directories)
+    return value
 
 
 def _explain(entry: Any) -> str:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from mlx_parallm.config_environment import Section
+from mlx_parallm.config_environment import HUB_PREFIX, Section
 from mlx_parallm.config_prepare import PrepareConfig
 
 PAIRED = ("dpo", "orpo", "simpo", "cpo")  # a row is a chosen and a rejected completion
@@ -24,18 +24,24 @@ OPTIONS = {
 ROLLOUT_KEYS = (
     *PrepareConfig.model_fields,
     *("kl_beta", "kl_estimator", "entropy_weight", "overlong_buffer", "update_epochs", "temperature"),
-    *("buffer_sampling", "max_empty_rounds", "eval_problems"),
+    *("buffer_sampling", "max_empty_rounds"),
 )
 """Keys of [rl_training] about rollouts and their rewards, besides those of the presets (config_algorithm.py)."""
 
 
 class DataConfig(Section):
     path: str | None = None
-    """JSONL file of rows, needed by dpo, orpo, simpo, cpo, kto and sft; its columns: docs/training_on_data.md."""
+    """JSONL file of rows, or "hf:owner/name", needed by dpo, orpo, simpo, cpo, kto, sft (docs/training_on_data.md)."""
+    subset: str | None = None
+    """The hub data set's subset, where it has several."""
+    split: str = "train"
+    """The hub data set's split to train on; of a data set in `eval_path`, the one that is held out."""
     eval_path: str | None = None
-    """JSONL file of held-out rows; then all rows of `path` are trained on."""
+    """JSONL file or hub data set of held-out rows; then all rows of `path` are trained on."""
+    eval_split: str | None = None
+    """The same of another split of the hub data set in `path`."""
     eval_fraction: float = Field(0.05, ge=0, lt=1)
-    """Share of the rows held out where `eval_path` is not given, by a hash of the prompt; 0 = none."""
+    """Share of the rows held out where neither of the former is given, by a hash of the prompt; 0 = none."""
     eval_every: int = Field(20, ge=0)
     """Steps between two measurements on the held-out rows; also after the last step. 0 = only then."""
     eval_rows: int = Field(256, ge=1)
@@ -46,6 +52,16 @@ class DataConfig(Section):
     """What longer rows are: an error that names the first, or left out (their number is logged)."""
     prompt_format: Literal["chat", "text"] = "chat"
     """Strings become messages of the chat template (chat), or are trained on as they are, EOS at the end (text)."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DataConfig":
+        if self.eval_path is not None and self.eval_split is not None:
+            raise ValueError("eval_path and eval_split are two ways to say one thing: set one of them")
+        of_hub = any((path or "").startswith(HUB_PREFIX) for path in (self.path, self.eval_path))
+        wrong = [name for name in ("subset", "split", "eval_split") if name in _changed(self)]
+        if wrong and not of_hub:
+            raise ValueError(f'{wrong[0]} is of a data set of the hub, path = "hf:owner/name": a file has none')
+        return self
 
 
 class PreferenceConfig(Section):

@@ -1,6 +1,7 @@
 """[[environments]]: what one entry of the configuration may say. Part of `config.py`'s tree."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from mlx_parallm.user_code import is_reference
 
 HUB_PREFIX = "hf:"
 ROUNDING = 1e-9
+Method = Literal["absolute", "relative", "pareto"]
 
 
 class Section(BaseModel):
@@ -19,7 +21,8 @@ class Section(BaseModel):
 
 class EnvironmentConfig(Section):
     kind: str
-    """"dataset" (your rows and reward functions), "tasks" (built in), "reasoning_gym", or "python:file.py:Class"."""
+    """"dataset" (your rows and reward functions), "tasks" (built in), "reasoning_gym", "simple_text", "conversation",
+    "svrl", "gymnasium", or "python:file.py:Class"."""
     name: str
     """The task's or data set's name; default for "dataset" the file's, for a class its own."""
     weight: float = Field(1.0, gt=0)
@@ -50,20 +53,28 @@ class EnvironmentConfig(Section):
     """dataset: JSONL file of held-out rows; then all rows of `data` are trained on."""
     heldout_split: str | None = None
     """dataset: the hub data set's split of held-out rows; then all rows of `data_split` are trained on."""
-    heldout_fraction: float = Field(0.1, ge=0, lt=1)
-    """dataset: share of the rows kept for evaluation where neither of the former is given, by a hash of the prompt."""
+    heldout_fraction: float = Field(0.1, ge=0, le=1)
+    """dataset: share of the rows held out where neither of the former is given, by a hash of the prompt; 1 = all, for
+    [[evaluation.environments]]."""
     prompt_column: str | None = None
     """dataset: column that holds the prompt, a string or a list of messages; default: prompt, else messages."""
     prompt_template: str | None = None
     """dataset: the prompt made of columns, e.g. "{question}\\nAnswer:"; {{ and }} stand for braces."""
     prompt_format: Literal["chat", "text"] = "chat"
-    """dataset: a prompt that is a string becomes one user message (chat), or goes to the model as it is (text)."""
+    """A prompt that is a string becomes one user message (chat), or goes to the model as it is (text); for every kind
+    but "tasks" and "reasoning_gym"."""
     answer_column: str = "answer"
     """dataset: column shown as the expected answer in reports, where there is one."""
     rewards: tuple[str, ...] = ()
-    """dataset: reward functions with TRL's signature, e.g. ["python:score.py:correct"]; see docs/your_data.md."""
+    """Reward functions with TRL's signature, reward computers, built-in parts, e.g. ["python:score.py:correct",
+    "builtin:length"]; for every kind but "tasks" and "reasoning_gym" (docs/rewards.md)."""
     reward_weights: tuple[float, ...] = ()
-    """dataset: one weight for each of `rewards`; default: all 1."""
+    """One weight for each of `rewards`; default: 1, or a built-in part's own."""
+    reward_method: Method = "absolute"
+    """What is trained on: the weighted sum (absolute), its rank in the group (relative), or the Pareto front on which
+    the rewards lie (pareto)."""
+    reward_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Keyword arguments of rewards by their names, e.g. { length = { target = 200 } }."""
 
     @model_validator(mode="before")
     @classmethod
@@ -80,17 +91,17 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "EnvironmentConfig":
+        if self.reward_weights and self.rewards and len(self.reward_weights) != len(self.rewards):
+            raise ValueError(f"{len(self.reward_weights)} reward_weights for {len(self.rewards)} rewards")
         if self.kind != "dataset":
-            wrong = [key for key in DATASET_KEYS if getattr(self, key) != type(self).model_fields[key].get_default()]
-            if wrong:
+            keys = (*DATASET_KEYS, *SCORING_KEYS) if self.kind in NAMED_KINDS else DATASET_KEYS
+            if wrong := [key for key in keys if getattr(self, key) != _default(key)]:
                 raise ValueError(f'{wrong[0]} belongs to kind = "dataset", not to {self.kind!r}')
             return self
         if self.data is None:
             raise ValueError('kind = "dataset" needs data = "rows.jsonl" (or "hf:owner/name")')
         if not self.rewards:
             raise ValueError('kind = "dataset" needs rewards = ["python:file.py:function"]')
-        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
-            raise ValueError(f"{len(self.reward_weights)} reward_weights for {len(self.rewards)} rewards")
         if self.prompt_column is not None and self.prompt_template is not None:
             raise ValueError("prompt_column and prompt_template are two ways to say one thing: set one of them")
         if self.prompt_format == "text" and self.system_prompt is not None:
@@ -100,6 +111,16 @@ class EnvironmentConfig(Section):
         if self.options:
             raise ValueError(f'kind = "dataset" takes no options (got {", ".join(self.options)})')
         return self
+
+
+def unique_names(environments: Sequence[EnvironmentConfig]) -> list[str]:
+    """What each is called in a run: a name that comes again becomes "name#2"."""
+    seen: Counter[str] = Counter()
+    names = []
+    for entry in environments:
+        seen[entry.name] += 1
+        names.append(entry.name if seen[entry.name] == 1 else f"{entry.name}#{seen[entry.name]}")
+    return names
 
 
 def least_sequences(min_share: float, group_size: int, batch_size: int) -> int:
@@ -122,8 +143,13 @@ def check_shares(environments: Sequence[EnvironmentConfig], batch_size: int) -> 
 NAMED_KINDS = ("tasks", "reasoning_gym")
 DATASET_KEYS = (
     *("data", "data_subset", "data_split", "heldout_data", "heldout_split", "heldout_fraction", "prompt_column"),
-    *("prompt_template", "prompt_format", "answer_column", "rewards", "reward_weights"),
+    *("prompt_template", "answer_column"),
 )
+SCORING_KEYS = ("prompt_format", "rewards", "reward_weights", "reward_method", "reward_options")
+
+
+def _default(key: str) -> Any:
+    return EnvironmentConfig.model_fields[key].get_default(call_default_factory=True)
 
 
 def name_of_data(data: str) -> str:

@@ -10,6 +10,8 @@ class PPOConfig(Section):
     """Discount of what comes a token later; 1 as in InstructGPT, TRL and verl."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
     """Generalised advantage estimation (arXiv:1506.02438): 0 trusts the value head, 1 the reward. TRL 0.95, verl 1."""
+    normalize_advantages: bool = True
+    """Advantages minus their mean, divided by their std, over all tokens of the step, as TRL and verl do."""
     value_clip: float = Field(0.2, ge=0)
     """How far a value may move within a step before its loss stops pulling; in units of the reward. 0 = no limit."""
     value_coefficient: float = Field(0.1, gt=0)

@@ -98,7 +98,7 @@ def run_training(config: Config, *, resume: str | None) -> int:
         with contextlib.closing(join()) as ranks, kept_awake():
             if ranks.rank > 0:
                 with mlx_thread():
-                    follow(config, ranks)
+                    follow(config, ranks, stop)
                 return 0
             console = Console(stderr=True)
             run = TrainingRun(config, resume=resume, stop=stop, console=console, run_log=run_log, ranks=ranks)

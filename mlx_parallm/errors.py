@@ -11,8 +11,12 @@ ParallmError
 │   ├── RewardRefusedError   a reward for a completion that cannot have one (HTTP 400, 404, 409, 410)
 │   └── RollbackRefusedError a rollback that cannot be made (HTTP 404, 409)
 ├── EngineUnavailableError   the engine thread is loading, draining or dead (HTTP 503)
+├── GenerationFailedError    the engine gave one request up with an error of its own (HTTP 500); others go on
 ├── RolloutRejectedError     a scored group that may not be trained on; the reason is kept with it
 ├── StoreError               the rollout database cannot be opened, written or read (full disk, lock)
+├── EndpointError            another server (OpenAI-compatible) that cannot be reached or refuses; carries `status`
+├── ToolFailedError          a tool that could not do what a call asked; the policy is told why
+├── SandboxError             code that could not be run in the sandbox at all (not: code that failed there)
 ├── CheckpointError          a checkpoint or run directory that cannot be written or read
 ├── RankLostError            a process of a training on several has gone, or cannot be reached
 └── PublishTimeoutError      the weight lock was not had within `lock_timeout_ms`; the old weights keep serving
@@ -95,6 +99,10 @@ class EngineUnavailableError(ParallmError):
     """The engine is loading, draining or dead."""
 
 
+class GenerationFailedError(ParallmError):
+    """The engine gave one request up; other requests go on."""
+
+
 class RolloutRejectedError(ParallmError):
     """A scored group that may not be trained on."""
 
@@ -105,6 +113,22 @@ class EnvironmentFailedError(ParallmError):
 
 class StoreError(ParallmError):
     """The rollout database cannot be opened, written or read; nothing was half-written."""
+
+
+class EndpointError(ParallmError):
+    """Another server that cannot be reached, or refuses a request; `status` is HTTP's, None without an answer."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class SandboxError(ParallmError):
+    """Code that could not be run in the sandbox at all; the code itself may be fine."""
+
+
+class ToolFailedError(ParallmError):
+    """A tool that could not do what a call asked; its text is what the policy is told."""
 
 
 class CheckpointError(ParallmError):

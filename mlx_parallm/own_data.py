@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config_environment import HUB_PREFIX
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.user_code import PREFIX, absolute, is_reference
+from mlx_parallm.user_code import PREFIX, absolute
 
 if TYPE_CHECKING:
     from mlx_parallm.config import Config
@@ -45,7 +45,6 @@ clip_ratio = 0.2
 clip_ratio_high = 0.28        # unlikely right answers may grow faster (DAPO)
 kl_beta = 0.0                 # no pull to the base model: a reward that can be checked needs none, and it costs a pass
 temperature = 1.0             # train on the model's own distribution
-eval_problems = 40            # held-out prompts answered before and after training
 checkpoint_interval = 50
 
 [rl_training.lora]
@@ -55,6 +54,9 @@ alpha = 32.0
 [rl_training.atropos]
 rollout_batch_size = {rollouts:<9}# sequences of one step: {groups} prompts, 8 answers each
 max_token_length = {longest:<11}# prompt and answer together
+
+[evaluation]
+problems = 40                 # held-out prompts answered before and after training
 
 [[environments]]
 kind = "dataset"
@@ -108,7 +110,7 @@ def toml_for_rows(model: str, data: str, algorithm: str, rewards: Sequence[str])
         learning_rate=f"{min(2e-3, rate):.1e}",
         rows=16 if algorithm == "sft" else 32,
         blocks=0 if hidden_size < SMALL else 1,
-        data=_quoted(absolute(data, [Path.cwd()])),
+        data=_quoted(data if data.startswith(HUB_PREFIX) else absolute(data, [Path.cwd()])),
     )
 
 
@@ -117,7 +119,7 @@ def toml_for(model: str, data: str, rewards: Sequence[str]) -> str:
     if not rewards:
         raise ConfigError("--data needs a reward function: --reward score.py:function")
     here = [Path.cwd()]
-    references = [absolute(name if is_reference(name) else PREFIX + name, here) for name in rewards]
+    references = [absolute(name if name.startswith((PREFIX, "builtin:")) else PREFIX + name, here) for name in rewards]
     hidden_size = find_hidden_size(model)
     small = hidden_size < SMALL
     rollouts = 128 if small else 64

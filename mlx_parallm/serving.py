@@ -7,7 +7,6 @@ Serving(config)        binds the port (a taken one fails before anything else is
   .close()             HTTP drains, the engine ends, threads are joined
 """
 
-import random
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,12 +16,9 @@ from fastapi import APIRouter
 from mlx_parallm.config import Config
 from mlx_parallm.engine.adapter_loader import AdapterLoader
 from mlx_parallm.engine.client import EngineClient
-from mlx_parallm.engine.engine import Engine, EngineOptions
-from mlx_parallm.engine.served_models import ServedModels
+from mlx_parallm.engine.starting import start_engine
 from mlx_parallm.engine.thread import EngineThread
-from mlx_parallm.errors import ConfigError, EngineUnavailableError, ModelError
-from mlx_parallm.hardware import kv_cache_bytes, prefix_cache_bytes
-from mlx_parallm.models.fast_math import use_fast_rope, use_fast_swiglu
+from mlx_parallm.errors import EngineUnavailableError, ModelError
 from mlx_parallm.models.loading import (
     LoadedModel,
     load_model,
@@ -31,7 +27,7 @@ from mlx_parallm.models.loading import (
     resolve_model_path,
     vocabulary_size,
 )
-from mlx_parallm.models.lora import LoraPair, check_adapter, linear_shapes, prepare_for_serving
+from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rollout_store.completions import KeptCompletions
 from mlx_parallm.server.app import create_app
@@ -136,29 +132,20 @@ class Serving:
             main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
             adapter_roots: beside server.adapter_roots.
         """
-        shapes = linear_shapes(loaded.model)
-        for name, layers in adapters.items():
-            check_adapter(shapes, layers, name)
-            weights.add_adapter(name, layers)
-        names = ServedModels(
-            self.config.model.base_path,
-            adapter_versions=lambda: {name: adapter.version for name, adapter in weights.adapters().items()},
-            version=lambda: weights.version,
-            policy_adapter=main_adapter,
+        engine = start_engine(
+            self.config,
+            loaded,
+            weights,
+            self.tokenizer,
+            adapters=adapters,
+            main_adapter=main_adapter,
             trains_base=trains_base,
-            aliases=self.config.server.served_model_names,
-            policy_versions=weights.history.versions,
-            loader=weights.loader,
+            turns=self.turns,
         )
-        options = self._engine_options(loaded)
-        use_fast_swiglu(loaded.model)
-        use_fast_rope(loaded.model)
-        lora = prepare_for_serving(loaded.model)
-        tokenizer = self.tokenizer()
-        self._engine = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), names, self.turns)
-        self._engine.start()
+        self._engine = engine.thread
         roots = (*self.config.server.adapter_roots, *adapter_roots)
-        self.state.ready(self.client, self.tokenizer(), AdapterLoader(weights, shapes, names, roots))
+        loader = AdapterLoader(weights, engine.shapes, engine.names, roots)
+        self.state.ready(self.client, self.tokenizer(), loader)
 
     def check(self) -> None:
         """Raises EngineUnavailableError when the engine thread has died: nothing will be answered any more."""
@@ -177,21 +164,3 @@ class Serving:
         finally:
             if self._engine is not None:
                 self._engine.stop()
-
-    def _engine_options(self, loaded: LoadedModel) -> EngineOptions:
-        server, own = self.config.server, loaded.max_model_len
-        deterministic = self.config.rl_training.deterministic
-        if server.max_model_len is not None and server.max_model_len > own:
-            raise ConfigError(f"server.max_model_len = {server.max_model_len}, but the model's context is {own} tokens")
-        return EngineOptions(
-            max_model_len=server.max_model_len or own,
-            vocab_size=loaded.vocab_size,
-            max_rows=server.batch_size,
-            prefill_chunk=server.prefill_chunk,
-            kv_cache_bytes=kv_cache_bytes(server, deterministic=deterministic),
-            prefix_cache_bytes=prefix_cache_bytes(server, deterministic=deterministic),
-            default_max_tokens=server.default_max_tokens,
-            seed=random.SystemRandom().getrandbits(63),
-            processed_alternatives=server.logprobs_mode == "processed",
-            architecture=str(loaded.config.get("model_type", "this model")),
-        )

@@ -3,6 +3,8 @@
 Both submit work as they please. The one that comes second stands back after each piece of work (a decode step, an
 evaluation of a few blocks) for as long as that piece took, while the other has something to do. So the first one has
 the device to itself about half of the time, nobody waits longer than for its own last piece, and nothing can hang.
+"balanced" is between the two: the trainer, whose pieces are the long ones, stands back half as long
+(docs/benchmarks/sharing.md).
 """
 
 import threading
@@ -12,6 +14,9 @@ from time import perf_counter
 from typing import Literal
 
 Priority = Literal["balanced", "serve", "train"]
+
+TRAINER_RESTS = {"balanced": 0.5, "serve": 1.0, "train": 0.0}
+"""How long the trainer stands back after an evaluation, as a share of the evaluation's time."""
 
 
 class Turns:
@@ -49,6 +54,6 @@ class Turns:
 
     def after_evaluation(self) -> None:
         """Between two evaluations of the trainer."""
-        if self._priority == "serve":
-            self._engine_idle.wait(perf_counter() - self._resumed)
+        if rest := TRAINER_RESTS[self._priority] * (perf_counter() - self._resumed):
+            self._engine_idle.wait(rest)
         self._resumed = perf_counter()

@@ -108,6 +108,7 @@ class PolicyHistory:
         self._policy, self._limit, self._archive, self._ready = policy, keep, archive, ready
         self._kept: dict[int, AdapterPlace] = {}  # rebound, never changed: read without a lock
         self._loaded: dict[int, AdapterPlace] = {}
+        self._held: dict[int, AdapterPlace] = {}
         self._loading = threading.Lock()
 
     def keep(self, adapter: AdapterWeights) -> None:
@@ -115,10 +116,20 @@ class PolicyHistory:
         self._kept = _last({**self._kept, adapter.version: self._place(adapter)}, self._limit)
 
     def versions(self) -> list[int]:
-        return sorted({*self._kept, *(self._archive.versions() if self._archive else ())})
+        return sorted({*self._kept, *self._held, *(self._archive.versions() if self._archive else ())})
 
     def in_memory(self, version: int) -> AdapterPlace | None:
-        return self._kept.get(version) or self._loaded.get(version)
+        return self._kept.get(version) or self._loaded.get(version) or self._held.get(version)
+
+    def hold(self, version: int) -> None:
+        """Keeps a version in memory, however many follow it, until `release`. Raises AdapterError: there is none."""
+        place = self.find(version)
+        if place is None:
+            raise AdapterError(f"version {version} is not kept; there are {self.versions()}")
+        self._held = {**self._held, version: place}
+
+    def release(self, version: int) -> None:
+        self._held = {held: place for held, place in self._held.items() if held != version}
 
     def find(self, version: int) -> AdapterPlace | None:
         """From memory or disk; None when there is no such version."""
@@ -139,7 +150,7 @@ class PolicyHistory:
     @property
     def serials(self) -> set[int]:
         """Of all that is in memory."""
-        return {place.weights.serial for place in (*self._kept.values(), *self._loaded.values())}
+        return {place.weights.serial for place in (*self._kept.values(), *self._loaded.values(), *self._held.values())}
 
     def _place(self, adapter: AdapterWeights) -> AdapterPlace:
         return AdapterPlace(f"{self._policy}@{adapter.version}", adapter, pinned=True)

@@ -27,7 +27,12 @@ below. An unknown key is an error that names the nearest valid one. The resolved
 
 def render() -> str:
     """The whole page."""
-    return HEADER + "".join(_section(name, model) for name, model in _sections("", Config))
+    first: dict[type[BaseModel], str] = {}
+    parts = []
+    for name, model in _sections("", Config):
+        seen = first.setdefault(model, name)
+        parts.append(_section(name, model) if seen == name else f"\n## `{name}`\n\nThe keys of `{seen}`.\n")
+    return HEADER + "".join(parts)
 
 
 def _sections(prefix: str, model: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:

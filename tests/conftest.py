@@ -11,6 +11,7 @@ import atexit
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,11 +79,18 @@ def tiny_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def tiny_engine() -> Iterator[TinyEngine]:
     """One engine thread for all tests that only ask it things."""
+    with running_tiny_engine(TINY_CONTEXT) as engine:
+        yield engine
+
+
+@contextmanager
+def running_tiny_engine(max_model_len: int) -> Iterator[TinyEngine]:
+    """An engine thread of its own."""
     loaded = load_model(TINY)
     weights = SharedWeights(loaded.model)
     shapes = {path: linear_shape(layer) for path, layer in linear_layers(loaded.model).items()}
     lora = prepare_for_serving(loaded.model)
-    options = EngineOptions(max_model_len=TINY_CONTEXT, vocab_size=loaded.vocab_size, max_rows=16, prefill_chunk=64)
+    options = EngineOptions(max_model_len=max_model_len, vocab_size=loaded.vocab_size, max_rows=16, prefill_chunk=64)
     models = ServedModels(
         "builtin:tiny",
         adapter_versions=lambda: {name: adapter.version for name, adapter in weights.adapters().items()},

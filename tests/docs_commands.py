@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 OURS = (
     *("mlx_parallm_train", "mlx_parallm_serve", "mlx_parallm_merge_lora", "mlx_parallm_doctor", "mlx_parallm_explain"),
     *("mlx_parallm_rollouts", "mlx_parallm_show_checkpoint", "mlx_parallm_convert_adapter", "mlx_parallm_replay"),
+    "mlx_parallm_eval",
 )
 NOT_RUN = (
     *("make", "pip", "pip3", "uv", "brew", "apt-get", "sudo", "docker", "systemctl", "journalctl", "launchctl", "git"),
@@ -36,7 +37,7 @@ READY_SECONDS = 60
 SMALL = {
     "server.batch_size": 16,
     "rl_training.batch_size": 8,
-    "rl_training.eval_problems": 0,
+    "evaluation.problems": 0,
     "rl_training.blocks_per_eval": 0,
     "rl_training.atropos.rollout_batch_size": 16,
     "rl_training.atropos.api_url": '"embedded"',

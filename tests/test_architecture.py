@@ -23,16 +23,25 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *(
             "config_algorithm",
             "config_data",
+            "config_evaluation",
             "config_lora",
             "config_ppo",
             "config_prepare",
+            "config_primitives",
             "config_rollouts",
             "config_server",
             "config_updates",
+            "inference_loop",
+            "inference_types",
+            "openai_client",
             "signals",
             "hardware",
             "power",
             "redaction",
+            "sandbox",
+            "sandbox_launcher",
+            "tool_calls",
+            "tool_definitions",
             "turns",
         ),
     ),
@@ -40,7 +49,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine", "environments", "rollout_store"),
     ("server",),
     ("serving",),
-    ("rl_training", "inference", "algorithms"),
+    ("inference_engine", "inference_openai"),
+    ("inference",),
+    ("rl_training",),
+    ("backprop_losses", "training_metrics"),
+    ("backprop",),
+    ("algorithms",),
+    ("primitives",),
     ("daemon", "supervisor"),
     ("tools",),
     ("cli",),
@@ -71,19 +86,31 @@ MLX_FREE_MODULES = (  # and every config.py
     "config_algorithm",
     "config_environment",
     "config_data",
+    "config_evaluation",
     "config_lora",
     "config_ppo",
     "config_prepare",
+    "config_primitives",
     "config_rollouts",
     "config_server",
     "config_updates",
     "errors",
+    "inference_loop",
+    "inference_openai",
+    "inference_types",
     "log",
+    "openai_client",
     "own_data",
     "power",
+    "primitives.__init__",
     "redaction",
+    "sandbox",
+    "sandbox_launcher",
     "signals",
     "supervisor",
+    "tool_calls",
+    "tool_definitions",
+    "training_metrics",
     "turns",
     "types",
     "user_code",
@@ -91,7 +118,9 @@ MLX_FREE_MODULES = (  # and every config.py
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-LONG_FILES: dict[str, str] = {}  # "mlx_parallm/x.py": reason
+LONG_FILES: dict[str, str] = {  # "mlx_parallm/x.py": reason
+    "mlx_parallm/sandbox_launcher.py": "it runs without the package, so it is one file",
+}
 LONG_FUNCTIONS: dict[str, str] = {}  # "mlx_parallm/x.py:Class.method": reason
 BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boundary it is
     "mlx_parallm/engine/engine.py:Engine._advance_score": "a text is scored alone: what fails is its own",
@@ -102,13 +131,14 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/engine/thread.py:EngineThread._step": "a failed forward ends its requests, not the engine",
     "mlx_parallm/engine/thread.py:_call": "a function run on the engine thread fails in its caller",
     "mlx_parallm/environments/episodes.py:attempt": "a failed episode is a recorded result",
-    "mlx_parallm/environments/rollouts.py:RolloutManager._run": "the thread's end is kept for health() and check()",
+    "mlx_parallm/environments/group_manager.py:GroupManager._run": "the thread's end is kept for health() and check()",
+    "mlx_parallm/environments/playing.py:StepThread.run.job": "what a step raises ends its episode",
     "mlx_parallm/models/threads.py:in_mlx_thread.run": "what a thread's work raises is its caller's",
     "mlx_parallm/models/loading.py:load_tokenizer": "the tokenizers library raises plain Exception",
     "mlx_parallm/rl_training/distributed.py:CollectiveThread._main": "what a collective raises is its caller's",
     "mlx_parallm/rl_training/display.py:attempt": "a display that fails must not stop the training",
     "mlx_parallm/rl_training/trackers.py:Trackers._attempt": "a tracker that fails must not stop the training",
-    "mlx_parallm/server/answer_parts.py:read_calls": "a model's malformed call makes mlx-lm's parsers raise anything",
+    "mlx_parallm/tool_calls.py:read_calls": "a model's malformed call makes mlx-lm's parsers raise anything",
     "mlx_parallm/server/middleware.py:RequestContextMiddleware.__call__": "one HTTP request's bug stays its own",
     "mlx_parallm/user_code.py:user_code": "a user's function may raise anything; it becomes one line that names it",
     "mlx_parallm/server/sse.py:EventStream._send_all": "the headers are out: the stream says what happened",
@@ -246,7 +276,8 @@ def test_mlx_lm_is_imported_by_models_only() -> None:
 
 
 def test_package_init_files_are_empty() -> None:
-    inits = [s for s in sources("mlx_parallm") if s.path.endswith("/__init__.py") and s.unit != "__init__"]
+    faces = ("__init__", "primitives")  # what people import from
+    inits = [s for s in sources("mlx_parallm") if s.path.endswith("/__init__.py") and s.unit not in faces]
     assert inits
     assert [s.path for s in inits if s.text.strip()] == []
 

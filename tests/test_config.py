@@ -125,3 +125,11 @@ def test_minimum_shares_leave_a_place_for_everybody():
         parse_config(config(0.7, 0.5))
     with pytest.raises(ConfigError, match="leave no place for count"):
         parse_config(config(0.5, 0.5, 0.0))
+
+
+def test_the_key_of_before_is_read_as_what_it_is_called_now(tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text('[rl_training]\neval_problems = 7\n[[environments]]\nkind = "tasks"\nname = "sum"\n')
+    assert load_config(file).evaluation.problems == 7
+    assert load_config(file, ["evaluation.problems=3"]).evaluation.problems == 3
+    assert load_config(file, ["rl_training.eval_problems=0"]).evaluation.problems == 0

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_parallm.config import load_config
+from mlx_parallm.engine.starting import engine_options
 from mlx_parallm.hardware import GIB, Hardware, defaults, detect, memory_present, mlx_device, usable_cores
-from mlx_parallm.serving import Serving
 
 
 def machine(backend: str = "cpu", memory: int = 64) -> Hardware:
@@ -48,7 +48,7 @@ def test_in_deterministic_mode_nothing_depends_on_free_memory_or_earlier_answers
     found = []
     for mode in ([], ["rl_training.deterministic=true", "rl_training.max_staleness=0"]):
         config = load_config(None, [*given, *mode])
-        options = Serving._engine_options(SimpleNamespace(config=config), loaded)  # type: ignore[arg-type]
+        options = engine_options(config, loaded)  # type: ignore[arg-type]
         found.append((options.kv_cache_bytes, options.prefix_cache_bytes))
     if given:
         assert found == [(8, 9)] * 2

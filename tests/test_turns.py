@@ -74,7 +74,7 @@ def test_nobody_waits_longer_than_for_its_own_last_piece_of_work(clock: Clock, p
 
 @pytest.mark.parametrize(
     ("priority", "trainer_waits", "engine_waits"),
-    [("balanced", False, False), ("serve", True, False), ("train", False, True)],
+    [("balanced", True, False), ("serve", True, False), ("train", False, True)],
 )
 def test_only_the_second_one_stands_back(clock: Clock, priority: str, trainer_waits: bool, engine_waits: bool) -> None:
     turns = Turns(priority)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def test_only_the_second_one_stands_back(clock: Clock, priority: str, trainer_wa
     assert ended(trainer, LONG)
 
 
-@pytest.mark.parametrize("priority", ["serve", "train"])
+@pytest.mark.parametrize("priority", ["balanced", "serve", "train"])
 def test_who_is_alone_never_waits(clock: Clock, priority: str) -> None:
     turns = Turns(priority)  # type: ignore[arg-type]
     assert ended(started(lambda: step_of(turns, clock, 30.0)), LONG)

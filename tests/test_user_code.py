@@ -159,7 +159,7 @@ def test_an_environment_of_ones_own(tmp_path: Path) -> None:
         ("Later", "task is async"),
         ("NoSeed", r"takes \(config\), but it is called with \(config, seed=…, name=…\)"),
         ("Fails", r"env\.py, line 19: OSError: no disk"),
-        ("Other", "is not a subclass of mlx_parallm.environments.base.EnvironmentSource"),
+        ("Other", "is a subclass neither of mlx_parallm.environments.state.BaseEnvironment nor of"),
     ],
 )
 def test_an_environment_that_cannot_work_is_refused(tmp_path: Path, name: str, message: str) -> None:

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
+from mlx_parallm.engine.batch_cache import arrays_of
 from mlx_parallm.engine.events import Event
 from mlx_parallm.engine.grammar import Grammars
 from mlx_parallm.engine.live_requests import Counters, LiveRequests, own_failure
@@ -34,7 +36,7 @@ from mlx_parallm.errors import ModelNotFoundError, RequestError
 from mlx_parallm.models.lora import AdapterPlace
 from mlx_parallm.models.served_lora import LoraContext
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.types import Request
+from mlx_parallm.types import Request, SamplingParams
 from mlx_parallm.weights import SharedWeights, WeightsView
 
 NOT_FINITE = "the model's logits are not finite"
@@ -211,6 +213,18 @@ class Engine:
         if not self.scheduler.rows:
             self._rebuilder.try_forward()
         return len(self.scheduler.rows) < len(lost)
+
+    def begin_logits(self, tokens: tuple[int, ...], adapter: str | None) -> Score:
+        """A text of two or more tokens for `next_logits`; both are for `EngineClient.call`. Raises RequestError."""
+        check_request(Request("logits", tokens, SamplingParams(max_tokens=0), adapter), self.limits)
+        return Score("logits", tokens, self._place(adapter), 0)
+
+    def next_logits(self, text: Score) -> np.ndarray:
+        """Logits [C, V] float32 of the text's next positions; `text.finished` says when there are no more."""
+        with self.weights.read():
+            logits = self._scorer.next_logits(text).astype(mx.float32)
+        mx.eval(logits, arrays_of(text.caches))
+        return np.array(logits)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all prefixes but those of running rows."""

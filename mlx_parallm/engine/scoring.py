@@ -67,17 +67,22 @@ class Scorer:
         """Builds the next chunk under the read lock: [C] log-probabilities, then alternatives [C, K] if wanted."""
         if score.finished:
             return []
-        if score.done == 0:
-            score.caches = self._new_caches(len(score.tokens) - 1)
-        start, stop = score.done, min(score.done + self._chunk, len(score.tokens) - 1)
-        self._activate([score.place])
-        logits = self._model(mx.array(score.tokens[start:stop], dtype=mx.int32)[None], cache=score.caches)[0]
-        targets = mx.array(score.tokens[start + 1 : stop + 1], dtype=mx.int32)
-        score.done = stop
+        start = score.done
+        logits = self.next_logits(score)
+        targets = mx.array(score.tokens[start + 1 : score.done + 1], dtype=mx.int32)
         arrays = [token_logprobs(logits, targets)]
         if score.top_count:
             arrays += top_logprobs(logits.astype(mx.float32), score.top_count)
         return arrays
+
+    def next_logits(self, score: Score) -> mx.array:
+        """Builds the next chunk's logits under the read lock, [C, V]: row i says what follows its token i."""
+        if score.done == 0:
+            score.caches = self._new_caches(len(score.tokens) - 1)
+        start, stop = score.done, min(score.done + self._chunk, len(score.tokens) - 1)
+        self._activate([score.place])
+        score.done = stop
+        return self._model(mx.array(score.tokens[start:stop], dtype=mx.int32)[None], cache=score.caches)[0]
 
     def collect(self, score: Score, arrays: list[mx.array]) -> None:
         """Waits for a chunk and appends its values."""

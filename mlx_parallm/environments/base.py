@@ -1,23 +1,30 @@
 """The nouns of in-process environments.
 
 `EnvironmentSource` (one for each [[environments]] entry) → `Task` (one question and how its answers are scored) →
-`Environment` (one episode, made for it and used once) → `RolloutGroup`. `episodes.py` plays the episodes against the
-engine, `rollouts.py` keeps many groups in flight, `registry.py` makes the sources.
+`Environment` or `state.State` (one episode, made for it and used once) → `RolloutGroup`. `episodes.py` plays the
+episodes against the engine, `rollouts.py` keeps many groups in flight, `registry.py` makes the sources.
 
 An environment never sees a token: it takes the text of the policy's turn and gives back messages, or None at the end.
 Tokens, mask and log-probabilities are kept by the transcript of the episode, as they left the engine.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.environments.state import Inference, Prompt, State
 from mlx_parallm.environments.tasks import Split
+from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rewards.base import GroupReward
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.types import Request, RequestOutput
+
+if TYPE_CHECKING:
+    from mlx_parallm.environments.episode import Episode
 
 Messages = tuple[Mapping[str, str], ...]
 
@@ -50,10 +57,24 @@ class ChatTokenizer(Protocol):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str: ...
 
     def token_text(self, token_id: int) -> str: ...
+
+
+class PolicyInference(Inference, Protocol):
+    """What a run gives its environments: `InferenceModule.over` the run's own engine."""
+
+    @property
+    def client(self) -> PolicyClient | None: ...
+
+    @property
+    def tokenizer(self) -> ChatTokenizer | None: ...
+
+    @property
+    def adapter(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +83,21 @@ class Task:
 
     key: str  # what makes two tasks the same task; the splits share none
     messages: Messages
-    reward: GroupReward
+    reward: GroupReward | None  # None: the rollouts are not scored here
     answer: str | None = None  # the reference answer, for reports
     plain: bool = False  # the last message's text goes to the model as it is, without the chat template
+    state: State | None = None  # of a BaseEnvironment: what each episode begins with a copy of
+
+    @property
+    def opening(self) -> Prompt:
+        return self.messages[-1]["content"] if self.plain else self.messages
 
 
 class Environment(ABC):
     """One episode. Made for one rollout and thrown away after it, so it may keep whatever state it likes."""
+
+    metadata: Mapping[str, Any] = MappingProxyType({})
+    """What rewards may know of the episode; set one of its own in `__init__`."""
 
     @abstractmethod
     async def step(self, text: str) -> Messages | None:
@@ -89,6 +118,10 @@ class EnvironmentSource(ABC):
     """Tasks and environments of one [[environments]] entry. `name` is unique in a run and part of every group id."""
 
     progress: Callable[[], TrainingProgress] = TrainingProgress  # set for each source by a run that trains
+    in_order = False
+    """Whether `task` is no pure function of its arguments: then it is called once for each group, in their order."""
+    opens_together = True
+    """Whether every episode of a group begins with `task.opening`: then it is one request for all of them."""
 
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
         self.config = config
@@ -102,6 +135,14 @@ class EnvironmentSource(ABC):
     def environment(self, task: Task) -> Environment:
         """A fresh environment for one rollout of `task`."""
         return SingleTurn()
+
+    def attach(self, inference: PolicyInference) -> None:  # noqa: B027  most need nothing
+        """Takes the run's engine, once it is there, for environments and rewards that generate themselves."""
+
+    @property
+    def left_behind(self) -> int:
+        """Threads that still run code of episodes that have ended."""
+        return 0
 
     def heldout(self, n: int) -> list[Task]:
         """Up to n distinct held-out tasks, the same ones for every seed of a run; fewer where there are no more."""
@@ -118,3 +159,32 @@ class EnvironmentSource(ABC):
         if self.config.system_prompt is None:
             return messages
         return ({"role": "system", "content": self.config.system_prompt}, *messages)
+
+    def as_asked(self, prompt: Prompt) -> Prompt:
+        """What the policy is really asked for `prompt`."""
+        return prompt
+
+    async def play(self, episode: "Episode", task: Task, max_steps: int) -> None:
+        """Plays one episode to its end: an `environment` answers the policy's turns."""
+        environment = episode.played = self.environment(task)
+        prompt = task.opening
+        for _ in range(max_steps):
+            completion = await episode.turn(prompt)
+            answer = await _answer(environment, completion.text)
+            if answer is None or completion.finish_reason == "length":
+                return
+            if isinstance(prompt, str):
+                prompt += completion.text + "".join(turn["content"] for turn in answer)
+            else:
+                prompt = (*prompt, {"role": "assistant", "content": completion.text}, *answer)
+        episode.cut = True
+
+
+async def _answer(environment: Environment, text: str) -> Sequence[Mapping[str, str]] | None:
+    what, given = f"{type(environment).__name__}.step", environment.step(text)
+    if not inspect.isawaitable(given):
+        raise RolloutRejectedError(f"{what} is a plain function; it has to be async")
+    answer = await given
+    if answer is None or (isinstance(answer, tuple | list) and all(isinstance(turn, Mapping) for turn in answer)):
+        return answer
+    raise RolloutRejectedError(f"{what} returned {answer!r}: expected a tuple of messages, or None at the end")

@@ -6,7 +6,7 @@ import functools
 import random
 
 from mlx_parallm.config import EnvironmentConfig
-from mlx_parallm.environments.base import EnvironmentSource, Task
+from mlx_parallm.environments.base import EnvironmentSource, PolicyInference, Task
 from mlx_parallm.environments.dataset_rows import read_rows
 from mlx_parallm.environments.tasks import Split
 from mlx_parallm.errors import ConfigError
@@ -20,9 +20,7 @@ class DatasetSource(EnvironmentSource):
         """Raises ConfigError: a bad row, a reward function that cannot be loaded or called."""
         super().__init__(config, seed=seed, name=name)
         self.rows = read_rows(config)
-        self.rewards = RewardFunctions(
-            config.rewards, config.reward_weights, columns=self.rows.columns, key="environments: rewards"
-        )
+        self.rewards = RewardFunctions.from_config(config, columns=self.rows.columns)
         self._order = functools.lru_cache(maxsize=2)(self._shuffled)  # groups of two epochs may be in flight
 
     def task(self, index: int, split: Split = "train") -> Task:
@@ -44,6 +42,9 @@ class DatasetSource(EnvironmentSource):
             answer=None if answer is None else str(answer),
             plain=plain,
         )
+
+    def attach(self, inference: PolicyInference) -> None:
+        self.rewards.attach(inference)
 
     def heldout(self, n: int) -> list[Task]:
         """Up to n held-out rows of distinct prompts."""

@@ -52,12 +52,15 @@ def read_rows(config: EnvironmentConfig) -> Rows:
         keys = {row.key for row in rows}
         if both := sum(row.key in keys for row in heldout):
             log.warning("held-out prompts are trained on too", environment=config.name, prompts=both)
+    elif config.heldout_fraction == 1:  # there to be evaluated only
+        rows, heldout = [], rows
     elif config.heldout_fraction and rows:
         rows, heldout = split_heldout(rows, config.heldout_fraction)
-    if not rows:
+    if not (rows or (heldout and config.heldout_fraction == 1)):
         raise ConfigError(f"environments: {config.data} has no rows to train on")
-    columns = tuple(name for name in rows[0].columns if not heldout or name in heldout[0].columns)
-    if lacking := sorted(set(rows[0].columns) - set(columns)):
+    first = (rows or heldout)[0]
+    columns = tuple(name for name in first.columns if not heldout or name in heldout[0].columns)
+    if lacking := sorted(set(first.columns) - set(columns)):
         log.warning("held-out rows lack columns of the others", environment=config.name, columns=lacking)
     return Rows(tuple(rows), tuple(heldout), columns)
 
@@ -83,7 +86,7 @@ def split_heldout(rows: Sequence[K], fraction: float) -> tuple[list[K], list[K]]
 
 
 def _read(config: EnvironmentConfig, data: str, split: str) -> list[Row]:
-    source = _hub(config, data, split) if data.startswith(HUB_PREFIX) else json_lines(Path(data), "environments")
+    source = rows_of(data, config.data_subset, split, "environments")
     entries = list(source)
     columns = tuple(dict.fromkeys(name for _, entry in entries for name in entry))
     pieces = _pieces(config.prompt_template, columns, data) if config.prompt_template is not None else None
@@ -107,6 +110,11 @@ def prompt_key(prompt: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
+def rows_of(data: str, subset: str | None, split: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of a JSONL file, or of a data set of the hub. Raises ConfigError, which begins with `key`."""
+    return _hub(data, subset, split, key) if data.startswith(HUB_PREFIX) else json_lines(Path(data), key)
+
+
 def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """("file:line", row) of every line that is not blank. Raises ConfigError, which begins with `key`."""
     path = path.expanduser()
@@ -115,8 +123,8 @@ def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
-        hub = f' (a data set of the hub is "{HUB_PREFIX}owner/name")' if key == "environments" else ""
-        raise ConfigError(f"{key}: there is no file {path}{hub}") from None
+        hint = f' (a data set of the hub is "{HUB_PREFIX}owner/name")'
+        raise ConfigError(f"{key}: there is no file {path}{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -133,17 +141,17 @@ def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, entry
 
 
-def _hub(config: EnvironmentConfig, data: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _hub(data: str, subset: str | None, split: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(f"environments: data = {data!r} needs the package: {INSTALL} ({error})") from error
+        raise ConfigError(f"{key}: {data!r} needs the package: {INSTALL} ({error})") from error
     name = data.removeprefix(HUB_PREFIX)
     try:
-        rows: Iterable[Any] = datasets.load_dataset(name, config.data_subset, split=split)
+        rows: Iterable[Any] = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         text = " ".join(str(error).split())
-        raise ConfigError(f"environments: the data set {name!r}, split {split!r}, cannot be loaded: {text}") from error
+        raise ConfigError(f"{key}: the data set {name!r}, split {split!r}, cannot be loaded: {text}") from error
     for number, entry in enumerate(rows):
         yield f"{data}, {split} row {number}", dict(entry)
 

@@ -1,25 +1,25 @@
 """Plays the episodes of groups against the engine: `Task` → one `Request` of n completions → `RolloutGroup`.
 
-The completions of a group's first turn come from one request, so they share one prefill. A later turn is a request of
-its own that holds the whole transcript. Whatever goes wrong in an episode is a recorded result: `run` returns a
-`GroupResult` with the reason, and with the rollouts as far as they came.
+The completions of a group's first turn come from one request, so they share one prefill (but where an environment's own
+`step` decides what it asks). Every other turn is a request of its own that holds the whole transcript (`episode.py`).
+Whatever goes wrong in an episode is a recorded result: `run` returns a `GroupResult` with the reason, and with the
+rollouts as far as they came.
 """
 
 import asyncio
 import dataclasses
-import inspect
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config import EnvironmentConfig
-from mlx_parallm.environments.base import ChatTokenizer, Environment, EnvironmentSource, PolicyClient, Task
-from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient, Task
+from mlx_parallm.environments.current_episode import CURRENT, EpisodeOver
+from mlx_parallm.environments.episode import Episode, Opening, Policy, no_room
 from mlx_parallm.environments.tasks import Split
-from mlx_parallm.environments.transcript import Transcript, continuation
 from mlx_parallm.errors import ParallmError, RolloutRejectedError
-from mlx_parallm.rewards.base import Response, score_group
+from mlx_parallm.rewards.base import Trajectory, score_group
 from mlx_parallm.types import Completion, Request, RequestOutput, Rollout, RolloutGroup, SamplingParams
 
 
@@ -35,6 +35,7 @@ class GroupPlan:
     index: int | None = None
     split: Split = "train"
     task: Task | None = None  # given: instead of the source's number `task_index`
+    max_steps: int | None = None  # of each episode; None: as many as there is room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +44,22 @@ class GroupResult:
 
     plan: GroupPlan
     group: RolloutGroup
-    texts: tuple[str, ...] = ()  # last answer of each rollout
+    trajectories: tuple[Trajectory, ...] = ()  # of the group's rollouts
     task: Task | None = None
     failure: str | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Last answer of each rollout."""
+        return tuple(trajectory.text for trajectory in self.trajectories)
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     plan: GroupPlan
     task: Task
-    request: Request
     deadline: float
+    request: Request | None  # of the opening, for all members; None: each asks for itself
 
 
 class EpisodeRunner:
@@ -66,14 +72,17 @@ class EpisodeRunner:
         max_token_length: int,
         adapter: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        top_p: float = 1.0,
+        priority: int = 0,
     ) -> None:
-        """`max_token_length` bounds prompt + completion; `temperature` 0 is greedy; `adapter` None is the base."""
-        self._client = client
-        self._tokenizer = tokenizer
-        self._temperature = temperature
-        self._max_token_length = max_token_length
-        self._adapter = adapter
-        self._template_kwargs = dict(template_kwargs or {})
+        """The arguments are those of `episode.Policy`."""
+        self._policy = Policy(
+            client, tokenizer, temperature, max_token_length, adapter, dict(template_kwargs or {}), top_p, priority
+        )
+
+    def use_adapter(self, adapter: str | None) -> None:
+        """For the groups that start from now on."""
+        self._policy = dataclasses.replace(self._policy, adapter=adapter)
 
     async def run(self, plans: Sequence[GroupPlan]) -> list[GroupResult]:
         """Plays groups; two or more are submitted atomically. Results in the order of `plans`. Raises nothing but
@@ -84,135 +93,93 @@ class EpisodeRunner:
         return [next(finished) if isinstance(item, _Job) else item for item in prepared]
 
     def _prepare(self, plan: GroupPlan) -> _Job | GroupResult:
-        config = plan.source.config
+        source, config = plan.source, plan.source.config
         with attempt() as outcome:
-            task = plan.task or plan.source.task(plan.task_index, plan.split)
+            task = plan.task or source.task(plan.task_index, plan.split)
             if not isinstance(task, Task):
-                raise RolloutRejectedError(f"{type(plan.source).__name__}.task returned {task!r}, not a Task")
-            prompt = self.render_prompt(task, config)
-            room = self._longest - len(prompt)
-            if room < 1:
-                raise RolloutRejectedError(f"the prompt has {len(prompt)} tokens, at most {self._longest} are allowed")
+                raise RolloutRejectedError(f"{type(source).__name__}.task returned {task!r}, not a Task")
+            request = self._opening(plan, task) if source.opens_together else None
         if outcome.failure is not None:
             return _failed(plan, outcome.failure)
+        return _Job(plan, task, asyncio.get_running_loop().time() + config.timeout_s, request)
+
+    def _opening(self, plan: GroupPlan, task: Task) -> Request:
+        policy, config = self._policy, plan.source.config
+        prompt = policy.ids(task.opening, config, {})
+        room = policy.longest - len(prompt)
+        if room < 1:
+            raise RolloutRejectedError(no_room(len(prompt), policy.longest))
         params = SamplingParams(
-            temperature=self._temperature,
+            temperature=policy.temperature,
+            top_p=policy.top_p,
             max_tokens=min(config.max_tokens, room),
             n=plan.size,
             seed=plan.seed,
             stop=config.stop,
         )
-        request = Request(plan.group_id, tuple(prompt), params, adapter=self._adapter)
-        return _Job(plan, task, request, asyncio.get_running_loop().time() + config.timeout_s)
+        return policy.request(plan.group_id, prompt, params)
 
     def render_prompt(self, task: Task, config: EnvironmentConfig) -> list[int]:
         """Token ids that open every episode of `task`. Raises RequestError."""
-        if task.plain:
-            return self._tokenizer.encode(task.messages[-1]["content"])
-        return self._tokenizer.render_chat(task.messages, template_kwargs=self._template_options(config))
-
-    @property
-    def _longest(self) -> int:
-        return min(self._max_token_length, self._client.max_model_len)
-
-    def _template_options(self, config: EnvironmentConfig) -> dict[str, Any]:
-        return self._template_kwargs | config.chat_template_kwargs
+        return self._policy.ids(task.opening, config, {})
 
     async def _play(self, jobs: Sequence[_Job]) -> list[GroupResult]:
-        last = max(jobs, key=lambda job: job.deadline)
+        together = [job for job in jobs if job.request is not None]
+        outputs: dict[str, RequestOutput] = {}
         with attempt() as outcome:
-            async with _deadline(last):
-                if len(jobs) == 1:
-                    outputs = [await self._client.generate(last.request)]
-                else:
-                    outputs = await self._client.generate_many([job.request for job in jobs])
-        if outcome.failure is not None:
-            return [_failed(job.plan, outcome.failure, job.task) for job in jobs]
-        pairs = zip(jobs, outputs, strict=True)
-        return list(await asyncio.gather(*(self._finish(job, output) for job, output in pairs)))
+            if together:
+                async with _deadline(max(together, key=lambda job: job.deadline)):
+                    names = [job.plan.group_id for job in together]
+                    outputs = dict(zip(names, await self._ask(together), strict=True))
 
-    async def _finish(self, job: _Job, output: RequestOutput) -> GroupResult:
-        episodes = (self._episode(job, completion) for completion in output.completions)
-        responses = await asyncio.gather(*episodes)
-        rollouts = tuple(response.rollout for response in responses)
-        failure = next((rollout.error for rollout in rollouts if rollout.error is not None), None)
-        if failure is None:
+        async def finish(job: _Job) -> GroupResult:
+            if outcome.failure is not None and job.request is not None:
+                return _failed(job.plan, outcome.failure, job.task)
+            return await self._finish(job, outputs.get(job.plan.group_id))
+
+        return list(await asyncio.gather(*map(finish, jobs)))
+
+    async def _ask(self, jobs: Sequence[_Job]) -> list[RequestOutput]:
+        requests = [job.request for job in jobs if job.request is not None]
+        if len(requests) == 1:
+            return [await self._policy.client.generate(requests[0])]
+        return await self._policy.client.generate_many(requests)
+
+    async def _finish(self, job: _Job, output: RequestOutput | None) -> GroupResult:
+        first: Sequence[Completion | None] = output.completions if output else [None] * job.plan.size
+        episodes = (self._episode(job, number, completion) for number, completion in enumerate(first))
+        trajectories = tuple(await asyncio.gather(*episodes))
+        failure = next((each.error for each in trajectories if each.error is not None), None)
+        if failure is None and job.task.reward is not None:
             with attempt() as outcome:
                 async with _deadline(job):
-                    rollouts = await score_group(job.task.reward, responses)
+                    scored = await score_group(job.task.reward, trajectories)
+                trajectories = tuple(
+                    dataclasses.replace(trajectory, rollout=rollout)
+                    for trajectory, rollout in zip(trajectories, scored, strict=True)
+                )
             failure = outcome.failure and f"reward: {outcome.failure}"
-        texts = tuple(response.text for response in responses)
-        return GroupResult(job.plan, _group(job.plan, rollouts, job.task), texts, job.task, failure)
+        rollouts = tuple(trajectory.rollout for trajectory in trajectories)
+        return GroupResult(job.plan, _group(job.plan, rollouts, job.task), trajectories, job.task, failure)
 
-    async def _episode(self, job: _Job, completion: Completion) -> Response:
-        """One rollout from its first completion to its end; errors are in the rollout."""
-        segments = [Transcript(job.request.prompt_token_ids)]
-        text, stop_reason = completion.text, "error"
-        with attempt() as outcome:
-            async with _deadline(job):
-                text, stop_reason = await self._turns(job, segments, completion)
-        *earlier, last = segments
-        rollout = last.rollout(temperature=self._temperature, stop_reason=stop_reason, error=outcome.failure)
-        ended = (segment.rollout(temperature=self._temperature, stop_reason="stop") for segment in earlier)
-        return Response(text, dataclasses.replace(rollout, earlier=tuple(ended)))
-
-    async def _turns(self, job: _Job, segments: list[Transcript], completion: Completion) -> tuple[str, str]:
-        """Plays on to the end of the episode; a template that rewrites history opens another segment."""
-        environment = job.plan.source.environment(job.task)
-        conversation = list(job.task.messages)
-        for turn in range(1, self._longest + 1):
-            segments[-1].sample(completion)
-            if completion.finish_reason not in ("stop", "length"):
-                raise RolloutRejectedError(completion.error or f"generation ended with {completion.finish_reason!r}")
-            answer = await _step(environment, completion.text)
-            if answer is None or completion.finish_reason == "length":
-                break
-            room = self._give(job, segments, conversation, completion.text, answer)
-            if room <= 0:
-                return completion.text, "length"
-            conversation += [{"role": "assistant", "content": completion.text}, *answer]
-            completion = await self._next_turn(job, segments[-1], completion.index, turn, room)
-        return completion.text, completion.finish_reason
-
-    def _give(
-        self,
-        job: _Job,
-        segments: list[Transcript],
-        conversation: list[Mapping[str, str]],
-        text: str,
-        answer: Sequence[Mapping[str, str]],
-    ) -> int:
-        """Gives the environment's answer to the turn `text`; returns the room for the next one. Without room, nothing
-        is given."""
-        options, last = self._template_options(job.plan.source.config), segments[-1]
-        given: list[int] | None
-        if job.task.plain:
-            given = self._tokenizer.encode("".join(turn["content"] for turn in answer), add_special_tokens=False)
-        else:
-            given = continuation(
-                self._tokenizer, conversation, text, answer, last_token=last.last_token, template_kwargs=options
-            )
-        if given is None:
-            turns = [*conversation, {"role": "assistant", "content": text}, *answer]
-            opened = Transcript(self._tokenizer.render_chat(turns, template_kwargs=options))
-            if len(opened) < self._longest:
-                segments.append(opened)
-            return self._longest - len(opened)
-        room = self._longest - len(last) - len(given)
-        if room > 0:
-            last.give(given)
-        return room
-
-    async def _next_turn(self, job: _Job, transcript: Transcript, rollout: int, turn: int, room: int) -> Completion:
-        params = dataclasses.replace(
-            job.request.params,
-            n=1,
-            max_tokens=min(job.plan.source.config.max_tokens, room),
-            seed=derive_seed("turn", job.plan.seed, rollout, turn),
+    async def _episode(self, job: _Job, number: int, first: Completion | None) -> Trajectory:
+        """One rollout from its beginning to its end; errors are in the rollout."""
+        plan, opening = job.plan, None
+        if first is not None and job.request is not None:
+            opening = Opening(job.task.opening, job.request.prompt_token_ids, first)
+        episode = Episode(
+            self._policy, plan.source, group_id=plan.group_id, seed=plan.seed, number=number, opening=opening
         )
-        request = Request(f"{job.plan.group_id}/{rollout}/{turn}", transcript.token_ids, params, self._adapter)
-        output = await self._client.generate(request)
-        return dataclasses.replace(output.completions[0], index=rollout)
+        CURRENT.set(episode)  # of this task only: gather gives each episode a context of its own
+        with attempt() as outcome:
+            try:
+                async with _deadline(job):
+                    with suppress(EpisodeOver):
+                        await plan.source.play(episode, job.task, plan.max_steps or self._policy.longest)
+                episode.check()
+            finally:
+                episode.close()
+        return episode.trajectory(outcome.failure)
 
 
 @dataclass(slots=True)
@@ -252,16 +219,6 @@ async def _deadline(job: _Job) -> AsyncIterator[None]:
             allowed = f"timeout_s = {job.plan.source.config.timeout_s:g} s"
             raise RolloutRejectedError(f"not finished within {allowed}") from error
         raise
-
-
-async def _step(environment: Environment, text: str) -> Sequence[Mapping[str, str]] | None:
-    what, given = f"{type(environment).__name__}.step", environment.step(text)
-    if not inspect.isawaitable(given):
-        raise RolloutRejectedError(f"{what} is a plain function; it has to be async")
-    answer = await given
-    if answer is None or (isinstance(answer, tuple | list) and all(isinstance(turn, Mapping) for turn in answer)):
-        return answer
-    raise RolloutRejectedError(f"{what} returned {answer!r}: expected a tuple of messages, or None at the end")
 
 
 def _failed(plan: GroupPlan, reason: str, task: Task | None = None) -> GroupResult:

@@ -1,79 +1,272 @@
-"""Greedy answers to held-out tasks through the engine: the before and after of a run."""
+"""Answers to held-out problems, and what they amount to: the one evaluator. No MLX.
+
+    draw_problems   sources → the problems of each environment; `remarks` says what is wrong with them
+    evaluate        a greedy answer and some sampled ones to each, through any PolicyClient
+    Evaluation      what one environment came to: `numbers`, `score`, and `to_json` for files
+
+A training run (`rl_training/evaluation.py`) and `mlx_parallm_eval` (`tools/eval.py`) both work this way.
+"""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_parallm.config import Config
+from mlx_parallm.config_evaluation import EvaluationConfig, pass_ks
 from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient, Task
 from mlx_parallm.environments.episodes import EpisodeRunner, GroupPlan, GroupResult
+from mlx_parallm.environments.estimates import estimate, pass_at_k
+from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.rewards.base import UNSCORED
+from mlx_parallm.rewards.functions import TrainingProgress
+from mlx_parallm.user_code import is_reference, user_code
 
+ABSOLUTE = "absolute"  # the reward_method that needs no group
 SOLVED = 1.0 - 1e-9
+"""A reward from here on counts as right."""
+FEW = 20  # problems: an accuracy is then known to ±0.2 at best
+LOOKED_AT = 500  # training problems of each environment that are compared with those held out
+EXAMPLES = 3  # problems whose answers are written into a file of evaluations
+
+
+def build_evaluated(
+    config: Config, progress: Callable[[], TrainingProgress] = TrainingProgress
+) -> tuple[EnvironmentSource, ...]:
+    """Sources of [[evaluation.environments]], else of [[environments]]. Each answer is scored for itself: a reward that
+    says how it compares with the others of its group says nothing here. Raises ConfigError."""
+    entries = config.evaluation.environments or config.environments
+    absolute = [entry.model_copy(update={"reward_method": ABSOLUTE}) for entry in entries]
+    return build_sources(absolute, seed=config.rl_training.seed, progress=progress)
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSet:
+    """The held-out problems of one environment, the same ones at each evaluation."""
+
+    source: EnvironmentSource
+    tasks: tuple[Task, ...]
+
+
+def draw_problems(sources: Sequence[EnvironmentSource], n: int) -> list[ProblemSet]:
+    """Up to n of each source that has any. Raises ConfigError: a source of the user's that fails."""
+    drawn = []
+    for source in sources:
+        with user_code(f"environments: {source.name}: held-out problems"):
+            drawn.append(ProblemSet(source, tuple(source.heldout(n))))
+    return drawn
+
+
+def remarks(drawn: Sequence[ProblemSet], n: int, training: Sequence[EnvironmentSource]) -> Iterator[str]:
+    """What makes an evaluation say less than it seems to: too few problems, or some that are trained on."""
+    asked_in_training: dict[str, set[object]] = {}
+    for own in drawn:
+        name, count = own.source.name, len(own.tasks)
+        if not count:
+            yield f"{name} has no held-out problems: it is not evaluated"
+            continue
+        few = f": an accuracy of so few is known to ±{1.0 / math.sqrt(count):.2f} at best" if count < FEW else ""
+        if count < n:
+            yield f"{name} has {count} held-out problems of {n} asked for{few}"
+        elif few:
+            yield f"{name}: {count} problems{few}"
+        for source in training:
+            if source.in_order or (source is own.source and not is_reference(source.config.kind)):
+                continue  # its problems cannot be asked for out of turn; or a kind that divides them by a hash
+            if source.name not in asked_in_training:
+                with user_code(f"environments: {source.name}: task"):
+                    asked_in_training[source.name] = {_asked(source.task(index)) for index in range(LOOKED_AT)}
+            if both := sum(_asked(task) in asked_in_training[source.name] for task in own.tasks):
+                yield (
+                    f"{both} of the {count} held-out problems of {name} are among the first {LOOKED_AT} training"
+                    f" problems of {source.name}: what is measured there is memory"
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One held-out task and what the policy made of it."""
+    """One finished episode. A failed one has the reward 0."""
 
-    prompt: str  # the last message of the task
-    expected: str | None
-    text: str
-    reward: float  # 0.0 for a failed episode
+    text: str  # the last turn
+    reward: float
+    scores: Mapping[str, float] = field(default_factory=dict)
+    stop_reason: str | None = None
     error: str | None = None
+
+    @property
+    def solved(self) -> bool:
+        return self.reward >= SOLVED
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One problem and all answers to it."""
+
+    key: str
+    prompt: str  # its last message
+    expected: str | None
+    greedy: Answer | None
+    sampled: tuple[Answer, ...]
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        return (*((self.greedy,) if self.greedy else ()), *self.sampled)
+
+    def to_json(self) -> dict[str, Any]:
+        greedy = self.greedy and self.greedy.reward
+        return {"key": self.key, "greedy": greedy, "sampled": [answer.reward for answer in self.sampled]}
+
+    def example(self) -> dict[str, Any]:
+        first = self.answers[0]
+        told = {"text": first.text, "reward": first.reward, "error": first.error}
+        return {"key": self.key, "prompt": self.prompt, "expected": self.expected, **told}
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
+    """One environment's answers."""
+
     environment: str
-    answers: tuple[Answer, ...]
+    problems: tuple[Answered, ...]
 
     @property
-    def accuracy(self) -> float:
-        """Share of answers with the full reward of 1."""
-        return sum(answer.reward >= SOLVED for answer in self.answers) / max(1, len(self.answers))
+    def errors(self) -> int:
+        return sum(answer.error is not None for problem in self.problems for answer in problem.answers)
 
     @property
-    def reward_mean(self) -> float:
-        return sum(answer.reward for answer in self.answers) / max(1, len(self.answers))
+    def failed(self) -> bool:
+        """Nothing was answered and scored: then there are no numbers."""
+        return self.errors == sum(len(problem.answers) for problem in self.problems)
+
+    @property
+    def first_error(self) -> str | None:
+        errors = (answer.error for problem in self.problems for answer in problem.answers if answer.error)
+        return next(errors, None)
+
+    @property
+    def score(self) -> float | None:
+        """The mean reward, of the greedy answers where there are some: what checkpoints are compared by."""
+        numbers = self.numbers()
+        return numbers.get("reward", numbers.get("sampled_reward"))
+
+    def numbers(self) -> dict[str, float]:
+        """EvaluationConfig.metrics, each a mean over the problems with the ends of its 95% interval (estimates.py);
+        `problems` and `errors` are counts, `truncated` is the share of answers that were cut off."""
+        answers = [answer for problem in self.problems for answer in problem.answers]
+        found: dict[str, float] = {"problems": len(self.problems), "errors": self.errors}
+        if self.failed:
+            return found
+        found["truncated"] = sum(answer.stop_reason == "length" for answer in answers) / len(answers)
+        for name, values in self._columns().items():
+            told = estimate(values)
+            found |= {name: told.mean, f"{name}_low": told.low, f"{name}_high": told.high}
+        return found
+
+    def _columns(self) -> dict[str, list[float]]:
+        columns = {}
+        greedy = [problem.greedy for problem in self.problems if problem.greedy is not None]
+        if greedy:
+            columns = {
+                "accuracy": [float(answer.solved) for answer in greedy],
+                "reward": [answer.reward for answer in greedy],
+            }
+        sampled = [problem.sampled for problem in self.problems if problem.sampled]
+        if sampled:
+            columns["sampled_reward"] = [math.fsum(a.reward for a in answers) / len(answers) for answers in sampled]
+            for k in pass_ks(len(sampled[0])):
+                columns[f"pass@{k}"] = [
+                    pass_at_k(len(answers), sum(answer.solved for answer in answers), k) for answers in sampled
+                ]
+        return columns
+
+    def to_json(self) -> dict[str, Any]:
+        """`problems`: the reward of every answer; `examples`: what was said to the first ones."""
+        return {
+            "numbers": self.numbers(),
+            "problems": [problem.to_json() for problem in self.problems],
+            "examples": [problem.example() for problem in self.problems[:EXAMPLES] if problem.answers],
+        }
+
+
+def overall_score(evaluations: Sequence[Evaluation]) -> float | None:
+    """Mean over the environments, each counting the same; None where one of them has no numbers."""
+    scores = [evaluation.score for evaluation in evaluations]
+    known = [score for score in scores if score is not None]
+    return math.fsum(known) / len(known) if known and len(known) == len(scores) else None
 
 
 async def evaluate(
     client: PolicyClient,
-    sources: Sequence[EnvironmentSource],
+    problems: Sequence[ProblemSet],
     tokenizer: ChatTokenizer,
-    n: int,
+    settings: EvaluationConfig,
     *,
     max_token_length: int,
     adapter: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    priority: int = 0,
     max_in_flight: int = 64,
+    answered: Callable[[], None] = lambda: None,
 ) -> list[Evaluation]:
-    """Answers up to n held-out tasks of each source, one greedy answer each. A failed episode counts as wrong."""
-    runner = EpisodeRunner(
-        client,
-        tokenizer,
-        temperature=0.0,
-        max_token_length=max_token_length,
-        adapter=adapter,
-        template_kwargs=template_kwargs,
-    )
+    """Answers every problem, in the order of `problems`; sets without one are left out.
+
+    The sampled answers of a problem have the same seeds at each evaluation, so two of them differ by the weights alone.
+
+    Args:
+        priority: of the requests, as `types.Request`'s.
+        max_in_flight: episodes that are played at once.
+        answered: called after each of them.
+    """
+
+    def runner(temperature: float, top_p: float) -> EpisodeRunner:
+        return EpisodeRunner(
+            client,
+            tokenizer,
+            temperature=temperature,
+            top_p=top_p,
+            max_token_length=max_token_length,
+            adapter=adapter,
+            template_kwargs=template_kwargs,
+            priority=priority,
+        )
+
+    greedy, sampled = runner(0.0, 1.0), runner(settings.temperature, settings.top_p)
     slots = asyncio.Semaphore(max_in_flight)
 
-    async def answer(source: EnvironmentSource, task: Task, number: int) -> Answer:
-        plan = GroupPlan(f"heldout-{source.name}-{number}", source, number, 1, seed=0, split="heldout", task=task)
+    async def play(own: ProblemSet, number: int, way: str, runner: EpisodeRunner, sample: int = 0) -> Answer:
+        """An episode of its own: one that fails is one answer, not those to the same problem."""
+        name, task = own.source.name, own.tasks[number]
+        group_id, seed = f"evaluation/{name}/{number}/{way}", derive_seed(f"evaluation/{name}", number, sample)
         async with slots:
-            [result] = await runner.run([plan])
-        return _answer(task, result)
+            [result] = await runner.run([GroupPlan(group_id, own.source, number, 1, seed, split="heldout", task=task)])
+        answered()
+        return _answer(result)
 
-    async def one(source: EnvironmentSource) -> Evaluation:
-        tasks = source.heldout(n)
-        answers = await asyncio.gather(*(answer(source, task, number) for number, task in enumerate(tasks)))
-        return Evaluation(source.name, tuple(answers))
+    async def one(own: ProblemSet, number: int) -> Answered:
+        first = [play(own, number, "greedy", greedy)] if settings.greedy else []
+        others = [play(own, number, f"sample-{i}", sampled, i) for i in range(settings.samples)]
+        answers, task = await asyncio.gather(*first, *others), own.tasks[number]
+        likeliest = answers.pop(0) if settings.greedy else None
+        return Answered(task.key, task.messages[-1]["content"], task.answer, likeliest, tuple(answers))
 
-    return list(await asyncio.gather(*(one(source) for source in sources)))
+    async def whole(own: ProblemSet) -> Evaluation:
+        found = await asyncio.gather(*(one(own, number) for number in range(len(own.tasks))))
+        return Evaluation(own.source.name, tuple(found))
+
+    return list(await asyncio.gather(*(whole(own) for own in problems if own.tasks)))
 
 
-def _answer(task: Task, result: GroupResult) -> Answer:
-    reward = result.group.rollouts[0].reward if result.failure is None else 0.0
+def _asked(task: Task) -> object:
+    return tuple((turn["role"], turn["content"]) for turn in task.messages)
+
+
+def _answer(result: GroupResult) -> Answer:
     text = result.texts[0] if result.texts else ""
-    return Answer(task.messages[-1]["content"], task.answer, text, reward, result.failure)
+    if result.failure is not None:
+        return Answer(text, 0.0, error=result.failure)
+    [rollout] = result.group.rollouts
+    if "reward" not in rollout.scores or UNSCORED in rollout.scores:
+        return Answer(text, 0.0, rollout.scores, rollout.stop_reason, "nothing scored it")
+    return Answer(text, rollout.reward, rollout.scores, rollout.stop_reason)

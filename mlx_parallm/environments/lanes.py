@@ -34,14 +34,25 @@ class Lane:
         self.failures_in_a_row = 0
         self.not_before = 0.0  # the next group starts then at the earliest
         self._seed, self._clock = seed, clock
+        self._group_size: int | None = None
+        self._max_steps: int | None = None
         self._groups: Iterator[tuple[int, int]] = iter(())
         self._next = 0  # every own group below it has been started
         self._pending: dict[int, _Started] = {}  # started and not settled, in their order
         self._seconds: deque[float] = deque(maxlen=RECENT_GROUPS)  # of groups that were played to an end
 
     def rewind(self, groups: Iterator[tuple[int, int]], first: int) -> None:
-        """Goes on at group `first`, the own groups from there on being `groups`."""
+        """Goes on at group `first`, the own groups from there on being `groups`; what was pending is forgotten."""
         self._groups, self._next = groups, first
+        self._pending.clear()
+
+    def limit(self, *, group_size: int | None, max_steps: int | None) -> None:
+        """For the groups that start from now on; None: the configuration's size, any number of steps."""
+        self._group_size, self._max_steps = group_size, max_steps
+
+    @property
+    def group_size(self) -> int:
+        return self._group_size or self.source.config.group_size
 
     # --- the way of a group
 
@@ -50,7 +61,7 @@ class Lane:
         index, task = next(group for group in self._groups if self._id(group[0]) not in known)
         self._next = index + 1
         seed = derive_seed("group", self._seed, index)
-        plan = GroupPlan(self._id(index), self.source, task, self.source.config.group_size, seed, index)
+        plan = GroupPlan(self._id(index), self.source, task, self.group_size, seed, index, max_steps=self._max_steps)
         self._pending[index] = _Started(plan, self._clock())
         return plan
 

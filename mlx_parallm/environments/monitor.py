@@ -85,7 +85,7 @@ class RolloutMonitor:
             self._per_environment[name] = EnvironmentStatistics(
                 groups=before.groups + 1,
                 failed=before.failed,
-                reward_sum=before.reward_sum + sum(rollout.reward for rollout in rollouts),
+                reward_sum=before.reward_sum + sum(rollout.scores.get("reward", 0.0) for rollout in rollouts),
                 rollouts=before.rollouts + len(rollouts),
             )
             self._sampled_tokens += sum(rollout.sampled_tokens for rollout in rollouts)

@@ -100,11 +100,15 @@ class SharedTokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         with self._lock:
             return self._tokenizer.render_chat_text(
-                messages, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                template_kwargs=template_kwargs,
             )
 
     def token_text(self, token_id: int) -> str:

@@ -1,24 +1,40 @@
 """kind → source: the one list of environment kinds, and the user's own classes."""
 
 import difflib
+import functools
+import importlib
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
+from typing import Any
 
 from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.config_environment import SCORING_KEYS, unique_names
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.builtin import TasksSource
 from mlx_parallm.environments.dataset import DatasetSource
 from mlx_parallm.environments.reasoning_gym_env import ReasoningGymSource
+from mlx_parallm.environments.state import BaseEnvironment
+from mlx_parallm.environments.state_source import StateSource, check_environment
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rewards.functions import TrainingProgress
+from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.user_code import check_call, is_reference, load, user_code
 
 KINDS: Mapping[str, Callable[..., EnvironmentSource]] = MappingProxyType(
     {"dataset": DatasetSource, "tasks": TasksSource, "reasoning_gym": ReasoningGymSource}
 )
+ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "simple_text": "simple_text:SimpleTextEnvironment",
+        "conversation": "conversation:ConversationEnvironment",
+        "svrl": "svrl:SVRLEnvironment",
+        "gymnasium": "gymnasium_env:GymnasiumEnvironment",
+    }
+)
+"""Kinds that are a `BaseEnvironment`, imported when they are asked for: some need more than others."""
+ELSEWHERE = "verifiers"
+"""A kind that is asked for here and lives in a process of its own."""
 
 
 def build_sources(
@@ -30,12 +46,9 @@ def build_sources(
 
     Raises ConfigError: an unknown kind (the message names the known ones), or what the source itself refuses.
     """
-    seen: Counter[str] = Counter()
     sources = []
-    for config in configs:
-        make = _own_class(config.kind) if is_reference(config.kind) else _known(config.kind)
-        seen[config.name] += 1
-        name = config.name if seen[config.name] == 1 else f"{config.name}#{seen[config.name]}"
+    for config, name in zip(configs, unique_names(configs), strict=True):
+        make = _own_class(config) if is_reference(config.kind) else _known(config.kind)
         with user_code(f"environments: {config.kind}") if is_reference(config.kind) else nullcontext():
             source = make(config, seed=seed, name=name)
         source.progress = progress
@@ -43,31 +56,93 @@ def build_sources(
     return tuple(sources)
 
 
+def create_environment(kind: str, **options: Any) -> BaseEnvironment:
+    """An environment by its kind, "simple_text" and so on. Raises ConfigError: no such kind, or other options than it
+    has."""
+    environment = _environment(kind)
+    return _construct(environment, options, f"create_environment({kind!r})")
+
+
 def _known(kind: str) -> Callable[..., EnvironmentSource]:
+    if kind in ENVIRONMENTS:
+        return functools.partial(_state_source, _environment(kind))
     if kind not in KINDS:
-        if ":" in kind:
-            raise ConfigError(f'environments: unknown kind {kind!r}; a class of yours is "python:{kind}"')
-        near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"environments: unknown kind {kind!r}; did you mean {near!r}? There are: {', '.join(KINDS)},"
-            ' and "python:file.py:Class"'
-        )
+        raise _unknown(kind, [*KINDS, *ENVIRONMENTS])
     return KINDS[kind]
 
 
-def _own_class(reference: str) -> type[EnvironmentSource]:
-    """A subclass of EnvironmentSource of the user's. Raises ConfigError: it is none, or is one that cannot work."""
-    own = load(reference, "environments: kind")
+def _environment(kind: str) -> type[BaseEnvironment]:
+    if kind not in ENVIRONMENTS:
+        raise _unknown(kind, list(ENVIRONMENTS))
+    module, _, name = ENVIRONMENTS[kind].partition(":")
+    environment: type[BaseEnvironment] = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    return environment
+
+
+def _unknown(kind: str, known: Sequence[str]) -> ConfigError:
+    if ":" in kind:
+        return ConfigError(f'environments: unknown kind {kind!r}; a class of yours is "python:{kind}"')
+    if kind == ELSEWHERE:
+        return ConfigError(
+            f"environments: {kind!r} is no kind: such an environment runs in a process of its own and comes over HTTP"
+            " (docs/verifiers.md)"
+        )
+    near = difflib.get_close_matches(kind, known, n=1, cutoff=0.0)[0]
+    return ConfigError(
+        f"environments: unknown kind {kind!r}; did you mean {near!r}? There are: {', '.join(known)},"
+        ' and "python:file.py:Class"'
+    )
+
+
+def _state_source(
+    environment: type[BaseEnvironment], config: EnvironmentConfig, *, seed: int, name: str | None = None
+) -> StateSource:
+    """Raises ConfigError: options that the constructor does not take, or nothing to score with."""
+    what = f"environments: {config.kind}"
+    if not (config.rewards or environment.default_rewards):
+        raise ConfigError(
+            f'{what}: an environment does not score itself: it needs rewards = ["python:file.py:function"]'
+        )
+    options = dict(config.options)
+    if "seed" in inspect.signature(environment).parameters:
+        options.setdefault("seed", seed)
+    return StateSource(
+        config,
+        lambda: _construct(environment, options, what),
+        seed=seed,
+        name=name,
+        rewards=RewardFunctions.from_config(config, columns=None, default=environment.default_rewards),
+    )
+
+
+def _construct(environment: type[BaseEnvironment], options: Mapping[str, Any], what: str) -> BaseEnvironment:
+    check_call(inspect.signature(environment), (), what, keywords=tuple(options))
+    with user_code(what):
+        return environment(**options)
+
+
+def _own_class(config: EnvironmentConfig) -> Callable[..., EnvironmentSource]:
+    """Of a class of the user's. Raises ConfigError: it is no environment, or one that cannot work."""
+    reference = config.kind
+    own, what = load(reference, "environments: kind"), f"environments: kind: {reference}"
+    if isinstance(own, type) and issubclass(own, BaseEnvironment):
+        check_environment(own, what)
+        return functools.partial(_state_source, own)
     if not isinstance(own, type) or not issubclass(own, EnvironmentSource):
         raise ConfigError(
-            f"environments: kind: {reference} is not a subclass of mlx_parallm.environments.base.EnvironmentSource"
+            f"{what} is a subclass neither of mlx_parallm.environments.state.BaseEnvironment nor of"
+            " mlx_parallm.environments.base.EnvironmentSource"
         )
     if missing := sorted(own.__abstractmethods__):
-        raise ConfigError(f"environments: kind: {reference} does not define {', '.join(missing)}(index, split)")
+        raise ConfigError(f"{what} does not define {', '.join(missing)}(index, split)")
     if inspect.iscoroutinefunction(own.task):
-        raise ConfigError(f"environments: kind: {reference}.task is async; it has to be a plain function")
-    check_call(inspect.signature(own.task), ("self", "index", "split"), f"environments: kind: {reference}.task")
-    check_call(inspect.signature(own.environment), ("self", "task"), f"environments: kind: {reference}.environment")
-    what = f"environments: kind: {reference}"
+        raise ConfigError(f"{what}.task is async; it has to be a plain function")
+    check_call(inspect.signature(own.task), ("self", "index", "split"), f"{what}.task")
+    check_call(inspect.signature(own.environment), ("self", "task"), f"{what}.environment")
     check_call(inspect.signature(own), ("config",), what, keywords=("seed", "name"))
+    fields = EnvironmentConfig.model_fields
+    if wrong := [
+        key for key in SCORING_KEYS if getattr(config, key) != fields[key].get_default(call_default_factory=True)
+    ]:
+        raise ConfigError(f"{what} is an EnvironmentSource, which scores its tasks itself: {wrong[0]} has no effect")
     return own

@@ -1,313 +1,209 @@
-"""RolloutManager: the in-process environments of a run. It keeps many groups in flight against the engine.
+"""RolloutManager: plays environments against the engine, many episodes at once (`group_manager.py`).
 
-    request_groups → manager's thread: which environment starts a group → its Player (a thread each) → results
-        → manager's thread: in each environment's order → sink (durable store), or on_failure with the reason
-
-Groups of one environment reach the sink in the order in which they were started, whenever they finished. Otherwise a
-batch of the groups that finish first is a batch of short answers, and the long ones go stale while they wait (the
-short-answer bias); and because of it an environment's whole position is one number: groups below it are settled, groups
-from it on are played again after a resume. Group ids are stable, so what the store holds already is recognised (`skip`,
-or the sink's False).
-
-Environments do not wait for each other's order. One that hangs (its oldest group takes far longer than is usual) or
-dies (its groups fail one after another) is absent: it keeps the places that it holds, they no longer count, the others
-make its groups, and the health line names it. It is back with its next finished group. With `fixed_order` (a run that
-can be repeated bit for bit) nothing depends on a clock: all environments share a thread and wait for each other.
+A run that trains gives it a `sink` (the durable store) and allows groups as it needs them; a program without one calls
+`collect_rollouts`.
 """
 
-import threading
+import dataclasses
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient
-from mlx_parallm.environments.episodes import EpisodeRunner, GroupPlan, GroupResult, describe
-from mlx_parallm.environments.lanes import Lane, absent, is_late, next_event
-from mlx_parallm.environments.monitor import RolloutMonitor, RolloutStatistics
-from mlx_parallm.environments.player import Player, SharedTokenizer
-from mlx_parallm.environments.schedule import Schedule, with_minimums
-from mlx_parallm.errors import CheckpointError, EnvironmentFailedError, RolloutRejectedError
+from mlx_parallm.config_environment import unique_names
+from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient, PolicyInference
+from mlx_parallm.environments.collecting import Collector
+from mlx_parallm.environments.episodes import EpisodeRunner, GroupPlan, GroupResult
+from mlx_parallm.environments.group_manager import GroupManager
+from mlx_parallm.environments.player import SharedTokenizer
+from mlx_parallm.environments.rollout_config import RolloutConfig
+from mlx_parallm.environments.state import BaseEnvironment
+from mlx_parallm.environments.state_source import StateSource
+from mlx_parallm.errors import ConfigError, EnvironmentFailedError, RolloutRejectedError
 from mlx_parallm.log import get_logger
+from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.types import RolloutGroup
 
 log = get_logger("environments")
 
-STATE_VERSION = 2
-FAILURES_IN_A_ROW = 64
-"""So many failed groups in a row, with every environment broken, end the run: retrying does not mend it."""
+AnyEnvironment = BaseEnvironment | EnvironmentSource
 
 
-class RolloutManager:
-    """All public methods may be called from any thread; `sink` and `on_failure` are called on the manager's own."""
+class RolloutManager(GroupManager):
+    """With a `sink`, finished groups go there; without one, `collect_rollouts` returns them. What is given to be called
+    is called on the manager's own thread."""
 
     def __init__(
         self,
-        client: PolicyClient,
-        sources: Sequence[EnvironmentSource],
-        tokenizer: ChatTokenizer,
+        environments: AnyEnvironment | Sequence[AnyEnvironment],
+        config: RolloutConfig | None = None,
         *,
-        seed: int,
-        temperature: float,
-        max_token_length: int,
-        sink: Callable[[RolloutGroup], bool | None],
-        on_failure: Callable[[RolloutGroup, str], None] | None = None,
+        num_parallel: int | None = None,
+        inference: PolicyInference | None = None,
+        client: PolicyClient | None = None,
+        tokenizer: ChatTokenizer | None = None,
         adapter: str | None = None,
+        sink: Callable[[RolloutGroup], bool | None] | None = None,
+        on_failure: Callable[[RolloutGroup, str], None] | None = None,
+        on_rollout_start: Callable[[str], None] | None = None,
+        on_rollout_complete: Callable[[Trajectory], None] | None = None,
         fixed_order: bool = False,
-        max_in_flight_groups: int = 16,
         template_kwargs: Mapping[str, Any] | None = None,
         stall_after_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
-            tokenizer: an instance of its own; it is used on the environments' threads.
+            num_parallel: instead of the configuration's.
+            inference: the engine that plays; default: the first environment's own. Others without one get it too.
+            client, tokenizer, adapter: instead of those of `inference`. The tokenizer is used on other threads.
             sink: takes a finished group for good. False = it was there already (another one is played instead);
                 RolloutRejectedError = it may not be trained on; any other exception stops the manager.
             on_failure: takes a group that may not be trained on, and why.
-            fixed_order: the groups of one `request_groups` call are submitted atomically, call after call
-                (deterministic mode), in portions of at most `max_in_flight_groups`.
+            on_rollout_start, on_rollout_complete: of `collect_rollouts`; take "<group id>/<number>", the trajectory.
+            fixed_order, stall_after_s, clock: see `GroupManager`.
+
+        Raises ConfigError: an environment that cannot be played, or no engine in this process to play it.
         """
-        self._seed, self._sink, self._on_failure = seed, sink, on_failure
-        self._fixed_order, self._max_in_flight, self._clock = fixed_order, max_in_flight_groups, clock
-        self._monitor = RolloutMonitor([source.name for source in sources], stall_after_s=stall_after_s, clock=clock)
-        configs = [source.config for source in sources]
-        weights = with_minimums(
-            [config.weight for config in configs],
-            [config.group_size for config in configs],
-            [config.min_share for config in configs],
+        config = config or RolloutConfig()
+        if num_parallel is not None:
+            config = dataclasses.replace(config, num_parallel=num_parallel)
+        given = [environments] if isinstance(environments, BaseEnvironment | EnvironmentSource) else list(environments)
+        sources = _as_sources(given, config)
+        super().__init__(
+            sources,
+            seed=config.seed,
+            num_parallel=config.num_parallel,
+            fixed_order=fixed_order,
+            stall_after_s=stall_after_s,
+            clock=clock,
         )
-        self._schedule = Schedule(weights, seed=seed)
-        self._changed = threading.Condition()  # guards what follows
-        self._lanes = tuple(Lane(source, seed=seed, clock=clock) for source in sources)
-        self._rewind(dict.fromkeys([lane.source.name for lane in self._lanes], 0))
-        self._turn = 0  # position in the schedule: whose turn it is to start a group
-        self._first: deque[Lane] = deque()  # turns that come before: groups asked for by name
-        self._owed: deque[int] = deque()  # groups allowed and not delivered, one entry for each call
-        self._known: set[str] = set()
-        self._paused = self._stopping = False
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
-
-        runner = EpisodeRunner(
-            client,
-            SharedTokenizer(tokenizer),
-            temperature=temperature,
-            max_token_length=max_token_length,
-            adapter=adapter,
-            template_kwargs=template_kwargs,
+        self.environments = tuple(given)
+        own: Any = next((e.inference for e in given if isinstance(e, BaseEnvironment)), None)
+        self.inference: PolicyInference | None = inference or own
+        self._config, self._adapter, self._template_kwargs = config, adapter, template_kwargs
+        self._client, self._tokenizer = _engine(self.inference, client, tokenizer)
+        self._sink, self._on_failure = sink, on_failure
+        self._episodes: EpisodeRunner | None = None
+        self._collector = (
+            Collector(config, on_start=on_rollout_start, on_complete=on_rollout_complete) if sink is None else None
         )
-        names = [", ".join(source.name for source in sources)] if fixed_order else [source.name for source in sources]
-        self._players = [Player(name, runner, on_results=self._on_results, on_error=self._fail) for name in names]
+        if self.inference is not None:
+            for source in sources:
+                source.attach(self.inference)
 
-    # --- control, from any thread
+    # --- collecting, on one thread at a time
+
+    def collect_rollouts(
+        self, min_trajectories: int, max_steps_per_rollout: int | None = None, *, group_size: int | None = None
+    ) -> list[Trajectory]:
+        """At least so many trajectories, in whole groups (`group_id`), in the order in which they were started.
+
+        Args:
+            max_steps_per_rollout: an episode that is not over after so many steps is `truncated`.
+            group_size: rollouts of one prompt, instead of the configuration's. Both hold for groups that start from now
+                on.
+
+        A failed episode is a trajectory with an `error`. Raises EnvironmentFailedError: all of them failed, or the
+        manager has given up. Where another thread calls `cancel`, it returns what there is.
+        """
+        collected = list(self.iterate_rollouts(min_trajectories, max_steps_per_rollout, group_size=group_size))
+        if collected and all(trajectory.error is not None for trajectory in collected):
+            raise EnvironmentFailedError(f"all {len(collected)} rollouts failed, the last one: {collected[-1].error}")
+        return collected
+
+    def iterate_rollouts(
+        self, min_trajectories: int, max_steps_per_rollout: int | None = None, *, group_size: int | None = None
+    ) -> Iterator[Trajectory]:
+        """As `collect_rollouts`, each as soon as it and all before it have finished; the others play on meanwhile."""
+        if self._collector is None:
+            raise RuntimeError("this manager hands its groups to a sink")
+        if self._stopping and self._failure is None:  # stopped, and wanted again
+            self.cancel()
+        for lane in self._lanes:
+            lane.limit(group_size=group_size, max_steps=max_steps_per_rollout)
+        if self._thread is None:
+            self.start()
+        elif self._episodes is not None:  # what is trained may have begun meanwhile
+            self._episodes.use_adapter(self._adapter_now)
+        largest = max(lane.group_size for lane in self._lanes)
+        ahead = self._max_in_flight if self._config.maintain_parallel_count else 0
+        try:
+            yield from self._collector.take(min_trajectories, self.request_groups, largest=largest, ahead=ahead)
+        except KeyboardInterrupt:
+            self.cancel()
+            raise
+        self.check()
+
+    def get_statistics(self) -> dict[str, Any]:
+        """Of all trajectories that were collected, e.g. "avg_trajectory_length" in steps: see
+        `rollout_config.CollectionStatistics`. Empty where they go to a sink."""
+        return self._collector.statistics.as_dict() if self._collector is not None else {}
+
+    def save_statistics(self, path: Path | str) -> None:
+        """`get_statistics` as JSON."""
+        if self._collector is not None:
+            self._collector.statistics.save(path)
 
     def start(self) -> None:
-        for player in self._players:
-            player.start()
-        self._thread.start()
-
-    def request_groups(self, n: int, environment: str | None = None) -> None:
-        """Allows n more groups. Each brings one group to the sink: failed and known ones are replaced.
-
-        By the weights; those of a named `environment` come from it unless it is absent then.
-        """
-        if n < 1:
-            return
-        with self._changed:
-            self._owed.append(n)
-            self._first.extend(lane for lane in self._lanes if lane.source.name == environment for _ in range(n))
-            self._changed.notify_all()
-
-    def pause(self) -> None:
-        """Starts no more groups; those in flight go on."""
-        with self._changed:
-            self._paused = True
-
-    def resume(self) -> None:
-        with self._changed:
-            self._paused = False
-            self._changed.notify_all()
-
-    def skip(self, group_ids: Collection[str]) -> None:
-        """Names groups that lie in the store already: they are not played again and use up no demand."""
-        with self._changed:
-            self._known.update(group_ids)
+        """Starts the threads; `collect_rollouts` does it by itself."""
+        if self._collector is not None:
+            self._collector.begin()
+        super().start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Cancels what is in flight (the engine drops it) and joins the threads. What was cancelled is not settled.
-
-        Raises EnvironmentFailedError: an environment blocks its thread.
-        """
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join()
-        for player in self._players:
-            player.stop()
-        deadline = time.monotonic() + timeout_s
-        blocked = [player.name for player in self._players if not player.join(max(0.0, deadline - time.monotonic()))]
-        if blocked:
-            raise EnvironmentFailedError(
-                f"environment {', '.join(blocked)} blocks its thread: it did not stop within {timeout_s:g} s"
-            )
-
-    def check(self) -> None:
-        """Raises EnvironmentFailedError when the manager has given up."""
-        if self._failure is not None:
-            raise EnvironmentFailedError(f"environments stopped: {describe(self._failure)}") from self._failure
-
-    # --- position
-
-    def state(self) -> dict[str, Any]:
-        """For the checkpoint; JSON. `next_group`: of each environment, the first index that is not settled."""
-        with self._changed:
-            cursors = {lane.source.name: lane.cursor for lane in self._lanes}
-            return {"version": STATE_VERSION, "seed": self._seed, "turn": self._turn, "next_group": cursors}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on at the groups that `state` names. Before `start`. Raises CheckpointError: not a state of ours."""
-        if self._thread.ident is not None:
-            raise RuntimeError("restore() comes before start()")
-        position = _position(state, [lane.source.name for lane in self._lanes])
-        if position is None:
-            raise CheckpointError(f"environment state not understood: {dict(state)}")
-        if state["seed"] != self._seed:
-            log.warning("seed changed: the environments draw other problems", saved=state["seed"], now=self._seed)
-        with self._changed:
-            self._turn, cursors = position
-            self._rewind(cursors)
-
-    def _rewind(self, cursors: Mapping[str, int]) -> None:
-        for number, lane in enumerate(self._lanes):
-            first = cursors[lane.source.name]
-            lane.rewind(self._schedule.groups_of(number, first), first)
-
-    # --- reports
-
-    def absent(self) -> frozenset[str]:
-        """Environments that the others do not wait for now."""
-        with self._changed:
-            return frozenset(lane.source.name for lane in self._absent(self._clock()))
-
-    def health(self) -> str | None:
-        """What is wrong, in words; None when nothing is."""
-        if self._failure is not None:
-            return f"environments stopped: {describe(self._failure)}"
-        with self._changed:
-            now = self._clock()
-            late = [lane for lane in self._absent(now) if is_late(lane, self._lanes, now)]
-            sentences = {lane.source.name: lane.explain_late() for lane in late}
-        return "; ".join(self._monitor.health(sentences)) or None
-
-    def statistics(self) -> RolloutStatistics:
-        with self._changed:
-            demand = max(0, sum(self._owed) - sum(lane.pending for lane in self._lanes))
-            held = sum(lane.pending - lane.in_flight for lane in self._lanes)
-        return self._monitor.statistics(demand=demand, held=held)
-
-    # --- the manager's thread
-
-    def _run(self) -> None:
         try:
-            while not self._stopping:
-                self._settle()
-                with self._changed:
-                    if not (self._stopping or self._start_groups() or self._oldest_ready()):
-                        self._changed.wait(next_event(self._lanes, self._clock()))
-        except Exception as error:  # noqa: BLE001  boundary of the thread: kept, told by health() and check()
-            self._fail(error)
+            super().stop(timeout_s)
+        finally:
+            if self._collector is not None:
+                self._collector.end()
 
-    def _fail(self, error: BaseException) -> None:
-        log.error("environments stopped", error=describe(error))
-        with self._changed:
-            self._failure, self._stopping = error, True
-            self._changed.notify_all()
+    def close(self) -> None:
+        """`stop`, for good: what nobody took is gone."""
+        self.stop()
+        if self._collector is not None:
+            self._collector.close()
 
-    def _on_results(self, results: Sequence[GroupResult]) -> None:
-        """A player's thread."""
-        self._monitor.finished(results)
-        with self._changed:
-            for result in results:
-                self._lane_of(result.plan).finish(result)
-            self._changed.notify_all()
+    def __enter__(self) -> "RolloutManager":
+        return self
 
-    def _start_groups(self) -> bool:
-        """Starts what may be started now; False: nothing."""
-        if self._stopping or self._paused or not self._owed:
-            return False
-        now = self._clock()
-        away = self._absent(now)
-        tried = [lane for lane in away if lane.broken and not lane.pending and lane.not_before <= now]
-        lanes = tried[:1] or self._next_lanes([lane for lane in self._lanes if lane not in away], now)
-        if lanes:
-            self._play(lanes)
-        return bool(lanes)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def _next_lanes(self, there: Sequence[Lane], now: float) -> list[Lane]:
-        """The environments whose groups are submitted together now."""
-        pending, in_flight = sum(lane.pending for lane in there), sum(lane.in_flight for lane in there)
-        if any(lane.not_before > now for lane in there):  # a pause after a failure: its turn stays its turn
-            return []
-        if self._fixed_order:
-            count = 0 if pending else min(self._owed[0], self._max_in_flight)
-        else:
-            count = int(pending < sum(self._owed) and in_flight < self._max_in_flight)
-        return [self._next_lane(there) for _ in range(count)]
+    # --- what `GroupManager` asks
 
-    def _next_lane(self, there: Collection[Lane]) -> Lane:
-        """Whose turn it is among those that are there; the turn is over then."""
-        while True:
-            if self._first:
-                lane = self._first.popleft()
-            else:
-                lane = self._lanes[self._schedule.environment_of(self._turn)]
-                self._turn += 1
-            if lane in there:
-                return lane
+    @property
+    def _adapter_now(self) -> str | None:
+        return self._adapter or getattr(self.inference, "adapter", None)
 
-    def _play(self, lanes: Iterable[Lane]) -> None:
-        plans = [lane.start(self._known) for lane in lanes]
-        self._monitor.started(plans)
-        number = 0 if self._fixed_order else self._lanes.index(self._lane_of(plans[0]))
-        self._players[number].play(plans)
+    def _runner(self) -> EpisodeRunner:
+        self._episodes = EpisodeRunner(
+            self._client,
+            self._tokenizer,
+            temperature=self._config.temperature,
+            max_token_length=self._config.max_token_length or self._client.max_model_len,
+            adapter=self._adapter_now,
+            template_kwargs=self._template_kwargs,
+        )
+        return self._episodes
 
-    def _lane_of(self, plan: GroupPlan) -> Lane:
-        return next(lane for lane in self._lanes if lane.source is plan.source)
-
-    def _absent(self, now: float) -> set[Lane]:
-        return set() if self._fixed_order else absent(self._lanes, now)
-
-    # --- what is finished
-
-    def _settle(self) -> None:
-        """Hands on everything that no earlier group of its environment holds back."""
-        while not self._stopping:
-            with self._changed:
-                lane = self._oldest_ready()
-                result = lane.ready if lane else None
-            if lane is None or result is None:
-                return
-            reason, wanted = self._deliver(result)
-            with self._changed:
-                lane.settle(failed=reason is not None)
-                if wanted and self._owed:
-                    self._owed[0] -= 1
-                    if self._owed[0] == 0:
-                        self._owed.popleft()
-            if reason is not None:
-                self._give_up_at_last(reason)
-
-    def _oldest_ready(self) -> Lane | None:
-        return min((lane for lane in self._lanes if lane.ready), key=lambda lane: lane.cursor, default=None)
+    def _begun(self, plans: Sequence[GroupPlan]) -> None:
+        if self._collector is not None:
+            self._collector.started(plans)
 
     def _deliver(self, result: GroupResult) -> tuple[str | None, bool]:
-        """To the sink, or to `on_failure`: (why it may not be trained on, whether it is one of those allowed)."""
+        """To the collector, to the sink, or to `on_failure`."""
+        if self._collector is not None:
+            self._collector.add(result)
+            if result.failure is None:
+                self._monitor.delivered(result, known=False)
+            else:
+                self._monitor.failed(result, result.failure)
+            return None, True
         reason = result.failure
         if reason is None:
             try:
-                known = self._sink(result.group) is False
+                known = self._sink is not None and self._sink(result.group) is False
             except RolloutRejectedError as error:
                 reason = str(error)
         if reason is None:
@@ -319,22 +215,40 @@ class RolloutManager:
             self._on_failure(result.group, reason)
         return reason, False
 
-    def _give_up_at_last(self, reason: str) -> None:
-        failures = sum(lane.failures_in_a_row for lane in self._lanes)
-        if failures >= FAILURES_IN_A_ROW and all(lane.broken for lane in self._lanes):
-            raise EnvironmentFailedError(f"{failures} groups in a row failed, the last one: {reason}")
+    def _fail(self, error: BaseException) -> None:
+        super()._fail(error)
+        if self._collector is not None:
+            self._collector.end()
 
 
-def _position(state: Mapping[str, Any], names: Sequence[str]) -> tuple[int, dict[str, int]] | None:
-    """(turn, first unsettled index of each environment); an environment that is new begins at its first group.
+def _engine(
+    inference: PolicyInference | None, client: PolicyClient | None, tokenizer: ChatTokenizer | None
+) -> tuple[PolicyClient, SharedTokenizer]:
+    client = client or getattr(inference, "client", None)
+    tokenizer = tokenizer or getattr(inference, "tokenizer", None)
+    if client is None or tokenizer is None:
+        raise ConfigError(
+            "RolloutManager: no engine in this process: give the environment (or `inference`) an InferenceModule that"
+            " has one. Over an OpenAI endpoint the tokens that were sampled are not known"
+        )
+    return client, SharedTokenizer(tokenizer)
 
-    Version 1 had one cursor for all environments, whose groups were settled in one order.
-    """
-    version, cursors, turn = state.get("version"), state.get("next_group"), state.get("turn")
-    if version == 1 and isinstance(cursors, int):
-        return cursors, dict.fromkeys(names, cursors)
-    if version != STATE_VERSION or not isinstance(turn, int) or not isinstance(cursors, Mapping):
-        return None
-    if not all(isinstance(cursor, int) for cursor in cursors.values()):
-        return None
-    return turn, {name: cursors.get(name, 0) for name in names}
+
+def _as_sources(environments: Sequence[AnyEnvironment], config: RolloutConfig) -> list[EnvironmentSource]:
+    """Each environment with the settings of `config`; a source has its own."""
+    entries = [
+        environment.config
+        if isinstance(environment, EnvironmentSource)
+        else config.of_environment(type(environment).__name__)
+        for environment in environments
+    ]
+    return [
+        environment
+        if isinstance(environment, EnvironmentSource)
+        else StateSource(entry, _giving(environment), seed=config.seed, name=name)
+        for environment, entry, name in zip(environments, entries, unique_names(entries), strict=True)
+    ]
+
+
+def _giving(environment: BaseEnvironment) -> Callable[[], BaseEnvironment]:
+    return lambda: environment

@@ -1,8 +1,6 @@
 """A conversation as the tokens that really went through the engine: what was sampled is never tokenised again."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 from mlx_parallm.environments.base import ChatTokenizer
 from mlx_parallm.types import Completion, Rollout
@@ -65,33 +63,34 @@ class Transcript:
 
 def continuation(
     tokenizer: ChatTokenizer,
-    conversation: Sequence[Mapping[str, str]],
-    text: str,
-    answer: Sequence[Mapping[str, str]],
+    before: str,
+    said: str,
+    after: str,
     *,
     last_token: int,
-    template_kwargs: Mapping[str, Any] | None = None,
+    stop: str | int | None = None,
 ) -> list[int] | None:
-    """Token ids that follow a sampled turn: its closing marks, the environment's messages, the next turn's opening.
+    """Token ids that follow a sampled turn: its closing marks, what the environment says, the next turn's opening.
 
-    None where the template rewrites what came before, as Qwen3's does with earlier thinking: then the next turn is not
-    asked for after the tokens that were sampled, but after another text. White space around `text` may differ.
+    None where the next prompt is no longer the last one and its answer: a template that rewrites what came before, as
+    Qwen3's does with earlier thinking, or another text altogether. Then the next turn is not asked for after the tokens
+    that were sampled. White space around `said` may differ.
 
     Args:
-        conversation: the messages that the turn answered; `text` is what it said.
-        last_token: that was sampled; when it is the EOS that the template closes a turn with, it is not given twice.
-
-    Raises RequestError: a template that refuses the messages.
+        before: the prompt that was answered, as text; `said` is the answer.
+        after: the next prompt, as text.
+        last_token: that was sampled; when it is the EOS that a template closes a turn with, it is not given twice.
+        stop: what ended the turn; a stop string that `after` goes on with is not given twice either.
     """
-    render = partial(tokenizer.render_chat_text, template_kwargs=template_kwargs)
-    before = render(conversation)
-    after = render([*conversation, {"role": "assistant", "content": text}, *answer])
     rest = after.removeprefix(before)
-    if len(rest) == len(after) - len(before):
-        for shown, said in ((rest, text), (rest.lstrip(), text.strip())):
-            if shown.startswith(said):
-                tail = shown[len(said) :]
-                if last_token in tokenizer.eos_token_ids:
-                    tail = tail.removeprefix(tokenizer.token_text(last_token))
-                return tokenizer.encode(tail, add_special_tokens=False)
+    if len(rest) != len(after) - len(before):
+        return None
+    for shown, spoken in ((rest, said), (rest.lstrip(), said.strip())):
+        if shown.startswith(spoken):
+            tail, end = shown[len(spoken) :], tokenizer.token_text(last_token)
+            if last_token in tokenizer.eos_token_ids:
+                tail = tail.removeprefix(end)
+            elif isinstance(stop, str) and (end.endswith(stop) or stop.endswith(end)):  # its end is the token's end
+                tail = tail.removeprefix(stop)
+            return tokenizer.encode(tail, add_special_tokens=False)
     return None

@@ -5,30 +5,36 @@ leaves gaps, keeps one activation per block instead of all (gradient checkpointi
 
     LayerStack        (layer_stack.py) the model's own forward, its blocks replaced by callables of ours
     TokenBatch        (head.py) the tokens, and the positions whose next token is scored: the head sees those only
-    Layout            (packing.py) rows as they are, or with the prompts that they share computed once
+    Layout            (packing.py) rows as they are, with the prompts that they share computed once, or packed
     BlockwiseModel    forward: embedding → blocks, evaluated in groups, group inputs kept → head
                       backward: head → groups from last to first, each recomputed and differentiated alone → embedding
 
-Where the logits of all scored tokens would be large the head goes in pieces: score, differentiate the loss by the
-scores, then the head piece by piece with those slopes (`head_rows`, docs/benchmarks/memory.md).
+Where the logits of all scored tokens would be large the head goes in pieces (head.py, docs/benchmarks/memory.md).
 
 An architecture that does more between its blocks than passing the hidden state on is found out once, at start
 (`check`), and differentiated as one graph.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
-from mlx_parallm.models.head import Scores, TokenBatch, head_rows, token_scores
+from mlx_parallm.models.blockwise_checks import ROUNDED, check_stack, compare_layouts, distance
+from mlx_parallm.models.head import (
+    Scores,
+    TokenBatch,
+    head_rows,
+    scores_and_directions,
+    scores_in_pieces,
+    split_pieces,
+    token_scores,
+)
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
-from mlx_parallm.models.packing import Layout, Rows, SharedPrompts, share_prompts, shareable
-from mlx_parallm.models.parameters import ParameterSlots, scalar
+from mlx_parallm.models.packing import Layout, Rows, SharedRows, layout_of
+from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.models.quantized_cpu import unpacks
 from mlx_parallm.models.value_head import is_value_head, value_head_of
 
@@ -41,7 +47,8 @@ class BlockwiseModel:
 
     `between_blocks` is called after each evaluation: the place to give the serving thread a turn.
     `longest_eval_ms`: of all evaluations since it was last set to 0.
-    `fallback`: why the model is differentiated as one graph; `unshared`: why prompts are not shared; else "".
+    `fallback`: why the model is differentiated as one graph; `unshared`, `unpacked`: why prompts are not shared, and
+    sequences not packed; else "".
     Gradients are lists in the order of `slots.names`. Every array that leaves a method is evaluated.
     """
 
@@ -54,19 +61,27 @@ class BlockwiseModel:
         self.longest_eval_ms = 0.0
         self._blocks_per_eval = blocks_per_eval
         self._stack: LayerStack | None = None
-        self.fallback = self.unshared = ""
+        self.fallback = self.unshared = self.unpacked = ""
         try:
             self._use(LayerStack(model))
             self._check()
         except (ValueError, TypeError) as error:
             self._stack = None
             self.fallback = f"{error}: training evaluates the whole graph at once"
-        self.unshared = self._why_unshared()
+        if self._stack is None:
+            self.unshared = self.unpacked = self.fallback
+        else:
+            self.unshared, self.unpacked = compare_layouts(model, self._stack, self.score)
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether `TokenBatch.shared` is made use of."""
+        """Whether `SharedRows` are made use of."""
         return not self.unshared
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether `PackedRows` are."""
+        return not self.unpacked
 
     def _use(self, stack: LayerStack) -> None:
         count = len(stack.blocks)
@@ -102,8 +117,11 @@ class BlockwiseModel:
 
     def _scores(self, rows: mx.array, batch: TokenBatch, chunk: slice) -> Scores:
         """Of rows [n, D] that left the last block; `chunk`: which of the scored tokens they are."""
+        return self._with_values(token_scores(self._head(rows), batch, chunk), rows)
+
+    def _head(self, rows: mx.array) -> mx.array:
         assert self._stack is not None
-        return self._with_values(token_scores(self._stack.head(rows), batch, chunk), rows)
+        return self._stack.head(rows)
 
     def _plain_scores(self, batch: TokenBatch) -> Scores:
         if value_head_of(self.model) is None:
@@ -125,8 +143,8 @@ class BlockwiseModel:
         gradients: list[mx.array | None] = list(sums) if sums is not None else [None] * len(self.slots)
         if self._stack is None:
             loss, extras = self._whole(batch, objective, gradients)
-        elif len(chunks := self._chunks(batch)) == 1:
-            loss, extras = self._backward_fused(batch, objective, gradients)
+        elif len(chunks := self._chunks(batch)) == 1 or (len(self._groups) == 1 and self._known_slopes(batch)):
+            loss, extras = self._backward_fused(batch, objective, gradients, chunks)
         else:
             loss, extras = self._backward_chunked(batch, objective, gradients, chunks)
         complete = [
@@ -143,7 +161,13 @@ class BlockwiseModel:
         self._add(gradients, range(len(self.slots)), new, value, *extras)
         return value, extras
 
-    def _backward_fused(self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None]) -> Any:
+    def _known_slopes(self, batch: TokenBatch) -> bool:
+        """Whether a loss reaches a row through its token's log-probability only, and trains nothing of the head."""
+        return not (self._outer_slots or batch.entropy_slope)
+
+    def _backward_fused(
+        self, batch: TokenBatch, objective: Objective, gradients: list[mx.array | None], chunks: list[slice]
+    ) -> Any:
         """Last group, head and loss are one graph: the last group's forward is not computed twice."""
         layout = self._layout(batch)
         starts, calls, _ = self._forward(batch, layout, keep_last_group=True)
@@ -153,7 +177,9 @@ class BlockwiseModel:
         def loss(hidden: mx.array, parameters: list[mx.array]) -> tuple[mx.array, tuple[mx.array, ...]]:
             with self.slots.bound(parameters, own):
                 rows = _rows_at(self._run(last, hidden, layout, calls), layout.positions)
-                return objective(*self._scores(rows, batch, slice(None)))
+                if len(chunks) == 1:
+                    return objective(*self._scores(rows, batch, slice(None)))
+                return objective(*scores_in_pieces(self._head, rows, batch, chunks))
 
         below = self._trainable_below(last)
         parameters = self.slots.read(own)
@@ -169,11 +195,40 @@ class BlockwiseModel:
     ) -> Any:
         layout = self._layout(batch)
         starts, calls, rows = self._forward(batch, layout, keep_last_group=False)
+        learn = self._learn_rows_once if self._known_slopes(batch) else self._learn_rows_twice
+        value, extras, slopes = learn(rows, batch, objective, gradients, chunks)
+        flat = mx.zeros((starts[-1].size // rows.shape[-1], rows.shape[-1]), rows.dtype)
+        cotangent = flat.at[layout.positions].add(slopes).reshape(starts[-1].shape)
+        self._backward_groups(layout, starts, calls, cotangent, gradients)
+        return value, extras
+
+    def _learn_rows_once(
+        self, rows: mx.array, batch: TokenBatch, objective: Objective, gradients: Any, chunks: list[slice]
+    ) -> tuple[mx.array, tuple[mx.array, ...], mx.array]:
+        """Loss, its further arrays and its slopes by the rows [N, D], from one pass over the head."""
+        pieces = []
+        for chunk in chunks:
+            pieces.append(scores_and_directions(self._head, rows[chunk], batch, chunk))
+            self._evaluate(pieces[-1])
+        directions, *scores = split_pieces(mx.concatenate(pieces))
+        (value, extras), slopes = mx.value_and_grad(objective)(*scores)
+        by_row = (slopes[:, None] * directions).astype(rows.dtype)
+        self._evaluate(value, *extras, by_row)
+        return value, extras, by_row
+
+    def _learn_rows_twice(
+        self,
+        rows: mx.array,
+        batch: TokenBatch,
+        objective: Objective,
+        gradients: list[mx.array | None],
+        chunks: list[slice],
+    ) -> tuple[mx.array, tuple[mx.array, ...], mx.array]:
+        """The same from two passes; the head's own gradients are added."""
         scores = self._score_pieces(rows, batch, chunks)
         (value, extras), slopes = mx.value_and_grad(objective, argnums=tuple(range(len(scores))))(*scores)
         self._evaluate(value, *extras, *slopes)
-        outer = self._outer_slots
-        row_gradients = []
+        outer, by_row = self._outer_slots, []
         for chunk in chunks:
 
             def head(hidden: mx.array, *parameters: mx.array, chunk: slice = chunk) -> list[mx.array]:
@@ -182,11 +237,8 @@ class BlockwiseModel:
 
             _, new = mx.vjp(head, [rows[chunk], *self.slots.read(outer)], [slope[chunk] for slope in slopes])
             self._add(gradients, outer, new[1:], new[0])
-            row_gradients.append(new[0])
-        flat = mx.zeros((starts[-1].size // rows.shape[-1], rows.shape[-1]), rows.dtype)
-        cotangent = flat.at[layout.positions].add(mx.concatenate(row_gradients)).reshape(starts[-1].shape)
-        self._backward_groups(layout, starts, calls, cotangent, gradients)
-        return value, extras
+            by_row.append(new[0])
+        return value, extras, mx.concatenate(by_row)
 
     def _backward_groups(
         self,
@@ -234,8 +286,9 @@ class BlockwiseModel:
     # ------------------------------------------------------------------ parts
 
     def _layout(self, batch: TokenBatch) -> Layout:
-        if batch.shared is not None and self.shares_prompts:
-            return SharedPrompts(batch.shared)
+        used = self.shares_prompts if isinstance(batch.compact, SharedRows) else self.packs_rows
+        if batch.compact is not None and used:
+            return layout_of(batch.compact)
         return Rows(batch.inputs, batch.positions)
 
     def _forward(
@@ -296,23 +349,10 @@ class BlockwiseModel:
 
     def _check(self) -> None:
         """Raises ValueError where blocks cannot be taken apart: other glue between them, or other gradients."""
-        stack = self._stack
-        assert stack is not None
+        assert self._stack is not None
         tokens = (mx.arange(16, dtype=mx.int32) % 7).reshape(2, 8)
-        passed: list[Any] = []
-
-        def visit(index: int, hidden: mx.array, call: BlockCall) -> Any:
-            if passed and hidden is not passed[-1]:
-                raise ValueError(f"the model does more before block {index} than passing the hidden state on")
-            passed.append(stack.blocks[index](hidden, *call.args, **call.kwargs))
-            return passed[-1]
-
-        stack.walk(tokens, visit)
-        if len(passed) != len(stack.blocks) or not all(isinstance(hidden, mx.array) for hidden in passed):
-            raise ValueError("the model's blocks are not called once each with one hidden state")
-        self._vocabulary = stack.head(passed[-1].reshape(-1, passed[-1].shape[-1])[:1]).shape[-1]
-        batch = TokenBatch(tokens, mx.arange(0, 16, 3), mx.array([1, 2, 3, 4, 5, 6], mx.int32))
-        self._check_gradients(batch)
+        self._vocabulary = check_stack(self._stack, tokens)
+        self._check_gradients(TokenBatch(tokens, mx.arange(0, 16, 3), mx.array([1, 2, 3, 4, 5, 6], mx.int32)))
 
     def _check_gradients(self, batch: TokenBatch) -> None:
         def objective(logprobs: mx.array, *others: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
@@ -321,28 +361,9 @@ class BlockwiseModel:
         value, _, gradients = self.loss_and_gradients(batch, objective)
         expected: list[mx.array | None] = [None] * len(self.slots)
         whole, _ = self._whole(batch, objective, expected)
-        worst = max((_distance(g, e) for g, e in zip(gradients, expected, strict=True)), default=0.0)
-        if max(worst, _distance(value, whole)) > 0.02:
+        worst = max((distance(g, e) for g, e in zip(gradients, expected, strict=True)), default=0.0)
+        if max(worst, distance(value, whole)) > ROUNDED:
             raise ValueError(f"block-by-block gradients of this architecture are off by {worst:.2g} (relative)")
-
-    def _why_unshared(self) -> str:
-        """Compares scores of three rows, two of them with one prompt; the gradient follows from the same operations."""
-        if self._stack is None:
-            return self.fallback
-        if reason := shareable(self.model):
-            return reason
-        tokens = np.array([[1, 2, 3, 4, 5, 6], [1, 2, 3, 5, 4, 0], [2, 4, 6, 1, 3, 5]], np.int32)
-        positions = np.array([2, 4, 5, 8, 9, 13, 15, 17], np.int32)
-        shared = share_prompts(tokens, positions)
-        batch = TokenBatch(mx.array(tokens), mx.array(positions), mx.arange(8, dtype=mx.int32) % 7, shared=shared)
-        try:
-            together = self.score(batch)
-        except (ValueError, TypeError, IndexError, AttributeError) as error:
-            return f"its blocks do not take a prompt's keys and values: {error}"
-        apart = self.score(replace(batch, shared=None))
-        if (off := max(_distance(a, b) for a, b in zip(together, apart, strict=True))) > 0.02:
-            return f"scores with shared prompts are off by {off:.2g} (relative)"
-        return ""
 
 
 def _rows_at(hidden: mx.array, positions: mx.array) -> mx.array:
@@ -357,11 +378,3 @@ def _arrays(calls: Any) -> list[mx.array]:
     if isinstance(calls, BlockCall):
         return _arrays([*calls.args, *calls.kwargs.values()])
     return [array for call in calls for array in _arrays(call)] if isinstance(calls, list | tuple) else []
-
-
-def _distance(a: mx.array, b: mx.array | None) -> float:
-    """‖a - b‖ / ‖b‖; infinite where there is no number. bfloat16 models reach 1e-3 here, a wrong graph 0.1 and more."""
-    assert b is not None
-    size = scalar(mx.sqrt(mx.square(b).sum()))
-    off = scalar(mx.sqrt(mx.square(a - b).sum()))
-    return off / size if size > 0 else (0.0 if off == 0 else float("inf"))

@@ -1,4 +1,4 @@
-"""exp, SwiGLU and rotary positions for serving on the CPU, where MLX computes exp one element at a time (12 ns each).
+"""exp, SwiGLU and rotary positions on the CPU, where MLX computes exp one element at a time (12 ns each).
 
     exp_minus         exp(x - shift): the sampler's masses
     use_fast_swiglu   replaces the feed-forward of a serving tree where it is a SwiGLU, found out by asking it
@@ -6,7 +6,7 @@
 
 All are MLX's own cheap operations, fused by `mx.compile` (which needs a C++ compiler; without one, and on GPUs, which
 have fast ones, MLX's functions stay). Times: docs/benchmarks/serving.md.
-They are not differentiated: the trainer keeps its own tree, and the two agree to 1e-6.
+The trainer's tree uses SwiGLU too, which has a gradient of its own; the rotary positions are for serving.
 """
 
 import math
@@ -41,10 +41,23 @@ def exp_minus(x: mx.array, shift: mx.array) -> mx.array:
     return _exp_minus(x, shift) if available() else mx.exp(x - shift)
 
 
+def scaled_exp_minus(x: mx.array, shift: mx.array, scale: mx.array) -> mx.array:
+    """scale · exp(x - shift), as `exp_minus`."""
+    return _scaled_exp_minus(x, shift, scale) if available() else scale * mx.exp(x - shift)
+
+
 @mx.compile
 def _exp_minus(x: mx.array, shift: mx.array) -> mx.array:
+    return _exp(x - shift)
+
+
+@mx.compile
+def _scaled_exp_minus(x: mx.array, shift: mx.array, scale: mx.array) -> mx.array:
+    return _exp(x - shift) * scale
+
+
+def _exp(x: mx.array) -> mx.array:
     """2^k · exp(r) with k = round(x / ln 2) and the polynomial of Cephes' expf for exp(r), |r| ≤ ln 2 / 2."""
-    x = x - shift
     bounded = mx.maximum(x, _LOWEST)
     k = (bounded * 1.4426950408889634 + _ROUND) - _ROUND
     r = bounded - k * 0.693359375 + k * 2.12194440e-4
@@ -54,15 +67,37 @@ def _exp_minus(x: mx.array, shift: mx.array) -> mx.array:
     return mx.where(x < _LOWEST, 0.0, p * power)
 
 
-@partial(mx.compile, shapeless=True)
-def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """silu(gate) · up in float32. sigmoid(x) = (1 + tanh(x / 2)) / 2; tanh is Eigen's rational function: no exp."""
-    t = mx.minimum(mx.maximum(gate * 0.5, -7.99881172180175781), 7.99881172180175781)
+def _sigmoid(x: mx.array) -> mx.array:
+    """(1 + tanh(x / 2)) / 2; tanh is Eigen's rational function: no exp."""
+    t = mx.minimum(mx.maximum(x * 0.5, -7.99881172180175781), 7.99881172180175781)
     s = t * t
     p = ((-2.76076847742355e-16 * s + 2.00018790482477e-13) * s - 8.60467152213735e-11) * s + 5.12229709037114e-08
     p = ((p * s + 1.48572235717979e-05) * s + 6.37261928875436e-04) * s + 4.89352455891786e-03
     q = ((1.19825839466702e-06 * s + 1.18534705686654e-04) * s + 2.26843463243900e-03) * s + 4.89352518554385e-03
-    return gate * (0.5 + 0.5 * (t * p / q)) * up
+    return 0.5 + 0.5 * (t * p / q)
+
+
+@mx.custom_function
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    """silu(gate) · up in float32."""
+    return _swiglu(gate, up)
+
+
+@swiglu.vjp
+def _swiglu_vjp(primals: tuple[mx.array, mx.array], cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
+    return _swiglu_slopes(*primals, cotangent)
+
+
+@partial(mx.compile, shapeless=True)
+def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * _sigmoid(gate) * up
+
+
+@partial(mx.compile, shapeless=True)
+def _swiglu_slopes(gate: mx.array, up: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
+    """d silu(x) / dx = σ(x) · (1 + x · (1 - σ(x)))."""
+    share = _sigmoid(gate)
+    return cotangent * up * share * (1.0 + gate * (1.0 - share)), cotangent * gate * share
 
 
 class FastMLP(nn.Module):

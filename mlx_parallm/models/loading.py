@@ -4,6 +4,8 @@ Everything returned is evaluated, hidden arrays (rope frequencies) included: a p
 another thread (docs/design.md).
 """
 
+import copy
+import dataclasses
 import importlib.resources
 import pkgutil
 from collections.abc import Iterator
@@ -40,8 +42,8 @@ class LoadedModel:
         return vocabulary_size(self.config)
 
 
-def check_model(config: ModelConfig, *, train: bool, quantize: bool = False) -> None:
-    """Refuses what config.json alone shows to be impossible; of a hub id only that file is fetched.
+def check_model(config: ModelConfig, *, train: bool, quantize: bool = False) -> dict[str, Any]:
+    """Refuses what config.json, which it returns, alone shows to be impossible; of a hub id only that file is fetched.
 
     Raises ModelError: no such model, not a checkpoint, an architecture that cannot be served or (`train`) trained;
     ConfigError: `quantize` of a checkpoint that is quantised.
@@ -51,6 +53,7 @@ def check_model(config: ModelConfig, *, train: bool, quantize: bool = False) -> 
     found = read_config(file.parent)
     check_quantization(found, config.base_path, quantize=quantize)
     check_config(found, train=train)
+    return found
 
 
 def resolve_model_path(base_path: str, revision: str | None = None, *, fetch: bool = True) -> Path:
@@ -72,20 +75,33 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
             )
         else:
             model, model_config = load_hf_model(path, lazy=True, trust_remote_code=config.trust_remote_code)
-        dtype = _dtype(config.dtype)
-        if dtype is not None:
-            model.set_dtype(dtype)
-        if not hasattr(model, "_no_grad"):  # recurrent_gemma of mlx-lm 0.32.2 leaves out nn.Module's constructor
-            nn.Module.__init__(model)
-        model.freeze()
-        model.eval()
-        evaluate_module(model)  # weights are read here: a damaged file shows now
-        use_unpacking(model)
+        _make_ready(model, config.dtype)
     except FileNotFoundError as error:
         raise ModelError(f"{path}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be loaded: {error}") from error
     return LoadedModel(model, model_config, path, _context_length(model_config))
+
+
+def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
+    """A model that mlx-lm has loaded, as `load_model` gives one. A copy, which shares the arrays whose dtype is right.
+
+    `path` is the directory that the tokenizer came from, if any: a checkpoint there gives the configuration, else the
+    model's own arguments do. Raises ModelError: it has none.
+    """
+    name = str(getattr(tokenizer, "name_or_path", ""))
+    path = Path(name)
+    if name and (path / "config.json").is_file():
+        config = read_config(path)
+    elif dataclasses.is_dataclass(arguments := getattr(model, "args", None)):
+        config = dataclasses.asdict(arguments)  # type: ignore[arg-type]
+    else:
+        raise ModelError(
+            f"{type(model).__name__} is no model of mlx-lm: it has no args, and its tokenizer no checkpoint"
+        )
+    copied = copy.deepcopy(model)
+    _make_ready(copied, "auto")
+    return LoadedModel(copied, config, path, _context_length(config))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -140,6 +156,19 @@ def _arrays(values: Any) -> Iterator[mx.array]:
             yield from _arrays(value)
         elif isinstance(value, dict) and not isinstance(value, nn.Module):
             yield from _arrays(value.values())
+
+
+def _make_ready(model: nn.Module, dtype_name: str) -> None:
+    """In place: dtype, frozen, in evaluation mode, every array evaluated."""
+    dtype = _dtype(dtype_name)
+    if dtype is not None:
+        model.set_dtype(dtype)
+    if not hasattr(model, "_no_grad"):  # recurrent_gemma of mlx-lm 0.32.2 leaves out nn.Module's constructor
+        nn.Module.__init__(model)
+    model.freeze()
+    model.eval()
+    evaluate_module(model)  # weights are read here: a damaged file shows now
+    use_unpacking(model)
 
 
 def _dtype(name: str) -> mx.Dtype | None:

@@ -1,18 +1,22 @@
-"""How the tokens of a micro-batch go through the blocks, so that what rows have in common is computed once.
+"""How the tokens of a micro-batch go through the blocks: with little padding, and what rows share computed once.
 
-    Rows            [B, T], as they are
-    SharedPrompts   each distinct prompt once, [U, P]; then what follows it in each row, [B, C], whose attention sees
-                    the prompt's keys and values before its own: the prompt of a group of G completions is computed,
-                    and differentiated, once instead of G times
+    Rows              [B, T], as they are
+    SharedPrompts     each distinct prompt once, [U, P]; then what follows it in each row, [B, C], whose attention sees
+                      the prompt's keys and values before its own: the prompt of a group of G completions is computed,
+                      and differentiated, once instead of G times
+    PackedSequences   unrelated sequences end to end in few rows, [R, W], under a block-diagonal causal mask
 
 A block sees the prompts as a forward into an empty cache and the rest as one into a cache that holds the prompt, so its
-positions, masks and projections stay the architecture's own code. Gradients flow through that cache. Rows are not laid
-end to end in one row with a mask of blocks: its scores would grow with the square of the sum of all lengths.
+positions, masks and projections stay the architecture's own code. Gradients flow through that cache. The mask of packed
+sequences reaches the blocks in the same way. W is the length of the longest sequence and not of the whole micro-batch:
+attention scores grow with its square.
 
-An architecture whose blocks keep anything else than keys and values (recurrent state, windows) is not taken apart so:
-`shareable` says which; `BlockwiseModel` also compares the two layouts once, at start.
+An architecture whose blocks keep anything else than keys and values (recurrent state, windows) is not rearranged:
+`shareable` says which. Nor are sequences packed where a token's place in its row counts for more than its distance from
+others (learned positions). `BlockwiseModel` also compares the layouts once, at start.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +41,23 @@ class SharedRows:
     @property
     def tokens(self) -> int:
         return int(self.prompts.size + self.rests.size)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A micro-batch's tokens with several sequences in a row, each up to its last scored position."""
+
+    inputs: np.ndarray  # [R, W] int32, right-padded
+    owner: np.ndarray  # [R, W] int32: the sequence that a token is of; -1 in padding
+    positions: np.ndarray  # [N] int32: the scored positions in the flattened inputs
+
+    @property
+    def tokens(self) -> int:
+        return int(self.inputs.size)
+
+
+Compact = SharedRows | PackedRows
+"""The same tokens as [B, T], fewer of them computed."""
 
 
 def padded_length(length: int) -> int:
@@ -78,6 +99,30 @@ def share_prompts(inputs: np.ndarray, positions: np.ndarray) -> SharedRows:
     of_prompt = owner[rows] * prompts.shape[1] + columns
     of_rest = prompts.size + rows * rests.shape[1] + columns - prompt_lengths[rows]
     return SharedRows(prompts, lengths, rests, owner, np.where(in_prompt, of_prompt, of_rest).astype(np.int32))
+
+
+def pack_rows(inputs: np.ndarray, positions: np.ndarray, counts: Sequence[int]) -> PackedRows:
+    """Lays sequences end to end.
+
+    Args:
+        inputs: [B, T] int32, right-padded.
+        positions: [N] int32, indices into the flattened [B · T], ascending; at least one in each row.
+        counts: [R] how many of the B sequences, in their order, go into each row.
+
+    Example: [1 2 3 0] and [4 5 0 0], scored in columns 1, 2 and 1, in one row are [1 2 3 4 5], scored in 1, 2 and 4.
+    """
+    rows, columns = np.divmod(positions, inputs.shape[1])
+    lengths = columns[np.append(np.searchsorted(rows, np.arange(1, len(inputs))), len(rows)) - 1] + 1
+    place = np.repeat(np.arange(len(counts)), counts)  # [B] the row of each sequence
+    ends = np.cumsum(lengths)
+    before = np.append(0, ends)[np.cumsum(counts) - counts]  # [R] tokens in all earlier rows
+    starts = ends - lengths - before[place]
+    width = padded_length(int((starts + lengths).max()))
+    packed, owner = np.zeros((len(counts), width), np.int32), np.full((len(counts), width), -1, np.int32)
+    for sequence, (row, start, length) in enumerate(zip(place, starts, lengths, strict=True)):
+        packed[row, start : start + length] = inputs[sequence, :length]
+        owner[row, start : start + length] = sequence
+    return PackedRows(packed, owner, (place[rows] * width + starts[rows] + columns).astype(np.int32))
 
 
 class Layout(Protocol):
@@ -133,6 +178,25 @@ class SharedPrompts:
         return _end_to_end(prompts, rests)
 
 
+class PackedSequences:
+    """`PackedRows` through the blocks as [R, W, D]."""
+
+    def __init__(self, packed: PackedRows) -> None:
+        self.positions, self._inputs = mx.array(packed.positions), mx.array(packed.inputs)
+        owner = mx.array(packed.owner)
+        self._mask = (owner[:, None, :, None] == owner[:, None, None, :]) & mx.tri(owner.shape[1], dtype=mx.bool_)
+
+    def embed(self, stack: LayerStack) -> tuple[mx.array, list[Any]]:
+        return stack.embed(self._inputs, [_MaskedCache(self._mask) for _ in stack.blocks])
+
+    def run(self, block: nn.Module, hidden: mx.array, call: BlockCall) -> mx.array:
+        return _through(block, hidden, call)
+
+
+def layout_of(compact: Compact) -> Layout:
+    return SharedPrompts(compact) if isinstance(compact, SharedRows) else PackedSequences(compact)
+
+
 class _PromptCache:
     """A block's empty cache, which keeps what it is given."""
 
@@ -173,8 +237,24 @@ class _RestCache:
         return flat.reshape(-1, *array.shape[1:])
 
 
+class _MaskedCache:
+    """A block's empty cache, with a mask of its own [R, 1, W, W] bool."""
+
+    offset = 0
+
+    def __init__(self, mask: mx.array) -> None:
+        self._mask = mask
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        _refuse_window(window_size)
+        return self._mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+
 def shareable(model: nn.Module) -> str:
-    """ "" where blocks keep keys and values only; else what stands in the way of `SharedPrompts`."""
+    """ "" where blocks keep keys and values only; else what stands in the way of `Compact` rows."""
     others = sorted({type(cache).__name__ for cache in make_prompt_cache(model) if type(cache) is not KVCache})
     return f"its blocks keep {', '.join(others)}" if others else ""
 

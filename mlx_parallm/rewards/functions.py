@@ -1,45 +1,49 @@
-"""Reward functions of the user, with TRL's signature: `f(prompts, completions, **columns) -> list[float]`. No MLX.
+"""Reward functions of a configuration, called with TRL's signature: `f(prompts, completions, **columns)`. No MLX.
 
 `RewardFunctions` (one for each data set, made before a model is loaded) → `for_row` → the GroupReward of one task.
 They are called as TRL 1.16 calls them (`GRPOTrainer._calculate_rewards`), once for each group:
 
     prompts, completions     strings, or lists of messages where the row's prompt is one
     completion_ids           the sampled tokens, EOS included
-    every column of the row  repeated for each completion, but prompt, completion and completion_ids
+    every column of the row  repeated for each completion, but prompt, completion and completion_ids; where an episode
+                             has noted something under its name, or a new one, that
+    trajectories             (not TRL's) the `Trajectory`s: turns, what the environment noted
     trainer_state            global_step and max_steps
     log_metric(name, value)  its mean reaches metrics.jsonl as metrics/<name>/mean
     log_extra(column, list)  accepted, recorded nowhere
 
 A parameter that a function does not have is not passed. None as a score means that the function does not apply: it is
 left out of the weighted sum. Plain functions run one at a time on a thread of theirs, async ones together on another,
-so neither blocks the environments.
+so neither blocks the environments. `references.py` says what a reference may name, `methods.py` what becomes of the
+parts.
 """
 
 import asyncio
 import copy
 import functools
-import inspect
 import math
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any
 
+from mlx_parallm.config_environment import EnvironmentConfig
 from mlx_parallm.errors import ConfigError, ParallmError, RolloutRejectedError
 from mlx_parallm.log import get_logger
-from mlx_parallm.rewards.base import UNSCORED, GroupReward, Response
-from mlx_parallm.user_code import did_you_mean, is_async, load_function, name_of, user_code
+from mlx_parallm.rewards import threads
+from mlx_parallm.rewards.base import UNSCORED, GroupReward, Trajectory
+from mlx_parallm.rewards.methods import Method, Parts, combine
+from mlx_parallm.rewards.references import Loaded, check_parameters, load_rewards
+from mlx_parallm.user_code import is_async, user_code
 
 log = get_logger("rewards")
 
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 NOT_A_COLUMN = ("prompt", "completion", "completion_ids")  # TRL does not pass these on
 
 Prompt = str | Sequence[Mapping[str, Any]]
+Score = float | str | None
+"""None: the function does not apply; UNSCORED: nothing may score this trajectory."""
 
 
 @dataclass(frozen=True)
@@ -56,98 +60,171 @@ class RewardFunction:
     call: Callable[..., Any]
     weight: float
     parameters: frozenset[str] | None  # None = takes everything by keyword
+    required: frozenset[str]
+    worker: threads.Worker
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Keyword arguments that the configuration has set: a column of the same name is not passed."""
+        return self.call.keywords if isinstance(self.call, functools.partial) else {}
 
 
 class RewardFunctions:
     def __init__(
-        self, references: Sequence[str], weights: Sequence[float], *, columns: Collection[str], key: str
+        self,
+        references: Sequence[str],
+        weights: Sequence[float],
+        *,
+        columns: Collection[str] | None,
+        key: str,
+        method: Method = "absolute",
+        options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Loads and checks the functions. `key`: the configuration key that names them.
+        """Loads and checks the functions.
 
-        Raises ConfigError: what `user_code.load` refuses, a parameter that is neither TRL's nor a column, or a column
-        with the name of what was sampled.
+        Args:
+            weights: one for each, or none at all for the default ones.
+            columns: of every task; None: not known before there is one.
+            key: the configuration key that names the functions.
+            options: keyword arguments by the functions' names.
+
+        Raises ConfigError: what `references.load_rewards` refuses, a parameter that is neither TRL's nor a column, or a
+        column with the name of what was sampled.
         """
-        if "completions" in columns:
+        if "completions" in (columns or ()):
             raise ConfigError(
                 f"{key}: the data has a column 'completions', which is what reward functions are given the sampled"
                 " answers as: rename the column"
             )
+        entries = load_rewards(references, options or {}, method, key)
+        self._method: Method = "absolute" if len(entries) == 1 and entries[0].computer else method
         self._functions: list[RewardFunction] = []
-        for reference, weight in zip(references, weights or [1.0] * len(references), strict=True):
-            call, signature = load_function(reference, key)
-            parameters = _parameters(signature, set(columns), f"{key}: {reference}")
-            taken = sum(name_of(function.call) == name_of(call) for function in self._functions)
-            name = name_of(call) if not taken else f"{name_of(call)}#{taken + 1}"
-            self._functions.append(RewardFunction(name, call, weight, parameters))
+        for reference, entry, weight in zip(references, entries, weights or [e.weight for e in entries], strict=True):
+            parameters = check_parameters(entry, columns, f"{key}: {reference}")
+            worker = threads.COMPUTERS if entry.computer else threads.FUNCTIONS
+            required = frozenset(_required(entry))
+            self._functions.append(RewardFunction(entry.name, entry.call, weight, parameters, required, worker))
+
+    @classmethod
+    def from_config(
+        cls, config: EnvironmentConfig, *, columns: Collection[str] | None, default: Sequence[str] = ()
+    ) -> "RewardFunctions":
+        """Those of an [[environments]] entry; `default`: references where it names none. Raises ConfigError."""
+        references = config.rewards or tuple(default)
+        if not references:
+            raise ConfigError(f'environments: {config.name} needs rewards = ["python:file.py:function"]')
+        if config.reward_weights and len(config.reward_weights) != len(references):
+            raise ConfigError(
+                f"environments: {config.name} has {len(config.reward_weights)} reward_weights for the rewards"
+                f" {', '.join(references)}"
+            )
+        return cls(
+            references,
+            config.reward_weights,
+            columns=columns,
+            key="environments: rewards",
+            method=config.reward_method,
+            options=config.reward_options,
+        )
+
+    @property
+    def names(self) -> list[str]:
+        return [function.name for function in self._functions]
+
+    def attach(self, inference: Any) -> None:
+        """Hands the policy's engine to the functions that ask a model (`judge = "base"`)."""
+        for function in self._functions:
+            if (attach := getattr(function.call, "attach", None)) is not None:
+                attach(inference)
 
     def for_row(self, prompt: Prompt, row: Mapping[str, Any], state: Callable[[], TrainingProgress]) -> GroupReward:
         """The reward of one task. `state` is asked at every call."""
+        weights = {function.name: function.weight for function in self._functions}
 
-        async def reward(responses: Sequence[Response]) -> list[dict[str, float]]:
-            given = _arguments(prompt, row, responses)
-            metrics: defaultdict[str, list[float]] = defaultdict(list)
-
-            def log_metric(name: str, value: float) -> None:
-                metrics[name].append(_number(value, f"log_metric({name!r})"))
-
-            given |= {"trainer_state": state(), "log_metric": log_metric, "log_extra": _log_extra}
-            calls = (_call(function, given, len(responses)) for function in self._functions)
-            scores = await asyncio.gather(*calls)
-            combined = _combine(self._functions, scores)
-            means = {f"metrics/{name}": math.fsum(values) / len(values) for name, values in metrics.items()}
-            return [parts | means for parts in combined]
+        async def reward(trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
+            parts_G, metrics = await self.parts(prompt, row, trajectories, state)
+            scored = [parts is not None for parts in parts_G]
+            rewards = combine(self._method, [parts or {} for parts in parts_G], weights)
+            known = [value for value in rewards if value is not None]
+            if not known:
+                what = "returned None for every completion" if all(scored) else "left every completion unscored"
+                raise RolloutRejectedError(f"{', '.join(self.names)} {what}")
+            mean = math.fsum(known) / len(known)
+            return [
+                {f"rewards/{name}": score for name, score in (parts or {}).items() if score is not None}
+                | ({"reward": mean, UNSCORED: 1.0} if value is None else {"reward": value})
+                | metrics
+                for parts, value in zip(parts_G, rewards, strict=True)
+            ]
 
         return reward
 
+    async def parts(
+        self,
+        prompt: Prompt,
+        row: Mapping[str, Any],
+        trajectories: Sequence[Trajectory],
+        state: Callable[[], TrainingProgress],
+    ) -> tuple[list[Parts | None], dict[str, float]]:
+        """For each trajectory what every function said of it (None: one of them said UNSCORED), and the metrics.
 
-def _parameters(signature: inspect.Signature, columns: set[str], what: str) -> frozenset[str] | None:
-    known = {*GIVEN, *(columns - set(NOT_A_COLUMN))}
-    named, takes_all = set(), False
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            takes_all = True
-        elif parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ConfigError(f"{what} takes {signature}: it is called by keyword, so there can be no / before that")
-        elif parameter.kind is not parameter.VAR_POSITIONAL:
-            if parameter.default is parameter.empty and name not in known:
-                raise ConfigError(
-                    f"{what} takes {signature}, but {name!r} is not a column of the data, held-out rows included"
-                    f"{did_you_mean(name, sorted(known))}; given are {', '.join(sorted(known))}"
-                )
-            named.add(name)
-    if not takes_all and not named & {"completions", "completion_ids"}:
-        raise ConfigError(
-            f"{what} takes {signature}: it sees no completions; expected (prompts, completions, **columns)"
-        )
-    return None if takes_all else frozenset(named)
+        Raises RolloutRejectedError: a function that raised, or returned something else than a number for each.
+        """
+        given = _arguments(prompt, row, trajectories)
+        metrics: defaultdict[str, list[float]] = defaultdict(list)
+
+        def log_metric(name: str, value: float) -> None:
+            metrics[name].append(_number(value, f"log_metric({name!r})"))
+
+        given |= {"trainer_state": state(), "log_metric": log_metric, "log_extra": _log_extra}
+        calls = (_call(function, given, len(trajectories)) for function in self._functions)
+        scores = await asyncio.gather(*calls)
+        parts_G: list[Parts | None] = []
+        for column in zip(*scores, strict=True):
+            numbers = {name: s for name, s in zip(self.names, column, strict=True) if not isinstance(s, str)}
+            parts_G.append(numbers if len(numbers) == len(column) else None)
+        return parts_G, {f"metrics/{name}": math.fsum(values) / len(values) for name, values in metrics.items()}
 
 
-def _arguments(prompt: Prompt, row: Mapping[str, Any], responses: Sequence[Response]) -> dict[str, Any]:
-    texts = [response.text for response in responses]
+def _required(entry: Loaded) -> list[str]:
+    return [
+        name
+        for name, parameter in entry.signature.parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+
+
+def _arguments(prompt: Prompt, row: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    texts = [trajectory.text for trajectory in trajectories]
     messages = not isinstance(prompt, str)
-    columns = {name: [copy.deepcopy(value) for _ in responses] for name, value in row.items()}
+    names = dict.fromkeys([*row, *(name for trajectory in trajectories for name in trajectory.metadata)])
+    columns = {name: [copy.deepcopy(t.metadata.get(name, row.get(name))) for t in trajectories] for name in names}
     return {name: values for name, values in columns.items() if name not in NOT_A_COLUMN} | {
-        "prompts": [copy.deepcopy(prompt) for _ in responses],
+        "prompts": [copy.deepcopy(prompt) for _ in trajectories],
         "completions": [[{"role": "assistant", "content": text}] for text in texts] if messages else texts,
         "completion_ids": [
-            [token for token, sampled in zip(r.rollout.tokens, r.rollout.mask, strict=True) if sampled]
-            for r in responses
+            [token for s in t.rollout.segments for token, sampled in zip(s.tokens, s.mask, strict=True) if sampled]
+            for t in trajectories
         ],
+        "trajectories": list(trajectories),
     }
 
 
-async def _call(function: RewardFunction, given: Mapping[str, Any], size: int) -> list[float | None]:
+async def _call(function: RewardFunction, given: Mapping[str, Any], size: int) -> list[Score]:
     wanted = {
         name: list(value) if isinstance(value, list) else value
         for name, value in given.items()
-        if function.parameters is None or name in function.parameters
+        if (function.parameters is None or name in function.parameters) and name not in function.options
     }
+    if missing := sorted(function.required - set(wanted)):
+        raise RolloutRejectedError(f"{function.name} wants {missing[0]!r}, which the task does not have")
     future = _start(function, wanted)
     try:
         result = await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         if future.running():
-            _leave_behind()
+            function.worker.leave_behind()
         raise
     if isinstance(result, str | Mapping) or not isinstance(result, Iterable):
         raise RolloutRejectedError(f"{function.name} returned {type(result).__name__}, not a list of numbers")
@@ -156,7 +233,9 @@ async def _call(function: RewardFunction, given: Mapping[str, Any], size: int) -
     if len(values) != size:
         raise RolloutRejectedError(f"{function.name} returned {len(values)} scores for {size} completions")
     return [
-        None if value is None else _number(value, f"{function.name}, completion {number}")
+        value
+        if value is None or (isinstance(value, str) and value == UNSCORED)
+        else _number(value, f"{function.name}, completion {number}")
         for number, value in enumerate(values)
     ]
 
@@ -170,22 +249,6 @@ def _number(value: Any, what: str) -> float:
     if not math.isfinite(number):
         raise RolloutRejectedError(f"{what}: {value!r} is not a finite number")
     return number
-
-
-def _combine(functions: Sequence[RewardFunction], scores: Sequence[Sequence[float | None]]) -> list[dict[str, float]]:
-    """Parts and weighted sum of each completion; TRL's nansum over the functions that apply."""
-    parts_G = []
-    for column in zip(*scores, strict=True):
-        known = [(f, score) for f, score in zip(functions, column, strict=True) if score is not None]
-        parts = {f"rewards/{f.name}": score for f, score in known}
-        if known:
-            parts["reward"] = math.fsum(f.weight * score for f, score in known)
-        parts_G.append(parts)
-    sums = [parts["reward"] for parts in parts_G if "reward" in parts]
-    if not sums:
-        raise RolloutRejectedError(f"{', '.join(f.name for f in functions)} returned None for every completion")
-    mean = math.fsum(sums) / len(sums)
-    return [parts if "reward" in parts else {"reward": mean, UNSCORED: 1.0} for parts in parts_G]
 
 
 def _log_extra(column: str, values: Sequence[Any]) -> None:
@@ -204,7 +267,7 @@ def _start(function: RewardFunction, arguments: Mapping[str, Any]) -> "Future[An
             with user_code(function.name, RolloutRejectedError):
                 return await function.call(**arguments)
 
-        return asyncio.run_coroutine_threadsafe(on_loop(), _loop())
+        return threads.on_loop(on_loop())
     future: Future[Any] = Future()
 
     def in_thread() -> None:
@@ -220,38 +283,5 @@ def _start(function: RewardFunction, arguments: Mapping[str, Any]) -> "Future[An
         else:
             future.set_result(result)
 
-    _thread().put(in_thread)
+    function.worker.put(in_thread)
     return future
-
-
-# Threads for the life of the process, and daemons: a reward that never returns must not hold up the end of a run.
-
-
-@functools.cache
-def _thread() -> "SimpleQueue[Callable[[], None]]":
-    """The thread of plain functions. It has no event loop, so a function may use asyncio.run, as it may under TRL."""
-    jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
-
-    def work() -> None:
-        while True:
-            jobs.get()()
-
-    threading.Thread(target=work, name="rewards", daemon=True).start()
-    return jobs
-
-
-def _leave_behind() -> None:
-    """Gives the calls that wait for one that does not end (it has used up its timeout_s) a thread of their own."""
-    left = _thread()
-    _thread.cache_clear()
-    with suppress(Empty):
-        while True:
-            _thread().put(left.get_nowait())
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """The loop of async functions: one, so that a client that a user's module keeps stays on it."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
-    return loop

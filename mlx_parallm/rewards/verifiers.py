@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-from mlx_parallm.rewards.base import GroupReward, Response
+from mlx_parallm.rewards.base import GroupReward, Trajectory
 
 
 def verifier(check: Callable[[str], float]) -> GroupReward:
     """A group reward from a function of one answer's text (usually 0 to 1)."""
 
-    def reward(responses: Sequence[Response]) -> list[dict[str, float]]:
+    def reward(responses: Sequence[Trajectory]) -> list[dict[str, float]]:
         return [{"reward": float(check(response.text))} for response in responses]
 
     return reward

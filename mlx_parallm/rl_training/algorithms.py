@@ -33,6 +33,7 @@ def policy_gradient(config: RLTrainingConfig) -> Algorithm:
         advantages=_estimator(config),
         needs_reference=config.kl_beta > 0,
         finish=whitened if config.advantage_whiten else None,
+        entropy_slope=config.entropy_weight > 0 or is_reference(cast(str, config.loss)),
     )
 
 

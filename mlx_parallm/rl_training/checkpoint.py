@@ -49,6 +49,17 @@ class ConsumedGroups(Protocol):
     def restore(self, consumed_up_to_step: int, *, keep_drops_of: int | None = None) -> int: ...
 
 
+class Judge(Protocol):
+    """Says which checkpoint is the best, where its own score does not: `evaluation.EvaluationLog`."""
+
+    @property
+    def decides(self) -> bool: ...
+
+    def score(self, step: int, version: int) -> float | None: ...
+
+    def awaited(self, step: int) -> bool: ...
+
+
 class Checkpointer:
     """Writes and restores the checkpoints of one run directory."""
 
@@ -60,19 +71,22 @@ class Checkpointer:
         *,
         keep: int,
         keep_best: bool = False,
+        judge: Judge | None = None,
     ) -> None:
         self.run_directory = run_directory
         self._policy, self._optimizer = policy, optimizer
-        self._keep, self._keep_best = keep, keep_best
+        self._keep, self._keep_best, self._judge = keep, keep_best, judge
         run_directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(run_directory)
 
     # ------------------------------------------------------------------ save
 
-    def save(self, state: TrainerState, *, final: bool = False) -> Path:
+    def save(self, state: TrainerState, *, final: bool = False, best: bool = False) -> Path:
         """Writes the checkpoint of `state`, points `latest` at it, removes the oldest beyond `keep` but for the best.
 
-        Raises CheckpointError (a full disk, …): the checkpoints there were are still there and `latest` is one of them.
+        `best`: this one is, whatever the scores say; `best` is then a directory of its own and stays as it is until the
+        next one that is said to be. Raises CheckpointError (a full disk, …): the checkpoints there were are still there
+        and `latest` is one of them.
         """
         path = self.run_directory / state.checkpoint_name
         left = max((rollback["step"] for rollback in state.rollbacks), default=0)
@@ -86,20 +100,41 @@ class Checkpointer:
         if final:
             write_directory(self.run_directory / FINAL, lambda directory: _link_all(path, directory))
             self._point_beside(FINAL)
-        best = self._point_at_best()
+        if best:
+            if not self._best_is_said:
+                (self.run_directory / BEST).unlink(missing_ok=True)
+            write_directory(self.run_directory / BEST, lambda directory: _link_all(path, directory))
+        kept = self.point_at_best()
         for old in checkpoints(self.run_directory)[: -self._keep]:
-            if old != best:
+            if old != kept and not (self._judge is not None and self._judge.awaited(moment(old)[0])):
                 shutil.rmtree(old, ignore_errors=True)
         return path
 
-    def _point_at_best(self) -> Path | None:
+    def point_at_best(self) -> Path | None:
         """The one with the highest score, of equal ones the newest; None where none has one."""
-        there = checkpoints(self.run_directory) if self._keep_best else []
-        scores = {path: found for path in there if (found := _score_of(path)) is not None}
+        there = checkpoints(self.run_directory) if self._keep_best and not self._best_is_said else []
+        scores = {path: found for path in there if (found := self._score_of(path)) is not None}
         best = max(scores, key=lambda path: (scores[path], moment(path)), default=None)
         if best is not None:
             point(self.run_directory / BEST, best.name)
         return best
+
+    @property
+    def _best_is_said(self) -> bool:
+        link = self.run_directory / BEST
+        return link.is_dir() and not link.is_symlink()
+
+    def _score_of(self, checkpoint: Path) -> float | None:
+        """A step that is not finished counts as the one before: it is no candidate."""
+        try:
+            state = TrainerState.read(checkpoint)
+        except CheckpointError:
+            return None
+        if moment(checkpoint)[1]:
+            return None
+        if self._judge is not None and self._judge.decides:
+            return None if state.unpublished else self._judge.score(state.step, state.policy_version)
+        return state.score
 
     def _check_room(self, path: Path) -> None:
         """A full disk is found before the first byte is written."""
@@ -152,7 +187,7 @@ class Checkpointer:
             _set_aside(later, keep=checkpoint)
         if (self.run_directory / state.checkpoint_name).is_dir():
             point(self.run_directory / LATEST, state.checkpoint_name)
-        if self._point_at_best() is None:
+        if self.point_at_best() is None and not self._best_is_said:
             (self.run_directory / BEST).unlink(missing_ok=True)  # it was set aside
         return state
 
@@ -199,14 +234,6 @@ def score(metrics: Path, step: int, *, after: int = 0) -> float | None:
             return float(line[HELDOUT])
     rewards = [line["reward_mean"] for line in lines if line.get("reward_mean") is not None]
     return math.fsum(rewards) / SCORED_STEPS if len(rewards) == SCORED_STEPS else None
-
-
-def _score_of(checkpoint: Path) -> float | None:
-    """A step that is not finished counts as the one before: it is no candidate."""
-    try:
-        return TrainerState.read(checkpoint).score if moment(checkpoint)[1] == 0 else None
-    except CheckpointError:
-        return None
 
 
 def _set_aside(later: list[Path], *, keep: Path) -> None:

@@ -33,6 +33,7 @@ def on_rows(config: RLTrainingConfig) -> Algorithm:
         needs_reference=name in USES_REFERENCE,
         on_data=True,
         rows_per_example=2 if name in PAIRED else 1,
+        entropy_slope=False,
     )
 
 

@@ -9,11 +9,10 @@ import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config_data import PAIRED, DataConfig
-from mlx_parallm.environments.dataset_rows import json_lines, prompt_key, split_heldout
+from mlx_parallm.environments.dataset_rows import prompt_key, rows_of, split_heldout
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.log import get_logger
 
@@ -47,12 +46,12 @@ class Example:
 def read_examples(config: DataConfig, algorithm: str) -> tuple[list[Example], list[Example]]:
     """(trained on, held out). Raises ConfigError: a missing file, a bad row, nothing to train on."""
     assert config.path is not None
-    examples, heldout = _read(config, config.path, algorithm), list[Example]()
-    if config.eval_path is not None:
-        heldout = _read(config, config.eval_path, algorithm)
+    examples, heldout = _read(config, config.path, config.split, algorithm), list[Example]()
+    if config.eval_path is not None or config.eval_split is not None:
+        heldout = _read(config, config.eval_path or config.path, config.eval_split or config.split, algorithm)
         keys = {example.key for example in examples}
         if both := sum(example.key in keys for example in heldout):
-            log.warning("held-out prompts are trained on too", file=config.eval_path, prompts=both)
+            log.warning("held-out prompts are trained on too", file=config.eval_path or config.path, prompts=both)
     elif config.eval_fraction and examples:
         examples, heldout = split_heldout(examples, config.eval_fraction)
     if not examples:
@@ -60,10 +59,10 @@ def read_examples(config: DataConfig, algorithm: str) -> tuple[list[Example], li
     return examples, heldout
 
 
-def _read(config: DataConfig, file: str, algorithm: str) -> list[Example]:
+def _read(config: DataConfig, file: str, split: str, algorithm: str) -> list[Example]:
     forms = FORMS["pairs" if algorithm in PAIRED else algorithm]
     chat, found = config.prompt_format == "chat", []
-    for where, row in json_lines(Path(file), SECTION):
+    for where, row in rows_of(file, config.subset, split, SECTION):
         columns = _form(row, forms, algorithm, where)
         if "chosen" in columns:
             prompt, chosen, rejected = _pair(row, chat=chat, where=where)

@@ -37,7 +37,7 @@ PACE_STEPS = 20
 REFRESHES_PER_SECOND = 2
 NOTES = 3
 UNKNOWN = "–"
-LINE_KEYS = ("step", "policy_version", "reward_mean", "kl", "entropy", "publish_ms")
+LINE_KEYS = ("step", "policy_version", "reward_mean", "kl", "entropy", "eval/score", "publish_ms")
 ROW_KEYS = ("step", "policy_version", "loss", "rewards/accuracies", "rewards/margins", "heldout_score", "publish_ms")
 """Of a run that learns from rows of a file: it has no rewards."""
 
@@ -126,6 +126,7 @@ class TrainingDisplay:
         self._live: Live | None = None
         self._curve: list[float] = []
         self._curve_of = "reward"
+        self._heldout: list[float] = []  # of the evaluations
         self._window: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
         self._first: list[Mapping[str, Any]] = []
         self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
@@ -167,6 +168,8 @@ class TrainingDisplay:
         self._curve_of, value = headline(metrics)
         if isinstance(value, int | float):
             self._curve.append(float(value))
+        if isinstance(score := metrics.get("eval/score"), int | float):
+            self._heldout.append(float(score))
 
     @_guarded
     def tick(self) -> None:
@@ -257,7 +260,9 @@ class TrainingDisplay:
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column(overflow="fold")
         rows.add_row("step", self._progress(info, int(last.get("step", info.start_step))))
-        rows.add_row(self._curve_of, self._shown_curve())
+        rows.add_row(self._curve_of, _shown_curve(self._curve))
+        if self._heldout:
+            rows.add_row("held out", _shown_curve(self._heldout))
         if len(environments := last.get("environments") or {}) > 1:
             rows.add_row("", _facts([(name, _of_environment(numbers)) for name, numbers in environments.items()]))
         facts = (
@@ -289,15 +294,16 @@ class TrainingDisplay:
         )
         return line
 
-    def _shown_curve(self) -> Text:
-        values = list(self._curve)
-        if not values:
-            return Text("waiting for the first step", style="dim")
-        began = sum(values[:5]) / len(values[:5])
-        now = sum(values[-5:]) / len(values[-5:])
-        text = Text(f"{values[-1]:.3f} ", style="bold")
-        text.append(sparkline(values), style="green")
-        return text.append(f" {began:.2f} → {now:.2f}", style="dim")
+
+def _shown_curve(series: Sequence[float]) -> Text:
+    values = list(series)  # another thread appends
+    if not values:
+        return Text("waiting for the first step", style="dim")
+    began = sum(values[:5]) / len(values[:5])
+    now = sum(values[-5:]) / len(values[-5:])
+    text = Text(f"{values[-1]:.3f} ", style="bold")
+    text.append(sparkline(values), style="green")
+    return text.append(f" {began:.2f} → {now:.2f}", style="dim")
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, Any]:

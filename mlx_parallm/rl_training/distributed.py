@@ -48,6 +48,7 @@ WATCH_S = 0.2  # between two looks at the connections while a collective runs
 GRACE_S = 5.0  # for a collective to end after a rank has gone: the data may have come before that
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a dead machine: 25 s
 EXIT_LOST = 2
+ASKED_TO_STOP = "asked to stop"  # what a rank tells rank 0 between two steps
 
 T = TypeVar("T")
 log = get_logger("ranks")
@@ -111,7 +112,7 @@ class JoinedRanks(Ranks):
                 self._connections[0].send((stop, value))
                 everyone = self._connections[0].recv()
             else:
-                everyone = [(stop, value), *(connection.recv() for connection in self._connections)]
+                everyone = [(stop, value), *(_value(connection) for connection in self._connections)]
                 self._send_all(everyone)
         except (EOFError, OSError) as error:
             self._lose(error)
@@ -119,7 +120,10 @@ class JoinedRanks(Ranks):
         if everyone is None:  # rank 0 has ended the run meanwhile
             self._lose("rank 0 has ended the run")
             return None
-        return None if any(stops for stops, _ in everyone) else [value for _, value in everyone]
+        stopping = [rank for rank, (stops, _) in enumerate(everyone) if stops]
+        if stopping and self.rank == 0 and not stop:
+            log.info("stopping in order: another rank was asked to", ranks=stopping)
+        return None if stopping else [value for _, value in everyone]
 
     def sum(self, arrays: list[mx.array]) -> list[mx.array] | None:
         if self.lost:
@@ -148,22 +152,31 @@ class JoinedRanks(Ranks):
         except OSError as error:
             self._lose(error)
 
-    def told(self) -> Any:
+    def told(self, stop: threading.Event | None = None) -> Any:
+        [connection], asked = self._connections, False
         try:
-            return self._connections[0].recv()
+            while not connection.poll(WATCH_S):
+                if stop is not None and stop.is_set() and not asked:
+                    connection.send(ASKED_TO_STOP)
+                    asked = True
+            return connection.recv()
         except (EOFError, OSError) as error:
             self._lose(error)
             raise RankLostError(self.lost) from error
 
-    def check(self) -> None:
+    def check(self, stop: threading.Event | None = None) -> None:
         if not self.lost and self._gone():
             self._lose("its connection is closed")
         if self.lost:
             raise RankLostError(self.lost)
+        if stop is not None and not stop.is_set() and self._asked_to_stop():
+            log.info("stopping in order: another rank was asked to")
+            stop.set()
 
     def close(self) -> None:
         if self.rank == 0:
             self.tell(None)
+            self._see_them_off()
         for watched, connection in zip(self._watched, self._connections, strict=True):
             watched.close()
             connection.close()
@@ -185,6 +198,20 @@ class JoinedRanks(Ranks):
             " auto"
         )
         log.error("a rank is lost", rank=self.rank, gone=gone, why=str(why))
+
+    def _asked_to_stop(self) -> bool:
+        try:
+            return any(connection.poll() and connection.recv() == ASKED_TO_STOP for connection in self._connections)
+        except (EOFError, OSError):  # the next `check` says so
+            return False
+
+    def _see_them_off(self) -> None:
+        """Reads what is still under way, until the others have closed: closed over unread data, a connection would be
+        reset, and what was told last be lost."""
+        for connection in [] if self.lost else self._connections:
+            with contextlib.suppress(EOFError, OSError):
+                while connection.poll(GRACE_S):
+                    connection.recv()
 
     def _send_all(self, message: Any) -> None:
         for connection in self._connections:
@@ -307,6 +334,13 @@ def _watched(connection: Connection) -> socket.socket:
         if hasattr(socket, name):
             watched.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return watched
+
+
+def _value(connection: Connection) -> Any:
+    """What the rank has to exchange. That it was asked to stop, it says there again."""
+    while (message := connection.recv()) == ASKED_TO_STOP:
+        pass
+    return message
 
 
 def _is_closed(watched: socket.socket) -> bool:

@@ -8,17 +8,14 @@ the dry run with EnvironmentFailedError before the probe.
 """
 
 import asyncio
-import resource
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import mlx.core as mx
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
@@ -27,9 +24,8 @@ from mlx_parallm.config import Config
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episodes import EpisodeRunner, GroupPlan, GroupResult, attempt
 from mlx_parallm.environments.schedule import derive_seed
-from mlx_parallm.errors import ConfigError, EnvironmentFailedError, RequestError
+from mlx_parallm.errors import EnvironmentFailedError, RequestError
 from mlx_parallm.hardware import memory_present
-from mlx_parallm.models.fast_math import on_cpu
 from mlx_parallm.models.loading import LoadedModel, read_config
 from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -42,9 +38,9 @@ from mlx_parallm.rl_training.dry_run_display import (
     show_forecast,
     show_group,
     show_memory,
-    too_little_memory,
 )
 from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
+from mlx_parallm.rl_training.memory_watch import measured_bytes, needed_bytes
 from mlx_parallm.rl_training.metrics import METRICS_FILE
 from mlx_parallm.rl_training.policy import COMPANIONS
 from mlx_parallm.rl_training.preflight import (
@@ -53,12 +49,11 @@ from mlx_parallm.rl_training.preflight import (
     checkpoint_bytes,
     longest,
     predict_memory,
-    what_to_lower,
 )
-from mlx_parallm.rl_training.rollout_sources import EMBEDDED, POLICY
+from mlx_parallm.rl_training.rollout_sources import EMBEDDED, POLICY, policy_inference
 from mlx_parallm.rl_training.run_directory import RunDirectory
 from mlx_parallm.rl_training.starting import initial_adapter
-from mlx_parallm.rl_training.train import TrainingRun, unless_stopped
+from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.rl_training.trainer_state import TrainerState
 from mlx_parallm.rollout_store.disk import GB
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -77,6 +72,8 @@ LOG_LINE = 400
 NEVER = 10**9
 STAND_IN = "STAND-IN-FOR-THE-ANSWER"
 
+T = TypeVar("T")
+
 
 @dataclass
 class Probe:
@@ -88,13 +85,7 @@ class Probe:
     seen: Lengths = Lengths(0, 0)  # noqa: RUF009  frozen
 
     def on_batch(self, batch: TrainBatch) -> None:
-        for group in batch.groups:
-            for rollout in group.rollouts:
-                self.saw(len(rollout.tokens) - rollout.sampled_tokens, rollout.sampled_tokens)
-        if not batch.groups:  # rows of a file
-            for sequence in batch.sequences:
-                scored = sum(sequence.rollout.mask)
-                self.saw(len(sequence.rollout.tokens) - scored, scored)
+        self.seen = self.seen.with_batch(batch)
 
     def saw(self, prompt: int, completion: int) -> None:
         self.seen = Lengths(max(self.seen.prompt, prompt), max(self.seen.completion, completion))
@@ -139,15 +130,10 @@ class DryRun(TrainingRun):
         return bool(self._sources) or self._data is not None
 
     def execute(self) -> None:
-        path = self._serving.model_path
-        self._shape = ModelShape.of(read_config(path), self._asked)
-        estimate, (free, whole) = predict_memory(self._asked, self._shape), memory_present()
+        self._shape = ModelShape.of(read_config(self._serving.model_path), self._asked)
         self._console.print(Rule(Text(f"dry run · {self._asked.model.base_path}"), align="left"))
-        self._console.print(show_memory(estimate, free))
-        if estimate.total > whole:
-            lower = what_to_lower(self._asked, self._shape)
-            raise ConfigError(too_little_memory(estimate.total, whole, lower, certainly=True))
-        super().execute()
+        self._console.print(show_memory(predict_memory(self._asked, self._shape), memory_present()[0]))
+        super().execute()  # which refuses what does not fit
 
     def _training_parts(
         self,
@@ -177,6 +163,9 @@ class DryRun(TrainingRun):
     def _sample(self) -> None:
         """Plays one group of each environment and shows it. Raises EnvironmentFailedError when one is broken."""
         tokenizer, training = self._serving.tokenizer(), self._config.rl_training
+        inference = policy_inference(self._config, self._serving)
+        for source in self._sources:
+            source.attach(inference)
         runner = EpisodeRunner(
             self._serving.client,
             tokenizer,
@@ -275,12 +264,9 @@ class DryRun(TrainingRun):
         limit = longest(asked)
         most = Lengths(max(seen.prompt, 1), max(seen.completion, limit.completion)) if self._measurable else limit
         by_formula = [predict_memory(asked, self._shape, lengths) for lengths in (seen, most)]
-        if self._measurable:
-            memory = measured_memory(probe.lines)
-        else:  # nothing was generated or trained here
-            memory = by_formula[1].total if on_cpu() else by_formula[1].of_mlx
+        memory = measured_bytes(probe.lines) if self._measurable else needed_bytes(by_formula[1])
         training = asked.rl_training
-        kept = training.keep_checkpoints + training.keep_best
+        kept = training.keep_checkpoints + bool(training.keep_best)
         forecast = Forecast(
             memory_seen=memory,
             memory_most=memory + max(0, by_formula[1].total - by_formula[0].total) * self._measurable,
@@ -295,7 +281,7 @@ class DryRun(TrainingRun):
             rollouts_most=round(asked.rollouts.max_gb * GB),
         )
         self._console.print(show_forecast(forecast, asked))
-        self._say([*self._probe_remarks(), *shortcomings(forecast, what_to_lower(asked, self._shape, most))])
+        self._say([*self._probe_remarks(), *shortcomings(forecast, asked, self._shape, most)])
 
     def _probe_remarks(self) -> list[str]:
         if not self._measurable:
@@ -333,6 +319,18 @@ class DryRun(TrainingRun):
             self._console.print(Text(f"note: {sentence}", style="yellow"), soft_wrap=True)
 
 
+async def unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) -> T | None:
+    """The result of `work`; None, and `work` is cancelled, when the process is asked to stop first."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        if stop.is_set():
+            task.cancel()
+            await asyncio.wait([task])
+            return None
+        await asyncio.wait([task], timeout=0.1)
+    return task.result()
+
+
 def probe_config(config: Config, scratch: Path) -> Config:
     """A probe's configuration: a directory and a port of its own, no end, nothing saved, no external API."""
     given = config.model
@@ -340,24 +338,17 @@ def probe_config(config: Config, scratch: Path) -> Config:
         given = given.model_copy(update={"lora_path": None})  # does not exist yet, as far as the run's directory says
     training = config.rl_training
     atropos = training.atropos.model_copy(update={"api_url": EMBEDDED})
-    never = {"total_steps": NEVER, "checkpoint_interval": NEVER, "eval_problems": 0, "resume": None}
+    never = {"total_steps": NEVER, "checkpoint_interval": NEVER, "resume": None}
     place = {"checkpoint_dir": scratch, "run_name": "dry-run", "atropos": atropos}
     return config.model_copy(
         update={
             "model": given,
             "server": config.server.model_copy(update={"port": 0}),
             "rl_training": training.model_copy(update=never | place),
+            "evaluation": config.evaluation.model_copy(update={"problems": 0}),
             "logging": config.logging.model_copy(update={"trackers": ()}),
         }
     )
-
-
-def measured_memory(lines: list[dict[str, Any]]) -> int:
-    """The peak of this process so far: of MLX's arrays on a GPU, of everything (resident) on a CPU."""
-    if on_cpu():
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    return max([mx.get_peak_memory(), *(int(line["memory_gb"] * 1e9) for line in lines)])
 
 
 def _existing(path: Path) -> Path:

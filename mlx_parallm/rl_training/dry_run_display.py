@@ -16,9 +16,8 @@ from rich.text import Text
 
 from mlx_parallm.config import Config
 from mlx_parallm.environments.episodes import GroupResult
-from mlx_parallm.hardware import GIB
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.preflight import MemoryEstimate
+from mlx_parallm.rl_training.preflight import Lengths, MemoryEstimate, ModelShape, in_words, too_little_memory
 
 LONGEST_PROMPT = 400
 """Tokens of a prompt that are shown: its begin and its end."""
@@ -142,30 +141,16 @@ def show_forecast(forecast: Forecast, config: Config) -> Table:
     return table
 
 
-def shortcomings(forecast: Forecast, lower: Sequence[tuple[str, int]]) -> Iterator[str]:
-    """What there is too little of, and what to do about it."""
+def shortcomings(forecast: Forecast, config: Config, shape: ModelShape, most: Lengths) -> Iterator[str]:
+    """What there is too little of, and what to do about it. `most`: the lengths that `memory_most` is for."""
     if forecast.memory_most > forecast.memory_present:
-        certainly = forecast.memory_seen > forecast.memory_present
-        yield too_little_memory(forecast.memory_most, forecast.memory_present, lower, certainly=certainly)
+        may = forecast.memory_seen <= forecast.memory_present
+        yield too_little_memory(config, shape, forecast.memory_most, forecast.memory_present, most, may=may)
     if forecast.disk > forecast.disk_present:
         yield (
             f"the disk has {in_words(forecast.disk_present)} free and the run writes {in_words(forecast.disk)}: lower"
             " rl_training.keep_checkpoints, or move rl_training.checkpoint_dir"
         )
-
-
-def too_little_memory(needed: int, present: int, lower: Sequence[tuple[str, int]], *, certainly: bool) -> str:
-    ways = ", ".join(f"{setting} (saves {in_words(saved)})" for setting, saved in lower)
-    verb = "needs" if certainly else "may need"
-    amounts = f"{in_words(needed)} of memory and {in_words(present)} are present"
-    return f"the run {verb} {amounts}; what helps, most first: {ways}"
-
-
-def in_words(size: float) -> str:
-    """Bytes as a person reads them."""
-    if size >= GIB:
-        return f"{size / GIB:.2f} GiB"
-    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
 def _scores(scores: Mapping[str, float]) -> str:

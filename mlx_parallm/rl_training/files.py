@@ -1,5 +1,6 @@
 """Files and directories that are either there completely or not at all, also after a kill -9 or a power cut."""
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from mlx_parallm.errors import CheckpointError
 
 TEMPORARY = ".tmp-"  # in the name of what is not finished; left-overs are removed at the next save
+RENAME_SWAP, RENAME_EXCHANGE, AT_FDCWD = 2, 2, -100  # <sys/stdio.h> of macOS, <linux/fs.h>, <fcntl.h>
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -30,8 +32,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
     """Makes a directory: `fill` writes into a temporary one, which is flushed to the disk and renamed.
 
-    An existing `path` is replaced (moved away, then removed). Raises CheckpointError: nothing half-written is left and
-    an existing `path` is untouched.
+    An existing `path` is replaced, in one step where the system can: there is always a complete one of that name.
+    Raises CheckpointError: nothing half-written is left and an existing `path` is untouched.
     """
     temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")
     old = path.with_name(f"{path.name}{TEMPORARY}old")
@@ -42,10 +44,11 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
         for file in temporary.iterdir():
             sync(file)
         sync(temporary)
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            path.rename(old)
-        temporary.rename(path)
+        if not _exchanged(temporary, path):
+            if path.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                path.rename(old)
+            temporary.rename(path)
         sync(path.parent)
     except (OSError, RuntimeError) as error:  # MLX says "Unable to write" by RuntimeError
         if old.exists() and not path.exists():
@@ -54,6 +57,16 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Whether two names were given to each other's directories. Not where one is missing, or the system, or the file
+    system, cannot."""
+    libc, (a, b) = ctypes.CDLL(None), (os.fsencode(one), os.fsencode(other))
+    if renamex := getattr(libc, "renamex_np", None):  # macOS
+        return bool(renamex(a, b, RENAME_SWAP) == 0)
+    renameat2 = getattr(libc, "renameat2", None)
+    return renameat2 is not None and bool(renameat2(AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE) == 0)
 
 
 def point(link: Path, target: str) -> None:

@@ -28,12 +28,16 @@ def ppo(policy: Algorithm, config: RLTrainingConfig) -> Algorithm:
         policy,
         loss=with_value_loss(policy.loss, clip=own.value_clip, coefficient=own.value_coefficient),
         needs_values=True,
-        finish=partial(estimate, gamma=own.gamma, gae_lambda=own.gae_lambda),
+        finish=partial(
+            estimate, gamma=own.gamma, gae_lambda=own.gae_lambda, normalize_advantages=own.normalize_advantages
+        ),
         stop_kl=None if own.target_kl is None else STOP_FACTOR * own.target_kl,
     )
 
 
-def estimate(prepared: PreparedBatch, *, gamma: float, gae_lambda: float) -> PreparedBatch:
+def estimate(
+    prepared: PreparedBatch, *, gamma: float, gae_lambda: float, normalize_advantages: bool = True
+) -> PreparedBatch:
     """Rewards in `advantages` → advantages, whitened over the batch, and returns (of advantages before whitening).
 
     Metrics: explained_variance, 1 - Var(return - V) / Var(return), of the values before the step.
@@ -51,7 +55,7 @@ def estimate(prepared: PreparedBatch, *, gamma: float, gae_lambda: float) -> Pre
     explained = {"explained_variance": float(1.0 - advantages.var() / spread)} if spread > 0 else {}
     return replace(
         prepared,
-        advantages=whiten(advantages).astype(np.float32),
+        advantages=(whiten(advantages) if normalize_advantages else advantages).astype(np.float32),
         returns=returns.astype(np.float32),
         metrics={**prepared.metrics, **explained},
     )

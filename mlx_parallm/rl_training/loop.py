@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 import structlog
 
 from mlx_parallm.config import RLTrainingConfig
-from mlx_parallm.errors import ParallmError
+from mlx_parallm.errors import CheckpointError, ParallmError
 from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.metrics import MetricsFile, complete
@@ -61,8 +62,8 @@ class Parts:
     buffer: Batches
     versions: VersionSteps
     updater: WeightUpdater
-    checkpointer: Checkpointer
-    metrics: MetricsFile
+    checkpointer: Checkpointer | None  # None: nothing is kept on the disk, as in a notebook
+    metrics: MetricsFile | None
     sources: Mapping[str, Source]
     rollbacks: Rollbacks | None = None
 
@@ -73,7 +74,8 @@ class Hooks:
 
     `before_step()`, and `on_wait(seconds)` at least every `wait_turn_s` while a batch is not there: the places to look
     after sources that have failed or a disk that fills (raise to save and end), and to say that they stall. `training`
-    is around each training step. `measure` gives further numbers for the line of a step that was just trained and
+    is around each training step. `save_after`: whether a step wants a checkpoint, besides every checkpoint_interval.
+    `measure` gives further numbers for the line of a step that was just trained and
     published; then come `on_batch` and `on_step`. `served_tokens`: the engine's counter.
     """
 
@@ -84,6 +86,7 @@ class Hooks:
     on_wait: Callable[[float], None] = lambda seconds: None
     measure: Callable[[int], Mapping[str, Any]] = lambda step: {}
     on_checkpoint: Callable[[Any], None] = lambda path: None
+    save_after: Callable[[int], bool] = lambda step: False
     training: Callable[[], AbstractContextManager[None]] = nullcontext
     served_tokens: Callable[[], int] = lambda: 0
     wait_turn_s: float = 0.5
@@ -95,6 +98,7 @@ class TrainingLoop:
     ) -> None:
         self._parts, self._config, self._hooks = parts, config, hooks or Hooks()
         self._step = state.step if state else 0
+        self._last = config.total_steps
         self._in_progress = state.in_progress if state else None
         parts.trainer.restore(state.trainer if state else {})
         parts.updater.begin()
@@ -112,9 +116,11 @@ class TrainingLoop:
         """Finished steps."""
         return self._step
 
-    def run(self) -> Outcome:
-        """Trains up to total_steps, or until asked to stop; saves at the end either way. Raises CheckpointError, …"""
-        while self._step < self._config.total_steps:
+    def run(self, until: int | None = None) -> Outcome:
+        """Trains up to step `until` (total_steps), or until asked to stop; saves at the end either way. May be called
+        again for later steps. Raises CheckpointError, …"""
+        self._last = until or self._config.total_steps
+        while self._step < self._last:
             step = self._step + 1
             work, self._in_progress = self._in_progress, None
             waited = time.perf_counter()
@@ -168,7 +174,8 @@ class TrainingLoop:
         self._rolled_back_to = done.to
         self._rollbacks.append(asdict(done))
         self._parts.buffer.choose_again()
-        self._parts.checkpointer.set_aside(self._state(None).checkpoint_name)
+        if self._parts.checkpointer is not None:
+            self._parts.checkpointer.set_aside(self._state(None).checkpoint_name)
         self._save(None, anew=True)
         self._parts.rollbacks.settle()
         return True
@@ -176,7 +183,7 @@ class TrainingLoop:
     def _request_ahead(self, step: int, lead: int) -> None:
         """Asks for the groups of `step` and later ones, up to `lead` steps beyond those behind the served weights."""
         _, steps = self._parts.versions.newest
-        last = min(steps + lead, self._config.total_steps)
+        last = min(steps + lead, self._last)
         if last >= step:
             self._parts.buffer.request(step, last)
 
@@ -194,7 +201,7 @@ class TrainingLoop:
 
     def _finish_step(self, batch: TrainBatch, result: StepResult, time_rollout_s: float) -> None:
         self._step = batch.step
-        last = batch.step == self._config.total_steps
+        last = batch.step == self._last
         started = time.perf_counter()
         report = self._parts.updater.after_step(
             batch.step,
@@ -209,12 +216,14 @@ class TrainingLoop:
             "time_publish_s": time_publish_s,
         } | dict(self._hooks.measure(batch.step))
         self._line = self._metrics(batch, result, report, times)
-        self._parts.metrics.append(self._line)
+        if self._parts.metrics is not None:
+            self._parts.metrics.append(self._line)
         if self._sources_after_step is not None:
             self._sources_after_step = self._sources_now()
         self._hooks.on_batch(batch)
         self._hooks.on_step(self._line)
-        if not last and batch.step % self._config.checkpoint_interval == 0:
+        regular = batch.step % self._config.checkpoint_interval == 0
+        if not last and (regular or self._hooks.save_after(batch.step)):
             self._save(None)
 
     def _metrics(
@@ -257,11 +266,20 @@ class TrainingLoop:
         return "stopped"
 
     def _save(self, work: StepInProgress | None, *, final: bool = False, anew: bool = False) -> None:
-        state = self._state(work)
-        if state.checkpoint_name != self._saved or final or anew:
-            path = self._parts.checkpointer.save(state, final=final)
-            self._hooks.on_checkpoint(path)
+        state, checkpointer = self._state(work), self._parts.checkpointer
+        if checkpointer is not None and (state.checkpoint_name != self._saved or final or anew):
+            self._hooks.on_checkpoint(checkpointer.save(state, final=final))
         self._saved = state.checkpoint_name
+
+    def save(self, *, best: bool = False) -> Path:
+        """A checkpoint of this moment, between two `run`s; `best`: the one that `best` means from now on. Raises
+        CheckpointError: it cannot be written, or the run keeps none."""
+        if self._parts.checkpointer is None:
+            raise CheckpointError("this run has no directory for checkpoints")
+        state = self._state(None)
+        path = self._parts.checkpointer.save(state, best=best)
+        self._saved = state.checkpoint_name
+        return path
 
     def _state(self, work: StepInProgress | None) -> TrainerState:
         updater = self._parts.updater

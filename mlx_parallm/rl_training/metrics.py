@@ -48,7 +48,7 @@ long the step waited for its batch. `publishes_refused`: updates taken back as n
 `publish_guard.kl_from_served`, null unless max_publish_kl is set. `rolled_back_to`: the checkpoint or version that the
 weights went back to before this step."""
 
-TIMES = ("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb")
+TIMES = ("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb", "eval/seconds")
 """Keys that differ between two otherwise equal runs."""
 
 

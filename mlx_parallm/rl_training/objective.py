@@ -61,8 +61,8 @@ def make_objective(
     return objective
 
 
-def token_batch(micro_batch: MicroBatch) -> TokenBatch:
-    """What of a micro-batch the model reads."""
+def token_batch(micro_batch: MicroBatch, *, entropy_slope: bool = True) -> TokenBatch:
+    """What of a micro-batch the model reads. `entropy_slope` False: the loss does not depend on the entropy."""
     temperatures = micro_batch.temperatures
     same = float(temperatures[0]) if len(temperatures) and (temperatures == temperatures[0]).all() else None
     return TokenBatch(
@@ -70,7 +70,8 @@ def token_batch(micro_batch: MicroBatch) -> TokenBatch:
         positions=mx.array(micro_batch.positions),
         targets=mx.array(micro_batch.targets),
         temperature=mx.array(temperatures) if same is None else same,
-        shared=micro_batch.shared,
+        compact=micro_batch.compact,
+        entropy_slope=entropy_slope,
     )
 
 

@@ -22,6 +22,7 @@ from mlx.utils import tree_unflatten
 
 from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.models.fast_math import use_fast_swiglu
 from mlx_parallm.models.lora import (
     LoraPair,
     LoraSpec,
@@ -35,6 +36,7 @@ from mlx_parallm.models.lora import (
 from mlx_parallm.models.mlx_lm_api import save_config, save_model
 from mlx_parallm.models.parameters import ParameterSlots
 from mlx_parallm.models.value_head import VALUE_HEAD_FILE, attach_value_head, is_value_head, without_value_head
+from mlx_parallm.weights import parameter_slots
 
 REFERENCE_FILE = "reference.safetensors"
 COMPANIONS = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")  # tokenizer, template, generation_config
@@ -66,6 +68,7 @@ class TrainedPolicy:
     ) -> None:
         self.model, self._source, self._model_config = model, source, dict(model_config)
         self.lora = config.lora.enabled
+        use_fast_swiglu(model)
         if self.lora:
             mx.random.seed(config.seed)
             inject_lora(model, LoraSpec.of(config.lora))
@@ -84,6 +87,8 @@ class TrainedPolicy:
         self.slots = ParameterSlots(model)
         self._value_slots = [slot for slot, name in enumerate(self.slots.names) if is_value_head(name)]
         self.reference_arrays: list[mx.array] | None = None  # float32 where it is an average
+        self._reference_base: dict[str, mx.array] | None = None  # another model's arrays, by path
+        self._reference_said = False  # by `use_reference` or `blend_reference`
         self._ema = (config.reference_decay, config.reference_update_every) if config.reference == "ema" else None
         if needs_reference is None:
             needs_reference = config.kl_beta > 0
@@ -103,6 +108,11 @@ class TrainedPolicy:
             with self.slots.bound([array.astype(p.dtype) for array, p in zip(self.reference_arrays, own, strict=True)]):
                 yield
             return
+        with self._without_adapter(), self._base_bound(self._reference_base or {}):
+            yield
+
+    @contextmanager
+    def _without_adapter(self) -> Iterator[None]:
         adapted = trainer_lora_layers(self.model)
         self.model.update_modules(tree_unflatten([(path, layer.linear) for path, layer in adapted.items()]))
         try:
@@ -110,11 +120,57 @@ class TrainedPolicy:
         finally:
             self.model.update_modules(tree_unflatten(list(adapted.items())))
 
+    @contextmanager
+    def _base_bound(self, arrays: Mapping[str, mx.array]) -> Iterator[None]:
+        """The base's arrays are these for the length of the block. Without the adapter."""
+        places = parameter_slots(self.model) if arrays else {}
+        own = {path: places[path][0][places[path][1]] for path in arrays}
+        try:
+            for path, array in arrays.items():
+                places[path][0][places[path][1]] = array
+            yield
+        finally:
+            for path, array in own.items():
+                places[path][0][places[path][1]] = array
+
+    def use_reference(self, parameters: Mapping[str, mx.array]) -> None:
+        """The reference is another model of this shape: its arrays, by path. Raises ConfigError: they do not fit."""
+        with self._without_adapter(), without_value_head(self.model):
+            own = {path: module[key] for path, (module, key) in parameter_slots(self.model).items()}
+        for path, array in own.items():
+            if path not in parameters or parameters[path].shape != array.shape:
+                found = parameters[path].shape if path in parameters else "nothing"
+                raise ConfigError(f"the reference is not of this model's shape: {path} is {array.shape}, there {found}")
+        arrays = {path: parameters[path].astype(array.dtype) for path, array in own.items()}
+        mx.eval(arrays)
+        if self.lora:
+            self.reference_arrays, self._reference_base = None, arrays
+        else:
+            slots = zip(self.slots.names, self.slots.read(), strict=True)
+            self.reference_arrays, self._reference_said = [arrays.get(name, array) for name, array in slots], True
+
+    def blend_reference(self, decay: float) -> None:
+        """Now: reference = decay · reference + (1 - decay) · policy; 0 copies the policy.
+
+        Adapter off is B = 0. Raises ConfigError: what is no adapter of this base cannot be averaged with one.
+        """
+        if self.reference_arrays is None:
+            if decay and (self._reference_base is not None or any(name.endswith(".m") for name in self.slots.names)):
+                kind = "DoRA without its adapter" if self._reference_base is None else "another model"
+                raise ConfigError(f"the reference is {kind}: no average of it and an adapter; use copy, or all weights")
+            slots = zip(self.slots.names, self.slots.read(), strict=True)
+            self.reference_arrays = [mx.zeros_like(a) if name.endswith(".lora_b") else a for name, a in slots]
+        self._reference_base, self._reference_said = None, True
+        self._blend(decay)
+
     def update_reference(self, step: int) -> None:
         """After a finished step: reference = decay · reference + (1 - decay) · policy, every so many steps ("ema")."""
         if self._ema is None or step % self._ema[1]:
             return
-        decay, own = self._ema[0], self.slots.read()
+        self._blend(self._ema[0])
+
+    def _blend(self, decay: float) -> None:
+        own = self.slots.read()
         assert self.reference_arrays is not None
         self.reference_arrays = [
             decay * mean.astype(mx.float32) + (1.0 - decay) * array.astype(mx.float32)
@@ -128,6 +184,11 @@ class TrainedPolicy:
         """The adapter as it is now; shares the arrays. All are evaluated but the gains of DoRA."""
         return adapter_layers(self.model)
 
+    def served_arrays(self) -> list[mx.array]:
+        """What of the trained weights answers requests: all but the value head, as they are now."""
+        arrays = zip(self.slots.names, self.slots.read(), strict=True)
+        return [array for name, array in arrays if not is_value_head(name)]
+
     def full_parameters(self) -> dict[str, mx.array]:
         """All weights as they are now, by path, the value head left out; shares the arrays."""
         arrays = zip(self.slots.names, self.slots.read(), strict=True)
@@ -136,7 +197,7 @@ class TrainedPolicy:
     @property
     def _saved_reference(self) -> list[mx.array]:
         """Empty where it is known anyway: the base, or the weights that the run began with."""
-        return (self.reference_arrays or []) if self.lora or self._ema else []
+        return (self.reference_arrays or []) if self.lora or self._ema or self._reference_said else []
 
     def saved_bytes(self) -> int:
         """What `save` writes, but for its configuration file."""

@@ -48,14 +48,14 @@ class PublishGuard:
 
     def published(self) -> None:
         """What is trained now is what is served."""
-        self._served = self._policy.slots.read()
+        self._served = self._policy.served_arrays()
 
     def judge(self, rollouts: Sequence[Rollout]) -> Verdict:
         """Of the weights as they are now. `rollouts`: what the step was trained on."""
-        arrays = self._policy.slots.read()
-        if not all(mx.isfinite(array).all().item() for array in arrays):
+        if not all(mx.isfinite(array).all().item() for array in self._policy.slots.read()):
             return Verdict(NOT_FINITE)
-        if all(mx.array_equal(old, new).item() for old, new in zip(self._served, arrays, strict=True)):
+        pairs = zip(self._served, self._policy.served_arrays(), strict=True)
+        if all(mx.array_equal(old, new).item() for old, new in pairs):
             return Verdict(moved=False)
         if self._max_kl is None:
             return Verdict()

@@ -5,6 +5,7 @@ their numbers are exchanged and their gradients added, so each rank goes on with
 the ranks of several processes.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -44,11 +45,13 @@ class Ranks:
     def tell(self, message: Any) -> None:
         """From rank 0 to all others."""
 
-    def told(self) -> Any:
-        """What rank 0 told next; None when it has ended the run. Raises RankLostError: it is gone."""
+    def told(self, stop: threading.Event | None = None) -> Any:
+        """What rank 0 told next; None when it has ended the run. Once `stop` is set, rank 0 hears of it. Raises
+        RankLostError: it is gone."""
 
-    def check(self) -> None:
-        """Raises RankLostError: a rank is gone."""
+    def check(self, stop: threading.Event | None = None) -> None:
+        """Between two steps. On rank 0: sets `stop` where another rank was asked to end the run. Raises RankLostError:
+        a rank is gone."""
 
     def close(self) -> None:
         """Ends the run for the others too."""

@@ -5,7 +5,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mlx_parallm.environments.evaluate import SOLVED, Answer, Evaluation
+from mlx_parallm.environments.estimates import difference
+from mlx_parallm.environments.evaluate import SOLVED
 
 SMOOTHING = 10  # steps on each side of the mean line, fewer in a short run
-SHOWN_PER_ENVIRONMENT = 3
 SHOWN_CHARACTERS = 60
 INK, RAW, SECOND, THIRD = "#1b3a57", "#9dbad5", "#b3541e", "#4b7f52"
 
@@ -74,75 +74,95 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     ]
 
 
+Line = Mapping[str, Any]  # of evaluations.jsonl
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One environment's held-out tasks before and after."""
+    """One environment's held-out problems before and after.
+
+    Args:
+        rewards: of each problem that was answered both times: (before, after).
+        examples: of some of them: what was said, as in a line of evaluations.jsonl.
+        greedy: False: a reward is the mean of several sampled answers.
+    """
 
     environment: str
-    pairs: tuple[tuple[Answer, Answer], ...]
+    rewards: tuple[tuple[float, float], ...]
+    examples: tuple[tuple[Line, Line], ...] = ()
+    greedy: bool = True
 
     @property
-    def accuracies(self) -> tuple[float, float]:
-        """Share of full rewards before and after."""
-        before, after = (
-            sum(pair[side].reward >= SOLVED for pair in self.pairs) / max(1, len(self.pairs)) for side in (0, 1)
-        )
-        return before, after
-
-    @property
-    def measured(self) -> tuple[str, float, float]:
-        """(what it is called, before, after): the accuracy, or the mean reward where a reward of 1 is no full one."""
-        rewards = [answer.reward for pair in self.pairs for answer in pair]
-        if all(0 <= reward <= 1 for reward in rewards) and (max(rewards, default=0) >= SOLVED or not any(rewards)):
-            return self.environment, *self.accuracies
-        before, after = (sum(pair[side].reward for pair in self.pairs) / len(self.pairs) for side in (0, 1))
-        return f"{self.environment} (mean reward)", before, after
+    def measured(self) -> tuple[str, list[float], list[float]]:
+        """(what it is called, before, after): right or not, or the reward where a reward of 1 is no full one."""
+        every = [reward for pair in self.rewards for reward in pair]
+        shares = self.greedy and all(0 <= reward <= 1 for reward in every)
+        if shares and (max(every) >= SOLVED or not any(every)):
+            name, sides = self.environment, [[float(pair[side] >= SOLVED) for pair in self.rewards] for side in (0, 1)]
+        else:
+            name = f"{self.environment} (mean reward)"
+            sides = [[pair[side] for pair in self.rewards] for side in (0, 1)]
+        return name, sides[0], sides[1]
 
 
-def compare(before: Iterable[Evaluation], after: Iterable[Evaluation]) -> list[Comparison]:
-    """Pairs the answers to the same prompts; a prompt that was answered only once is left out."""
-    then = {evaluation.environment: {answer.prompt: answer for answer in evaluation.answers} for evaluation in before}
+def compare(before: Line, after: Line) -> list[Comparison]:
+    """Pairs the answers of two evaluations; a problem that was answered only once is left out."""
     comparisons = []
-    for evaluation in after:
-        earlier = then.get(evaluation.environment, {})
-        pairs = [(earlier[answer.prompt], answer) for answer in evaluation.answers if answer.prompt in earlier]
-        comparisons.append(Comparison(evaluation.environment, tuple(pairs)))
+    for name, now in after["environments"].items():
+        then = before["environments"].get(name, {"problems": [], "examples": []})
+        earlier, texts = {p["key"]: p for p in then["problems"]}, {e["key"]: e for e in then["examples"]}
+        rewards = [(reward_of(earlier[p["key"]]), reward_of(p)) for p in now["problems"] if p["key"] in earlier]
+        examples = [(texts[e["key"]], e) for e in now["examples"] if e["key"] in texts]
+        if rewards:
+            greedy = all(problem["greedy"] is not None for problem in now["problems"])
+            comparisons.append(Comparison(name, tuple(rewards), tuple(examples), greedy))
     return comparisons
 
 
+def reward_of(problem: Line) -> float:
+    """Of the greedy answer to a problem, else the mean of the sampled ones."""
+    sampled: Sequence[float] = problem["sampled"]
+    return float(problem["greedy"]) if problem["greedy"] is not None else sum(sampled) / len(sampled)
+
+
 def accuracy_table(comparisons: Sequence[Comparison]) -> Table:
-    """Held-out accuracy of each environment, before and after."""
-    table = Table(title="greedy answers to held-out problems", title_justify="left")
+    """Held-out accuracy of each environment, before and after, and the 95% interval of the difference."""
+    table = Table(title="answers to held-out problems", title_justify="left")
     table.add_column("environment")
-    for name in ("problems", "before", "after", "change"):
+    for name in ("problems", "before", "after", "change", "95% interval"):
         table.add_column(name, justify="right")
     for row in comparisons:
         name, before, after = row.measured
-        style = "green" if after >= before else "red"
-        change = Text(f"{after - before:+.3f}", style=style)
-        table.add_row(name, str(len(row.pairs)), f"{before:.3f}", f"{after:.3f}", change)
+        found = difference(before, after)
+        change = Text(f"{found.mean:+.3f}", style="green" if found.mean >= 0 else "red")
+        interval = f"{found.low:+.3f} to {found.high:+.3f}"
+        table.add_row(name, str(len(before)), f"{_mean(before):.3f}", f"{_mean(after):.3f}", change, interval)
     return table
 
 
-def answers_table(comparisons: Sequence[Comparison], shown: int = SHOWN_PER_ENVIRONMENT) -> Table:
+def answers_table(comparisons: Sequence[Comparison]) -> Table:
     """The first answers of each environment, not picked ones."""
     table = Table(title="the same prompts, before and after", title_justify="left")
     for name in ("prompt", "expected", "before", "after"):
         table.add_column(name, overflow="fold")
     for row in comparisons:
-        for before, after in row.pairs[:shown]:
-            table.add_row(Text(_short(after.prompt)), Text(_short(after.expected or "")), _mark(before), _mark(after))
+        for before, after in row.examples:
+            prompt, expected = Text(_short(after["prompt"])), Text(_short(after["expected"] or ""))
+            table.add_row(prompt, expected, _mark(before), _mark(after))
     return table
 
 
-def plain_report(comparisons: Sequence[Comparison], shown: int = SHOWN_PER_ENVIRONMENT) -> str:
+def plain_report(comparisons: Sequence[Comparison]) -> str:
     """Both tables as text without colours or lines, for logs and files."""
     lines = []
     for row in comparisons:
         name, before, after = row.measured
-        lines.append(f"{name}: {before:.3f} -> {after:.3f} ({after - before:+.3f}) on {len(row.pairs)} problems")
-        for then, now in row.pairs[:shown]:
-            lines.append(f"  {_short(now.prompt)}  [{_short(now.expected or '')}]  {_plain(then)} -> {_plain(now)}")
+        found = difference(before, after)
+        told = f"{found.mean:+.3f}, 95% interval {found.low:+.3f} to {found.high:+.3f}"
+        lines.append(f"{name}: {_mean(before):.3f} -> {_mean(after):.3f} ({told}) on {len(before)} problems")
+        for then, now in row.examples:
+            asked = f"{_short(now['prompt'])}  [{_short(now['expected'] or '')}]"
+            lines.append(f"  {asked}  {_plain(then)} -> {_plain(now)}")
     return "\n".join(lines)
 
 
@@ -165,17 +185,22 @@ def next_commands(run_dir: Path, base_path: str, *, lora: bool) -> list[str]:
 
 
 def print_report(
-    console: Console, comparisons: Sequence[Comparison], commands: Sequence[str], curve: Path | None
+    console: Console,
+    comparisons: Sequence[Comparison],
+    commands: Sequence[str],
+    curve: Path | None,
+    samples: Path | None = None,
 ) -> None:
     """The end of a run."""
-    if any(row.pairs for row in comparisons):
+    if comparisons:
         if console.is_terminal:
             console.print(answers_table(comparisons))
             console.print(accuracy_table(comparisons))
         else:
             console.print(plain_report(comparisons), soft_wrap=True, markup=False, highlight=False)
-    if curve is not None:
-        console.print(f"reward curve: {curve}", soft_wrap=True, markup=False, highlight=False)
+    for name, file in (("reward curve", curve), ("samples", samples)):
+        if file is not None:
+            console.print(f"{name}: {file}", soft_wrap=True, markup=False, highlight=False)
     for lead, command in zip(itertools.chain(["next:"], itertools.repeat("  or:")), commands, strict=False):
         console.print(f"{lead} {command}", soft_wrap=True, markup=False, highlight=False)
 
@@ -185,21 +210,30 @@ def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], 
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _mark(answer: Answer) -> Text:
-    style = "green" if answer.reward >= SOLVED else "red" if answer.reward == 0 else ""
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _said(answer: Line) -> str:
+    return _short(answer["error"] or answer["text"])
+
+
+def _mark(answer: Line) -> Text:
+    style = "green" if answer["reward"] >= SOLVED else "red" if answer["reward"] == 0 else ""
     sign = {"right": "✓", "wrong": "✗"}.get(_verdict(answer), _verdict(answer))
-    return Text(f"{sign} {_short(answer.error or answer.text)}", style=style)
+    return Text(f"{sign} {_said(answer)}", style=style)
 
 
-def _plain(answer: Answer) -> str:
-    return f"{_short(answer.error or answer.text)} ({_verdict(answer)})"
+def _plain(answer: Line) -> str:
+    return f"{_said(answer)} ({_verdict(answer)})"
 
 
-def _verdict(answer: Answer) -> str:
+def _verdict(answer: Line) -> str:
     """right, wrong, or the reward of something between."""
-    if answer.reward in (0.0, 1.0) or SOLVED <= answer.reward < 1:
-        return "right" if answer.reward else "wrong"
-    return f"{answer.reward:.3g}"
+    reward = answer["reward"]
+    if reward in (0.0, 1.0) or SOLVED <= reward < 1:
+        return "right" if reward else "wrong"
+    return f"{reward:.3g}"
 
 
 def _short(text: str) -> str:

@@ -25,16 +25,16 @@ MAY_CHANGE = (
             *("max_grad_norm", "kl_beta", "entropy_weight", *SETTINGS, "overlong_buffer", "overlong_length"),
             *("sampler_correction*", "kl_in", "kl_target", "kl_horizon"),
             "temperature",
-            *("token_budget", "blocks_per_eval", "max_eval_ms", "serve_priority", "deterministic", "lora.dropout"),
-            *("ppo.*", "lora.loraplus_ratio", "reference_decay", "reference_update_every"),
+            *("token_budget", "packing", "blocks_per_eval", "max_eval_ms", "serve_priority", "deterministic"),
+            *("ppo.*", "lora.dropout", "lora.loraplus_ratio", "reference_decay", "reference_update_every"),
             *("max_staleness", "buffer_sampling", "max_empty_rounds", "weight_updates.*"),
-            *("total_steps", "checkpoint_interval", "keep_checkpoints", "keep_best", "eval_problems"),
+            *("total_steps", "checkpoint_interval", "keep_checkpoints", "keep_best"),
             *("checkpoint_dir", "run_name", "resume"),
             *("atropos.api_url", "atropos.poll_interval_s", "atropos.wandb_*", "atropos.max_token_length"),
             "atropos.missing_logprobs",
         )
     ),
-    *("data.eval_every", "data.eval_rows"),
+    *("data.eval_every", "data.eval_rows", "evaluation.*"),
     *(f"environments.*.{key}" for key in ("weight", "min_share", "max_tokens", "timeout_s")),
 )
 """Dotted keys; `*` stands for anything but a dot. A key that is a path may also name the same file elsewhere."""

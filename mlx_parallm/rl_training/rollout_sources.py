@@ -10,9 +10,11 @@ from typing import Any
 from mlx_parallm.config import Config
 from mlx_parallm.config_environment import least_sequences
 from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.rollout_config import RolloutConfig
 from mlx_parallm.environments.rollouts import RolloutManager
 from mlx_parallm.environments.schedule import group_id
 from mlx_parallm.errors import EnvironmentFailedError
+from mlx_parallm.inference import InferenceModule
 from mlx_parallm.log import get_logger
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.rl_training.advantages import Shaping
@@ -142,18 +144,19 @@ class RolloutSources:
         def refuse(group: RolloutGroup, reason: str) -> None:
             store.reject(group, source=ENVIRONMENTS, reason=reason)
 
-        self.manager = RolloutManager(
-            serving.client,
-            self._sources,
-            serving.tokenizer(),
+        settings = RolloutConfig(
+            num_parallel=max(self._config.server.batch_size, training.atropos.rollout_batch_size),
             seed=training.seed,
             temperature=training.temperature,
             max_token_length=training.atropos.max_token_length,
+        )
+        self.manager = RolloutManager(
+            self._sources,
+            settings,
+            inference=policy_inference(self._config, serving),
             sink=keep,
             on_failure=refuse,
-            adapter=POLICY if training.lora.enabled else None,
             fixed_order=training.deterministic,
-            max_in_flight_groups=self._in_flight_groups(),
             template_kwargs=self._config.model.chat_template_kwargs,
         )
         if state is not None and ENVIRONMENTS in state.sources:
@@ -217,8 +220,10 @@ class RolloutSources:
         poller.start()
         return poller
 
-    def _in_flight_groups(self) -> int:
-        """Enough groups to fill the engine's rows, and what one step needs."""
-        smallest = min(source.config.group_size for source in self._sources)
-        rows = max(self._config.server.batch_size, self._config.rl_training.atropos.rollout_batch_size)
-        return max(1, -(-rows // smallest))
+
+def policy_inference(config: Config, serving: Serving) -> InferenceModule:
+    """The run's engine, for environments and rewards that generate themselves."""
+    adapter = POLICY if config.rl_training.lora.enabled else None
+    return InferenceModule.over(
+        serving.client, serving.tokenizer(), adapter, template_kwargs=config.model.chat_template_kwargs
+    )

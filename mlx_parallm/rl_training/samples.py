@@ -1,9 +1,11 @@
 """What the policy writes, for people to read: first, best and worst completion of a step. No MLX.
 
-`samples.jsonl` in the run directory has one line each; the terminal shows a table, trackers get the same.
+`samples.jsonl` in the run directory has one line each, `samples.html` shows the last steps of it to a browser; the
+terminal shows a table, trackers get the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +15,14 @@ from rich.text import Text
 
 from mlx_parallm.rl_training.batch import TrainBatch
 from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.rl_training.samples_page import Shown, write_page
 from mlx_parallm.types import Rollout, RolloutGroup
 
 SAMPLES_FILE = "samples.jsonl"
+SAMPLES_PAGE = "samples.html"
+STEPS_ON_PAGE = 50
 SHOWN_CHARACTERS = 300  # of a prompt's end and of a completion, in the terminal
+OF_OLD_LINES: dict[str, Any] = {"version": None, "scores": {}}  # keys that 0.1's lines do not have
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -32,18 +38,27 @@ class Sample:
     reward: float
     stop_reason: str | None
     tokens: int  # sampled
+    version: int | None  # newest policy version that sampled one of them
+    scores: Mapping[str, float]  # parts of the reward
     prompt: str
     completion: str
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def shown(self) -> Shown:
+        version = "version ?" if self.version is None else f"version {self.version}"
+        ended = f"{self.tokens} tokens, ended by {self.stop_reason or '?'}"
+        notes = (self.environment, version, ended, self.group_id)
+        return Shown(f"step {self.step}", self.which, self.reward, notes, self.prompt, self.completion, self.scores)
+
 
 class SampleLog:
     """Every `every` steps (0 = never) writes the samples of a batch and hands them on. The trainer's thread.
 
     Args:
-        path: of samples.jsonl; lines of later steps than `step`, the one that is resumed from, are removed.
+        path: of samples.jsonl, beside which samples.html lies. Lines of later steps than `step`, from which the run
+            goes on, are removed.
         told: called with the step and its samples (the display, the trackers).
     """
 
@@ -58,6 +73,9 @@ class SampleLog:
     ) -> None:
         self._file, self._decode, self._every, self._told = MetricsFile(path), decode, every, told
         self._file.cut(step)
+        self._page = path.with_name(SAMPLES_PAGE)
+        old = self._file.last(3 * STEPS_ON_PAGE) if every else []
+        self._shown = deque([Sample(**(OF_OLD_LINES | line)) for line in old], maxlen=3 * STEPS_ON_PAGE)
 
     def on_batch(self, batch: TrainBatch) -> None:
         """After each step. Raises CheckpointError: a full disk."""
@@ -66,8 +84,16 @@ class SampleLog:
         if samples := choose_samples(batch.step, batch.groups, self._decode):
             for sample in samples:
                 self._file.append(sample.to_json())
+            self._write_page(samples)
             for tell in self._told:
                 tell(batch.step, samples)
+
+    def _write_page(self, samples: Sequence[Sample]) -> None:
+        """The newest step comes first."""
+        self._shown.extend(samples)
+        newest = sorted(self._shown, key=lambda sample: -sample.step)
+        note = f"First, best and worst answer of every {self._every} steps; the last {STEPS_ON_PAGE} of them."
+        write_page(self._page, self._page.parent.name, [sample.shown() for sample in newest], note=note)
 
 
 def choose_samples(step: int, groups: Sequence[RolloutGroup], decode: Decode) -> list[Sample]:
@@ -110,6 +136,12 @@ def shortened(sample: Sample) -> tuple[str, str]:
 def _sample(
     step: int, which: Literal["first", "best", "worst"], group: RolloutGroup, rollout: Rollout, decode: Decode
 ) -> Sample:
+    sampled = [
+        version
+        for segment in rollout.segments
+        for version, mask in zip(segment.policy_versions, segment.mask, strict=True)
+        if mask and version >= 0
+    ]
     begins = rollout.mask.index(1) if 1 in rollout.mask else len(rollout.tokens)
     return Sample(
         step=step,
@@ -119,6 +151,8 @@ def _sample(
         reward=rollout.reward,
         stop_reason=rollout.stop_reason,
         tokens=rollout.sampled_tokens,
+        version=max(sampled, default=None),
+        scores=dict(rollout.scores),
         prompt=decode(rollout.tokens[:begins]),
         completion=decode(rollout.tokens[begins:]),
     )

@@ -7,20 +7,18 @@
 failure half way.
 """
 
-import asyncio
 import copy
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
 from mlx_parallm.config import Config
 from mlx_parallm.config_data import DATA_ALGORITHMS
 from mlx_parallm.environments.base import EnvironmentSource
-from mlx_parallm.environments.evaluate import Evaluation, evaluate
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.log import RunLog, get_logger
 from mlx_parallm.models.loading import LoadedModel, check_model
@@ -35,14 +33,17 @@ from mlx_parallm.rl_training.data_source import SOURCE as DATA
 from mlx_parallm.rl_training.data_source import DataSource
 from mlx_parallm.rl_training.disk_use import DiskUse
 from mlx_parallm.rl_training.display import RunInfo, TrainingDisplay
+from mlx_parallm.rl_training.evaluation import EvaluationHooks, Evaluations, evaluation_sources
+from mlx_parallm.rl_training.evaluation_log import EvaluationLog, best_by
 from mlx_parallm.rl_training.loop import Batches, Hooks, Parts, Source, TrainingLoop
+from mlx_parallm.rl_training.memory_watch import MemoryWatch
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.policy import TrainedPolicy
 from mlx_parallm.rl_training.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.rollback import Rollbacks
 from mlx_parallm.rl_training.rollout_sources import ENVIRONMENTS, POLICY, RolloutSources
 from mlx_parallm.rl_training.run_directory import STORE_FILE, RunDirectory
-from mlx_parallm.rl_training.samples import SAMPLES_FILE, SampleLog
+from mlx_parallm.rl_training.samples import SAMPLES_FILE, SAMPLES_PAGE, SampleLog
 from mlx_parallm.rl_training.starting import initial_adapter, what_to_resume
 from mlx_parallm.rl_training.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.trainer_base import Trainer
@@ -57,8 +58,6 @@ from mlx_parallm.serving import Serving
 from mlx_parallm.weights import SharedWeights
 
 log = get_logger("train")
-
-T = TypeVar("T")
 
 
 class TrainingRun:
@@ -83,6 +82,7 @@ class TrainingRun:
         config, self._checkpoint, self._start_over = what_to_resume(config, resume)
         self._config, training = config, config.rl_training
         self._sources = build_sources(config.environments, seed=training.seed, progress=self._progress)
+        self._evaluated = evaluation_sources(config, self._sources, self._progress)
         self._algorithm = make_algorithm(training)  # the user's code is checked before a model is loaded
         self._closing = ExitStack()
         self._serving = Serving(config)
@@ -100,7 +100,7 @@ class TrainingRun:
         """Trains to total_steps or to the stop; leaves a checkpoint either way."""
         config = self._config
         quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
-        check_model(config.model, train=True, quantize=quantize)
+        self._memory = MemoryWatch.checked(config, check_model(config.model, train=True, quantize=quantize))
         if config.rl_training.algorithm in DATA_ALGORITHMS:
             self._data = DataSource(config, self._serving.tokenizer())
             config = self._config = self._data.with_total_steps()
@@ -127,7 +127,8 @@ class TrainingRun:
         if self._stop.is_set():
             return
         self._began = True
-        display = TrainingDisplay(self._console, sources=lambda: [*self._rollouts.health(), parts.buffer.health()])
+        own = (parts.buffer.health, self._memory.health)
+        display = TrainingDisplay(self._console, sources=lambda: [*self._rollouts.health(), *(ask() for ask in own)])
         self._closing.callback(display.stop)
         self._train(parts, state, directory, display)
 
@@ -157,14 +158,17 @@ class TrainingRun:
         between_blocks = self._serving.turns.after_evaluation
         trainer = LeadingTrainer(policy, training, self._algorithm, between_blocks=between_blocks, ranks=self._ranks)
         metrics = MetricsFile(directory.path / METRICS_FILE)
+        self._evaluation_log = EvaluationLog(directory.path, best_by(self._config), self._run_log.redactor.value)
         checkpointer = Checkpointer(
             directory.path,
             policy,
             trainer.optimizer,
             keep=training.keep_checkpoints,
-            keep_best=training.keep_best,
+            keep_best=bool(training.keep_best),
+            judge=self._evaluation_log,
         )
         state = checkpointer.resume(self._checkpoint, store, metrics) if self._checkpoint else None
+        self._evaluation_log.cut(state.step if state else 0)
         if self._start_over:  # a run that was killed before its first checkpoint: its groups are there, its steps not
             store.restore(0)
             metrics.cut(0)
@@ -240,12 +244,14 @@ class TrainingRun:
         self, parts: Parts, state: TrainerState | None, directory: RunDirectory, display: TrainingDisplay
     ) -> None:
         training = self._config.rl_training
-        before = self._evaluate(display, "before") if state is None else []
         if self._heldout is not None and (state is None or state.step == 0):
             display.note(f"held-out rows before training: {told(self._heldout.before())}")
-        display.recall(parts.metrics.read())
+        metrics = MetricsFile(directory.path / METRICS_FILE)
+        lines = list(metrics.read())
+        display.recall(lines)
         display.start(self._run_info(directory, state))
         trackers = self._trackers(directory, state)
+        evaluations = self._evaluations(parts, directory, display)
 
         def on_step(line: dict[str, Any]) -> None:
             trackers.log(line)
@@ -257,19 +263,21 @@ class TrainingRun:
             on_step=on_step,
             before_step=self._check_disk,
             on_wait=lambda seconds: self._look_after(display),
-            measure=self._heldout.measure if self._heldout is not None else lambda step: {},
+            measure=lambda step: (self._heldout.measure(step) if self._heldout else {}) | evaluations.measure(step),
+            save_after=evaluations.wants_checkpoint,
             on_checkpoint=lambda path: self._after_checkpoint(path, display),
             training=self._serving.turns.training,
             served_tokens=lambda: self._serving.client.stats().generation_tokens,
         )
-        self._loop = TrainingLoop(parts, training, hooks=hooks, state=state)
+        evaluations.begin(state, lines)
+        self._loop = TrainingLoop(parts, training, hooks=self._memory.watching(hooks), state=state)
         try:
             outcome = self._loop.run()
         finally:
             self._rollbacks.close()
-        after = self._evaluate(display, "after") if outcome == "finished" and before else []
+        evaluations.finish()
         display.stop()
-        self._report(parts.metrics, directory, before, after, finished=outcome == "finished")
+        self._report(metrics, directory, finished=outcome == "finished")
         self._ranks.check()
 
     def _trackers(self, directory: RunDirectory, state: TrainerState | None) -> Trackers:
@@ -302,38 +310,37 @@ class TrainingRun:
             self._disk.check()
 
     def _look_after(self, display: TrainingDisplay) -> None:
-        self._ranks.check()
+        self._ranks.check(self._stop)
         self._serving.check()
         self._check_disk()
         self._rollouts.check()
         display.tick()
 
-    def _evaluate(self, display: TrainingDisplay, when: str) -> list[Evaluation]:
-        count, training = self._config.rl_training.eval_problems, self._config.rl_training
-        if not count or not self._sources:
-            return []
-        display.note(f"answering held-out problems ({when} training)")
-        work = evaluate(
-            self._serving.client,
-            self._sources,
-            self._serving.tokenizer(),
-            count,
-            max_token_length=training.atropos.max_token_length,
-            adapter=POLICY if training.lora.enabled else None,
-            template_kwargs=self._config.model.chat_template_kwargs,
+    def _evaluations(self, parts: Parts, directory: RunDirectory, display: TrainingDisplay) -> Evaluations:
+        hooks = EvaluationHooks(
+            should_stop=self._stop.is_set,
+            look_after=lambda: self._look_after(display),
+            told=display.note,
+            scored=lambda: parts.checkpointer and parts.checkpointer.point_at_best(),
         )
-        return asyncio.run(unless_stopped(work, self._stop)) or []
+        assert self._weights is not None, "the engine serves by now"
+        evaluations = Evaluations(
+            self._config,
+            directory.path,
+            self._evaluation_log,
+            (self._evaluated, self._sources),
+            client=self._serving.client,
+            tokenizer=self._serving.tokenizer(),
+            weights=self._weights,
+            versions=parts.versions,
+            policy=POLICY if self._config.rl_training.lora.enabled else None,
+            hooks=hooks,
+        )
+        self._closing.callback(evaluations.stop)
+        return evaluations
 
-    def _report(
-        self,
-        metrics: MetricsFile,
-        directory: RunDirectory,
-        before: list[Evaluation],
-        after: list[Evaluation],
-        *,
-        finished: bool,
-    ) -> None:
-        lines = list(metrics.read())
+    def _report(self, metrics: MetricsFile, directory: RunDirectory, *, finished: bool) -> None:
+        lines, evaluations = list(metrics.read()), self._evaluation_log.done()
         curve = None
         if any(line["reward_mean"] is not None for line in lines):
             try:
@@ -345,7 +352,10 @@ class TrainingRun:
             commands = report.next_commands(directory.path, self._config.model.base_path, lora=lora)
         else:
             commands = [f"{report.command_path('mlx_parallm_train')} --resume {directory.path}"]
-        report.print_report(self._console, report.compare(before, after), commands, curve)
+        found = report.compare(evaluations[0], evaluations[-1]) if finished and len(evaluations) > 1 else []
+        samples = directory.path / SAMPLES_PAGE
+        self._memory.tell(self._console)
+        report.print_report(self._console, found, commands, curve, samples if samples.is_file() else None)
 
     def _run_info(self, directory: RunDirectory, state: TrainerState | None) -> RunInfo:
         return RunInfo(
@@ -378,18 +388,6 @@ class TrainingRun:
 
     def _version(self) -> int:
         return self._weights.version if self._weights else 0
-
-
-async def unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) -> T | None:
-    """The result of `work`; None, and `work` is cancelled, when the process is asked to stop first."""
-    task = asyncio.create_task(work)
-    while not task.done():
-        if stop.is_set():
-            task.cancel()
-            await asyncio.wait([task])
-            return None
-        await asyncio.wait([task], timeout=0.1)
-    return task.result()
 
 
 def _example_prompt(sources: tuple[EnvironmentSource, ...]) -> str:

@@ -56,6 +56,7 @@ class Algorithm:
     (whitening, GAE). `needs_…`: what is scored before the step's first update. `on_data`: it learns from given texts,
     which nothing sampled. `rows_per_example`: consecutive sequences that only make sense together (2: a pair).
     `stop_kl`: a mini-batch whose metric approx_kl is above it is not applied, and ends the updates of the step.
+    `entropy_slope`: whether the loss depends on the entropy; without, the head is computed once.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Algorithm:
     stop_kl: float | None = None
     on_data: bool = False
     rows_per_example: int = 1
+    entropy_slope: bool = True
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,11 @@ class Trainer:
         self.model = BlockwiseModel(policy.model, blocks_per_eval=config.blocks_per_eval, between_blocks=between_blocks)
         if self.model.fallback and config.blocks_per_eval:
             log.info("not trained block by block", reason=self.model.fallback)
-        elif not self.model.shares_prompts:
-            log.info("prompts of a group are computed once a row", reason=self.model.unshared)
+        else:
+            if not self.model.shares_prompts:
+                log.info("prompts of a group are computed once a row", reason=self.model.unshared)
+            if config.packing and not self.model.packs_rows:
+                log.info("sequences are not packed", reason=self.model.unpacked)
         self.optimizer = PolicyOptimizer(policy.slots, config)
         self._pace = EvalPace(config)
         self._kl_coefficient = config.kl_beta
@@ -131,12 +136,16 @@ class Trainer:
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """Of each rollout's sampled tokens ([N], the first token of a sequence left out), under today's weights."""
+        return [scores[0] for scores in self.token_scores(rollouts)]
+
+    def token_scores(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        """Log-probabilities, entropies (nats) and, with a value head, values of the same tokens: [2 or 3, N]."""
         sequences = [TrainSequence(rollout, (0.0,) * len(rollout.tokens), fresh=False) for rollout in rollouts]
         found: dict[int, np.ndarray] = {}
         for micro_batch in self._collate(sequences, range(len(sequences))).micro_batches:
             ends = np.cumsum(micro_batch.mask.sum(axis=1))[:-1]
-            logprobs = np.array(self.model.score(token_batch(micro_batch))[0])
-            found |= dict(zip(micro_batch.rows, np.split(logprobs, ends), strict=True))
+            scores = np.stack([np.array(part) for part in self.model.score(token_batch(micro_batch))])
+            found |= dict(zip(micro_batch.rows, np.split(scores, ends, axis=1), strict=True))
         return [found[row] for row in range(len(sequences))]
 
     # ------------------------------------------------------------------ a step
@@ -193,6 +202,7 @@ class Trainer:
             token_budget=budget or self._pace.budget,
             together=together,
             share_prompts=self.model.shares_prompts,
+            packing=self._config.packing and self.model.packs_rows,
         )
 
     # ------------------------------------------------------------------ before the first update
@@ -239,7 +249,7 @@ class Trainer:
             if stopped := should_stop():
                 break
             found = [np.array(part) for part in self.model.score(token_batch(micro_batch))]
-            columns[:, token_index(lengths, micro_batch.rows)] = np.stack(found)
+            columns[:, token_index(lengths, micro_batch.rows)] = np.stack(found[: len(columns)])
         everyone = self.ranks.exchange(columns, stop=stopped)
         return None if everyone is None else np.sum(everyone, axis=0)
 
@@ -322,7 +332,8 @@ class Trainer:
                 constants=batch.constants,
                 names=names,
             )
-            loss, extras, gradients = self.model.loss_and_gradients(token_batch(micro_batch), objective, gradients)
+            tokens = token_batch(micro_batch, entropy_slope=self.algorithm.entropy_slope)
+            loss, extras, gradients = self.model.loss_and_gradients(tokens, objective, gradients)
             parts.append((loss, *extras))
             longest_ms, rows = self.model.longest_eval_ms, len(micro_batch.rows)
             self._pace.measured(longest_ms, tokens=micro_batch.tokens, rows=rows)

@@ -4,6 +4,7 @@ Nothing is assumed about what a follower already has: at the start of every step
 that a step changes, and where they differ (a resume, a rollback, other hardware) rank 0's arrays are copied.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ from mlx_parallm.rl_training.step_position import StepPosition
 from mlx_parallm.rl_training.trainer_base import StepResult, Trainer
 
 log = get_logger("ranks")
+
+DIGEST_PIECE = 1 << 22
+PLACES = 1640531527  # 2³² times the golden ratio squared: Knuth's multiplicative hashing
 
 
 @dataclass(frozen=True)
@@ -51,13 +55,14 @@ class LeadingTrainer(Trainer):
         return super().train_step(batch, position=position, should_stop=lambda: should_stop() or bool(self.ranks.lost))
 
 
-def follow(config: Config, ranks: Ranks) -> None:
+def follow(config: Config, ranks: Ranks, stop: threading.Event) -> None:
     """A rank that is not 0, from the model's load to the end of the run. The base model is this machine's own
-    (`model.base_path`); what is trained, and how, comes from rank 0. Raises RankLostError, ModelError."""
+    (`model.base_path`); what is trained, and how, comes from rank 0. `stop`: asks rank 0 to end the run. Raises
+    RankLostError, ModelError."""
     quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
     loaded = load_model(config.model, quantize=quantize)
     trainer: Trainer | None = None
-    while isinstance(work := ranks.told(), Step):
+    while isinstance(work := ranks.told(stop), Step):
         if trainer is None:
             algorithm = make_algorithm(work.training)
             policy = TrainedPolicy(
@@ -71,7 +76,7 @@ def follow(config: Config, ranks: Ranks) -> None:
             trainer = Trainer(policy, work.training, algorithm, ranks=ranks)
         trainer.restore(work.state)
         agree(trainer)
-        trainer.train_step(work.batch, position=work.position)
+        trainer.train_step(work.batch, position=work.position, should_stop=stop.is_set)
         ranks.check()
 
 
@@ -120,8 +125,19 @@ def _shapes(state: dict[str, mx.array]) -> list[tuple[str, tuple[int, ...], str]
 
 
 def _fingerprint(state: dict[str, mx.array]) -> list[int]:
-    """Of each array's bits: two that differ in one bit differ here."""
-    return [int(scalar(_bits(array).astype(mx.uint32).sum())) for array in state.values()]
+    return [_digest(_bits(array)) for array in state.values()]
+
+
+def _digest(bits: mx.array) -> int:
+    """Sum modulo 2³² of each element times an odd number that its place gives: one bit more or less, or two elements
+    in each other's places, make another sum. In pieces, for the temporary arrays' sake."""
+    words = mx.view(bits, mx.uint32) if bits.dtype == mx.uint64 else bits
+    total = 0
+    for start in range(0, words.size, DIGEST_PIECE):
+        piece = words[start : start + DIGEST_PIECE].astype(mx.uint32)
+        places = mx.arange(start, start + piece.size, dtype=mx.uint32) * PLACES | 1
+        total += int(scalar((piece * places).sum()))
+    return total % (1 << 32)
 
 
 def _bits(array: mx.array) -> mx.array:

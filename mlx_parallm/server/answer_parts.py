@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_parallm.tool_calls import read_calls
 from mlx_parallm.types import FinishReason
 
 State = str  # "content", "reasoning", or one of these: inside tool markers that interrupted it
@@ -176,7 +177,7 @@ class AnswerSplitter:
         """Back to the state that the region interrupted, which gets the text unless it is a call."""
         start, *body = self._region
         self._state = _INTERRUPTED[self._state]
-        calls = read_calls(self._form, "".join(body)) if readable else []
+        calls = _openai_calls(self._form, "".join(body)) if readable else []
         if not calls:
             if readable:
                 self._form.on_malformed()
@@ -200,27 +201,16 @@ def _pattern(markers: Mapping[str, State]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)) or "(?!)")  # without markers it matches nothing
 
 
-def read_calls(form: AnswerFormat, text: str) -> list[dict[str, Any]]:
+def _openai_calls(form: AnswerFormat, text: str) -> list[dict[str, Any]]:
     """The calls that stand in a tool region; [] when it holds none, or something else too that cannot be read."""
     assert form.parse is not None
-    try:
-        found = form.parse(text, form.tools)
-        return [_openai_call(call) for call in (found if isinstance(found, list) else [found])]
-    except Exception:  # noqa: BLE001 - boundary: what a malformed call makes mlx-lm's parsers raise is not told
-        return []
+    return [_openai_call(*call) for call in read_calls(form.parse, text, form.tools)]
 
 
-def _openai_call(call: Any) -> dict[str, Any]:
-    """Raises TypeError, KeyError or ValueError: no call."""
-    name, arguments, call_id = call["name"], call.get("arguments") or {}, call.get("id")
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not (isinstance(name, str) and name and isinstance(arguments, dict)):
-        raise TypeError("a call has a name and an object of arguments")
-    name.encode()
-    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+def _openai_call(name: str, arguments: Mapping[str, Any], call_id: str | None) -> dict[str, Any]:
+    written = json.dumps(arguments, ensure_ascii=False)
     if any("\ud800" <= character <= "\udfff" for character in written):  # half a surrogate pair: no UTF-8 has it
-        written = json.dumps(arguments, allow_nan=False)
+        written = json.dumps(arguments)
     # Mistral's template takes nine letters and digits as an id, no more and no less; everybody else takes anything.
-    call_id = call_id if isinstance(call_id, str) and call_id else uuid.uuid4().hex[:9]
+    call_id = call_id or uuid.uuid4().hex[:9]
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": written}}

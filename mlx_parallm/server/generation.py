@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from starlette.requests import Request as HTTPRequest
 
 from mlx_parallm.engine.validation import MAX_CHOICES
-from mlx_parallm.errors import ParallmError, RequestError
+from mlx_parallm.errors import GenerationFailedError, RequestError
 from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.fields import QueueFields
@@ -23,10 +23,6 @@ from mlx_parallm.types import Completion, CompletionDelta, Request, RequestOutpu
 
 UNNAMED = "gen"  # ids of answers that do not show them
 Part = TypeVar("Part", Completion, CompletionDelta)
-
-
-class GenerationFailedError(ParallmError):
-    """The engine gave one request up with an error of its own (HTTP 500); other requests go on."""
 
 
 @dataclass(frozen=True, slots=True)

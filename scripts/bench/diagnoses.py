@@ -85,9 +85,10 @@ def healthy(runs: list[Path]) -> int:
 
 def quickstart(seed: int, directory: Path) -> Path:
     name = f"quickstart-{seed}"
-    settings = {"checkpoint_dir": directory, "run_name": name, "seed": seed, "eval_problems": 0}
+    settings = {"checkpoint_dir": directory, "run_name": name, "seed": seed}
     flags = [part for key, value in settings.items() for part in ("--set", f"rl_training.{key}={value}")]
     command = [str(BIN / "mlx_parallm_train"), "--config", "quickstart", "--set", "server.port=0", *flags]
+    command += ["--set", "evaluation.problems=0"]
     subprocess.run(command, stderr=subprocess.DEVNULL, check=True)
     return directory / name
 

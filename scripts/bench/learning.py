@@ -29,7 +29,7 @@ from rich.table import Table
 from mlx_parallm.config import Config, load_config
 from mlx_parallm.environments.base import Task
 from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.rewards.base import Response
+from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.types import Rollout
 
 BIN = Path(sys.executable).parent
@@ -187,7 +187,7 @@ def solved(client: openai.OpenAI, model: str, task: Task, max_tokens: int) -> bo
     )
     text = answer.choices[0].message.content or ""
     nothing = Rollout((), (), (), (), 1.0, {})
-    return task.reward([Response(text, nothing)])[0]["reward"] >= 1.0 - 1e-9
+    return task.reward([Trajectory(text, nothing)])[0]["reward"] >= 1.0 - 1e-9
 
 
 def healthy(url: str) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx_parallm  # the fast BLAS comes before MLX
 
@@ -25,25 +26,35 @@ CHAT_TEMPLATE = (
 )
 
 
-def bench_model(seed: int = 0) -> nn.Module:
-    """8 layers, hidden 512, vocabulary 8192, tied head; evaluated."""
+SHAPE: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+LARGER: dict[str, Any] = {
+    "hidden_size": 896,
+    "num_hidden_layers": 13,
+    "intermediate_size": 2688,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 7,
+}
+"""What a model of 132 M parameters has instead."""
+
+
+def bench_model(seed: int = 0, *, sharpness: float = 1.0, **shape: Any) -> nn.Module:
+    """SHAPE, but for what `shape` says; evaluated. The logits' standard deviation is about `sharpness`."""
     mx.random.seed(seed)
-    model = qwen3.Model(
-        qwen3.ModelArgs(
-            model_type="qwen3",
-            hidden_size=512,
-            num_hidden_layers=8,
-            intermediate_size=1536,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=64,
-            rms_norm_eps=1e-6,
-            vocab_size=VOCAB,
-            max_position_embeddings=2048,
-            rope_theta=10000.0,
-            tie_word_embeddings=True,
-        )
-    )
+    model = qwen3.Model(qwen3.ModelArgs(**SHAPE | shape))
+    model.model.norm.weight = model.model.norm.weight * sharpness
     model.freeze()
     model.eval()
     evaluate_module(model)
@@ -60,13 +71,13 @@ def bench_prompts(count: int, length: int, seed: int = 1) -> list[list[int]]:
     return [[int(token) for token in row] for row in tokens.tolist()]
 
 
-def save_bench_model(directory: Path, *, endless: bool = False) -> Path:
+def save_bench_model(directory: Path, *, endless: bool = False, sharpness: float = 1.0, **shape: Any) -> Path:
     """Writes the model in Hugging Face layout with a byte-level BPE tokenizer that covers all of its ids.
 
     `endless`: the end of text is an id that the model cannot sample, so every answer has the length asked for.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    model = bench_model()
+    model = bench_model(sharpness=sharpness, **shape)
     mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
     arguments = {key: value for key, value in vars(model.args).items() if value is not None}
     end = VOCAB if endless else VOCAB - 1

@@ -127,9 +127,8 @@ def main() -> None:
         for number in range(args.rounds):
             for contender in chosen:
                 steps = args.slow_steps if contender.endswith("as installed") else args.steps
-                seconds = measure(
-                    contender, directory, Path(name, f"run{number}"), steps, console if number == 0 else None
-                )
+                run = Path(name, f"round{number}", contender)
+                seconds = measure(contender, directory, run, steps, console if number == 0 else None)
                 found[contender].append(seconds)
                 console.print(f"round {number + 1}, {contender}: {seconds:.3f} s a step")
     show(console, found)

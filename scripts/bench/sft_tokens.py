@@ -1,7 +1,7 @@
 """Training tokens a second on texts: the real daemon with `algorithm = "sft"` against `mlx_lm.lora`, equal settings.
 
     scripts/bench/setup_peers
-    .venv/bin/python -m scripts.bench.sft_tokens [--rounds 3] [--steps 40] [--length 128] [--batch 8]
+    .venv/bin/python -m scripts.bench.sft_tokens [--rounds 3] [--steps 40] [--length 128] [--batch 8] [--mixed]
 
 The 29 M parameter benchmark model, LoRA of rank 16 on all linear layers of all blocks, AdamW, rows of one length whose
 every token is trained on, the same file. mlx_lm.lora gets the same MKL with all cores and reports its own tokens a
@@ -10,6 +10,9 @@ first ten steps are not counted. "ours, checkpointed" evaluates block by block, 
 room for requests. "ours, 2 ranks" are two processes over the loopback (docs/distributed.md), each with half of the BLAS
 threads: on one machine that shows what ranks cost, not what they bring. In a round every contender runs once; a ratio
 is taken within a round.
+
+--mixed: rows of 1/16 of the length to all of it, evenly on a logarithmic scale, as texts are; "ours, padded" has
+rl_training.packing off. Tokens are those that are trained on, so padding counts as time only.
 """
 
 import argparse
@@ -33,6 +36,7 @@ from scripts.bench.models import save_bench_model  # the fast BLAS comes before 
 from scripts.bench.peers import PYTHON, environment
 
 CONTENDERS = ("ours", "ours, checkpointed", "ours, 2 ranks", "mlx_lm.lora", "mlx_lm.lora, checkpointed")
+MIXED = ("ours", "ours, padded", "ours, checkpointed", "ours, padded, checkpointed", "mlx_lm.lora")
 RANK, UNCOUNTED = 16, 10
 OURS = """
 [model]
@@ -49,6 +53,7 @@ algorithm = "sft"
 learning_rate = 1e-5
 batch_size = {batch}
 blocks_per_eval = {blocks}
+packing = {packing}
 total_steps = {steps}
 checkpoint_interval = 1000000
 checkpoint_dir = "{run}"
@@ -71,38 +76,43 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--mixed", action="store_true")
     args = parser.parse_args()
-    console, found = Console(width=120), {name: [] for name in CONTENDERS}
+    contenders = MIXED if args.mixed else CONTENDERS
+    console, found = Console(width=120), {name: [] for name in contenders}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        prepare(directory, args.length, args.batch)
+        prepare(directory, args.length, args.batch, args.mixed)
         for number in range(args.rounds):
-            for contender in CONTENDERS:
+            for contender in contenders:
                 checkpointed, run = contender.endswith("checkpointed"), directory / f"{contender}{number}"
                 if contender.startswith("ours"):
                     ranks = 2 if contender.endswith("ranks") else 1
-                    rate = ours(directory, run, args.steps, args.batch, checkpointed, ranks)
+                    packing = "padded" not in contender
+                    rate = ours(directory, run, args.steps, args.batch, checkpointed, ranks, packing)
                 else:
                     rate = theirs(directory, run, args.steps, args.batch, checkpointed)
                 found[contender].append(rate)
                 console.print(f"round {number + 1}, {contender}: {rate:.0f} tok/s")
-    title = f"training tokens a second, {args.batch} × {args.length} tokens, LoRA rank {RANK}, {usable_cores()} cores"
+    lengths = f"{args.length // 16} … {args.length}" if args.mixed else f"{args.length}"
+    title = f"training tokens a second, {args.batch} × {lengths} tokens, LoRA rank {RANK}, {usable_cores()} cores"
     table = Table(title=title)
-    for column in ("contender", "tok/s", "rounds", "ours / theirs", "target"):
+    for column in ("contender", "tok/s", "rounds", "ours / this", "target"):
         table.add_column(column, justify="left" if column == "contender" else "right")
     for name, rates in found.items():
         own = found["ours, checkpointed" if name.endswith("checkpointed") else "ours"]
         ratio = f"{statistics.median(o / t for o, t in zip(own, rates, strict=True)):.2f}"
-        against = not name.startswith("ours")
+        peer = name.startswith("mlx")
         rounds = ", ".join(f"{rate:.0f}" for rate in rates)
-        cells = (ratio, "≥ 1.2") if against else ("", "")
+        cells = (ratio if peer or "padded" in name else "", "≥ 1.2" if peer else "")
         table.add_row(name, f"{statistics.median(rates):.0f}", rounds, *cells)
     console.print(table)
 
 
-def ours(directory: Path, run: Path, steps: int, batch: int, checkpointed: bool, ranks: int) -> float:
+def ours(directory: Path, run: Path, steps: int, batch: int, checkpointed: bool, ranks: int, packing: bool) -> float:
     config = directory / "ours.toml"
     values = {"directory": directory, "run": run, "steps": steps, "batch": batch, "rank": RANK}
+    values["packing"] = str(packing).lower()
     config.write_text(OURS.format(blocks=int(checkpointed), **values))
     command = [str(Path(sys.executable).with_name("mlx_parallm_train")), "--config", str(config)]
     environ = os.environ | {"MKL_NUM_THREADS": str(max(1, usable_cores() // ranks))}
@@ -143,11 +153,12 @@ def theirs(directory: Path, run: Path, steps: int, batch: int, checkpointed: boo
     return len(rates) / sum(1.0 / rate for rate in rates)  # reports are of equally many tokens
 
 
-def prepare(directory: Path, length: int, batch: int) -> None:
-    """model/ and data/train.jsonl, valid.jsonl: rows of `length` letters, which are as many tokens."""
+def prepare(directory: Path, length: int, batch: int, mixed: bool) -> None:
+    """model/ and data/{train,valid}.jsonl: rows of `length` letters (`mixed`: at most), which are as many tokens."""
     save_bench_model(directory / "model")
     letters = random.Random(0)
-    rows = [json.dumps({"text": "".join(letters.choices(string.ascii_letters, k=length))}) for _ in range(32 * batch)]
+    sizes = [round(length * 16 ** -letters.random()) if mixed else length for _ in range(32 * batch)]
+    rows = [json.dumps({"text": "".join(letters.choices(string.ascii_letters, k=size))}) for size in sizes]
     (directory / "data").mkdir()
     for name in ("train", "valid"):
         (directory / f"data/{name}.jsonl").write_text("\n".join(rows) + "\n")

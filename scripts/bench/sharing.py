@@ -48,7 +48,8 @@ from scripts.bench.models import bench_prompts, save_bench_model
 assert mlx_parallm.__version__
 CLIENTS, PROMPT, OUTPUT, ROWS = 8, 64, 64, 16
 PRIORITIES = ("balanced", "serve", "train")
-ALONE = [(case, computing) for case in ("serve", "train") for computing in (1, 2)]  # 1: all cores are its own
+RATES = ("serve", "train")
+ALONE = [(case, computing) for case in RATES for computing in (1, 2)]  # 1: all cores are its own
 
 
 def main() -> None:
@@ -69,11 +70,11 @@ def main() -> None:
     for column in ("serve_priority", "serve tok/s", "train tok/s", "serve share", "train share", "sum", "failed"):
         table.add_column(column, justify="left" if column == "serve_priority" else "right")
     median = statistics.median
-    table.add_row("alone", *(f"{median(r[name] for r in rounds):.0f}" for name in ("serve", "train")), *["-"] * 4)
+    table.add_row("alone", *(f"{median(r['alone'][name] for r in rounds):.0f}" for name in RATES), *["-"] * 4)
     for priority in PRIORITIES:
         both = [r[priority] for r in rounds]
-        shares = [(b["serve"] / r["serve"], b["train"] / r["train"]) for b, r in zip(both, rounds, strict=True)]
-        rates = [f"{median(b[name] for b in both):.0f}" for name in ("serve", "train")]
+        shares = [[b[name] / r["alone"][name] for name in RATES] for b, r in zip(both, rounds, strict=True)]
+        rates = [f"{median(b[name] for b in both):.0f}" for name in RATES]
         parts = [f"{median(share[i] for share in shares):.2f}" for i in (0, 1)]
         failed = str(sum(b["failed"] for b in both))
         table.add_row(priority, *rates, *parts, f"{median(sum(share) for share in shares):.2f}", failed)
@@ -81,12 +82,13 @@ def main() -> None:
 
 
 def one_round(path: str, requests: int, seconds: float, console: Console) -> dict[str, Any]:
-    found: dict[str, Any] = {"serve": 0.0, "train": 0.0}
+    alone = dict.fromkeys(RATES, 0.0)
     for case, computing in ALONE:
         result = in_process(path=path, serve=case == "serve", train=case == "train", computing=computing,
                             requests=requests, seconds=seconds)  # fmt: skip
         console.print(f"{case} alone, {usable_cores() // computing or 1} BLAS threads: {result[case]:.0f} tok/s")
-        found[case] = max(found[case], result[case])
+        alone[case] = max(alone[case], result[case])
+    found: dict[str, Any] = {"alone": alone}
     for priority in PRIORITIES:
         found[priority] = in_process(path=path, serve=True, train=True, priority=priority, requests=requests)
         console.print(f"{priority}: {found[priority]}")

@@ -66,7 +66,7 @@ def train(config: str, max_staleness: int, seed: int, overrides: list[str]) -> L
     with tempfile.TemporaryDirectory() as directory:
         settings = [f"rl_training.max_staleness={max_staleness}", f"rl_training.seed={seed}", "server.port=0"]
         settings += [f"rl_training.checkpoint_dir={directory}", "rl_training.run_name=run"]
-        settings += ["rl_training.eval_problems=0", "logging.sample_every=0", *overrides]
+        settings += ["evaluation.problems=0", "logging.sample_every=0", *overrides]
         flags = [part for setting in settings for part in ("--set", setting)]
         command = [BIN / "mlx_parallm_train", "--config", config, *flags]
         run = subprocess.run(command, capture_output=True, text=True, timeout=7200)

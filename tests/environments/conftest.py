@@ -3,6 +3,7 @@ from managing import Inbox
 
 from mlx_parallm.config import EnvironmentConfig
 from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.environments.rollout_config import RolloutConfig
 from mlx_parallm.environments.rollouts import RolloutManager
 
 
@@ -13,15 +14,19 @@ def tokenizer(tiny_tokenizer):
 
 @pytest.fixture
 def managed(tokenizer):
-    """Makes managers that are stopped at the end of the test."""
+    """Makes managers with a sink that are stopped at the end of the test."""
     managers = []
 
-    def make(client, *, inbox=None, sources=None, start=True, **options):
+    def make(client, *, inbox=None, sources=None, start=True, seed=0, num_parallel=64, **options):
         inbox = inbox or Inbox()
         entries = [EnvironmentConfig(kind="tasks", name="sum", group_size=4)]
-        options = {"seed": 0, "temperature": 1.0, "max_token_length": 256, "sink": inbox.sink, **options}
         manager = RolloutManager(
-            client, sources or build_sources(entries, seed=0), tokenizer, on_failure=inbox.failed, **options
+            sources or build_sources(entries, seed=0),
+            RolloutConfig(seed=seed, num_parallel=num_parallel, max_token_length=256),
+            client=client,
+            tokenizer=tokenizer,
+            on_failure=inbox.failed,
+            **{"sink": inbox.sink, **options},
         )
         managers.append(manager)
         if start:

@@ -9,8 +9,9 @@ import pytest
 from scripted_client import ScriptedClient
 
 from mlx_parallm.config import parse_config
+from mlx_parallm.config_evaluation import EvaluationConfig
 from mlx_parallm.environments.episodes import EpisodeRunner, GroupPlan
-from mlx_parallm.environments.evaluate import evaluate
+from mlx_parallm.environments.evaluate import draw_problems, evaluate
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError
 
@@ -234,10 +235,9 @@ async def test_an_environments_template_options_are_laid_over_the_models(make, t
 async def test_held_out_rows_are_evaluated(make, tokenizer):
     source = make(numbered(30))
     client = ScriptedClient(tokenizer, lambda *_: "yes")
-    [evaluation] = await evaluate(client, [source], tokenizer, 3, max_token_length=128)
-    assert (evaluation.accuracy, len(evaluation.answers)) == (1.0, min(3, len(source.heldout(9))))
-    [nothing] = await evaluate(client, [make(numbered(3), heldout_fraction=0.0)], tokenizer, 3, max_token_length=128)
-    assert (nothing.answers, nothing.accuracy) == ((), 0.0)
+    drawn = draw_problems([source, make(numbered(3), heldout_fraction=0.0)], 3)
+    [found] = await evaluate(client, drawn, tokenizer, EvaluationConfig(), max_token_length=128)
+    assert (found.score, len(found.problems)) == (1.0, min(3, len(source.heldout(9))))
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.999])

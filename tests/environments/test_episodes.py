@@ -272,7 +272,7 @@ async def test_what_is_no_task_and_what_are_no_scores_is_told_in_words(tokenizer
     [first] = await runner(tokenizer, client).run([plan(source(NoTask))])
     [second] = await runner(tokenizer, client).run([plan(source(Floats))])
     assert first.failure == "NoTask.task returned {'messages': []}, not a Task"
-    assert second.failure == 'reward: the reward returned 1.0 for a response; expected {"reward": number}'
+    assert second.failure == 'reward: the reward returned 1.0 for a trajectory; expected {"reward": number}'
 
 
 async def test_a_cancelled_run_ends_its_episodes(tokenizer):

@@ -1,14 +1,25 @@
+import json
+
 import pytest
 from scripted_client import ScriptedClient
 
-from mlx_parallm.config import EnvironmentConfig
-from mlx_parallm.environments.evaluate import evaluate
+from mlx_parallm.config import EnvironmentConfig, parse_config
+from mlx_parallm.config_evaluation import EvaluationConfig
+from mlx_parallm.environments.base import EnvironmentSource, Task
+from mlx_parallm.environments.evaluate import build_evaluated, draw_problems, evaluate, overall_score, remarks
 from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.rewards.base import UNSCORED
+
+GREEDY = EvaluationConfig(problems=8)
 
 
 @pytest.fixture
 def sources():
     return build_sources([EnvironmentConfig(kind="tasks", name=name) for name in ("sum", "reverse")], seed=0)
+
+
+async def answered(client, sources, tokenizer, n, settings=GREEDY, **options):
+    return await evaluate(client, draw_problems(sources, n), tokenizer, settings, max_token_length=128, **options)
 
 
 async def test_every_heldout_task_is_answered_once_and_greedily(tokenizer, sources):
@@ -21,22 +32,88 @@ async def test_every_heldout_task_is_answered_once_and_greedily(tokenizer, sourc
         return "wrong" if expected.isdigit() else expected
 
     client = ScriptedClient(tokenizer, answer)
-    sums, reverses = await evaluate(client, sources, tokenizer, 8, max_token_length=128, adapter="policy")
-    assert (sums.environment, sums.accuracy, len(sums.answers)) == ("sum", 0.0, 8)
-    assert (reverses.environment, reverses.accuracy, reverses.reward_mean) == ("reverse", 1.0, 1.0)
-    assert reverses.answers[0].text == reverses.answers[0].expected
-    assert reverses.answers[0].prompt.startswith("Reverse: ")
+    sums, reverses = await answered(client, sources, tokenizer, 8, adapter="policy@3", priority=1)
+    assert (sums.environment, sums.numbers()["accuracy"], len(sums.problems)) == ("sum", 0.0, 8)
+    assert (reverses.environment, reverses.numbers()["accuracy"], reverses.score) == ("reverse", 1.0, 1.0)
+    assert reverses.problems[0].greedy.text == reverses.problems[0].expected
+    assert reverses.problems[0].prompt.startswith("Reverse: ")
+    assert overall_score([sums, reverses]) == 0.5
     assert len(client.requests) == 16
+    assert len({request.request_id for request in client.requests}) == 16
     assert {request.params.temperature for request in client.requests} == {0.0}
-    assert {request.params.n for request in client.requests} == {1}
-    assert {request.adapter for request in client.requests} == {"policy"}
+    assert {(request.params.n, request.adapter, request.priority) for request in client.requests} == {
+        (1, "policy@3", 1)
+    }
 
 
-async def test_a_failed_episode_counts_as_wrong(tokenizer, sources):
+async def test_sampled_answers_make_pass_at_k(tokenizer, sources):
+    """Problem number i is answered rightly by the first i of four samples; the greedy answer is wrong."""
+    [own] = draw_problems(sources[1:], 3)
+    place = {tuple(tokenizer.render_chat(task.messages)): (i, task.answer) for i, task in enumerate(own.tasks)}
+    asked = []
+
+    def answer(request, _):
+        number, expected = place[request.prompt_token_ids]
+        sample = request.request_id.partition("sample-")[2]
+        asked.append((number, request.params.temperature, request.params.top_p, request.params.seed))
+        return expected if sample and int(sample.partition("/")[0]) < number else "wrong"
+
+    settings = EvaluationConfig(problems=3, samples=4, temperature=0.7, top_p=0.9)
+    client = ScriptedClient(tokenizer, answer)
+    [found] = await evaluate(client, [own], tokenizer, settings, max_token_length=128)
+    numbers = found.numbers()
+    assert settings.metrics == ("accuracy", "reward", "sampled_reward", "pass@1", "pass@2", "pass@4")
+    assert set(settings.metrics) <= set(numbers)
+    right = [0, 1, 2]
+    assert numbers["pass@1"] == pytest.approx(sum(c / 4 for c in right) / 3)
+    assert numbers["pass@2"] == pytest.approx((0 + 3 / 6 + 5 / 6) / 3)  # 1 - C(4-c, 2) / 6
+    assert numbers["pass@4"] == pytest.approx(2 / 3)
+    assert (numbers["accuracy"], numbers["sampled_reward"]) == (0.0, numbers["pass@1"])
+    assert numbers["pass@1_low"] <= numbers["pass@1"] <= numbers["pass@1_high"]
+    assert {(t, p) for _, t, p, _ in asked} == {(0.0, 1.0), (0.7, 0.9)}
+    assert len({seed for _, t, _, seed in asked if t}) == 12, "every sample has a seed of its own"
+    assert len(asked) == 15
+    again = ScriptedClient(tokenizer, answer)
+    first, asked[:] = sorted(asked), []
+    await evaluate(again, [own], tokenizer, settings, max_token_length=128)
+    assert sorted(asked) == first, "the same seeds at each evaluation"
+    record = json.loads(json.dumps(found.to_json()))
+    assert [problem["sampled"] for problem in record["problems"]] == [[0] * 4, [1, 0, 0, 0], [1, 1, 0, 0]]
+    assert record["problems"][0]["greedy"] == 0.0
+    assert record["examples"][0]["text"] == "wrong"
+
+
+async def test_a_failed_answer_is_wrong_and_does_not_take_others_with_it(tokenizer, sources):
+    def answer(request, _):
+        if "/0/sample-1" in request.request_id:
+            return RuntimeError("engine fell over")
+        return "0"
+
+    settings = EvaluationConfig(problems=2, samples=3)
+    [sums, _] = await answered(ScriptedClient(tokenizer, answer), sources, tokenizer, 2, settings)
+    assert (sums.errors, sums.failed) == (1, False)
+    assert [a.error for a in sums.problems[0].sampled] == [None, "RuntimeError: engine fell over", None]
+    assert sums.first_error == "RuntimeError: engine fell over"
+
+
+async def test_where_every_answer_failed_there_are_no_numbers(tokenizer, sources):
     client = ScriptedClient(tokenizer, lambda *_: RuntimeError("engine fell over"))
-    [sums, _] = await evaluate(client, sources, tokenizer, 3, max_token_length=128)
-    assert sums.accuracy == 0.0
-    assert sums.answers[0].error == "RuntimeError: engine fell over"
+    [sums, reverses] = await answered(client, sources, tokenizer, 3)
+    assert sums.failed
+    assert sums.numbers() == {"problems": 3, "errors": 3}
+    assert (sums.score, overall_score([sums, reverses])) == (None, None)
+
+
+async def test_what_nothing_scored_is_an_error(tokenizer):
+    class Unscored(EnvironmentSource):
+        def task(self, index, split="train"):
+            reward = lambda group: [{"reward": 0.5, UNSCORED: 1.0} for _ in group]  # noqa: E731
+            return Task(f"k{index}", ({"role": "user", "content": f"{index}?"},), reward)
+
+    config = EnvironmentConfig(kind="tasks", name="x")
+    [found] = await answered(ScriptedClient(tokenizer, lambda *_: "a"), [Unscored(config, seed=0)], tokenizer, 2)
+    assert found.first_error == "nothing scored it"
+    assert found.failed
 
 
 async def test_requests_in_flight_are_bounded(tokenizer, sources):
@@ -52,5 +129,56 @@ async def test_requests_in_flight_are_bounded(tokenizer, sources):
             return output
 
     client = Counting(tokenizer, lambda *_: "0", gate=lambda request: 3)
-    await evaluate(client, sources, tokenizer, 20, max_token_length=128, max_in_flight=5)
-    assert peak == 5
+    counted = []
+    await answered(client, sources, tokenizer, 20, max_in_flight=5, answered=lambda: counted.append(1))
+    assert (peak, len(counted)) == (5, 40)
+
+
+def test_problems_that_are_trained_on_are_called_so(tmp_path):
+    """A class of the user's that does not know splits, and a data set that is the training's."""
+    (tmp_path / "leaky_environment.py").write_text(
+        "from mlx_parallm.environments.base import EnvironmentSource, Task\n"
+        "class Leaky(EnvironmentSource):\n"
+        "    def task(self, index, split='train'):\n"
+        "        return Task(str(index), ({'role': 'user', 'content': f'{index}?'},), lambda group: [])\n"
+    )
+    own = EnvironmentConfig(kind=f"python:{tmp_path}/leaky_environment.py:Leaky", name="leaky")
+    tasks = EnvironmentConfig(kind="tasks", name="reverse")
+    training = build_sources([own, tasks], seed=0)
+    told = list(remarks(draw_problems(training, 30), 30, training))
+    assert told == [
+        "30 of the 30 held-out problems of leaky are among the first 500 training problems of leaky: what is measured"
+        " there is memory"
+    ]
+
+
+def test_too_few_problems_are_called_so(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(4)))
+    (tmp_path / "score_it.py").write_text("def one(completions, **_):\n    return [1.0 for _ in completions]\n")
+    entry = {"kind": "dataset", "data": str(rows), "rewards": [f"python:{tmp_path}/score_it.py:one"]}
+    none = EnvironmentConfig(**entry, name="none", heldout_fraction=0)
+    [whole] = EvaluationConfig(problems=9, environments=[entry]).environments
+    drawn = draw_problems(build_sources([whole, none], seed=0), 9)
+    assert [len(own.tasks) for own in drawn] == [4, 0], "of a data set that is there to be evaluated every row is"
+    assert list(remarks(drawn, 9, ())) == [
+        "rows has 4 held-out problems of 9 asked for: an accuracy of so few is known to ±0.50 at best",
+        "none has no held-out problems: it is not evaluated",
+    ]
+    assert list(remarks(draw_problems([drawn[0].source], 4), 4, ())) == [
+        "rows: 4 problems: an accuracy of so few is known to ±0.50 at best"
+    ]
+
+
+async def test_what_a_relative_reward_would_hide_is_scored_absolutely(tmp_path, tokenizer):
+    """Every answer is right: a rank within its group could not tell."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(30)))
+    (tmp_path / "score_yes.py").write_text(
+        "def yes(completions, **_):\n    return [float(c == 'yes') for c in completions]\n"
+    )
+    entry = {"kind": "dataset", "data": str(rows), "rewards": [f"python:{tmp_path}/score_yes.py:yes"]}
+    config = parse_config({"environments": [entry | {"reward_method": "relative", "prompt_format": "text"}]})
+    client = ScriptedClient(tokenizer, lambda *_: "yes")
+    [found] = await answered(client, build_evaluated(config), tokenizer, 2)
+    assert found.numbers()["reward"] == 1.0

@@ -6,7 +6,7 @@ from managing import WAIT_S, Inbox, two_tasks
 from scripted_client import ScriptedClient
 
 from mlx_parallm.config import EnvironmentConfig
-from mlx_parallm.environments import rollouts
+from mlx_parallm.environments import group_manager
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.errors import CheckpointError, EnvironmentFailedError, RolloutRejectedError
 from mlx_parallm.rewards.verifiers import exact_match
@@ -31,7 +31,7 @@ def test_nothing_starts_without_demand_and_exactly_the_demand_arrives(managed, t
 
 def test_many_groups_are_in_flight_but_no_more_than_allowed(managed, tokenizer):
     client = ScriptedClient(tokenizer, lambda *_: "1", gate=lambda request: None)
-    manager, _ = managed(client, max_in_flight_groups=3)
+    manager, _ = managed(client, num_parallel=12)
     manager.request_groups(10)
     deadline = time.monotonic() + WAIT_S
     while manager.statistics().in_flight < 3 and time.monotonic() < deadline:
@@ -58,7 +58,7 @@ def test_short_answers_are_not_preferred(managed, tokenizer):
     client = ScriptedClient(
         tokenizer, lambda request, _: "a" * length(request), gate=lambda request: 5 * length(request)
     )
-    manager, inbox = managed(client, max_in_flight_groups=8)
+    manager, inbox = managed(client, num_parallel=32)
     manager.request_groups(40)
     groups = list(inbox.wait(groups=16)[:16])
     lengths = [group.rollouts[0].sampled_tokens for group in groups]
@@ -227,7 +227,7 @@ def test_waiting_for_demand_is_no_stall(managed, tokenizer):
 
 
 def test_failure_after_failure_ends_the_manager(managed, tokenizer, monkeypatch):
-    monkeypatch.setattr(rollouts, "FAILURES_IN_A_ROW", 5)
+    monkeypatch.setattr(group_manager, "FAILURES_IN_A_ROW", 5)
     manager, inbox = managed(ScriptedClient(tokenizer, lambda *_: RuntimeError("broken")))
     manager.request_groups(1)
     inbox.wait(failures=5)

@@ -40,7 +40,7 @@ def impatient(monkeypatch):
 
 def test_one_environment_that_hangs_is_named_and_the_others_make_its_groups(managed, tokenizer, impatient):
     client = ScriptedClient(tokenizer, lambda *_: "1", gate=hangs("sort"))
-    manager, inbox = managed(client, sources=two_tasks(sum=1.0, sort=1.0), max_in_flight_groups=4)
+    manager, inbox = managed(client, sources=two_tasks(sum=1.0, sort=1.0), num_parallel=8)
     manager.request_groups(40)
     inbox.wait(groups=40)
     assert {group.environment for group in inbox.groups} == {"sum"}
@@ -57,7 +57,7 @@ def test_an_environment_that_comes_back_gets_its_share_again_and_does_not_catch_
     managed, tokenizer, impatient, monkeypatch
 ):
     client = Door(tokenizer)
-    manager, inbox = managed(client, sources=two_tasks(sum=1.0, sort=1.0), max_in_flight_groups=4)
+    manager, inbox = managed(client, sources=two_tasks(sum=1.0, sort=1.0), num_parallel=8)
     manager.request_groups(40)
     inbox.wait(groups=40)
     client.opened.set()
@@ -75,7 +75,7 @@ def test_one_environment_that_dies_is_named_and_the_others_go_on(managed, tokeni
     def answer(request, choice):
         return RuntimeError("sandbox gone") if request.request_id.startswith("sort-") else "1"
 
-    manager, inbox = managed(ScriptedClient(tokenizer, answer), sources=two_tasks(sum=1.0, sort=1.0))
+    manager, inbox = managed(ScriptedClient(tokenizer, answer), sources=two_tasks(sum=1.0, sort=1.0), num_parallel=16)
     manager.request_groups(200)
     inbox.wait(groups=200, failures=3)
     assert {group.environment for group in inbox.groups} == {"sum"}

@@ -8,7 +8,7 @@ from mlx_parallm.config import EnvironmentConfig
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.tasks import TASKS, split_of
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.rewards.base import Response
+from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.types import Rollout
 
 needs_reasoning_gym = pytest.mark.skipif(
@@ -27,7 +27,7 @@ def gym(name, seed=0, **options):
 
 
 def reward(task, text):
-    [scores] = task.reward([Response(text, Rollout((), (), (), (), 1.0, {}))])
+    [scores] = task.reward([Trajectory(text, Rollout((), (), (), (), 1.0, {}))])
     return scores["reward"]
 
 

@@ -25,6 +25,10 @@ TOOL = {"role": "tool", "content": "abc"}
 THOUGHT = "<think>\nHm.\n</think>\n\nbac"
 
 
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
 @pytest.mark.parametrize(
     ("template", "text", "answer", "expected"),
     [
@@ -38,18 +42,34 @@ THOUGHT = "<think>\nHm.\n</think>\n\nbac"
 )
 def test_a_turn_goes_on_unless_the_template_rewrites_what_came_before(template, text, answer, expected):
     tokenizer = with_template(template)
-    tail = continuation(tokenizer, [ASK], text, [answer], last_token=0)
+    before, after = (tokenizer.render_chat_text(turns) for turns in ([ASK], [ASK, said(text), answer]))
+    tail = continuation(tokenizer, before, text, after, last_token=0)
     assert (tail and tokenizer.decode(tail, skip_special_tokens=False)) == expected
 
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_continued_conversation_is_the_rendered_one(tokenizer, closed):
     """Prompt + sampled turn + continuation = what the template makes of the whole, whether or not EOS was sampled."""
-    answer = {"role": "assistant", "content": "bac"}
+    before, whole = (tokenizer.render_chat_text(turns) for turns in ([ASK], [ASK, said("bac"), REPLY]))
     sampled = tokenizer.encode("bac", add_special_tokens=False)
     if closed:
         sampled += [end_of_turn(tokenizer)]
-    tail = continuation(tokenizer, [ASK], "bac", [REPLY], last_token=sampled[-1])
-    whole = tokenizer.render_chat_text([ASK, answer, REPLY], add_generation_prompt=True)
+    tail = continuation(tokenizer, before, "bac", whole, last_token=sampled[-1])
     ids = tokenizer.render_chat([ASK]) + sampled + tail
     assert tokenizer.decode(ids, skip_special_tokens=False) == whole
+
+
+@pytest.mark.parametrize(
+    ("said", "after", "ended_by", "expected"),
+    [
+        ("4", "Q: 2+2\nA:4\nQ: 3+3\nA:", "\n", "Q: 3+3\nA:"),  # the stop string was sampled: it is not given twice
+        ("4", "Q: 2+2\nA:4\nQ: 3+3\nA:", None, "\nQ: 3+3\nA:"),
+        (" 4 ", "Q: 2+2\nA:4, then?", None, ", then?"),
+        ("4", "Q: 2+2\nA: four", None, None),
+        ("4", "Q: 1+1\nA:4\n", None, None),
+    ],
+)
+def test_a_text_goes_on_where_the_next_one_begins_with_it(tokenizer, said, after, ended_by, expected):
+    [last] = tokenizer.encode(ended_by or "4", add_special_tokens=False)
+    tail = continuation(tokenizer, "Q: 2+2\nA:", said, after, last_token=last, stop=ended_by)
+    assert (None if tail is None else tokenizer.decode(tail)) == expected

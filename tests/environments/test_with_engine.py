@@ -7,10 +7,12 @@ import time
 import pytest
 
 from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.config_evaluation import EvaluationConfig
 from mlx_parallm.environments.base import Environment
 from mlx_parallm.environments.builtin import TasksSource
-from mlx_parallm.environments.evaluate import evaluate
+from mlx_parallm.environments.evaluate import draw_problems, evaluate
 from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.environments.rollout_config import RolloutConfig
 from mlx_parallm.environments.rollouts import RolloutManager
 from mlx_parallm.types import Request, SamplingParams
 
@@ -42,9 +44,16 @@ def collect(client, tokenizer, sources, count, **options):
         if len(groups) == count:
             enough.set()
 
-    settings = {"seed": 3, "temperature": 1.0, "max_token_length": LENGTH, "sink": sink} | options
+    num_parallel = options.pop("num_parallel", 64)
+    config = RolloutConfig(seed=3, max_token_length=LENGTH, num_parallel=num_parallel)
     manager = RolloutManager(
-        client, sources, tokenizer, on_failure=lambda group, reason: failures.append(reason), **settings
+        sources,
+        config,
+        client=client,
+        tokenizer=tokenizer,
+        sink=sink,
+        on_failure=lambda group, reason: failures.append(reason),
+        **options,
     )
     manager.start()
     manager.request_groups(count)
@@ -99,7 +108,7 @@ def test_the_same_seed_samples_the_same_groups_in_any_mode(tiny_engine, tiny_tok
 
     fixed = tokens(fixed_order=True)
     assert fixed == tokens(fixed_order=True)
-    assert sorted(fixed) == sorted(tokens(max_in_flight_groups=2))  # the order is each environment's
+    assert sorted(fixed) == sorted(tokens(num_parallel=8))  # the order is each environment's
     assert any(len(set(rollouts)) > 1 for _, rollouts in fixed)  # sampled, not greedy
 
 
@@ -107,12 +116,12 @@ def test_stop_frees_the_engine(tiny_engine, tiny_tokenizer):
     client = tiny_engine.client
     aborted = client.stats().requests_aborted
     manager = RolloutManager(
-        client,
         sources("sum", max_tokens=120, stop=("never said",)),
-        tiny_tokenizer,
-        seed=3,
-        temperature=50.0,  # far from any EOS: every answer runs to its length
-        max_token_length=200,
+        RolloutConfig(
+            seed=3, temperature=50.0, max_token_length=200
+        ),  # far from any EOS: every answer runs to its length
+        client=client,
+        tokenizer=tiny_tokenizer,
         sink=lambda group: None,
     )
     manager.start()
@@ -131,12 +140,12 @@ def test_heldout_accuracy_of_the_shipped_model(tiny_engine, tiny_tokenizer):
     """It half-knows its tasks (docs/tiny_model.md): some answers right, some wrong, and the same ones again."""
 
     def run():
-        return asyncio.run(
-            evaluate(tiny_engine.client, sources("sum", "count"), tiny_tokenizer, 24, max_token_length=LENGTH)
-        )
+        problems = draw_problems(sources("sum", "count"), 24)
+        work = evaluate(tiny_engine.client, problems, tiny_tokenizer, EvaluationConfig(), max_token_length=LENGTH)
+        return asyncio.run(work)
 
     first = run()
-    answers = [answer for evaluation in first for answer in evaluation.answers]
+    answers = [problem.greedy for evaluation in first for problem in evaluation.problems]
     assert len(answers) == 48
     assert 0.1 < sum(answer.reward for answer in answers) / 48 < 0.95
     assert all(answer.error is None for answer in answers)

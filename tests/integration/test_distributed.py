@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -169,3 +170,42 @@ def test_a_killed_rank_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     assert list((tmp_path / "run").glob("step_*"))
     train_here(config, f"rl_training.total_steps={done + 1}", resume="auto")  # the number of ranks may change
     assert [line["step"] for line in lines_of(tmp_path / "run")] == list(range(1, done + 2))
+
+
+@pytest.mark.parametrize("where", ["in a step", "between two"])
+def test_a_rank_that_is_asked_to_stop_stops_all_in_order(tmp_path: Path, where: str) -> None:
+    """In a step, or while rank 0 waits for rollouts: of an external source that never sends any."""
+    config = write_config(tmp_path, steps=400, runs=tmp_path)
+    if where == "between two":
+        text = config.read_text()
+        config.write_text(text[: text.index("[[environments]]")] + '[model]\nbase_path = "builtin:tiny"\n')
+    ranks = launch(tmp_path, 2, [str(BIN / "mlx_parallm_train"), "--config", str(config), "--resume", "auto"])
+    told, metrics = threading.Event(), tmp_path / "run/metrics.jsonl"
+    lines: list[str] = []
+
+    def read() -> None:
+        assert ranks[0].stderr is not None
+        for line in ranks[0].stderr:
+            lines.append(line)
+            if "ranks joined" in line:
+                told.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert told.wait(60), lines
+    deadline = time.monotonic() + 60
+    while where == "in a step" and not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks[1].terminate()
+    try:
+        codes = [process.wait(60) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+        reader.join()
+        for process in ranks:
+            process.communicate()
+    assert codes == [0, 0], lines
+    assert any("another rank was asked to" in line for line in lines), lines
+    assert where == "between two" or lines_of(tmp_path / "run")
+    assert (tmp_path / "run/latest/trainer_state.json").is_file()

@@ -68,7 +68,7 @@ def test_commands_and_configurations_work_from_the_wheel(venv: Path, tmp_path: P
 
 
 def test_the_quickstart_runs_from_the_wheel(venv: Path, tmp_path: Path) -> None:
-    overrides = ("rl_training.total_steps=2", "rl_training.eval_problems=0", "server.port=0", "rl_training.run_name=w")
+    overrides = ("rl_training.total_steps=2", "evaluation.problems=0", "server.port=0", "rl_training.run_name=w")
     run(venv, tmp_path, "mlx_parallm_train", "--config", "quickstart", *(f"--set={item}" for item in overrides))
     assert (tmp_path / "checkpoints" / "w" / "final" / "adapters.safetensors").exists()
 

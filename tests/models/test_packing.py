@@ -106,7 +106,7 @@ def test_prompts_of_equal_and_of_very_unequal_lengths(prompts: tuple[int, ...]) 
 
 
 def check(parts: BlockwiseModel, tokens: TokenBatch) -> None:
-    assert parts.shares_prompts and tokens.shared is not None
+    assert parts.shares_prompts and tokens.compact is not None
     for a, b in zip(parts.score(tokens), parts.score(plain(tokens)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     value, _, gradients = parts.loss_and_gradients(tokens, objective)
@@ -122,7 +122,7 @@ def test_the_prompt_goes_through_the_blocks_once(monkeypatch: pytest.MonkeyPatch
     seen = count_tokens(monkeypatch)
     one_group = batch(prompts=(9,), rows=(0,) * 6)
     parts.score(one_group)
-    assert one_group.shared is not None and sum(seen) == 3 * one_group.shared.tokens == 3 * (16 + 6 * 8)
+    assert one_group.compact is not None and sum(seen) == 3 * one_group.compact.tokens == 3 * (16 + 6 * 8)
     seen.clear()
     parts.score(plain(one_group))
     assert sum(seen) == 3 * 6 * 15
@@ -192,7 +192,7 @@ def test_blocks_that_ignore_the_prompt_are_found_out() -> None:
     model = Forgetful()
     assert not shareable(model)
     parts = BlockwiseModel(model)
-    assert not parts.fallback and "off by" in parts.unshared
+    assert not parts.fallback and "off by" in parts.unshared and "off by" in parts.unpacked
 
 
 def test_small_heads_are_made_whole_and_large_ones_in_pieces() -> None:

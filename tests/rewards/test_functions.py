@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.rewards.base import Response, score_group
+from mlx_parallm.rewards.base import Trajectory, score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.types import Rollout
 
@@ -36,7 +36,7 @@ def functions(tmp_path):
 
 def responses(*texts):
     rollout = Rollout((1, 2, 3, 9), (0, 0, 1, 1), (0.0, 0.0, -0.5, -0.1), (0, 0, 3, 3), 1.0, {})
-    return [Response(text, rollout) for text in texts]
+    return [Trajectory(text, rollout) for text in texts]
 
 
 async def scores(functions, *texts, prompt=PLAIN, row=ROW, progress=TrainingProgress):

@@ -1,13 +1,13 @@
 import pytest
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.rewards.base import UNSCORED, Response, score_group
+from mlx_parallm.rewards.base import UNSCORED, Trajectory, score_group
 from mlx_parallm.rewards.verifiers import exact_match, verifier
 from mlx_parallm.types import Rollout
 
 
-def response(text: str) -> Response:
-    return Response(text, Rollout((1, 2), (0, 1), (0.0, -0.5), (0, 3), 1.0, {}))
+def response(text: str) -> Trajectory:
+    return Trajectory(text, Rollout((1, 2), (0, 1), (0.0, -0.5), (0, 3), 1.0, {}))
 
 
 def test_exact_match_forgives_white_space_only():

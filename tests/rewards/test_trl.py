@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_parallm.rewards.base import Response, score_group
+from mlx_parallm.rewards.base import Trajectory, score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.types import Rollout
 
@@ -87,7 +87,7 @@ async def our_scores(made, prompt, columns):
         Rollout((2, *ids), (0, *(1,) * len(ids)), (0.0,) * (len(ids) + 1), (0,) * (len(ids) + 1), 1.0, {})
         for ids in TOKENS
     ]
-    responses = [Response(text, rollout) for text, rollout in zip(TEXTS, rollouts, strict=True)]
+    responses = [Trajectory(text, rollout) for text, rollout in zip(TEXTS, rollouts, strict=True)]
     reward = made.for_row(prompt, row, lambda: TrainingProgress(30, 200))
     return [rollout.scores for rollout in await score_group(reward, responses)]
 

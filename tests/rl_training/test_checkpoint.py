@@ -334,7 +334,7 @@ def test_kill_9_in_the_middle_of_a_save_leaves_the_one_before(name: str, at: int
 
 
 def test_kill_9_while_a_checkpoint_is_replaced_leaves_the_old_one(tmp_path: Path) -> None:
-    """The one moment when neither name is there: moved away, not yet replaced."""
+    """Where names cannot be exchanged, there is a moment when neither is there: moved away, not yet replaced."""
     trainer = trained(steps=0)
     path = make_checkpointer(tmp_path, trainer).save(state_at(1))
     path.rename(tmp_path / "step_000001.tmp-old")

@@ -1,7 +1,9 @@
 """Rows of [data]: every form that is read, and errors that name file and line."""
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -106,7 +108,7 @@ def test_a_bad_row_says_where_it_is_and_what_would_be_right(
 
 
 def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^data: there is no file .*nowhere\.jsonl$"):
+    with pytest.raises(ConfigError, match=r"^data: there is no file .*nowhere\.jsonl \(a data set of the hub is "):
         read_examples(DataConfig(path=str(tmp_path / "nowhere.jsonl")), "dpo")
     with pytest.raises(ConfigError, match="has no rows to train on"):
         read(tmp_path, "dpo", "")
@@ -171,6 +173,36 @@ def test_conversations_that_begin_alike_are_held_out_together(tmp_path: Path) ->
 def test_what_does_not_go_together(training: dict[str, Any], others: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config({"rl_training": training, **others})
+
+
+def test_rows_of_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(name: str, subset: str | None, *, split: str) -> list[dict[str, str]]:
+        asked.append((name, subset, split))
+        return [PAIR | {"prompt": f"{split} {number}"} for number in range(3)] + [{"prompt": "x"}] * (split == "bad")
+
+    package = ModuleType("datasets")
+    package.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    train, heldout = read_examples(DataConfig(path="hf:o/n", subset="main", eval_split="test"), "dpo")
+    assert asked == [("o/n", "main", "train"), ("o/n", "main", "test")]
+    assert [row.prompt[0]["content"] for row in heldout] == ["test 0", "test 1", "test 2"]
+    assert train[1].where == "hf:o/n, train row 1" and train[1].completions == ((GOOD,), (BAD,))
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR))
+    train, heldout = read_examples(DataConfig(path=str(tmp_path / "pairs.jsonl"), eval_path="hf:o/n"), "dpo")
+    assert (len(train), len(heldout)) == (1, 3)
+    with pytest.raises(ConfigError, match="data: hf:o/n, bad row 3: column 'chosen' is missing"):
+        read_examples(DataConfig(path="hf:o/n", split="bad"), "dpo")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="data: 'hf:o/n' needs the package: pip install"):
+        read_examples(DataConfig(path="hf:o/n"), "dpo")
+
+
+@pytest.mark.parametrize("wrong", [{"subset": "main"}, {"split": "test"}, {"eval_split": "test"}])
+def test_a_file_has_no_splits(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is of a data set of the hub"):
+        parse_config({"rl_training": {"algorithm": "sft"}, "data": {"path": "rows.jsonl", **wrong}})
 
 
 def test_a_saved_configuration_is_read_again(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ from mlx_parallm.environments.builtin import TasksSource
 from mlx_parallm.environments.episodes import GroupPlan, GroupResult
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
 from mlx_parallm.hardware import GIB
-from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
-from mlx_parallm.rl_training import dry_run
+from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
+from mlx_parallm.rewards.base import Trajectory
+from mlx_parallm.rl_training import dry_run, memory_watch
 from mlx_parallm.rl_training.dry_run import DryRun, Probe, ProbeDone, probe_config
 from mlx_parallm.rl_training.dry_run_display import OTHER_FILES, Forecast, remarks, shortcomings, visible
+from mlx_parallm.rl_training.preflight import Lengths, ModelShape
 from mlx_parallm.types import Rollout, RolloutGroup
 
 KEY = "environments.0"
@@ -31,7 +33,7 @@ def group(*rollouts: tuple[float, str]) -> GroupResult:
         Rollout((5, 6, 2), (0, 1, 1), (0.0, -1.0, -1.0), (0, 0, 0), 1.0, {"reward": reward}, stop_reason)
         for reward, stop_reason in rollouts
     )
-    return GroupResult(plan, RolloutGroup("g", "sum", made), texts=("x",) * len(made))
+    return GroupResult(plan, RolloutGroup("g", "sum", made), tuple(Trajectory("x", rollout) for rollout in made))
 
 
 @pytest.mark.parametrize(
@@ -91,8 +93,10 @@ def test_forecast_adds_up_and_says_what_is_missing() -> None:
     assert forecast.hours == 1.0 and forecast.disk == 3 * GIB + 100_000 + OTHER_FILES
     pruned = replace(forecast, rollouts_most=40_000)
     assert pruned.disk == 3 * GIB + 40_000 + OTHER_FILES
-    memory, disk = shortcomings(forecast, [("server.batch_size = 8", GIB)])
-    assert "may need 9.00 GiB" in memory and "server.batch_size = 8 (saves 1.00 GiB)" in memory
+    config = parse_config({})
+    shape = ModelShape.of(read_config(resolve_model_path("builtin:tiny")), config)
+    memory, disk = shortcomings(forecast, config, shape, Lengths(512, 512))
+    assert "may need 9.00 GiB" in memory and "8.00 GiB are there; even " in memory
     assert "keep_checkpoints" in disk
 
 
@@ -173,7 +177,7 @@ def test_equal_scores_and_no_end_are_said(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_too_large_for_the_machine_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run, "memory_present", lambda: (2**27, 2**27))
+    monkeypatch.setattr(memory_watch, "memory_present", lambda: (2**27, 2**27))
     config = own_data(tmp_path, "def score(completions, **columns):\n    return [0.25] * len(completions)\n")
-    with pytest.raises(ConfigError, match=r"needs .* present; what helps, most first: .*max_token_length = 32"):
+    with pytest.raises(ConfigError, match=r"needs .* and 128\.0 MiB are there; (even|no setting)"):
         dry(config, tmp_path / "scratch")

@@ -76,3 +76,40 @@ def test_macos_is_asked_to_empty_the_drives_cache(
         else:
             flush_to_disk(file.fileno())
     assert asked == ([51, "fsync"] if refusal == errno.ENOTSUP else [51])
+
+
+def write(path: Path, content: str) -> None:
+    def fill(directory: Path) -> None:
+        (directory / "content").write_text(content)
+
+    write_directory(path, fill)
+
+
+def test_a_directory_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that was moved away first would be nobody's for a moment."""
+    path, other = tmp_path / "step", tmp_path / "other"
+    write(path, "old")
+    write(other, "other")
+    if not files._exchanged(path, other):
+        pytest.skip("this file system cannot exchange two names")
+    assert [(place / "content").read_text() for place in (path, other)] == ["other", "old"]
+    monkeypatch.delattr(Path, "rename")
+    write(path, "new")
+    assert (path / "content").read_text() == "new"
+    assert sorted(place.name for place in tmp_path.iterdir()) == ["other", "step"]
+
+
+def test_a_directory_is_replaced_where_names_cannot_be_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_exchanged", lambda *_: False)
+    for content in ("old", "new"):
+        write(tmp_path / "step", content)
+    assert (tmp_path / "step/content").read_text() == "new"
+    assert [place.name for place in tmp_path.iterdir()] == ["step"]
+
+
+def test_names_are_exchanged_only_where_both_are_there(tmp_path: Path) -> None:
+    write(tmp_path / "step", "old")
+    assert not files._exchanged(tmp_path / "step", tmp_path / "nothing")
+    assert (tmp_path / "step/content").read_text() == "old"

@@ -205,7 +205,7 @@ class StopAt:
 
 
 def test_stopping_inside_a_step_saves_the_place_and_goes_on_there(tmp_path: Path) -> None:
-    values = {"total_steps": 4, "checkpoint_interval": 9, "token_budget": 32, "update_epochs": 2}
+    values = {"total_steps": 4, "checkpoint_interval": 9, "token_budget": 32, "update_epochs": 2, "packing": False}
     with running(tmp_path / "whole", **values) as whole:
         whole.loop.run()
     # it asks before each batch and each micro-batch: 1 + 8 times in a step of 2 epochs, 2 mini-batches of 2 of 4 rows
@@ -226,7 +226,7 @@ def test_stopping_inside_a_step_saves_the_place_and_goes_on_there(tmp_path: Path
 
 def test_scores_and_the_adaptive_coefficient_go_on_too(tmp_path: Path) -> None:
     """Stopped after the first of the second step's four updates."""
-    values = {"total_steps": 4, "checkpoint_interval": 9, "token_budget": 32, "update_epochs": 2}
+    values = {"total_steps": 4, "checkpoint_interval": 9, "token_budget": 32, "update_epochs": 2, "packing": False}
     values |= {"kl_beta": 0.1, "kl_target": 0.01, "kl_horizon": 64, "sampler_correction": "tis"}
     with running(tmp_path / "whole", **values) as whole:
         whole.loop.run()

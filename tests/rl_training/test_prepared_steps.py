@@ -23,7 +23,7 @@ class Seen:
     """Trainers of one configuration whose loss writes down what it was given, as flat arrays of the trained tokens."""
 
     def __init__(self, **config: Any) -> None:
-        self.config = make_config(**{"batch_size": 16, "token_budget": 100_000} | config)
+        self.config = make_config(**{"batch_size": 16, "token_budget": 100_000, "packing": False} | config)
         self._waiting: list[tuple[np.ndarray, dict[str, mx.array]]] = []
         self.kl_betas: list[float] = []
 

@@ -10,11 +10,12 @@ import pytest
 from pydantic import ValidationError
 
 from mlx_parallm.errors import CheckpointError
+from mlx_parallm.models.value_head import is_value_head
 from mlx_parallm.rl_training.health import find
 from mlx_parallm.rl_training.loop import Hooks
-from mlx_parallm.rl_training.publish_guard import kl_from_served
+from mlx_parallm.rl_training.publish_guard import NOT_FINITE, PublishGuard, Verdict, kl_from_served
 from tests.rl_training.bandit_run import PROMPT, Run, running
-from tests.rl_training.making import make_config, weights
+from tests.rl_training.making import make_config, make_policy, weights
 from tests.rl_training.rollouts import make_rollout
 
 
@@ -147,3 +148,17 @@ def test_rollouts_of_unknown_versions_are_not_measured_with(tmp_path: Path) -> N
         slots.write([array + 0.01 for array in slots.read()])
         assert after.after_step(2, updates=1, rollouts=[unknown, known]) is None
         assert after.refused == 1
+
+
+def test_a_critic_that_moves_alone_is_no_new_version() -> None:
+    policy = make_policy(make_config(), needs_values=True)
+    guard = PublishGuard(policy, lambda _: [], None)
+    guard.published()
+    of_critic = [slot for slot, name in enumerate(policy.slots.names) if is_value_head(name)]
+    others = [slot for slot in range(len(policy.slots)) if slot not in of_critic]
+    policy.slots.write([array + 1 for array in policy.slots.read(of_critic)], of_critic)
+    assert guard.judge([]) == Verdict(moved=False)
+    policy.slots.write([policy.slots.read(others)[0] + 1], others[:1])
+    assert guard.judge([]) == Verdict(moved=True)
+    policy.slots.write([array * float("nan") for array in policy.slots.read(of_critic)], of_critic)
+    assert guard.judge([]).reason == NOT_FINITE

@@ -186,6 +186,23 @@ def test_rank_0s_state_is_copied_where_it_differs(values: dict[str, Any]) -> Non
             assert np.array_equal(array, copied[name]), name
 
 
+def test_the_same_numbers_in_other_places_are_another_state() -> None:
+    def work(ranks: Ranks) -> dict[str, np.ndarray]:
+        trainer = make_trainer(make_config())
+        perturb_adapter(trainer.policy)
+        if ranks.rank == 1:
+            slots = trainer.policy.slots
+            turned = [array.reshape(-1)[::-1].reshape(array.shape) for array in slots.read()]
+            mx.eval(turned)
+            slots.write(turned)
+        trainer.ranks = ranks
+        agree(trainer)
+        return weights(trainer)
+
+    first, second = together(2, work)
+    assert all(np.array_equal(array, second[name]) for name, array in first.items())
+
+
 def test_another_model_is_refused() -> None:
     def work(ranks: Ranks) -> str:
         config = make_config(rank=4 + ranks.rank)

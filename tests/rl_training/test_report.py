@@ -8,9 +8,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from mlx_parallm.environments.evaluate import Answer, Evaluation
 from mlx_parallm.rl_training.report import (
-    Comparison,
     accuracy_table,
     answers_table,
     compare,
@@ -82,31 +80,32 @@ def test_smoothing_is_a_centred_mean():
     assert smooth([1.0, 2.0], 5) == [1.5, 1.5]
 
 
-def evaluation(name, texts, prompts=("Add 1 and 2.", "Add 2 and 2.", "Add 9 and 9.")):
-    expected = ("3", "4", "18")
-    answers = [
-        Answer(prompt, right, text, float(text == right))
-        for prompt, right, text in zip(prompts, expected, texts, strict=True)
-    ]
-    return Evaluation(name, tuple(answers))
+def record(texts, keys=("a", "b", "c"), rewards=None, sampled=()):
+    """A line of evaluations.jsonl, of one environment."""
+    prompts, expected = ("Add 1 and 2.", "Add 2 and 2.", "Add 9 and 9."), ("3", "4", "18")
+    rewards = rewards or [float(text == right) for text, right in zip(texts, expected, strict=True)]
+    problems, examples = [], []
+    for number, (key, reward) in enumerate(zip(keys, rewards, strict=True)):
+        problems.append({"key": key, "greedy": reward, "sampled": list(sampled)})
+        told = {"text": texts[number], "reward": reward, "error": None}
+        examples.append({"key": key, "prompt": prompts[number], "expected": expected[number], **told})
+    return {"environments": {"sum": {"numbers": {}, "problems": problems, "examples": examples}}}
 
 
 @pytest.fixture
 def comparisons():
-    before = [evaluation("sum", ("3", "5", "8"))]
-    after = [evaluation("sum", ("3", "4", "8"))]
-    return compare(before, after)
+    return compare(record(("3", "5", "8")), record(("3", "4", "8")))
 
 
-def test_the_same_prompts_are_compared(comparisons):
+def test_the_same_problems_are_compared(comparisons):
     [row] = comparisons
-    assert row.accuracies == pytest.approx((1 / 3, 2 / 3))
-    assert [(then.text, now.text) for then, now in row.pairs] == [("3", "3"), ("5", "4"), ("8", "8")]
-    moved = compare(
-        [evaluation("sum", ("3", "4", "18"), prompts=("a", "b", "Add 9 and 9."))], [evaluation("sum", ("3", "4", "18"))]
-    )
-    assert [now.prompt for _, now in moved[0].pairs] == ["Add 9 and 9."]
-    assert compare([], [evaluation("sum", ("3", "4", "18"))])[0].pairs == ()
+    assert row.rewards == ((1.0, 1.0), (0.0, 1.0), (0.0, 0.0))
+    assert row.measured == ("sum", [1.0, 0.0, 0.0], [1.0, 1.0, 0.0])
+    assert [(then["text"], now["text"]) for then, now in row.examples] == [("3", "3"), ("5", "4"), ("8", "8")]
+    [moved] = compare(record(("3", "4", "18"), keys=("x", "y", "c")), record(("3", "4", "18")))
+    assert [now["prompt"] for _, now in moved.examples] == ["Add 9 and 9."]
+    assert moved.rewards == ((1.0, 1.0),)
+    assert compare({"environments": {}}, record(("3", "4", "18"))) == []
 
 
 def test_tables_show_prompt_expected_before_and_after(comparisons):
@@ -117,11 +116,12 @@ def test_tables_show_prompt_expected_before_and_after(comparisons):
     [line] = [line for line in text.splitlines() if "Add 2 and 2." in line]
     assert [part.strip() for part in line.strip("│").split("│")] == ["Add 2 and 2.", "4", "✗ 5", "✓ 4"]
     [line] = [line for line in text.splitlines() if "0.333" in line]
-    assert [part.strip() for part in line.strip("│").split("│")] == ["sum", "3", "0.333", "0.667", "+0.333"]
+    cells = [part.strip() for part in line.strip("│").split("│")]
+    assert cells == ["sum", "3", "0.333", "0.667", "+0.333", "+0.000 to +1.000"]
 
 
-def test_an_answer_cannot_smuggle_in_markup(comparisons):
-    row = compare([evaluation("sum", ("[red]", "[/]", "x" * 500))], [evaluation("sum", ("3", "4", "18"))])
+def test_an_answer_cannot_smuggle_in_markup():
+    row = compare(record(("[red]", "[/]", "x" * 500)), record(("3", "4", "18")))
     console = Console(file=io.StringIO(), width=160)
     console.print(answers_table(row))
     assert "✗ [red]" in console.file.getvalue()
@@ -130,10 +130,11 @@ def test_an_answer_cannot_smuggle_in_markup(comparisons):
 
 
 def test_the_plain_report_says_the_same(comparisons):
-    assert plain_report(comparisons, shown=2) == (
-        "sum: 0.333 -> 0.667 (+0.333) on 3 problems\n"
+    assert plain_report(comparisons) == (
+        "sum: 0.333 -> 0.667 (+0.333, 95% interval +0.000 to +1.000) on 3 problems\n"
         "  Add 1 and 2.  [3]  3 (right) -> 3 (right)\n"
-        "  Add 2 and 2.  [4]  5 (wrong) -> 4 (right)"
+        "  Add 2 and 2.  [4]  5 (wrong) -> 4 (right)\n"
+        "  Add 9 and 9.  [18]  8 (wrong) -> 8 (wrong)"
     )
 
 
@@ -163,19 +164,23 @@ def test_next_commands_are_shell_lines(tmp_path, monkeypatch):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_report_is_printed(comparisons, tmp_path, terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
-    print_report(console, comparisons, ["command one", "command two"], tmp_path / "reward.png")
+    print_report(console, comparisons, ["command one", "command two"], tmp_path / "reward.png", tmp_path / "s.html")
     text = console.file.getvalue()
     assert f"reward curve: {tmp_path / 'reward.png'}" in text
+    assert f"samples: {tmp_path / 's.html'}" in text
     assert "next: command one\n  or: command two" in text
     assert ("│" in text) is terminal
     assert "0.667" in text
 
 
 def test_rewards_that_know_no_full_mark_are_compared_by_their_mean():
-    then = Answer("Write.", None, "long", -0.5, None)
-    now = Answer("Write.", None, "short", 0.25, None)
-    row = Comparison("rows", ((then, now),))
-    assert row.measured == ("rows (mean reward)", -0.5, 0.25)
-    assert plain_report([row]) == (
-        "rows (mean reward): -0.500 -> 0.250 (+0.750) on 1 problems\n  Write.  []  long (-0.5) -> short (0.25)"
-    )
+    soft = compare(record(("a", "b", "c"), rewards=(-0.5, 0.0, 0.0)), record(("a", "b", "c"), rewards=(0.25, 0.0, 0.0)))
+    assert soft[0].measured == ("sum (mean reward)", [-0.5, 0.0, 0.0], [0.25, 0.0, 0.0])
+    assert plain_report(soft).startswith("sum (mean reward): -0.167 -> 0.083 (+0.250, 95% interval ")
+    assert "a (-0.5) -> a (0.25)" in plain_report(soft)
+
+
+def test_sampled_answers_are_compared_by_their_mean():
+    only_sampled = record(("3", "4", "8"), rewards=(None, None, None), sampled=(1.0, 0.0))
+    [row] = compare(only_sampled, only_sampled)
+    assert row.measured == ("sum (mean reward)", [0.5] * 3, [0.5] * 3)

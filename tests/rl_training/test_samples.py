@@ -1,15 +1,26 @@
 """First, best and worst completion of a step."""
 
+import dataclasses
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 from structlog.testing import capture_logs
 
 from mlx_parallm.log import configure_logging
+from mlx_parallm.rl_training import samples as samples_module
 from mlx_parallm.rl_training.display import RunInfo, TrainingDisplay
 from mlx_parallm.rl_training.metrics import MetricsFile
-from mlx_parallm.rl_training.samples import SHOWN_CHARACTERS, SampleLog, choose_samples, samples_table, shortened
+from mlx_parallm.rl_training.samples import (
+    SAMPLES_PAGE,
+    SHOWN_CHARACTERS,
+    SampleLog,
+    choose_samples,
+    samples_table,
+    shortened,
+)
+from mlx_parallm.rl_training.samples_page import LONGEST_TEXT
 from mlx_parallm.types import RolloutGroup
 from tests.rl_training.rollouts import make_batch, make_group, make_rollout
 
@@ -83,3 +94,52 @@ def test_without_a_terminal_it_is_a_line_each() -> None:
         ("sample", "best", 0.5),
         ("sample", "worst", 0.2),
     ]
+
+
+def page_of(directory: Path) -> str:
+    return (directory / SAMPLES_PAGE).read_text(encoding="utf-8")
+
+
+def test_the_page_shows_the_newest_step_first_and_a_bounded_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples_module, "STEPS_ON_PAGE", 5)
+    log = SampleLog(tmp_path / "samples.jsonl", letters, every=1)
+    for step in range(1, 8):
+        log.on_batch(make_batch([group(f"g{step}", [0.5, 0.2])], step=step))
+    page = page_of(tmp_path)
+    assert page.index("<h2>step 7</h2>") < page.index("<h2>step 6</h2>") < page.index("<h2>step 3</h2>")
+    assert "<h2>step 2</h2>" not in page
+    assert page.count("<article>") == 3 * 5
+    assert "version 0" in page and "2 tokens, ended by ?" in page
+    SampleLog(tmp_path / "samples.jsonl", letters, every=1, step=4).on_batch(
+        make_batch([group("again", [0.5, 0.2])], step=5)
+    )
+    page = page_of(tmp_path)
+    assert page.count("<h2>") == 5, "a resume shows what was before it, and nothing of the steps that were left"
+    assert list(tmp_path.glob("*.tmp-*")) == []
+
+
+def test_nothing_that_a_model_writes_is_markup_on_the_page(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>\"'&amp;" + "x" * LONGEST_TEXT
+    usual = make_rollout((1, 1), prompt=(0,))
+    rollouts = [dataclasses.replace(usual, scores={"reward": reward, "<b>": 0.25}) for reward in (0.5, 0.75)]
+    batch = make_batch([RolloutGroup("<i>", "<u>", tuple(rollouts))], step=1)
+    SampleLog(tmp_path / "samples.jsonl", lambda tokens: evil, every=1).on_batch(batch)
+    page = page_of(tmp_path)
+    for tag in ("<script", "<i>", "<u>", "<b>0.25", "<b> 0"):
+        assert tag not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&amp;amp;" in page
+    assert "&lt;b&gt; 0.25" in page, "a part of the reward"
+    assert f"… ({len(evil):,} characters)" in page
+    assert len(page) < 10 * LONGEST_TEXT
+
+
+def test_lines_of_an_earlier_version_are_still_shown(tmp_path: Path) -> None:
+    line = choose_samples(1, [group("a", [0.5, 0.2])], letters)[0].to_json()
+    old = {key: value for key, value in line.items() if key not in ("version", "scores")}
+    MetricsFile(tmp_path / "samples.jsonl").append(old)
+    SampleLog(tmp_path / "samples.jsonl", letters, every=2, step=1).on_batch(
+        make_batch([group("b", [0.5, 0.2])], step=2)
+    )
+    assert "version ?" in page_of(tmp_path)

@@ -42,7 +42,7 @@ def test_rows_of_one_prompt_are_put_together() -> None:
     order = np.random.default_rng(0).permutation(16).tolist()
     mini = cut(batch, order)
     assert sorted(row for part in mini.micro_batches for row in part.rows) == list(range(16))
-    assert all(part.shared is not None and part.tokens <= 256 for part in mini.micro_batches)
+    assert all(part.compact is not None and part.tokens <= 256 for part in mini.micro_batches)
     plain = collate(batch.sequences, order, token_budget=256)
     assert sum(part.tokens for part in mini.micro_batches) < 0.6 * sum(part.tokens for part in plain.micro_batches)
     assert (mini.tokens, mini.sequences) == (plain.tokens, plain.sequences)
@@ -53,9 +53,9 @@ def test_the_budget_counts_what_is_computed(budget: int) -> None:
     batch = make_batch(groups(3))
     for part in cut(batch, token_budget=budget).micro_batches:
         assert part.tokens <= budget or len(part.rows) == 1
-        if part.shared is not None:
-            assert part.tokens == part.shared.prompts.size + part.shared.rests.size < part.inputs.size
-            assert len(part.shared.positions) == len(part.positions)
+        if part.compact is not None:
+            assert part.tokens == part.compact.prompts.size + part.compact.rests.size < part.inputs.size
+            assert len(part.compact.positions) == len(part.positions)
 
 
 def test_short_prompts_and_single_rows_are_cut_by_length() -> None:
@@ -66,7 +66,7 @@ def test_short_prompts_and_single_rows_are_cut_by_length() -> None:
         mini = collate(sequences, rows, token_budget=256, share_prompts=True)
         plain = collate(sequences, rows, token_budget=256)
         assert [part.rows for part in mini.micro_batches] == [part.rows for part in plain.micro_batches]
-        assert all(part.shared is None for part in mini.micro_batches)
+        assert all(part.compact is None for part in mini.micro_batches)
 
 
 def test_a_sequence_without_a_sampled_token_takes_no_part_in_it() -> None:
@@ -76,14 +76,14 @@ def test_a_sequence_without_a_sampled_token_takes_no_part_in_it() -> None:
     sequences = (*batch.sequences, TrainSequence(given, (0.0,) * len(given.tokens), False))
     mini = collate(sequences, range(len(sequences)), token_budget=256, share_prompts=True)
     assert sum(len(part.rows) for part in mini.micro_batches) == len(sequences)
-    assert all(part.shared is None for part in mini.micro_batches)
+    assert all(part.compact is None for part in mini.micro_batches)
 
 
 def test_pairs_stay_together_in_their_order() -> None:
     batch = make_batch(groups(4, size=2))
     for part in cut(batch, [6, 7, 0, 1, 4, 5, 2, 3], together=2, token_budget=130).micro_batches:
         assert all(a + 1 == b and a % 2 == 0 for a, b in zip(part.rows[::2], part.rows[1::2], strict=True))
-        assert part.shared is not None
+        assert part.compact is not None
 
 
 @pytest.mark.parametrize("lora", [True, False])

@@ -130,7 +130,7 @@ def test_with_prompts_that_are_computed_once() -> None:
     tokens = np.array([[1, 2, 3, 4, 5, 6], [1, 2, 3, 5, 4, 0], [2, 4, 6, 1, 3, 5]], np.int32)
     positions = np.array([2, 4, 5, 8, 9, 13, 15, 17], np.int32)
     apart = TokenBatch(mx.array(tokens), mx.array(positions), mx.arange(8, dtype=mx.int32) % 7)
-    together = TokenBatch(apart.inputs, apart.positions, apart.targets, shared=share_prompts(tokens, positions))
+    together = TokenBatch(apart.inputs, apart.positions, apart.targets, compact=share_prompts(tokens, positions))
 
     def of_values(_: mx.array, __: mx.array, values: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
         return mx.square(values - TARGETS[:8]).sum(), (values,)

@@ -1,0 +1,92 @@
+"""From a loaded model to a running engine thread: the daemon's, and that of an `InferenceModule` of its own."""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mlx_parallm.config import Config
+from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.served_models import ServedModels
+from mlx_parallm.engine.thread import EngineThread
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.hardware import kv_cache_bytes, prefix_cache_bytes
+from mlx_parallm.models.fast_math import use_fast_rope, use_fast_swiglu
+from mlx_parallm.models.loading import LoadedModel
+from mlx_parallm.models.lora import LoraPair, check_adapter, linear_shapes, prepare_for_serving
+from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.turns import Turns
+from mlx_parallm.weights import SharedWeights
+
+
+@dataclass(frozen=True)
+class StartedEngine:
+    """`names`: under which it answers; `shapes`: (in, out) of every linear layer, by path."""
+
+    thread: EngineThread
+    names: ServedModels
+    shapes: Mapping[str, tuple[int, int]]
+
+
+def start_engine(
+    config: Config,
+    loaded: LoadedModel,
+    weights: SharedWeights,
+    tokenizer: Callable[[], Tokenizer],
+    *,
+    adapters: Mapping[str, Mapping[str, LoraPair]],
+    main_adapter: str | None,
+    trains_base: bool = False,
+    turns: Turns | None = None,
+) -> StartedEngine:
+    """Wraps the tree of `loaded` for serving, and starts the thread.
+
+    Args:
+        weights: made from the tree before this call wraps it.
+        tokenizer: makes one for the engine's thread.
+        adapters: name → layers, served beside the base.
+        main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
+
+    Raises AdapterError: one does not fit; ConfigError; ModelError: the engine cannot decode the architecture.
+    """
+    options = engine_options(config, loaded)
+    shapes = linear_shapes(loaded.model)
+    for name, layers in adapters.items():
+        check_adapter(shapes, layers, name)
+        weights.add_adapter(name, layers)
+    names = ServedModels(
+        config.model.base_path,
+        adapter_versions=lambda: {name: adapter.version for name, adapter in weights.adapters().items()},
+        version=lambda: weights.version,
+        policy_adapter=main_adapter,
+        trains_base=trains_base,
+        aliases=config.server.served_model_names,
+        policy_versions=weights.history.versions,
+        loader=weights.loader,
+    )
+    use_fast_swiglu(loaded.model)
+    use_fast_rope(loaded.model)
+    lora = prepare_for_serving(loaded.model)
+    own = tokenizer()
+    thread = EngineThread(lambda: Engine(loaded.model, own, weights, lora, options), names, turns)
+    thread.start()
+    return StartedEngine(thread, names, shapes)
+
+
+def engine_options(config: Config, loaded: LoadedModel) -> EngineOptions:
+    """Raises ConfigError: [server] wants a longer context than the model has."""
+    server, own = config.server, loaded.max_model_len
+    deterministic = config.rl_training.deterministic
+    if server.max_model_len is not None and server.max_model_len > own:
+        raise ConfigError(f"server.max_model_len = {server.max_model_len}, but the model's context is {own} tokens")
+    return EngineOptions(
+        max_model_len=server.max_model_len or own,
+        vocab_size=loaded.vocab_size,
+        max_rows=server.batch_size,
+        prefill_chunk=server.prefill_chunk,
+        kv_cache_bytes=kv_cache_bytes(server, deterministic=deterministic),
+        prefix_cache_bytes=prefix_cache_bytes(server, deterministic=deterministic),
+        default_max_tokens=server.default_max_tokens,
+        seed=random.SystemRandom().getrandbits(63),
+        processed_alternatives=server.logprobs_mode == "processed",
+        architecture=str(loaded.config.get("model_type", "this model")),
+    )

@@ -1,0 +1,152 @@
+"""What `InferenceModule` and its two backends take and give. No MLX."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, TypeGuard, overload
+
+import numpy as np
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.types import Completion
+
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Messages | Sequence[int]
+"""Text, which goes to the model as it is; messages, which go through its chat template; or token ids."""
+
+Response = str | Sequence[int]
+
+MAX_NEW_TOKENS = 256
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Options of `generate` beside max_new_tokens. What is not set, or None, has the value in brackets."""
+
+    temperature: float | None  # [1.0]; 0 = greedy
+    top_p: float | None  # [1.0]
+    top_k: int | None  # [-1 = off]
+    do_sample: bool  # [True]; False = greedy, whatever the temperature
+    num_return_sequences: int | None  # [1]; answers to each prompt, which stand side by side in the result
+    stop: str | Sequence[str] | None  # [()]; the text ends before them
+    seed: int | None  # [another one each time]; prompt number i > 0 has one made of it and i
+    return_logprobs: bool
+    return_logits: bool
+
+
+_NAMES = {"max_new_tokens": "max_tokens", "num_return_sequences": "n"}
+_SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "num_return_sequences", "stop", "seed")
+
+
+def explicit_params(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the caller has set, by the names of SamplingParams. Raises TypeError: an option that there is not."""
+    if unknown := sorted(options.keys() - GenerateOptions.__annotations__.keys() - {"max_new_tokens"}):
+        raise TypeError(f"generate() got an unexpected keyword argument {unknown[0]!r}")
+    params = {_NAMES.get(key, key): options[key] for key in _SAMPLING if options.get(key) is not None}
+    if "stop" in params:
+        params["stop"] = (params["stop"],) if isinstance(params["stop"], str) else tuple(params["stop"])
+    if options.get("do_sample") is False:
+        params["temperature"] = 0.0
+    return params
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer to one prompt, as a backend gives it; None = the endpoint does not tell."""
+
+    text: str
+    token_ids: tuple[int, ...] | None
+    logprobs: tuple[float, ...] | None
+    finish_reason: str
+    policy_versions: tuple[int, ...] = ()
+    prompt_token_ids: tuple[int, ...] | None = None
+    cached: bool = False
+
+    @classmethod
+    def of(cls, completion: Completion, prompt_token_ids: tuple[int, ...] | None = None) -> "Answer":
+        return cls(
+            completion.text,
+            completion.token_ids,
+            completion.logprobs,
+            completion.finish_reason,
+            completion.policy_versions,
+            prompt_token_ids,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationResult(Sequence[str]):
+    """The answers; as a sequence, their texts. Answer j to prompt i is number i · num_return_sequences + j.
+
+    token_ids: what was sampled, the EOS included; None: the endpoint does not tell.
+    logprobs: with return_logprobs, for each answer [T] float32: log-softmax(logits / temperature) of its tokens before
+        top_k and top_p (temperature 0 counts as 1).
+    logits: with return_logits, for each answer [T, vocabulary] float32, of a second forward.
+    metadata: lists with an entry for each answer: "finish_reasons" ("stop", "length"), "policy_versions" (of each
+        token), "prompt_token_ids" (or None), "cached" (answered from the greedy cache).
+    """
+
+    texts: list[str]
+    token_ids: list[tuple[int, ...]] | None = None
+    logprobs: list[np.ndarray] | None = None
+    logits: list[np.ndarray] | None = None
+    metadata: dict[str, list[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer], *, logprobs: bool, logits: list[np.ndarray] | None) -> "GenerationResult":
+        ids = [answer.token_ids for answer in answers if answer.token_ids is not None]
+        return cls(
+            [answer.text for answer in answers],
+            ids if len(ids) == len(answers) else None,
+            [np.array(answer.logprobs, np.float32) for answer in answers] if logprobs else None,
+            logits,
+            {
+                "finish_reasons": [answer.finish_reason for answer in answers],
+                "policy_versions": [answer.policy_versions for answer in answers],
+                "prompt_token_ids": [answer.prompt_token_ids for answer in answers],
+                "cached": [answer.cached for answer in answers],
+            },
+        )
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self.texts[index]
+
+
+def is_messages(prompt: Prompt) -> TypeGuard[Messages]:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """A list of prompts, or one prompt, as a list. Raises RequestError: an entry that is none."""
+    found = [prompts] if _is_prompt(prompts) or isinstance(prompts, Mapping) else list(prompts)
+    for number, prompt in enumerate(found):
+        if not _is_prompt(prompt):
+            raise RequestError(
+                f"prompt number {number} is {prompt!r:.80}: expected a text, a list of messages or a list of token ids",
+                param="prompt",
+            )
+    return found
+
+
+def as_responses(responses: Any, count: int) -> list[Response]:
+    """Texts or token ids, one for each of `count` prompts; a GenerationResult stands for its token ids.
+    Raises RequestError: another number of them."""
+    if isinstance(responses, GenerationResult):
+        responses = responses.texts if responses.token_ids is None else responses.token_ids
+    found = [responses] if _is_prompt(responses) else list(responses)
+    if len(found) != count:
+        raise RequestError(
+            f"{len(found)} responses to {count} prompts: each response needs its prompt", param="response"
+        )
+    return found
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return isinstance(value, str)
+    return len(value) > 0 and any(all(isinstance(part, kind) for part in value) for kind in (Mapping, int))

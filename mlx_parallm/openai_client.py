@@ -1,0 +1,132 @@
+"""Any OpenAI-compatible endpoint: bounded concurrency, polite retries, errors that say what was wrong. No MLX.
+
+Used wherever another server's model answers: `InferenceModule(backend="openai")`, judges, `mlx_parallm_eval`.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx
+
+from mlx_parallm.errors import EndpointError
+
+RETRIED = (429, 502, 503, 504)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
+
+
+class OpenAIEndpoint:
+    """One server. Belongs to the asyncio loop that first uses it.
+
+    Args:
+        base_url: with its version, e.g. "http://127.0.0.1:8000/v1".
+        timeout_s: of one request, from its sending to the last byte of the answer.
+        retries: further tries after 429, 502, 503, 504 or a lost connection; the server's Retry-After is obeyed, else
+            the pause doubles from half a second.
+        max_in_flight: requests that are under way; others wait for their turn.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        *,
+        timeout_s: float = 600.0,
+        retries: int = 3,
+        max_in_flight: int = 64,
+    ) -> None:
+        """Raises EndpointError: `base_url` is no URL."""
+        self.base_url = base_url.rstrip("/")
+        if not self.base_url.startswith(("http://", "https://")):
+            raise EndpointError(f"{base_url!r} is no URL: expected e.g. http://127.0.0.1:8000/v1")
+        self._retries, self._timeout_s = retries, timeout_s
+        self._slots = asyncio.Semaphore(max_in_flight)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=max_in_flight, max_keepalive_connections=max_in_flight)
+        self._http = httpx.AsyncClient(timeout=httpx.Timeout(timeout_s, pool=None), headers=headers, limits=limits)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer's JSON, e.g. to `post("/chat/completions", {"model": …, "messages": […]})`.
+
+        Raises EndpointError: refused, or still unavailable after the last try.
+        """
+        return await self._answer("POST", path, body, retries=self._retries)
+
+    async def models(self) -> list[str]:
+        """Ids that the endpoint names, without a second try: the way to find out whether it is there."""
+        reply = await self._answer("GET", "/models", None, retries=0)
+        return [str(entry["id"]) for entry in reply.get("data", []) if isinstance(entry, Mapping) and "id" in entry]
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def _answer(self, method: str, path: str, body: Mapping[str, Any] | None, *, retries: int) -> dict[str, Any]:
+        async with self._slots:
+            for attempt in range(retries + 1):
+                reply = await self._try(method, path, body, FIRST_PAUSE_S * 2**attempt)
+                if isinstance(reply, httpx.Response):
+                    return self._object(path, reply)
+                problem, pause_s = reply
+                if attempt == retries or pause_s > LONGEST_PAUSE_S:
+                    break
+                await asyncio.sleep(pause_s)
+        asks = f"; it asks to wait {pause_s:.0f} s" if pause_s > LONGEST_PAUSE_S else ""
+        tries = f" (tried {attempt + 1} times)" if attempt else ""
+        raise EndpointError(f"{problem}{tries}{asks}", status=problem.status)
+
+    async def _try(
+        self, method: str, path: str, body: Mapping[str, Any] | None, usual_pause_s: float
+    ) -> httpx.Response | tuple[EndpointError, float]:
+        """The answer; or, where another try is worth it, what was wrong and how long to wait."""
+        where = f"{self.base_url}{path}"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reply = await self._http.request(method, self.base_url + path, json=body)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise EndpointError(f"{where}: no answer within {self._timeout_s:g} s") from error
+        except httpx.TransportError as error:
+            problem = EndpointError(f"{where} cannot be reached: {str(error) or type(error).__name__}")
+            return problem, min(usual_pause_s, LONGEST_PAUSE_S)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise EndpointError(f"{where}: {error}") from error
+        if reply.is_success:
+            return reply
+        problem = EndpointError(f"{where}: HTTP {reply.status_code}: {_message(reply)}", status=reply.status_code)
+        if reply.status_code not in RETRIED:
+            raise problem
+        asked = _retry_after_s(reply.headers.get("Retry-After", ""))
+        return problem, min(usual_pause_s, LONGEST_PAUSE_S) if asked is None else asked
+
+    def _object(self, path: str, reply: httpx.Response) -> dict[str, Any]:
+        try:
+            value = reply.json()
+        except ValueError:
+            value = reply.text
+        if not isinstance(value, dict):
+            raise EndpointError(f"{self.base_url}{path} answered {str(value)[:80]!r}: is this an OpenAI endpoint?")
+        return value
+
+
+def _message(reply: httpx.Response) -> str:
+    """OpenAI's error text, else the beginning of whatever was said."""
+    try:
+        value = reply.json()
+    except ValueError:
+        value = None
+    error = value.get("error", value.get("detail")) if isinstance(value, dict) else None
+    said = error.get("message") if isinstance(error, dict) else error
+    return " ".join(str(said or reply.text or reply.reason_phrase).split())[:300]
+
+
+def _retry_after_s(value: str) -> float | None:
+    """Seconds, or an HTTP date; None: neither."""
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,113 @@
+"""Code in answers: run against tests in the sandbox, or only parsed."""
+
+import asyncio
+import json
+import re
+import secrets
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.rewards.part_tools import Completions, Scores, texts_of, to_binary, with_column
+from mlx_parallm.sandbox import PROTECTIONS, Language, Sandbox
+
+FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+LANGUAGES: Mapping[str, Language] = {
+    **dict.fromkeys(("", "python", "py", "python3"), "python"),
+    **dict.fromkeys(("bash", "sh", "shell"), "bash"),
+}
+
+
+def fenced(text: str) -> list[tuple[str, str]]:
+    """(what stands after the backquotes, in lower case; the block) of every block of code in a Markdown text."""
+    return [(name.lower(), block) for name, block in FENCE.findall(text)]
+
+
+def code(
+    *,
+    column: str = "tests",
+    timeout_s: float = 10.0,
+    memory_mb: int = 512,
+    require: Collection[str] = PROTECTIONS,
+    threshold: float | None = None,
+) -> Callable[..., Any]:
+    """The share of tests that the last block of Python in an answer passes; 0 without a block.
+
+    A row's tests: a program that is run after the block and must not fail (assert statements), {"input", "output"} for
+    the block's stdin and stdout (but for white space at the ends of lines), or a list of such. A row without tests: the
+    share of all blocks, Python and bash, that end without an error; None without a block.
+
+    Raises ConfigError: the sandbox cannot give a protection of `require`.
+    """
+    sandbox = Sandbox(timeout_s=timeout_s, memory_mb=memory_mb, require=require)
+
+    async def part(**given: Any) -> Scores:
+        texts = texts_of(given["completions"])
+        rows = given.get(column) or [None] * len(texts)
+        jobs = (_share_passed(sandbox, text, tests, column) for text, tests in zip(texts, rows, strict=True))
+        return to_binary(await asyncio.gather(*jobs), threshold)
+
+    return with_column(part, column, optional=True)
+
+
+async def _share_passed(sandbox: Sandbox, text: str, tests: Any, column: str) -> float | None:
+    blocks = [(LANGUAGES[name], block) for name, block in fenced(text) if name in LANGUAGES]
+    if tests is None:
+        runs = await asyncio.gather(*(sandbox.arun(block, language=language) for language, block in blocks))
+        return sum(run.ok for run in runs) / len(runs) if runs else None
+    cases = [tests] if isinstance(tests, str | Mapping) else tests
+    for case in cases if isinstance(cases, Sequence) and cases else [cases]:
+        if not isinstance(case, str) and not (isinstance(case, Mapping) and {"input", "output"} <= set(case)):
+            raise RolloutRejectedError(f'column {column!r}: {case!r} is neither a test nor {{"input", "output"}}')
+    python = [block for language, block in blocks if language == "python"]
+    if not python:
+        return 0.0
+    passed = await asyncio.gather(*(_passes(sandbox, python[-1], case) for case in cases))
+    return sum(passed) / len(passed)
+
+
+async def _passes(sandbox: Sandbox, block: str, case: str | Mapping[str, Any]) -> bool:
+    if not isinstance(case, str):
+        run = await sandbox.arun(block, stdin=str(case["input"]))
+        return run.ok and _lines(run.stdout) == _lines(str(case["output"]))
+    # The end of the test is shown by a word that the block cannot know: exit(0) passes nothing.
+    word = secrets.token_hex(16)
+    run = await sandbox.arun(f"{block}\n{case}\n__import__('sys').__stdout__.write('\\n{word}\\n')\n")
+    return run.ok and run.stdout.endswith(f"\n{word}\n")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def syntax(*, threshold: float | None = None) -> Callable[..., Any]:
+    """The share of an answer's blocks of Python and JSON that can be parsed; None without one."""
+
+    def part(completions: Completions) -> Scores:
+        return to_binary([_share_valid(text) for text in texts_of(completions)], threshold)
+
+    return part
+
+
+def _share_valid(text: str) -> float | None:
+    parsers: Mapping[str, Callable[[str], Any]] = {
+        **{"json": json.loads},
+        **{name: _compile for name, language in LANGUAGES.items() if name and language == "python"},
+    }
+    valid = [_parses(parsers[name], block) for name, block in fenced(text) if name in parsers]
+    return sum(valid) / len(valid) if valid else None
+
+
+def _compile(block: str) -> None:
+    compile(block, "<answer>", "exec", dont_inherit=True)  # ast.parse can crash on what is nested too deep
+
+
+def _parses(parse: Callable[[str], Any], block: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd escapes in somebody else's code
+            parse(block)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deep
+        return False
+    return True

@@ -1,0 +1,238 @@
+"""Reward parts that are built in: `rewards = ["builtin:NAME"]`, `reward_options = { NAME = {…} }`. No MLX.
+
+Every entry of `PARTS` is a factory: its keywords are the part's options, and what it returns is a reward function with
+TRL's signature (`functions.py`). Scores are 0 to 1 unless said otherwise; None: there is nothing to judge. `threshold`
+makes a soft part binary. `docs/reward_parts.md` has them all.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rewards.base import Trajectory
+from mlx_parallm.rewards.code import code, fenced, syntax
+from mlx_parallm.rewards.judge import judge
+from mlx_parallm.rewards.learned import learned
+from mlx_parallm.rewards.math_check import math
+from mlx_parallm.rewards.part_tools import Completions, Scores, by_column, needs_extra, texts_of, to_binary
+
+Part = Callable[..., Any]
+
+XML_TAG = re.compile(r"</?[A-Za-z][\w:.-]*(?:\s[^<>]*)?/?>")
+TAG_COST, FORMAT_FLOOR = 0.1, 0.5
+APPROPRIATE_BONUS, NO_CALL = 0.1, 0.3
+FAILED_COST = 0.2
+EFFICIENCY = {"tokens": 0.4, "calls": 0.3, "steps": 0.3}
+
+
+def answer_match(*, column: str = "answer", pattern: str | None = None, exact: bool = False) -> Part:
+    """1 where the answer is the reference, else 0: but for case, runs of white space and punctuation around it, or
+    (`exact`) only for white space around it. `pattern`: a regular expression whose last match is the answer, by its
+    first group where it has one.
+
+    Raises ConfigError: the pattern is no regular expression.
+    """
+    find = None if pattern is None else _compile(pattern)
+
+    def plain(text: str) -> str:
+        return text.strip() if exact else " ".join(text.casefold().split()).strip(" .,:;!?\"'`$*()[]")
+
+    def score(text: str, reference: Any) -> float:
+        if find is not None:
+            matches = list(find.finditer(text))
+            if not matches:
+                return 0.0
+            text = matches[-1][1 if find.groups else 0] or ""
+        return float(plain(text) == plain(str(reference)))
+
+    return by_column(score, column)
+
+
+def regex(*, pattern: str, whole: bool = False) -> Part:
+    """1 where the expression is found in the answer (`whole`: is all of it), else 0. Raises ConfigError."""
+    find = _compile(pattern)
+
+    def part(completions: Completions) -> Scores:
+        match = find.fullmatch if whole else find.search
+        return [float(match(text) is not None) for text in texts_of(completions)]
+
+    return part
+
+
+def json_valid(*, schema: Mapping[str, Any] | str | None = None) -> Part:
+    """1 where the answer is JSON (its last ```json block, where it has one), and as `schema` wants it, else 0.
+    `schema`: a JSON schema, or the path of one.
+
+    Raises ConfigError: a file that cannot be read, a schema that is none, jsonschema not installed.
+    """
+    is_valid = _anything if schema is None else _schema(schema)
+
+    def score(text: str) -> float:
+        blocks = [block for name, block in fenced(text) if name == "json"]
+        try:
+            return float(is_valid(json.loads(blocks[-1] if blocks else text, parse_constant=_no_constant)))
+        except (ValueError, RecursionError):
+            return 0.0
+
+    return _of_text(score)
+
+
+def format_(*, tags: Sequence[str] = (), threshold: float | None = None) -> Part:
+    """With `tags`: 1 where the answer is these XML elements in this order and nothing else, each once, else 0. Without:
+    1, less 0.1 for each XML tag in it, at least 0.5."""
+    elements = [rf"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in tags]
+    whole = re.compile(r"\s*" + r"\s*".join(elements) + r"\s*", re.DOTALL)
+
+    def score(text: str) -> float:
+        if not tags:
+            return max(FORMAT_FLOOR, 1 - TAG_COST * len(XML_TAG.findall(text)))
+        once = all(text.count(f"<{tag}>") == text.count(f"</{tag}>") == 1 for tag in tags)
+        return float(once and whole.fullmatch(text) is not None)
+
+    return _of_text(score, threshold)
+
+
+def length(*, target: int, threshold: float | None = None) -> Part:
+    """1 for `target` sampled tokens, less by the distance in targets, at least 0. Raises ConfigError."""
+    if target < 1:
+        raise ConfigError(f"target = {target}: a number of tokens, 1 or more")
+
+    def part(completion_ids: Sequence[Sequence[int]]) -> Scores:
+        return to_binary([max(0.0, 1 - abs(len(ids) - target) / target) for ids in completion_ids], threshold)
+
+    return part
+
+
+def overlong(*, length: int, buffer: int) -> Part:
+    """0 up to `length - buffer` sampled tokens, then down in a line to -1 at `length`, -1 beyond: DAPO's soft overlong
+    punishment (arXiv 2503.14476, equation 13), as rl_training.overlong_buffer has it for all environments.
+
+    Raises ConfigError: no 0 < buffer <= length.
+    """
+    if not 0 < buffer <= length:
+        raise ConfigError(f"buffer = {buffer}, length = {length}: it takes 0 < buffer <= length")
+
+    def part(completion_ids: Sequence[Sequence[int]]) -> Scores:
+        return [min(0.0, max(-1.0, (length - buffer - len(ids)) / buffer)) for ids in completion_ids]
+
+    return part
+
+
+def tool_success(*, threshold: float | None = None) -> Part:
+    """ok / calls + 0.1 · appropriate / calls, at most 1, of the episode's tool calls: metadata["tool_calls"]. A call is
+    appropriate whose tool is in the row's column `tools`, a list of names. Without a call: 0.3 where the row names
+    tools, else None."""
+
+    def part(trajectories: Sequence[Trajectory], tools: Sequence[Sequence[str] | None] | None = None) -> Scores:
+        rows = tools or [None] * len(trajectories)
+        return to_binary([score(t, wanted or ()) for t, wanted in zip(trajectories, rows, strict=True)], threshold)
+
+    def score(trajectory: Trajectory, wanted: Sequence[str]) -> float | None:
+        calls: Sequence[Mapping[str, Any]] = trajectory.metadata.get("tool_calls", ())
+        if not calls:
+            return NO_CALL if wanted else None
+        ok, appropriate = (sum(bool(c.get("ok")) for c in calls), sum(c["name"] in wanted for c in calls))
+        return min(1.0, (ok + APPROPRIATE_BONUS * appropriate) / len(calls))
+
+    return part
+
+
+def task_completion(*, threshold: float | None = None) -> Part:
+    """completed / created - 0.2 · failed / created, at least 0, of the episode's tasks: metadata["tasks"] =
+    {"created", "completed", "failed"}, numbers; None where none was created."""
+
+    def score(trajectory: Trajectory) -> float | None:
+        tasks: Mapping[str, int] = trajectory.metadata.get("tasks", {})
+        created = tasks.get("created", 0)
+        if not created:
+            return None
+        return max(0.0, (tasks.get("completed", 0) - FAILED_COST * tasks.get("failed", 0)) / created)
+
+    return _of_trajectory(score, threshold)
+
+
+def efficiency(*, tokens: int = 2000, calls: int = 10, steps: int = 15, threshold: float | None = None) -> Part:
+    """0.4 · (1 - sampled tokens / `tokens`) + 0.3 · (1 - tool calls / `calls`) + 0.3 · (1 - steps / `steps`), each term
+    at least 0; an episode without tool calls in its metadata is weighed by the other two. Raises ConfigError."""
+    if min(tokens, calls, steps) < 1:
+        raise ConfigError(f"tokens = {tokens}, calls = {calls}, steps = {steps}: all have to be 1 or more")
+
+    def score(trajectory: Trajectory) -> float:
+        used = {"tokens": trajectory.rollout.sampled_tokens / tokens, "steps": trajectory.step_count / steps}
+        if "tool_calls" in trajectory.metadata:
+            used["calls"] = len(trajectory.metadata["tool_calls"]) / calls
+        left = sum(EFFICIENCY[name] * max(0.0, 1 - share) for name, share in used.items())
+        return left / sum(EFFICIENCY[name] for name in used)
+
+    return _of_trajectory(score, threshold)
+
+
+def _of_text(score: Callable[[str], float], threshold: float | None = None) -> Part:
+    def part(completions: Completions) -> Scores:
+        return to_binary([score(text) for text in texts_of(completions)], threshold)
+
+    return part
+
+
+def _of_trajectory(score: Callable[[Trajectory], float | None], threshold: float | None) -> Part:
+    def part(trajectories: Sequence[Trajectory]) -> Scores:
+        return to_binary([score(trajectory) for trajectory in trajectories], threshold)
+
+    return part
+
+
+def _compile(pattern: str) -> "re.Pattern[str]":
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"pattern = {pattern!r}: {error}") from error
+
+
+def _schema(given: Mapping[str, Any] | str) -> Callable[[Any], bool]:
+    needs_extra("jsonschema", "json")
+    import jsonschema
+
+    try:
+        schema = json.loads(Path(given).read_text()) if isinstance(given, str) else given
+        kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+        kind.check_schema(schema)
+    except (OSError, ValueError, jsonschema.SchemaError) as error:
+        raise ConfigError(f"schema: {' '.join(str(error).split())[:300]}") from error
+    is_valid: Callable[[Any], bool] = kind(schema).is_valid
+    return is_valid
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+PARTS: Mapping[str, Callable[..., Part]] = MappingProxyType(
+    {
+        "answer_match": answer_match,
+        "math": math,
+        "regex": regex,
+        "json": json_valid,
+        "format": format_,
+        "length": length,
+        "overlong": overlong,
+        "code": code,
+        "syntax": syntax,
+        "tool_success": tool_success,
+        "task_completion": task_completion,
+        "efficiency": efficiency,
+        "judge": judge,
+        "learned": learned,
+    }
+)
+WEIGHTS: Mapping[str, float] = MappingProxyType(
+    dict.fromkeys(PARTS, 1.0) | {"code": 2.0, "tool_success": 2.0, "task_completion": 1.5, "efficiency": 0.5}
+)
+"""Of a part where none is configured."""

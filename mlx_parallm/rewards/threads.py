@@ -1,0 +1,60 @@
+"""Where reward code runs, so that it never blocks the environments. Threads for the life of the process, and daemons: a
+reward that never returns must not hold up the end of a run."""
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Worker:
+    """A thread that runs jobs one at a time, without an event loop: a job may use asyncio.run, as under TRL."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
+        self._jobs: SimpleQueue[Callable[[], None]] | None = None
+
+    def put(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            self._jobs = self._jobs or self._begin()
+            self._jobs.put(job)
+
+    def leave_behind(self) -> None:
+        """Gives the jobs that wait for one that does not end a thread of their own."""
+        with self._lock:
+            left, self._jobs = self._jobs, self._begin()
+            with suppress(Empty):
+                while left is not None:
+                    self._jobs.put(left.get_nowait())
+
+    def _begin(self) -> "SimpleQueue[Callable[[], None]]":
+        jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+        def work() -> None:
+            while True:
+                jobs.get()()
+
+        threading.Thread(target=work, name=self._name, daemon=True).start()
+        return jobs
+
+
+FUNCTIONS = Worker("rewards")
+COMPUTERS = Worker("reward computers")  # of its own: a computer may wait for functions
+
+
+def on_loop(coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+    """Starts it on the loop of async functions: one, so that a client that a user's module keeps stays on it."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop())
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
+    return loop

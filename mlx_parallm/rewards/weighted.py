@@ -1,0 +1,123 @@
+"""Reward computers made of parts that are given as functions or by name: weighted and Pareto. No MLX."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.rewards import threads
+from mlx_parallm.rewards.base import Trajectory
+from mlx_parallm.rewards.computers import Objective, RewardComputer, SVRLRewardComputer
+from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
+from mlx_parallm.rewards.methods import Method, Parts, objectives_of, pareto_ranks
+from mlx_parallm.rewards.references import is_reward_reference
+from mlx_parallm.user_code import did_you_mean, name_of, user_code
+
+
+class WeightedRewardComputer(RewardComputer):
+    """A weighted sum of parts.
+
+    A part is a function of one trajectory, which returns a number (soft), a bool (binary) or None (it does not apply);
+    or a reference as a configuration's `rewards` have it ("builtin:math", "python:score.py:correct"), which is called
+    once for a group and given the metadata of its trajectories as columns.
+    """
+
+    def __init__(
+        self,
+        objective_functions: Sequence[Objective | str] = (),
+        objective_names: Sequence[str] | None = None,
+        weights: Sequence[float] | None = None,
+        *,
+        objectives: Sequence[Objective | str] = (),
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        normalize: bool = False,
+    ) -> None:
+        """
+        Args:
+            objective_functions: the parts; `objectives` is another name for them.
+            objective_names: unique; default: the functions' own names.
+            weights: default: the same for each, 1 in all.
+            options: keyword arguments of parts that are given by reference, by the name at the reference's end.
+
+        Raises ConfigError: no parts, or parts under both names; another number of names or weights; a name twice; a
+        reference that cannot be resolved.
+        """
+        what = type(self).__name__
+        if bool(objective_functions) == bool(objectives):
+            raise ConfigError(f"{what}: give its parts as objective_functions, or as objectives")
+        parts = tuple(objective_functions or objectives)
+        references = [part for part in parts if isinstance(part, str)]
+        if wrong := [reference for reference in references if not is_reward_reference(reference)]:
+            raise ConfigError(f'{what}: {wrong[0]!r} is neither a function nor "builtin:NAME" or "python:file.py:name"')
+        self._by_reference = RewardFunctions(references, (), columns=None, key=what, options=options)
+        found = iter(self._by_reference.names)
+        names = list(objective_names or [next(found) if isinstance(part, str) else name_of(part) for part in parts])
+        shares = [1 / len(parts)] * len(parts) if weights is None else list(weights)
+        for given, word in ((names, "objective_names"), (shares, "weights")):
+            if len(given) != len(parts):
+                raise ConfigError(f"{what}: {len(given)} {word} for {len(parts)} parts")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"{what}: two parts are called {twice[0]!r}: give objective_names")
+        super().__init__(dict(zip(names, shares, strict=True)), normalize=normalize)
+        self._functions = {name: part for name, part in zip(names, parts, strict=True) if not isinstance(part, str)}
+
+    def compute_parts(self, trajectories: Sequence[Trajectory]) -> list[Parts]:
+        groups: dict[str | int, list[int]] = {}
+        for position, trajectory in enumerate(trajectories):
+            groups.setdefault(getattr(trajectory, "group_id", "") or position, []).append(position)
+        referred: dict[int, Parts] = {}
+        if self._by_reference.names:
+            for positions in groups.values():
+                scores = self._score_group([trajectories[position] for position in positions])
+                referred |= dict(zip(positions, scores, strict=True))
+        return [
+            {name: _value(function, name, trajectory) for name, function in self._functions.items()}
+            | dict(referred.get(position, {}))
+            for position, trajectory in enumerate(trajectories)
+        ]
+
+    def _score_group(self, group: Sequence[Trajectory]) -> list[Parts]:
+        """What the parts given by reference say, under the names that they have here."""
+        names = [name for name in self.weights if name not in self._functions]
+        first = group[0]
+        scoring = self._by_reference.parts(first.prompt, first.metadata, group, TrainingProgress)
+        parts, _ = threads.on_loop(scoring).result()
+        return [
+            dict.fromkeys(names) if part is None else dict(zip(names, part.values(), strict=True)) for part in parts
+        ]
+
+
+class ParetoRewardComputer(WeightedRewardComputer):
+    """Several objectives; larger is better, with a negative weight smaller. By default a reward is how near its
+    front is to the first (`methods.pareto_rewards`); `absolute` and `relative` are of the weighted sum."""
+
+    default_method: ClassVar[Method] = "pareto"
+
+    def get_pareto_frontier_indices(self, trajectories: Sequence[Trajectory]) -> list[int]:
+        """Positions of the trajectories that no other of them dominates, duplicates included."""
+        objectives = objectives_of(self._checked_parts(trajectories), self.weights)
+        ranks = pareto_ranks(list(objectives.values()))
+        return [position for position, rank in zip(objectives, ranks, strict=True) if rank == 0]
+
+
+def _value(function: Objective, name: str, trajectory: Trajectory) -> float | None:
+    with user_code(name, RolloutRejectedError):
+        value = function(trajectory)
+        return None if value is None else float(value)
+
+
+KINDS: Mapping[str, Callable[..., RewardComputer]] = {
+    "svrl": SVRLRewardComputer,
+    "pareto": ParetoRewardComputer,
+    "weighted": WeightedRewardComputer,
+    "custom": WeightedRewardComputer,
+}
+
+
+def create_reward_computer(kind: str, **options: Any) -> RewardComputer:
+    """The reward computer of a kind: "svrl", "pareto", or "weighted", which is also called "custom".
+
+    Raises ConfigError: another kind, or what the computer refuses.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"no reward computer {kind!r}{did_you_mean(kind, list(KINDS))}")
+    return KINDS[kind](**options)

@@ -1,0 +1,317 @@
+"""Runs code that nobody has read (a model's answers) in a process of its own, with its doors closed. No MLX.
+
+`Sandbox.run` → `sandbox_launcher.py`, which closes what the kernel lets it → the code. Four protections:
+
+    files      nothing can be read but the system's libraries and the interpreter, nothing written but a directory of
+               its own, which is gone afterwards
+    network    no connection to anywhere, this machine included
+    processes  no other process can be seen or signalled, and nothing that the code starts outlives it
+    limits     of memory, CPU time, processes, open files and written bytes
+
+`Sandbox()` tries the ways of this machine once and refuses to be made where one of `require` would be lacking; each run
+checks again before the code starts. The time-out, and the output, which is cut while it is read, always hold.
+"""
+
+import asyncio
+import functools
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import psutil
+
+from mlx_parallm.errors import ConfigError, SandboxError
+
+Language = Literal["python", "bash"]
+Outcome = Literal["ended", "timeout", "output", "memory"]
+
+PROTECTIONS = ("files", "network", "processes", "limits")
+MACOS = sys.platform == "darwin"
+WAYS: tuple[str, ...] = ("seatbelt",) if MACOS else ("namespaces", "landlock")
+WATCH_MEMORY = MACOS  # its kernel has no limit of a process's memory
+PACKAGE = str(Path(__file__).resolve().parent)
+# Imported, for then its bytecode is kept; the package itself is not, nor does its directory hide a standard module.
+LAUNCH = f"import sys; sys.path.append({PACKAGE!r}); import sandbox_launcher; sandbox_launcher.main()"
+SANDBOX_EXEC = "/usr/bin/sandbox-exec"
+GRACE_S = 0.4  # for the launcher to end what it started
+WATCH_S = 0.05
+LEAST_MEMORY_MB = 64  # of an interpreter that does nothing
+TRIAL_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxRun:
+    """What came of one run."""
+
+    outcome: Outcome  # "output": more of it than output_kb; "memory": too much (macOS; elsewhere a MemoryError)
+    returncode: int | None  # negative: the signal that ended it; None unless it "ended"
+    stdout: str  # as far as it was read
+    stderr: str
+    seconds: float  # wall time, the start of the process included
+    protections: frozenset[str]  # in force during this run
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome == "ended" and self.returncode == 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    timeout_s: float
+    memory: int  # bytes of each process
+    processes: int
+    disk: int  # bytes
+    output: int  # bytes of either stream
+
+
+class Sandbox:
+    """Runs programs of Python (the standard library of the interpreter under this one's virtual environment) and bash.
+
+    `protections`: those in force here (on macOS bash lacks "processes", since it has to fork). Thread-safe.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 10.0,
+        memory_mb: int = 512,
+        processes: int = 16,
+        disk_mb: int = 64,
+        output_kb: int = 1024,
+        concurrency: int | None = None,
+        require: Collection[str] = PROTECTIONS,
+    ) -> None:
+        """
+        Args:
+            timeout_s: wall time of a run, after which it is killed with all that it started.
+            memory_mb: address space of each of its processes.
+            processes: and threads, at once.
+            disk_mb: all that it writes (without namespaces: of each file).
+            output_kb: of stdout and of stderr; more ends the run.
+            concurrency: runs at once, others wait; default: one a core.
+            require: protections without which nothing is run.
+
+        Raises ConfigError: a value that makes no sense, or a required protection that this machine does not give.
+        """
+        if unknown := sorted(set(require) - set(PROTECTIONS)):
+            raise ConfigError(f"sandbox: require: there is no {unknown[0]!r}; choose from {', '.join(PROTECTIONS)}")
+        least = {"timeout_s": 0.1, "memory_mb": LEAST_MEMORY_MB, "processes": 1, "disk_mb": 1, "output_kb": 1}
+        given = {"timeout_s": timeout_s, "memory_mb": memory_mb, "processes": processes, "disk_mb": disk_mb}
+        for name, value in (given | {"output_kb": output_kb}).items():
+            if not value >= least[name]:
+                raise ConfigError(f"sandbox: {name} = {value}; it has to be {least[name]} or more")
+        concurrency = (os.cpu_count() or 1) if concurrency is None else concurrency
+        if concurrency < 1:
+            raise ConfigError(f"sandbox: concurrency = {concurrency}; it has to be 1 or more")
+        self._limits = _Limits(timeout_s, memory_mb << 20, processes, disk_mb << 20, output_kb << 10)
+        self._require = frozenset(require)
+        self._way, self.protections = _way_with(self._require)
+        self._slots = threading.BoundedSemaphore(concurrency)
+        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="sandbox")
+
+    def run(self, code: str, *, language: Language = "python", stdin: str = "") -> SandboxRun:
+        """Runs a program to its end, or to a limit; blocks for at most `timeout_s` + 1 s once it has its turn.
+
+        Raises SandboxError: it could not be run (no process, no memory, a required protection lacking this time).
+        """
+        with self._slots:
+            return _run(self._way, self._limits, self._require, code, language, stdin)
+
+    async def arun(self, code: str, *, language: Language = "python", stdin: str = "") -> SandboxRun:
+        """`run`, without blocking the event loop. Cancelled, it leaves the program to its time-out."""
+        work = functools.partial(self.run, code, language=language, stdin=stdin)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _way_with(require: frozenset[str]) -> tuple[str, frozenset[str]]:
+    """The first way with all of `require`, and its protections. Raises ConfigError."""
+    tried: dict[str, tuple[frozenset[str] | None, str]] = {}
+    for way in WAYS:
+        protections, _ = tried[way] = _trial(way)
+        if protections is not None and require <= protections:
+            return way, protections
+    best = max((given or frozenset() for given, _ in tried.values()), key=lambda given: len(given & require))
+    lacking = ", ".join(name for name in PROTECTIONS if name in require - best)
+    reasons = "; ".join(f"{way}: {why}" for way, (_, why) in tried.items())
+    raise ConfigError(
+        f"the sandbox cannot close {lacking} on this machine ({reasons}); to run code all the same, leave it out of"
+        f" require = {json.dumps(PROTECTIONS)} (docs/reward_parts.md)"
+    )
+
+
+@functools.cache
+def _trial(way: str) -> tuple[frozenset[str] | None, str]:
+    """What a way gives on this machine, None where nothing can be run; and what it lacks, with the reasons."""
+    limits = _Limits(TRIAL_S, 512 << 20, 16, 1 << 20, 1 << 20)
+    try:
+        run = _run(way, limits, frozenset(), "pass", "python", "")
+    except SandboxError as error:
+        return None, str(error)
+    if not run.ok:
+        return None, f"an empty program ended with {run.returncode} ({run.outcome}): {run.stderr.strip()[-200:]}"
+    return run.protections, "lacks " + ", ".join(name for name in PROTECTIONS if name not in run.protections)
+
+
+def _run(way: str, limits: _Limits, require: frozenset[str], code: str, language: Language, stdin: str) -> SandboxRun:
+    if language not in get_args(Language):
+        raise SandboxError(f"the sandbox runs python and bash, not {language!r}")
+    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    prefixes = sorted({os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)})
+    specification = {
+        **{"way": way, "language": language, "code": code, "stdin": stdin, "python": python, "prefixes": prefixes},
+        **{"require": sorted(require), "timeout_s": limits.timeout_s, "memory": limits.memory},
+        **{"processes": limits.processes, "disk": limits.disk},
+    }
+    command = [python, "-I", "-S", "-c", LAUNCH]
+    started = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(prefix="mlx_parallm_sandbox_", ignore_cleanup_errors=True) as made:
+            directory = specification["directory"] = os.path.realpath(made)
+            if way == "seatbelt":
+                specification["closed"] = [n for n in PROTECTIONS if n != "processes" or language == "python"]
+                command = [SANDBOX_EXEC, "-p", _profile(directory, prefixes, language), *command]
+            cut, returncode, streams = _start(command, specification, limits)
+    except OSError as error:
+        raise SandboxError(f"the sandbox cannot be started: {error}") from error
+    return _result(cut, returncode, streams, time.monotonic() - started)
+
+
+def _start(
+    command: list[str], specification: Mapping[str, Any], limits: _Limits
+) -> tuple[Outcome | None, int, list[bytes]]:
+    """Why it was cut off, the launcher's exit code, and what was written to stdout, stderr and the report."""
+    reading, writing = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [*command, str(writing)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(writing,),
+            start_new_session=True,
+            env={},
+        )
+    except OSError:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    try:
+        with suppress(BrokenPipeError), process.stdin:  # it has ended at once; its stderr says why
+            process.stdin.write(json.dumps(specification).encode())
+        streams = {file: bytearray() for file in (process.stdout.fileno(), process.stderr.fileno(), reading)}
+        cut = _read(process, streams, limits)
+        return cut, process.wait(), [bytes(text) for text in streams.values()]
+    finally:
+        _kill(process)
+        os.close(reading)
+        for pipe in (process.stdout, process.stderr):
+            pipe.close()
+
+
+def _read(process: "subprocess.Popen[bytes]", streams: Mapping[int, bytearray], limits: _Limits) -> Outcome | None:
+    """Reads until all is closed, which is when nothing lives any more; ends the run at a limit."""
+    cut: Outcome | None = None
+    end = time.monotonic() + limits.timeout_s + (0.0 if MACOS else GRACE_S)  # Linux: the launcher's own comes first
+    with selectors.DefaultSelector() as selector:
+        for stream in streams:
+            selector.register(stream, selectors.EVENT_READ)
+        while selector.get_map():
+            left = end - time.monotonic()
+            if left <= 0 and cut is not None:
+                _kill(process)
+                break
+            if left <= 0:
+                cut, end = "timeout", _stop(process)
+                continue
+            for key, _ in selector.select(min(left, WATCH_S) if WATCH_MEMORY else left):
+                data = os.read(key.fd, 1 << 16)
+                streams[key.fd].extend(data[: max(0, limits.output + 1 - len(streams[key.fd]))])
+                if not data:
+                    selector.unregister(key.fd)
+            too_much: Outcome | None = None
+            if any(len(text) > limits.output for text in streams.values()):
+                too_much = "output"
+            elif WATCH_MEMORY and _resident(process.pid) > limits.memory:
+                too_much = "memory"
+            if too_much is not None and cut is None:
+                cut, end = too_much, _stop(process)
+    return cut
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> float:
+    """Asks the launcher to end what it has started; when its time for that is up."""
+    process.terminate()
+    return time.monotonic() + GRACE_S
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):  # macOS: of a group that has ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory of a process and its descendants."""
+    try:
+        process = psutil.Process(pid)
+        return sum(int(one.memory_info().rss) for one in (process, *process.children(recursive=True)))
+    except psutil.Error:
+        return 0  # it has ended meanwhile
+
+
+def _result(cut: Outcome | None, returncode: int, streams: list[bytes], seconds: float) -> SandboxRun:
+    stdout, stderr, reported = streams
+    said: dict[str, Any] = {}
+    for line in reported.splitlines():
+        said |= json.loads(line)
+    if "error" in said:
+        raise SandboxError(said["error"])
+    if said.get("missing"):
+        raise SandboxError(f"the sandbox cannot close {', '.join(said['missing'])}: {said['lacking'] or 'bash forks'}")
+    code = said.get("exit", returncode if MACOS else None)
+    outcome: Outcome = cut or ("timeout" if "exit" not in said and said.get("timeout") else "ended")
+    if "protections" not in said or (outcome == "ended" and code is None):
+        raise SandboxError(f"the sandbox ended with {returncode}: {stderr.decode(errors='replace').strip()[-300:]}")
+    texts = [text.decode(errors="replace") for text in (stdout, stderr)]
+    ended = code if outcome == "ended" else None
+    return SandboxRun(outcome, ended, texts[0], texts[1], seconds, frozenset(said["protections"]))
+
+
+def _profile(directory: str, prefixes: list[str], language: Language) -> str:
+    """For sandbox-exec; of several rules that match, the last one decides. Written from Apple's own profiles."""
+
+    def places(*paths: str) -> str:
+        return " ".join(f"(subpath {json.dumps(path)})" for path in paths)
+
+    homes = ("/Users", "/Volumes", "/private/tmp", "/private/var/folders", "/private/var/root", str(Path.home()))
+    rules = [
+        "(version 1)",
+        "(allow default)",
+        "(deny network*)",
+        "(deny appleevent-send)",
+        "(deny lsopen)",
+        "(deny signal)",
+        "(allow signal (target same-sandbox))",
+        "(deny file-write*)",
+        f'(allow file-write* {places(directory)} (literal "/dev/null"))',
+        f"(deny file-read-data {places(*homes)})",
+        f"(allow file-read-data {places(directory, PACKAGE, *prefixes)})",
+    ]
+    if language == "python":
+        rules.append("(deny process-fork)")
+    return "\n".join(rules)

@@ -1,0 +1,416 @@
+"""The process that closes the doors and then runs the code: started by `sandbox.py` under `python -I -S`. No MLX.
+
+    sandbox.Sandbox → this → (namespaces: the first process of a pid namespace →) the code
+
+It is given a specification as JSON on its standard input and a descriptor to report on, a JSON object a line. The ways:
+
+    namespaces   Linux, as root or in a user namespace: a root file system of its own (a tmpfs into which the system's
+                 libraries and the interpreter are bound, read-only), no network device, a pid namespace whose end kills
+                 all that is in it
+    landlock     Linux where those are not allowed (in most containers): Landlock for files, seccomp for sockets and
+                 signals, and a child subreaper, whose orphans come back to it to be killed
+    seatbelt     macOS: `sandbox-exec` is around this process; nothing is left to do but the limits
+
+Root becomes a user that nobody is, or RLIMIT_NPROC would not count. That user may have no right to enter the home that
+the interpreter lies in: with namespaces it is bound to where he may; with Landlock he keeps the one capability to
+read, which then reaches no further than Landlock lets it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+
+TYPE_CHECKING = False  # typing would be a quarter of its start
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from typing import Any, NoReturn
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
+ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # ABI → how many file system rights it knows; later ones 16
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
+PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER = 1, 8, 22, 36
+PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 38, 47, 2
+READING_CAPABILITIES = (2, 1)  # CAP_DAC_READ_SEARCH; CAP_DAC_OVERRIDE, which containers have
+
+# Architecture (linux/audit.h) and the numbers of: socket, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo,
+# ptrace, process_vm_writev, open_by_handle_at, pidfd_send_signal, io_uring_setup (which can open sockets).
+DENIED_CALLS = {
+    "x86_64": (0xC000003E, (41, 62, 200, 234, 129, 297, 101, 311, 304, 424, 425)),
+    "aarch64": (0xC00000B7, (198, 129, 130, 131, 138, 240, 117, 271, 265, 424, 425)),
+}
+
+SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/nix/store")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+FIRST_UID, UIDS = 61184, 4336  # systemd's range for users that exist only while a process runs
+# Without `site`, which takes most of the time of a start, but with its two words that programs use.
+PYTHON = """import builtins, sys
+builtins.exit = builtins.quit = sys.exit
+del builtins, sys
+exec(compile(open('main.py', 'rb').read(), 'main.py', 'exec'))
+"""
+COMMANDS = {
+    "python": ("main.py", ["-I", "-S", "-B", "-X", "utf8", "-c", PYTHON]),
+    "bash": ("main.sh", ["main.sh"]),
+}
+ALL = ("files", "network", "processes", "limits")
+
+
+class Stop(BaseException):
+    """SIGALRM: the time is up. SIGTERM: `sandbox.py` has seen enough."""
+
+
+def main() -> None:
+    status, specification = int(sys.argv[1]), json.load(sys.stdin.buffer)
+    os.set_inheritable(status, False)
+    os.umask(0o022)
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGALRM, _stop)
+    uid = FIRST_UID + os.getpid() % UIDS if os.getuid() == 0 else None  # his processes are counted apart
+    way = {"namespaces": in_namespaces, "landlock": in_landlock, "seatbelt": in_seatbelt}[specification["way"]]
+    try:
+        way(specification, status, uid)
+    except OSError as error:
+        report(status, error=str(error))
+    except Stop as stop:
+        report(status, timeout=stop.args[0] == signal.SIGALRM)
+
+
+def _stop(number: int, _frame: Any) -> NoReturn:
+    raise Stop(number)
+
+
+def in_namespaces(specification: Mapping[str, Any], status: int, uid: int | None) -> None:
+    enter_namespaces()
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    make_root(specification["directory"], specification["prefixes"], specification["disk"])
+
+    def first_process() -> None:
+        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        report(status, exit=wait_for(spawn(status, lambda: execute(specification, status, uid))))
+
+    first = spawn(status, first_process)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, specification["timeout_s"])
+        wait_for(first)
+    finally:
+        _ignore_stops()
+        end(first)  # it is gone when every process of its namespace is
+
+
+def in_landlock(specification: Mapping[str, Any], status: int, uid: int | None) -> None:
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        raise OSError("the kernel does not list children in /proc")
+    os.chdir(specification["directory"])
+    if uid is not None:
+        os.chown(".", uid, uid)
+    child = spawn(status, lambda: execute(specification, status, uid))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, specification["timeout_s"])
+        report(status, exit=wait_for(child))
+    finally:
+        _ignore_stops()
+        kill_descendants()
+
+
+def in_seatbelt(specification: Mapping[str, Any], status: int, uid: int | None) -> None:
+    os.chdir(specification["directory"])
+    if uid is not None:
+        os.chown(".", uid, uid)
+    execute(specification, status, uid)
+
+
+def enter_namespaces() -> None:
+    """Raises OSError: the kernel, a container or AppArmor does not allow them."""
+    uid, gid = os.getuid(), os.getgid()
+    call("unshare", NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET | (NEWUSER if uid else 0))
+    if uid:
+        for file, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{file}", "w") as stream:
+                stream.write(text)
+
+
+def make_root(root: str, prefixes: list[str], disk: int) -> None:
+    """Makes `root` the root directory: what is read-only from outside, and a /tmp, all writes together `disk` bytes."""
+    mount(None, "/", None, MS_REC | MS_PRIVATE)
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes=16384,mode=755")
+    for path in (*SYSTEM, *prefixes):
+        bind(path, root, ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV)
+    for path in DEVICES:
+        bind(path, root, ATTR_RDONLY | ATTR_NOSUID)
+    for directory in ("/tmp", "/dev/shm"):
+        os.makedirs(root + directory, exist_ok=True)
+        os.chmod(root + directory, 0o1777)
+    os.chroot(root)
+    os.chdir("/tmp")
+
+
+def bind(path: str, root: str, attributes: int) -> None:
+    """Shows `path` below `root`, unless it is there already; a link stays a link."""
+    target = root + path
+    if os.path.lexists(target) or not os.path.lexists(path):
+        return
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return
+    if os.path.isdir(path):
+        os.mkdir(target)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    mount(path, target, None, MS_BIND | MS_REC)
+    settings = struct.pack("QQQQ", attributes, 0, 0, 0)
+    call("syscall", MOUNT_SETATTR, AT_FDCWD, target.encode(), AT_RECURSIVE, settings, len(settings))
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
+    call("mount", texts[0], texts[1], texts[2], flags, texts[3])
+
+
+def execute(specification: Mapping[str, Any], status: int, uid: int | None) -> NoReturn:
+    """Becomes the code, in the working directory; only what still has to be closed is closed here."""
+    if specification["way"] != "seatbelt":  # where this is the launcher itself, and leads a session already
+        os.setsid()  # or a signal to "my process group" would reach the launcher
+    name, arguments = COMMANDS[specification["language"]]
+    program = {"python": specification["python"], "bash": "/bin/bash"}[specification["language"]]
+    write_files(name, specification["code"], specification["stdin"])
+    set_limits(specification, uid)
+    closed, lacking = list(ALL), {}
+    if specification["way"] == "landlock":
+        lacking = close_without_namespaces(specification, uid)
+    elif specification["way"] == "seatbelt":
+        closed = specification["closed"]
+        drop_root(uid)
+    else:
+        drop_root(uid)
+        call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if sys.platform == "linux":
+        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    closed = [name for name in closed if name not in lacking]
+    missing = [name for name in specification["require"] if name not in closed]
+    report(status, protections=closed, lacking=lacking, missing=missing)
+    if missing:
+        os._exit(1)
+    here = os.getcwd() if specification["way"] == "namespaces" else specification["directory"]
+    environment = {"PATH": "/usr/bin:/bin", "HOME": here, "TMPDIR": here, "LANG": "C.UTF-8"}
+    try:
+        os.execve(program, [program, *arguments], environment)
+    except OSError as error:
+        raise OSError(error.errno, f"{program} cannot be executed: {os.strerror(error.errno or 0)}") from error
+
+
+def write_files(name: str, code: str, given: str) -> None:
+    for path, text in ((name, code), ("stdin", given)):
+        with open(path, "wb") as file:
+            file.write(text.encode(errors="replace"))
+    os.dup2(os.open("stdin", os.O_RDONLY), 0)
+    os.unlink("stdin")
+
+
+def set_limits(specification: Mapping[str, Any], uid: int | None) -> None:
+    seconds = int(specification["timeout_s"]) + 2
+    limits = {"CPU": seconds, "CORE": 0, "NOFILE": 256, "FSIZE": specification["disk"]}
+    if sys.platform == "linux":  # macOS: `sandbox.py` watches the memory, and the profile forbids to fork
+        limits["AS"] = specification["memory"]
+        counted_apart = specification["way"] == "namespaces" or uid is not None
+        limits["NPROC"] = specification["processes"] + (0 if counted_apart else tasks_of(os.getuid()))
+    for name, value in limits.items():
+        number = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(number)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (value, value))
+
+
+def tasks_of(uid: int) -> int:
+    """Threads of a user, which RLIMIT_NPROC counts."""
+    found = 0
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                found += len(os.listdir(f"/proc/{entry}/task")) * (os.stat(f"/proc/{entry}").st_uid == uid)
+            except OSError:
+                continue  # it has ended meanwhile
+    return found
+
+
+def close_without_namespaces(specification: Mapping[str, Any], uid: int | None) -> dict[str, str]:
+    """Landlock, another user, seccomp. Returns what could not be closed, and why."""
+    call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    lacking = {}
+    try:
+        restrict_files([*SYSTEM, *specification["prefixes"]], specification["directory"])
+    except OSError as error:
+        lacking["files"] = f"Landlock: {error}"
+    drop_root(uid, keep_reading=not lacking and not open_to_others(specification["python"]))
+    try:
+        deny_calls()
+    except OSError as error:
+        lacking |= dict.fromkeys(("network", "processes"), f"seccomp: {error}")
+    return lacking
+
+
+def restrict_files(readable: list[str], writable: str) -> None:
+    """Landlock (Linux 5.13). Raises OSError: the kernel has none, or it is not switched on."""
+    abi = call("syscall", LANDLOCK_CREATE, None, 0, 1)
+    everything = (1 << LANDLOCK_RIGHTS.get(abi, 16)) - 1
+    rules = call("syscall", LANDLOCK_CREATE, struct.pack("Q", everything), 8, 0)
+    allowed = [(path, EXECUTE | READ_FILE | READ_DIR) for path in readable]
+    allowed += [(path, READ_FILE | WRITE_FILE) for path in DEVICES] + [(writable, everything)]
+    for path, rights in allowed:
+        if os.path.exists(path):
+            if not os.path.isdir(path):
+                rights &= EXECUTE | READ_FILE | WRITE_FILE
+            beneath = os.open(path, os.O_PATH)
+            call("syscall", LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, beneath), 0)
+            os.close(beneath)
+    call("syscall", LANDLOCK_RESTRICT, rules, 0)
+    os.close(rules)
+
+
+def deny_calls() -> None:
+    """A seccomp filter under which DENIED_CALLS fail with EPERM. Raises OSError: not on this machine."""
+    if os.uname().machine not in DENIED_CALLS:
+        raise OSError(f"the system calls of {os.uname().machine} are not known here")
+    architecture, numbers = DENIED_CALLS[os.uname().machine]
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
+    kill, allow, refuse = 0x80000000, 0x7FFF0000, 0x00050001
+    tests = [(at_least, 0x40000000), *((equal, number) for number in numbers)]  # the first: x32's numbers
+    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, kill), (load, 0, 0, 0)]
+    program += [(test, len(tests) - place, 0, value) for place, (test, value) in enumerate(tests)]
+    program += [(give, 0, 0, allow), (give, 0, 0, refuse)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    call("prctl", PR_SET_SECCOMP, 2, struct.pack("@HP", len(program), ctypes.addressof(code)), 0, 0)
+
+
+def open_to_others(path: str) -> bool:
+    """Whether another user can come to an executable file."""
+    while os.stat(path).st_mode & 0o001:
+        if path == "/":
+            return True
+        path = os.path.dirname(path)
+    return False
+
+
+def drop_root(uid: int | None, *, keep_reading: bool = False) -> None:
+    """Root becomes `uid`, without capabilities but the one to read where he might not."""
+    if uid is None:
+        return
+    if keep_reading:
+        call("prctl", PR_SET_KEEPCAPS, 1, 0, 0, 0)
+    os.setgroups([])
+    os.setregid(uid, uid)
+    os.setreuid(uid, uid)
+    for capability in READING_CAPABILITIES if keep_reading else ():
+        bit = 1 << capability
+        header = struct.pack("Ii", 0x20080522, 0)
+        if LIBC.capset(header, struct.pack("6I", bit, bit, bit, 0, 0, 0)) == 0:
+            call("prctl", PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, capability, 0, 0)
+            return
+
+
+def spawn(status: int, work: Callable[[], None]) -> int:
+    """Runs `work` in a child, which ends with it; its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        work()
+    except (OSError, ValueError) as error:  # ValueError: of setrlimit
+        report(status, error=str(error))
+    finally:
+        os._exit(1)
+
+
+def wait_for(child: int) -> int:
+    """Its exit code, or minus the signal; whatever else has become a child is reaped on the way."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+
+
+def end(child: int) -> None:
+    try:
+        os.kill(child, signal.SIGKILL)
+        wait_for(child)
+    except (ProcessLookupError, ChildProcessError):
+        return  # it has ended, and was waited for
+
+
+def kill_descendants() -> None:
+    """All of them. They are stopped first, until there is none that is not: what is killed one by one may fork faster.
+    The children of a process that is killed become this one's (PR_SET_CHILD_SUBREAPER)."""
+    while True:
+        stopped: set[int] = set()
+        while found := descendants() - stopped:
+            send(found, signal.SIGSTOP)
+            stopped |= found
+        send(stopped, signal.SIGKILL)
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def descendants() -> set[int]:
+    found: set[int] = set()
+    parents = [os.getpid()]
+    while parents:
+        children = children_of(parents.pop()) - found
+        found |= children
+        parents += children
+    return found
+
+
+def children_of(pid: int) -> set[int]:
+    children: set[int] = set()
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                children.update(map(int, file.read().split()))
+    except (FileNotFoundError, ProcessLookupError):
+        return children  # it has ended meanwhile
+    return children
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue  # it has ended meanwhile
+
+
+def _ignore_stops() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+
+
+def call(name: str, *arguments: Any) -> int:
+    """A function of the C library. Raises OSError where it returns -1."""
+    values = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
+    result = int(getattr(LIBC, name)(*values))
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+def report(status: int, **said: Any) -> None:
+    os.write(status, json.dumps(said).encode() + b"\n")

@@ -1,0 +1,318 @@
+"""RolloutManager.collect_rollouts against a scripted policy."""
+
+import asyncio
+import dataclasses
+import json
+import signal
+import threading
+
+import pytest
+from managing import WAIT_S, two_tasks, until
+from scripted_client import ScriptedClient
+
+from mlx_parallm.environments.collecting import Spool
+from mlx_parallm.environments.rollout_config import RolloutConfig
+from mlx_parallm.environments.rollouts import RolloutManager
+from mlx_parallm.environments.state import BaseEnvironment, State
+from mlx_parallm.errors import ConfigError, EnvironmentFailedError
+
+
+class Walk(BaseEnvironment):
+    """Task i takes 1 + 3 i mod `longest` turns."""
+
+    def __init__(self, longest=10):
+        super().__init__()
+        self.longest = longest
+
+    def reset(self, index=0):
+        return State(prompt=f"{index}:", metadata={"turns": 1 + 3 * index % self.longest})
+
+    def build_prompt(self, state):
+        return state.prompt + "".join(turn["response"] for turn in state.history)
+
+    def is_terminal(self, state):
+        return state.step_count >= state.metadata["turns"]
+
+
+@pytest.fixture
+def manager_of(tokenizer):
+    managers = []
+
+    def make(client, environment=None, *, callbacks=None, inference=None, **settings):
+        config = RolloutConfig(**{"max_token_length": 512, **settings})
+        manager = RolloutManager(
+            environment or Walk(), config, client=client, tokenizer=tokenizer, inference=inference, **(callbacks or {})
+        )
+        managers.append(manager)
+        return manager
+
+    yield make
+    for manager in managers:
+        manager.close()
+
+
+def prompts(trajectories):
+    return [trajectory.prompt for trajectory in trajectories]
+
+
+@pytest.mark.parametrize("kept_up", [False, True])
+def test_short_episodes_are_not_preferred(manager_of, tokenizer, kept_up):
+    """Every turn takes a while, so short episodes finish first; what a call returns is a fair draw anyway."""
+    client = ScriptedClient(tokenizer, lambda *_: "x", gate=lambda request: 3)
+    manager = manager_of(client, Walk(longest=50), num_parallel=20, maintain_parallel_count=kept_up)
+    collected = manager.collect_rollouts(50)
+    assert prompts(collected) == [f"{index}:" for index in range(50)]
+    assert sum(t.step_count for t in collected) / 50 == pytest.approx(25.5, rel=0.05)
+    again = manager.collect_rollouts(50)
+    assert prompts(again) == [f"{index}:" for index in range(50, 100)]
+    assert sum(t.step_count for t in again) / 50 == pytest.approx(25.5, rel=0.05)
+
+
+def test_each_prompt_comes_group_size_times_side_by_side(manager_of, tokenizer):
+    client = ScriptedClient(tokenizer, lambda *_: "x")
+    manager = manager_of(client, num_parallel=8)
+    collected = manager.collect_rollouts(10, group_size=4)
+    assert prompts(collected) == [f"{index}:" for index in range(3) for _ in range(4)]
+    assert [t.group_id for t in collected] == [f"Walk-0-{index}" for index in range(3) for _ in range(4)]
+    assert prompts(manager.collect_rollouts(2)) == ["3:", "4:"]
+
+
+def test_nothing_is_in_flight_after_a_call_unless_it_is_kept_up(manager_of, tokenizer):
+    begun = []
+    callbacks = {"on_rollout_start": begun.append}
+    client = ScriptedClient(tokenizer, lambda *_: "x")
+    manager = manager_of(client, num_parallel=4, callbacks=callbacks)
+    manager.collect_rollouts(6)
+    assert begun == [f"Walk-0-{index}/0" for index in range(6)]
+    assert manager.statistics().in_flight == 0
+
+
+def test_what_is_in_flight_goes_on_and_is_returned_by_the_next_call(manager_of, tokenizer):
+    """The second episode's later turns wait until the first call has returned, and have a later version."""
+    later = threading.Event()
+
+    class Waiting(ScriptedClient):
+        async def _one(self, request):
+            while "/" in request.request_id and not later.is_set():  # noqa: ASYNC110  another thread sets it
+                await asyncio.sleep(0.001)
+            return await super()._one(request)
+
+    client = Waiting(tokenizer, lambda *_: "x")
+    manager = manager_of(client, num_parallel=2, maintain_parallel_count=True)
+    [first] = manager.collect_rollouts(1)
+    assert (first.prompt, first.step_count) == ("0:", 1)
+    until(lambda: any(request.request_id == "Walk-0-1" for request in client.requests))
+    client.version = 5
+    later.set()
+    [second] = manager.collect_rollouts(1)
+    versions = [v for v, bit in zip(second.rollout.policy_versions, second.rollout.mask, strict=True) if bit]
+    assert (second.prompt, second.step_count) == ("1:", 4)
+    assert versions == [0] * 2 + [5] * 6  # "x" and EOS, four times
+
+
+def test_a_failed_episode_is_a_result_and_nothing_but_failures_is_an_error(manager_of, tokenizer):
+    def answer(request, choice):
+        return RuntimeError("broken") if request.request_id.startswith("Walk-0-2") else "x"
+
+    manager = manager_of(ScriptedClient(tokenizer, answer))
+    collected = manager.collect_rollouts(5)
+    assert prompts(collected) == ["0:", "1:", "", "3:", "4:"]
+    assert [t.error for t in collected] == [None, None, "RuntimeError: broken", None, None]
+    statistics = manager.get_statistics()
+    assert (statistics["total_trajectories"], statistics["failed_trajectories"]) == (5, 1)
+    broken = manager_of(ScriptedClient(tokenizer, lambda *_: RuntimeError("no luck")))
+    with pytest.raises(EnvironmentFailedError, match="all 5 rollouts failed, the last one: RuntimeError: no luck"):
+        broken.collect_rollouts(5)
+
+
+def test_the_step_limit_holds_for_the_call(manager_of, tokenizer):
+    manager = manager_of(ScriptedClient(tokenizer, lambda *_: "x"))
+    limited = manager.collect_rollouts(10, max_steps_per_rollout=3)
+    assert [(t.step_count, t.truncated) for t in limited] == [
+        (min(n, 3), n > 3) for n in (1, 4, 7, 10, 3, 6, 9, 2, 5, 8)
+    ]
+    assert not any(t.truncated for t in manager.collect_rollouts(10))
+
+
+def test_what_waits_is_spilled_and_comes_back_in_order(manager_of, tokenizer, tmp_path):
+    finished, all_there = [], threading.Event()
+
+    def count(trajectory):
+        finished.append(trajectory)
+        if len(finished) == 12:
+            all_there.set()
+
+    client = ScriptedClient(tokenizer, lambda request, _: request.request_id[-1])
+    manager = manager_of(
+        client,
+        callbacks={"on_rollout_complete": count},
+        offload_to_disk=tmp_path / "spill",
+        max_trajectory_buffer=2,
+    )
+    collected = []
+    for trajectory in manager.iterate_rollouts(12):
+        collected.append(trajectory)
+        assert all_there.wait(WAIT_S)
+    assert collected == finished
+    assert prompts(collected) == [f"{index}:" for index in range(12)]
+    assert list((tmp_path / "spill").iterdir()) == []  # the file has no name
+
+
+def test_a_spool_keeps_the_order_across_its_file(tmp_path):
+    spool = Spool(2, tmp_path)
+    for number in range(5):
+        spool.push((number,))
+    assert [spool.pop(), spool.pop(), spool.pop()] == [(0,), (1,), (2,)]
+    spool.push((5,))  # behind what is on the disk, although there is room in memory
+    assert [spool.pop() for _ in range(3)] == [(3,), (4,), (5,)]
+    spool.push((6,))
+    assert (spool.pop(), len(spool)) == ((6,), 0)
+    spool.close()
+
+
+def test_cancel_ends_what_is_in_flight_and_the_next_call_plays_it(manager_of, tokenizer):
+    stuck, two, release, done = threading.Event(), threading.Event(), [], []
+
+    def count(trajectory):
+        done.append(trajectory)
+        if len(done) == 2:
+            two.set()
+
+    def gate(request):
+        if request.request_id.startswith("Walk-0-2") and not release:
+            stuck.set()
+            return None
+        return 0
+
+    client = ScriptedClient(tokenizer, lambda *_: "x", gate=gate)
+    manager = manager_of(client, callbacks={"on_rollout_complete": count})
+    collected = []
+    thread = threading.Thread(target=lambda: collected.extend(manager.collect_rollouts(4)))
+    thread.start()
+    assert stuck.wait(WAIT_S)
+    assert two.wait(WAIT_S)
+    manager.cancel()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert client.aborted == ["Walk-0-2"]
+    assert prompts(collected) == ["0:", "1:"]
+    release.append(True)
+    assert prompts(manager.collect_rollouts(2)) == ["2:", "3:"]
+    manager.stop()
+    assert prompts(manager.collect_rollouts(1)) == ["4:"]
+    manager.close()
+    with pytest.raises(RuntimeError, match="this manager is closed"):
+        manager.collect_rollouts(1)
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as at a terminal: a process that was started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_frees_the_engine(manager_of, tokenizer, interruptible):
+    def gate(request):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    client = ScriptedClient(tokenizer, lambda *_: "x", gate=gate)
+    manager = manager_of(client, num_parallel=1)
+    with pytest.raises(KeyboardInterrupt):
+        manager.collect_rollouts(1)
+    assert client.aborted == ["Walk-0-0"]
+
+
+def test_several_environments_come_in_the_order_in_which_they_were_started(manager_of, tokenizer):
+    client = ScriptedClient(
+        tokenizer, lambda *_: "1", gate=lambda request: 40 if request.request_id.startswith("sum") else 0
+    )
+    begun = []
+    manager = manager_of(
+        client, two_tasks(sum=1.0, sort=1.0), callbacks={"on_rollout_start": begun.append}, num_parallel=8
+    )
+    collected = manager.collect_rollouts(20)
+    assert [f"{t.group_id}/{number % 2}" for number, t in enumerate(collected)] == begun
+    assert {t.rollout.reward for t in collected} <= {0.0, 1.0}  # sources score
+
+
+def test_a_reward_that_fails_marks_its_group(manager_of, tokenizer):
+    [built] = two_tasks(sum=1.0)
+    task = built.task
+
+    def failing(responses):
+        raise OSError("gone")
+
+    def without_reward(index, split="train"):
+        return dataclasses.replace(task(index, split), reward=failing if index == 1 else None)
+
+    built.task = without_reward
+    collected = manager_of(ScriptedClient(tokenizer, lambda *_: "1"), built).collect_rollouts(4)
+    assert [t.error for t in collected] == [None, None, "reward: OSError: gone", "reward: OSError: gone"]
+
+
+def test_statistics_count_what_was_taken(manager_of, tokenizer, tmp_path):
+    manager = manager_of(ScriptedClient(tokenizer, lambda *_: "x"))
+    assert manager.get_statistics()["avg_trajectory_length"] == 0.0
+    manager.collect_rollouts(10)
+    statistics = manager.get_statistics()
+    assert (statistics["total_trajectories"], statistics["total_steps"]) == (10, 55)
+    assert statistics["avg_trajectory_length"] == 5.5
+    assert statistics["std_trajectory_length"] == pytest.approx(8.25**0.5)
+    assert (statistics["min_trajectory_length"], statistics["max_trajectory_length"]) == (1, 10)
+    assert statistics["length_histogram"] == {str(length): 1 for length in range(1, 11)}
+    assert statistics["sampled_tokens"] == 2 * 55  # "x" and EOS
+    assert statistics["trajectories_per_second"] == pytest.approx(10 / statistics["seconds"])
+    manager.save_statistics(tmp_path / "statistics.json")
+    assert json.loads((tmp_path / "statistics.json").read_text()) == statistics
+
+
+def test_the_adapter_is_the_inferences_own_at_each_call(manager_of, tokenizer):
+    """Training that begins between two calls names an adapter."""
+    client = ScriptedClient(tokenizer, lambda *_: "x")
+
+    class Engine:
+        adapter = None
+
+    engine = Engine()
+    engine.client, engine.tokenizer = client, tokenizer
+    environment = Walk()
+    environment.inference = engine
+    manager = RolloutManager(environment, num_parallel=2)
+    assert manager.inference is engine
+    manager.collect_rollouts(1)
+    engine.adapter = "policy"
+    manager.collect_rollouts(1)
+    manager.close()
+    assert [request.adapter for request in client.requests][:1] == [None]
+    assert {r.adapter for r in client.requests if r.request_id.startswith("Walk-0-1")} == {"policy"}
+
+
+def test_what_cannot_be_collected_is_told(manager_of, tokenizer, managed):
+    with pytest.raises(ConfigError, match="no engine in this process"):
+        RolloutManager(Walk())
+    with pytest.raises(ConfigError, match="num_parallel = 0: expected at least 1"):
+        RolloutConfig(num_parallel=0)
+    with_sink, _ = managed(ScriptedClient(tokenizer, lambda *_: "x"))
+    with pytest.raises(RuntimeError, match="hands its groups to a sink"):
+        with_sink.collect_rollouts(1)
+
+
+def test_threads_that_were_left_behind_are_in_the_health_line(manager_of, tokenizer):
+    release = threading.Event()
+
+    class Blocks(Walk):
+        def step(self, state):
+            release.wait(WAIT_S)
+
+    manager = manager_of(ScriptedClient(tokenizer, lambda *_: "x"), Blocks(), timeout_s=0.05)
+    with pytest.raises(EnvironmentFailedError, match="timeout_s"):
+        manager.collect_rollouts(2)
+    assert "environment Blocks: 2 threads still run its code although their episodes have ended" in manager.health()
+    release.set()
+
+
+def test_a_progress_bar_is_for_terminals(manager_of, tokenizer, capsys):
+    manager_of(ScriptedClient(tokenizer, lambda *_: "x"), enable_progress_bar=True).collect_rollouts(2)
+    assert capsys.readouterr() == ("", "")

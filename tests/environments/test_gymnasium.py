@@ -1,0 +1,141 @@
+"""Text policies in gymnasium's environments."""
+
+import string
+
+import pytest
+from speaking import Says, play
+
+from mlx_parallm.environments.gymnasium_env import GymnasiumEnvironment, episode_return
+from mlx_parallm.environments.registry import create_environment
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rewards.base import Trajectory
+from mlx_parallm.types import Rollout
+
+gymnasium = pytest.importorskip("gymnasium")
+
+LAKE = {"id": "FrozenLake-v1", "make": {"is_slippery": False}, "action_names": ["left", "down", "right", "up"]}
+TO_THE_GOAL = ["go down", "Down!", "right", "right", "down", "I move right."]
+
+
+class Echo(gymnasium.Env):
+    """Ends when it hears its secret, which its seed decides."""
+
+    observation_space = action_space = gymnasium.spaces.Text(20, charset=string.printable)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.secret = str(self.np_random.integers(10**6))
+        return f"say {self.secret}", {}
+
+    def step(self, action):
+        done = action == self.secret
+        return "yes" if done else "no", float(done), done, False, {}
+
+
+gymnasium.register("Echo-v0", entry_point=Echo)
+
+
+def test_an_episode_to_the_goal():
+    environment = GymnasiumEnvironment(Says(*TO_THE_GOAL), **LAKE)
+    state = play(environment)
+    assert state.prompt[0]["content"] == "Actions: left, down, right, up. Answer with one of them.\n\n0"
+    assert [m["content"] for m in state.prompt if m["role"] == "user"][1:] == ["4", "8", "9", "10", "14"]
+    assert state.metadata["actions"] == [1, 1, 2, 2, 1, 2]
+    assert (state.metadata["return"], state.metadata["terminated"], state.metadata["truncated"]) == (1.0, True, False)
+    assert state.live is None  # closed
+    assert environment.inference.prompts[-1] == state.prompt[:-1]
+
+
+def test_the_reward_is_the_return():
+    state = play(GymnasiumEnvironment(Says(*TO_THE_GOAL), **LAKE))
+    rollout = Rollout((1, 2), (0, 1), (0.0, -0.5), (0, 0), 1.0, {})
+    assert episode_return([Trajectory("right", rollout, metadata=state.metadata)]) == [1.0]
+    assert GymnasiumEnvironment.default_rewards == ("python:mlx_parallm.environments.gymnasium_env:episode_return",)
+
+
+@pytest.mark.parametrize("answer", ["sideways", "left or right", ""])
+def test_an_answer_that_is_no_action_does_nothing_and_takes_a_turn(answer):
+    environment = GymnasiumEnvironment(Says(answer, "down"), max_steps=2, **LAKE)
+    state = play(environment)
+    assert state.metadata["invalid_actions"] == 1
+    assert state.metadata["actions"] == [1]
+    assert state.prompt[2]["content"].startswith("That is no action. Actions: left")
+    assert state.step_count == 2
+
+
+def test_a_copy_goes_on_in_a_simulation_of_its_own():
+    """CliffWalking keeps its position: moving in one copy must not move the other."""
+    environment = GymnasiumEnvironment(Says("0", "0", "1", "0"), id="CliffWalking-v1")
+    state = environment.step(environment.reset(index=0))
+    copy = state.copy()
+    for _ in range(2):
+        state = environment.step(state)
+    copy = environment.step(copy)
+    assert state.metadata["actions"] == [0, 0, 1]
+    assert copy.metadata["actions"] == [0, 0]
+    assert state.prompt[-1]["content"] == "13"
+    assert copy.prompt[-1]["content"] == "12"
+
+
+def test_seeds_decide_an_episode_and_splits_have_their_own():
+    environment = GymnasiumEnvironment(id="Echo-v0")
+    opening = {
+        split: [environment.reset(index=n, split=split).prompt[0]["content"] for n in range(5)]
+        for split in ("train", "heldout")
+    }
+    assert len(set(opening["train"] + opening["heldout"])) == 10
+    again = GymnasiumEnvironment(id="Echo-v0")
+    assert [again.reset(index=n).prompt[0]["content"] for n in range(5)] == opening["train"]
+    other = GymnasiumEnvironment(id="Echo-v0", seed=1)
+    assert other.reset(index=0).prompt[0]["content"] != opening["train"][0]
+    assert other.reset(index=0, split="heldout").prompt[0]["content"] == opening["heldout"][0]
+
+
+def test_text_in_and_text_out():
+    environment = GymnasiumEnvironment(Says(), id="Echo-v0")
+    state = environment.reset(index=0)
+    secret = state.prompt[0]["content"].removeprefix("say ")
+    environment.inference.answers += ["what?", f" {secret}\n"]
+    state = play(environment, state)
+    assert [m["content"] for m in state.prompt if m["role"] == "user"] == [f"say {secret}", "no"]
+    assert state.metadata["return"] == 1.0
+
+
+def test_numbers_of_a_continuous_environment_are_json():
+    environment = GymnasiumEnvironment(Says("[0.5]", "five", "[1.0]"), id="Pendulum-v1", max_steps=3)
+    state = play(environment)
+    assert state.metadata["actions"] == [[0.5], [1.0]]
+    assert state.metadata["invalid_actions"] == 1
+    assert state.metadata["return"] < 0
+    assert state.prompt[0]["content"].startswith("[")
+
+
+def test_observation_and_action_may_be_functions_of_the_users(tmp_path):
+    (tmp_path / "lake.py").write_text(
+        "def where(observation):\n    return f'row {observation // 4}, column {observation % 4}'\n"
+        "def first_letter(text):\n    return {'d': 1, 'r': 2}.get(text[:1])\n"
+    )
+    options = {
+        "observation_text": f"python:{tmp_path}/lake.py:where",
+        "action_of": f"python:{tmp_path}/lake.py:first_letter",
+    }
+    environment = create_environment("gymnasium", **LAKE, **options, max_steps=2, instructions="Reach the goal.")
+    environment.inference = Says("d", "r")
+    state = play(environment)
+    assert state.prompt[0]["content"] == "Reach the goal.\n\nrow 0, column 0"
+    assert state.prompt[2]["content"] == "row 1, column 0"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"id": "NoSuchLake-v1"}, "NoSuchLake"),
+        ({"id": ""}, "id is missing"),
+        ({**LAKE, "action_names": ["left"]}, "1 action_names do not fit"),
+        ({**LAKE, "make": {"colour": "blue"}}, "colour"),
+        ({**LAKE, "max_steps": 0}, "at least 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        create_environment("gymnasium", **options)

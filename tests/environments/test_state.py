@@ -1,0 +1,173 @@
+import threading
+
+import pytest
+
+from mlx_parallm.environments.registry import create_environment
+from mlx_parallm.environments.simple_text import SimpleTextEnvironment
+from mlx_parallm.environments.state import BaseEnvironment, State
+from mlx_parallm.errors import ConfigError, RolloutRejectedError
+
+
+class Echoing:
+    """Answers with the prompt's last word; remembers what it was asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def generate(self, prompts):
+        self.calls.append(list(prompts))
+        return [prompt.split()[-1] for prompt in prompts]
+
+
+class Printed(BaseEnvironment):
+    """As the specification prints one."""
+
+    def reset(self):
+        return State(prompt="Your task...")
+
+    def step(self, state):
+        response = self.inference.generate([state.prompt])[0]
+        state.response = response
+        state.step_count += 1
+        return state
+
+    def is_terminal(self, state):
+        return state.step_count >= 10 or "DONE" in state.response
+
+    def build_prompt(self, state):
+        return state.prompt
+
+    def update_state(self, state, response):
+        state.response = response
+        return state
+
+
+class Minimal(BaseEnvironment):
+    def reset(self, index=0):
+        return State(prompt=f"Say {index}", metadata={"seen": []})
+
+
+def test_a_copy_of_a_state_shares_nothing_with_it():
+    state = State(prompt=[{"role": "user", "content": "Hi"}], metadata={"spent": [1.0]})
+    state.add_turn(state.prompt, "Ho")
+    other = state.copy()
+    other.metadata["spent"].append(2.0)
+    other.prompt.append({"role": "user", "content": "And?"})
+    other.add_turn("And?", "No")
+    assert state.to_dict() == {
+        "prompt": [{"role": "user", "content": "Hi"}],
+        "response": "Ho",
+        "step_count": 1,
+        "done": False,
+        "history": [{"prompt": "Hi", "response": "Ho"}],
+        "metadata": {"spent": [1.0]},
+        "trajectory_id": "",
+    }
+    assert other.step_count == 2
+
+
+def test_a_state_comes_back_from_its_dictionary():
+    state = State(prompt="Hi", metadata={"answer": "Ho"}, trajectory_id="g/1")
+    state.add_turn("Hi", "Ho")
+    saved = state.to_dict()
+    assert State.from_dict(saved) == state
+    State.from_dict(saved).metadata["answer"] = "changed"
+    assert saved["metadata"] == {"answer": "Ho"}
+    with pytest.raises(ValueError, match="a State has no promt"):
+        State.from_dict({"promt": "Hi"})
+
+
+def test_the_environment_of_the_specification_plays_by_hand():
+    environment = Printed(Echoing())
+    state = environment.reset()
+    while not environment.is_terminal(state):
+        state = environment.step(state)
+    assert (state.step_count, state.response) == (10, "task...")
+
+
+def test_a_step_counts_and_is_in_the_history_whoever_wrote_update_state():
+    class Forgetful(Minimal):
+        def update_state(self, state, response):
+            state.metadata["seen"].append(response)
+            return state
+
+    inference = Echoing()
+    for environment in (Minimal(inference), Forgetful(inference)):
+        state = environment.step(environment.step(environment.reset(3)))
+        assert (state.response, state.step_count) == ("3", 2)
+        assert state.history == [{"prompt": "Say 3", "response": "3"}] * 2
+    assert state.metadata["seen"] == ["3", "3"]
+
+
+def test_batch_step_asks_once_for_all():
+    inference = Echoing()
+    environment = Minimal(inference)
+    states = environment.batch_step([environment.reset(index) for index in range(5)])
+    assert inference.calls == [[f"Say {index}" for index in range(5)]]
+    assert [state.response for state in states] == ["0", "1", "2", "3", "4"]
+    assert environment.batch_step([]) == []
+
+
+def test_batch_step_of_an_own_step_runs_them_at_the_same_time():
+    meeting = threading.Barrier(4)
+
+    class Meets(Minimal):
+        def step(self, state):
+            meeting.wait(20)
+            state.add_turn(state.prompt, "met")
+            return state
+
+    environment = Meets()
+    states = environment.batch_step([environment.reset(index) for index in range(4)])
+    assert [(state.prompt, state.response) for state in states] == [(f"Say {index}", "met") for index in range(4)]
+
+
+def test_what_is_missing_is_told_in_words():
+    class NoState(Minimal):
+        def update_state(self, state, response):
+            return None
+
+    class Async(Minimal):
+        async def update_state(self, state, response):
+            return state
+
+    with pytest.raises(RolloutRejectedError, match="Minimal has no inference: give one to its constructor"):
+        Minimal().step(State(prompt="Hi"))
+    with pytest.raises(RolloutRejectedError, match=r"NoState\.update_state returned None, not a State"):
+        NoState(Echoing()).step(State(prompt="Hi"))
+    with pytest.raises(RolloutRejectedError, match=r"Async\.update_state is async"):
+        Async(Echoing()).step(State(prompt="Hi"))
+
+
+def test_simple_text_goes_round_and_ends_at_a_signal():
+    class Writing:
+        answers = iter(["well", "then [DONE]", "x", "y", "z"])
+
+        def generate(self, prompts):
+            return [next(self.answers)]
+
+    environment = SimpleTextEnvironment(Writing(), prompts=["A:", "B:"], max_steps=3)
+    assert [environment.reset().prompt for _ in range(3)] == ["A:", "B:", "A:"]
+    assert environment.reset(index=5).prompt == "B:"
+    state, asked = environment.reset(index=0), []
+    while not environment.is_terminal(state):
+        asked.append(environment.build_prompt(state))
+        state = environment.step(state)
+    assert asked == ["A:", "A:well"]
+    state = environment.reset(index=1)
+    while not environment.is_terminal(state):
+        state = environment.step(state)
+    assert (state.step_count, environment.build_prompt(state)) == (3, "B:xyz")
+
+
+def test_environments_are_made_by_their_kind():
+    environment = create_environment("simple_text", prompts=["A:"], max_steps=2)
+    assert isinstance(environment, SimpleTextEnvironment)
+    assert environment.max_steps == 2
+    with pytest.raises(ConfigError, match="unknown kind 'simple_txt'; did you mean 'simple_text'"):
+        create_environment("simple_txt")
+    with pytest.raises(ConfigError, match=r"called with \(prompt="):
+        create_environment("simple_text", prompt="A:")
+    for options in ({"prompts": []}, {"prompts": "A:"}, {"prompts": ["A:"], "max_steps": 0}):
+        with pytest.raises(ConfigError, match="expected"):
+            create_environment("simple_text", **options)

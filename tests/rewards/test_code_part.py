@@ -1,0 +1,78 @@
+"""Code in answers against tests, in the real sandbox."""
+
+import pytest
+
+from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.rewards.code import fenced
+from mlx_parallm.rewards.parts import PARTS
+from mlx_parallm.sandbox import PROTECTIONS
+
+
+def answer(block, language="python"):
+    return f"Here it is:\n```{language}\n{block}\n```\nDone."
+
+
+@pytest.fixture(scope="module")
+def code():
+    try:
+        return PARTS["code"](timeout_s=5.0)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+RIGHT = answer("def double(n):\n    return 2 * n")
+TESTS = ["assert double(2) == 4", "assert double(0) == 0", "assert double(3) == 7", "assert double(-1) == -2"]
+
+
+def test_blocks_are_found():
+    text = "```python\na\n```\ntext ```no``` block\n   ```JSON x=1\n{}\n  ```\n```\nb\n```\n```python\nopen"
+    assert fenced(text) == [("python", "a\n"), ("json", "{}\n"), ("", "b\n")]
+
+
+async def test_the_share_of_tests_that_pass(code):
+    texts = [RIGHT, answer("double = abs"), answer("def double(:"), "def double(n): return 2 * n"]
+    assert await code(completions=texts, tests=[TESTS] * 4) == [0.75, 0.25, 0, 0]
+
+
+async def test_one_program_of_tests(code):
+    checks = ["\n".join(TESTS[:2]), "\n".join(TESTS)]
+    assert await code(completions=[RIGHT, RIGHT], tests=checks) == [1, 0]
+
+
+async def test_the_last_block_counts(code):
+    text = answer("def double(n):\n    return n") + RIGHT
+    assert await code(completions=[text], tests=[TESTS[:1]]) == [1]
+
+
+async def test_to_leave_early_passes_nothing(code):
+    early = [answer(f"import os, sys\n{way}") for way in ("sys.exit(0)", "os._exit(0)", "print = exit = None")]
+    assert await code(completions=early, tests=[["assert False"]] * 3) == [0, 0, 0]
+
+
+async def test_input_and_output(code):
+    cases = [{"input": "3\n4\n", "output": "7"}, {"input": "1\n1\n", "output": "3"}]
+    texts = [answer("print(int(input()) + int(input()), ' ')"), answer("print(7)\nraise SystemExit(1)")]
+    assert await code(completions=texts, tests=[cases, cases]) == [0.5, 0]
+
+
+async def test_without_tests_it_has_to_run(code):
+    texts = [answer("print(1)") + answer("exit 1", "bash"), answer("true", "sh"), "no code", answer("{}", "json")]
+    assert await code(completions=texts) == [0.5, 1, None, None]
+    assert await code(completions=texts[:1], tests=[None]) == [0.5]
+
+
+async def test_a_conversation_and_a_threshold():
+    made = PARTS["code"](threshold=0.6, require=[])
+    completions = [[{"role": "assistant", "content": text}] for text in (RIGHT, answer("double = abs"))]
+    assert await made(completions=completions, tests=[TESTS] * 2) == [1, 0]
+
+
+@pytest.mark.parametrize("tests", [[], [3], [{"input": "x"}], 7])
+async def test_tests_that_are_none(code, tests):
+    with pytest.raises(RolloutRejectedError, match="column 'tests'"):
+        await code(completions=[RIGHT], tests=[tests])
+
+
+def test_a_protection_that_nobody_knows():
+    with pytest.raises(ConfigError, match="there is no 'everything'"):
+        PARTS["code"](require=[*PROTECTIONS, "everything"])

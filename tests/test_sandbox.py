@@ -1,0 +1,209 @@
+"""Hostile programs in every way of closing the doors that this machine has; the table is scripts/bench/sandbox.py."""
+
+import asyncio
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm import sandbox as module
+from mlx_parallm.errors import ConfigError, SandboxError
+from mlx_parallm.sandbox import PROTECTIONS, Sandbox
+from scripts.bench import sandbox as bench
+
+TIMEOUT_S = 0.6
+MARGIN_S = 2.0  # the promised second, and one for a machine that is busy otherwise
+
+
+@pytest.fixture(params=module.WAYS)
+def sandbox(request, monkeypatch):
+    """One that must have all protections, by one way only."""
+    monkeypatch.setattr(module, "WAYS", (request.param,))
+    protections, why = module._trial(request.param)
+    if protections is None or set(PROTECTIONS) - protections:
+        pytest.skip(f"{request.param} is not for this machine: {why}")
+    return Sandbox(concurrency=2)
+
+
+def test_a_program_has_its_streams_and_its_end(sandbox):
+    run = sandbox.run("import sys\nprint(input()[::-1])\nprint('bad', file=sys.stderr)\nsys.exit(3)", stdin="añb\n")
+    assert (run.outcome, run.returncode, run.ok) == ("ended", 3, False)
+    assert (run.stdout, run.stderr) == ("bña\n", "bad\n")
+    assert run.protections == frozenset(PROTECTIONS) == sandbox.protections
+    assert sandbox.run("import os\nos.abort()").returncode < 0
+    assert sandbox.run("if __name__ == '__main__':\n    exit(4)").returncode == 4
+    failed = sandbox.run("x = 1\ny = unknown")
+    assert failed.returncode == 1 and 'File "main.py", line 2' in failed.stderr
+
+
+def test_bash_runs_too(sandbox):
+    run = sandbox.run('read line; echo "$line" | tr a-z A-Z > file; cat file', language="bash", stdin="hello\n")
+    assert (run.ok, run.stdout) == (True, "HELLO\n"), run.stderr
+
+
+def test_it_starts_in_an_empty_directory_without_an_environment(sandbox):
+    run = sandbox.run(
+        "import os\nopen('made', 'w').write('x')\nprint(sorted(os.listdir()), os.getcwd())\nprint(sorted(os.environ))",
+    )
+    assert "['made', 'main.py'] " in run.stdout, run.stderr
+    assert "['HOME', 'LANG', 'PATH', 'TMPDIR']" in run.stdout
+    assert not list(Path(tempfile.gettempdir()).glob("mlx_parallm_sandbox_*/made"))
+    assert "made'" not in sandbox.run("import os\nprint(os.listdir())").stdout
+
+
+@pytest.mark.parametrize("program", [bench.ENDLESS_LOOP, bench.FORK_BOMB], ids=["loop", "bomb"])
+def test_what_never_ends_is_ended(sandbox, program):
+    run = Sandbox(timeout_s=TIMEOUT_S).run(program)
+    assert (run.outcome, run.returncode) == ("timeout", None)
+    assert run.seconds < TIMEOUT_S + MARGIN_S
+    assert bench.left_over() == 0
+
+
+def test_memory_ends_where_the_limit_is(sandbox):
+    run = sandbox.run(bench.FOUR_GIGABYTES)
+    assert "MemoryError" in run.stderr and run.returncode == 1
+
+
+def test_the_home_is_out_of_reach(sandbox):
+    with tempfile.TemporaryDirectory(dir=Path.home()) as home:
+        secret = Path(home) / "secret"
+        secret.write_text("secret")
+        secret.chmod(0o644)
+        Path(home).chmod(0o777)
+        run = sandbox.run(bench.read_and_write(secret))
+        assert run.stdout.count("Error") == 2, run.stdout
+        assert [entry.name for entry in Path(home).iterdir()] == ["secret"]
+
+
+def test_nothing_can_be_connected_to(sandbox):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        run = sandbox.run(bench.connect(server.getsockname()[1]))
+        server.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert run.stdout.endswith("Error\n"), run.stdout
+
+
+def test_output_is_cut_while_it_is_read(sandbox):
+    run = sandbox.run(bench.ONE_GIGABYTE_OF_OUTPUT)
+    assert (run.outcome, run.returncode, run.ok) == ("output", None, False)
+    assert set(run.stdout) == {"x"} and len(run.stdout) <= (1 << 20) + 1
+
+
+def test_nothing_that_it_starts_outlives_it(sandbox):
+    run = sandbox.run(bench.SURVIVOR)
+    assert (run.ok, run.stdout) == (True, "left one behind\n"), run.stderr
+    assert bench.left_over() == 0
+
+
+def test_no_other_process_can_be_signalled(sandbox):
+    run = sandbox.run(
+        f"import os\nfor pid in ({os.getpid()}, os.getppid()):\n    try:\n        os.kill(pid, 9)\n        print(pid)\n"
+        "    except OSError as error:\n        print(type(error).__name__)\n"
+    )
+    assert run.ok and str(os.getpid()) not in run.stdout.split()
+
+
+def test_all_that_is_written_is_bounded(sandbox):
+    if module.WAYS != ("namespaces",):
+        pytest.skip("only a file system of its own has one limit for all files")
+    assert "written" not in sandbox.run(bench.MANY_FILES).stdout
+
+
+def test_memory_is_watched_where_the_kernel_does_not(monkeypatch):
+    """macOS's way, on processes that stay below their own limit but not together."""
+    monkeypatch.setattr(module, "WATCH_MEMORY", True)
+    fork = "import os, time\nfor _ in range(4):\n    if os.fork() == 0:\n        break\n"
+    program = f"{fork}held = b'x' * (16 << 20)\ntime.sleep(9)"
+    try:
+        run = Sandbox(memory_mb=64, timeout_s=9, require=["limits"]).run(program)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    assert (run.outcome, run.returncode) == ("memory", None)
+    assert run.seconds < 5
+
+
+async def test_the_loop_goes_on_meanwhile_and_no_more_run_than_may(sandbox):
+    ticks = 0
+
+    async def tick():
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.005)
+
+    ticking = asyncio.create_task(tick())
+    runs = await asyncio.gather(*(sandbox.arun("import time\ntime.sleep(0.1)\nprint(time.time())") for _ in range(4)))
+    ticking.cancel()
+    assert ticks > 10
+    ends = sorted(float(run.stdout) for run in runs)
+    assert ends[2] - ends[0] >= 0.1, "two at once, so the third starts when the first has ended"
+
+
+def test_what_cannot_be_closed_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "WAYS", ("landlock",))
+    given = frozenset({"limits"})
+    monkeypatch.setattr(module, "_trial", lambda way: (given, "lacks files: no Landlock"))
+    with pytest.raises(ConfigError, match=r"close files, network, processes .*landlock: lacks files: no Landlock"):
+        Sandbox()
+    assert Sandbox(require=["limits"]).protections == given
+
+
+def test_the_launcher_checks_again_before_the_code_starts(sandbox):
+    sandbox._require = frozenset({"files", "telepathy"})
+    with pytest.raises(SandboxError, match="cannot close telepathy"):
+        sandbox.run("print('ran')")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout_s": 0}, "timeout_s = 0"),
+        ({"memory_mb": 8}, "memory_mb = 8; it has to be 64 or more"),
+        ({"concurrency": 0}, "concurrency = 0"),
+        ({"require": ["netwrok"]}, "there is no 'netwrok'"),
+    ],
+)
+def test_values_that_make_no_sense(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Sandbox(**options)
+
+
+def test_another_language_is_refused(sandbox):
+    with pytest.raises(SandboxError, match="not 'ruby'"):
+        sandbox.run("puts 1", language="ruby")
+
+
+def test_the_profile_for_macos():
+    """Only its text: sandbox-exec is not on Linux."""
+    profile = module._profile('/private/tmp/a "quoted" one', ["/opt/python"], "python")
+    assert "(deny network*)" in profile and "(deny process-fork)" in profile
+    allowed = r'(allow file-write* (subpath "/private/tmp/a \"quoted\" one")'
+    assert profile.index("(deny file-write*)") < profile.index(allowed)
+    assert profile.index("(deny file-read-data") < profile.index("(allow file-read-data")
+    assert "process-fork" not in module._profile("/x", [], "bash")
+
+
+def test_the_way_of_macos_but_for_what_its_kernel_does(monkeypatch, tmp_path):
+    """sandbox-exec's place is taken by a program that closes nothing: start, end and time-out are the parent's."""
+    if os.getuid() == 0:  # another user has to be able to execute it
+        monkeypatch.setattr(module.sys, "_base_executable", "/usr/bin/python3")
+        if not Path("/usr/bin/python3").exists():
+            pytest.skip("no interpreter outside root's home")
+    stand_in = tmp_path / "sandbox-exec"
+    stand_in.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(module, "SANDBOX_EXEC", str(stand_in))
+    monkeypatch.setattr(module, "MACOS", True)
+    monkeypatch.setattr(module, "WAYS", ("seatbelt",))
+    module._trial.cache_clear()
+    run = Sandbox().run("print(input())\nexit(3)", stdin="hello\n")
+    assert (run.outcome, run.returncode, run.stdout) == ("ended", 3, "hello\n"), run.stderr
+    with pytest.raises(SandboxError, match="cannot close processes: bash forks"):
+        Sandbox().run("true", language="bash")
+    run = Sandbox(timeout_s=TIMEOUT_S).run(bench.ENDLESS_LOOP)
+    assert (run.outcome, run.returncode) == ("timeout", None)
+    assert run.seconds < TIMEOUT_S + MARGIN_S
+    module._trial.cache_clear()

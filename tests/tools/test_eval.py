@@ -1,0 +1,238 @@
+"""mlx_parallm_eval over the shipped tiny model: over HTTP from a real server, and in a process of its own."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mlx_parallm import cli_tools
+from mlx_parallm.environments.evaluate import draw_problems
+from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.tools.eval_compare import compare
+from mlx_parallm.tools.eval_endpoint import CharacterTokenizer, EndpointPolicy
+from mlx_parallm.types import Request, SamplingParams
+
+TOML = """
+[evaluation]
+problems = 10
+samples = 2
+
+[[environments]]
+kind = "tasks"
+name = "sum"
+max_tokens = 8
+
+[[environments]]
+kind = "tasks"
+name = "reverse"
+max_tokens = 8
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "eval.toml"
+    file.write_text(TOML)
+    return file
+
+
+def results(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "results.json").read_text())
+    return found
+
+
+def answers(directory: Path) -> dict[tuple[str, str, str], tuple[str, float]]:
+    rows = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    return {(row["environment"], row["key"], row["which"]): (row["completion"], row["reward"]) for row in rows}
+
+
+def test_over_http_and_here_the_same_model_gives_the_same_greedy_answers(
+    server: Any, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    code = cli_tools.evaluate(["--config", str(config), "--url", f"{server.url}/v1", "--output", str(there)])
+    assert code == 0
+    told = capsys.readouterr().out
+    assert re.search(r"sum +│ accuracy +│ [01]\.\d{3} │ \d\.\d{3} to \d\.\d{3} +│ +10 │ +0", told)
+    assert "pass@2" in told
+    found = results(there)
+    assert (found["model"], found["settings"]["samples"]) == ("builtin:tiny", 2)
+    assert found["completion_tokens"] > 60
+    assert len(answers(there)) == 2 * 10 * 3
+    assert {reward for _, reward in answers(there).values()} <= {0.0, 1.0}
+    assert len({text for text, _ in answers(there).values()}) >= 20
+
+    here_flags = ["--config", str(config), "--model", "builtin:tiny", "--output", str(here)]
+    assert cli_tools.evaluate(here_flags) == 0
+    greedy = {key: value for key, value in answers(here).items() if key[2] == "greedy"}
+    assert greedy == {key: value for key, value in answers(there).items() if key[2] == "greedy"}
+    for name in ("sum", "reverse"):
+        numbers = [results(place)["environments"][name]["numbers"]["accuracy"] for place in (here, there)]
+        assert numbers[0] == numbers[1] == sum(value for key, (_, value) in greedy.items() if key[0] == name) / 10
+    capsys.readouterr()
+    assert cli_tools.evaluate(["--compare", str(here), str(there)]) == 0
+    assert re.search(r"sum +│ +10 │.*│ \+0\.000 │ \+0\.000 to \+0\.000 │ +1 ", capsys.readouterr().out)
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, _: Any) -> None:
+        self.seen.append(tag)
+
+
+def test_the_page_has_every_answer_and_no_script(server: Any, config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    flags = ["--config", str(config), "--url", f"{server.url}/v1", "--problems", "2", "--samples", "0"]
+    assert cli_tools.evaluate([*flags, "--output", str(out)]) == 0
+    page = (out / "samples.html").read_text()
+    tags = Tags()
+    tags.feed(page)
+    assert tags.seen.count("article") == 4
+    assert "script" not in tags.seen
+    assert results(out)["settings"]["samples"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--url", "http://127.0.0.1:1/v1"], "cannot be reached"),
+        (["--url", "{server}/v1", "--model", "nobody"], "every answer failed: .*The model 'nobody' does not exist"),
+        (["--url", "not-a-url"], "is no URL"),
+        (["--problems", "0"], "evaluation.problems is 0"),
+        (["--set", "evaluation.greedy=false", "--samples", "0"], "neither greedy answers nor samples"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_2(
+    flags: list[str], words: str, server: Any, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [flag.replace("{server}", server.url) for flag in flags]
+    assert cli_tools.evaluate(["--config", str(config), *given]) == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--config", "x", "--compare", "a", "b"], ["--config", "x", "--url", "u", "--lora-path", "a"]]
+)
+def test_flags_that_do_not_go_together(flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli_tools.evaluate(flags)
+    assert ended.value.code == 2
+
+
+def written(path: Path, rewards: dict[str, float], name: str = "sum") -> Path:
+    problems = [{"key": key, "greedy": reward, "sampled": []} for key, reward in rewards.items()]
+    part = {"numbers": {}, "problems": problems, "examples": []}
+    path.write_text(json.dumps({"model": path.stem, "environments": {name: part}}))
+    return path
+
+
+def test_a_comparison_pairs_problems_and_names_the_chance(tmp_path: Path) -> None:
+    """Nine changed sides, eight of them for the better: p = 0.0390625 (estimates.py)."""
+    before = {f"k{i}": float(i == 8) for i in range(11)} | {"only here": 1.0}
+    after = {f"k{i}": float(i < 8) for i in range(11)} | {"only there": 0.0}
+    console = Console(width=160, record=True)
+    compare(written(tmp_path / "a.json", before), written(tmp_path / "b.json", after), console)
+    text = console.export_text()
+    assert re.search(r"sum +│ +11 │ 0\.091 │ 0\.727 │ \+0\.636 │ .* │ 0\.0391", text)
+    assert "McNemar" in text
+    other = written(tmp_path / "c.json", before, name="sort")
+    with pytest.raises(ConfigError, match="share no problem"):
+        compare(tmp_path / "a.json", other, console)
+    (tmp_path / "d.json").write_text("[]")
+    with pytest.raises(ConfigError, match="no results of mlx_parallm_eval"):
+        compare(tmp_path / "a.json", tmp_path / "d.json", console)
+    with pytest.raises(ConfigError, match="No such file"):
+        compare(tmp_path / "a.json", tmp_path / "nothing.json", console)
+
+
+class Endpoint:
+    """Keeps what it is asked."""
+
+    base_url = "http://x/v1"
+
+    def __init__(self, *replies: dict[str, Any]) -> None:
+        self.replies, self.asked = list(replies), []  # type: ignore[var-annotated]
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append((path, body))
+        return self.replies.pop(0)
+
+
+def chat(text: str, reason: str = "stop") -> dict[str, Any]:
+    return {"choices": [{"message": {"content": text}, "finish_reason": reason}], "usage": {"completion_tokens": 3}}
+
+
+async def test_a_conversation_arrives_as_it_was_meant() -> None:
+    tokenizer = CharacterTokenizer()
+    messages = [{"role": "system", "content": "Be \ufdd0brief"}, {"role": "user", "content": "Why?\n"}]
+    prompt = tokenizer.render_chat(messages, template_kwargs={"enable_thinking": False})
+    endpoint = Endpoint(chat("Because."), chat("Too long", "length"))
+    policy = EndpointPolicy(endpoint, "m")  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7, n=2, seed=2**31 - 1, stop=("\n",))
+    output = await policy.generate(Request("r", tuple(prompt), params))
+    assert [(c.text, c.finish_reason) for c in output.completions] == [("Because.", "stop"), ("Too long", "length")]
+    assert policy.completion_tokens == 6
+    common = {
+        "model": "m",
+        "messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Why?\n"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_tokens": 7,
+        "stop": ["\n"],
+    }
+    assert endpoint.asked == [
+        ("/chat/completions", common | {"seed": 2**31 - 1}),
+        ("/chat/completions", common | {"seed": 0}),
+    ]
+
+
+async def test_a_text_goes_to_completions_as_it_is() -> None:
+    endpoint = Endpoint({"choices": [{"text": " 4", "finish_reason": "stop"}]})
+    ids = CharacterTokenizer().encode("2 + 2 =")
+    output = await EndpointPolicy(endpoint, "m").generate(Request("r", tuple(ids), SamplingParams(max_tokens=2)))  # type: ignore[arg-type]
+    assert output.completions[0].text == " 4"
+    assert endpoint.asked[0][0] == "/completions"
+    assert endpoint.asked[0][1]["prompt"] == "2 + 2 ="
+
+
+async def test_a_second_turn_holds_the_first(tmp_path: Path) -> None:
+    """Played by the very runner of the engine's environments."""
+    from mlx_parallm.config import EnvironmentConfig
+    from mlx_parallm.config_evaluation import EvaluationConfig
+    from mlx_parallm.environments.evaluate import evaluate
+
+    (tmp_path / "two_turns.py").write_text(
+        "from mlx_parallm.environments.base import Environment, EnvironmentSource, Task\n"
+        "class Again(Environment):\n"
+        "    turns = 0\n"
+        "    async def step(self, text):\n"
+        "        self.turns += 1\n"
+        "        return ({'role': 'user', 'content': 'again'},) if self.turns == 1 else None\n"
+        "class TwoTurns(EnvironmentSource):\n"
+        "    def task(self, index, split='train'):\n"
+        "        reward = lambda group: [{'reward': float(one.text == 'second')} for one in group]\n"
+        "        return Task(f'k{index}', ({'role': 'user', 'content': 'hello'},), reward)\n"
+        "    def environment(self, task):\n"
+        "        return Again()\n"
+    )
+    kind = f"python:{tmp_path}/two_turns.py:TwoTurns"
+    endpoint = Endpoint(chat("first"), chat("second"))
+    problems = draw_problems(build_sources([EnvironmentConfig(kind=kind, name="two")], seed=0), 1)
+    policy: Any = EndpointPolicy(endpoint, "m")  # type: ignore[arg-type]
+    settings = EvaluationConfig(problems=1)
+    [found] = await evaluate(policy, problems, CharacterTokenizer(), settings, max_token_length=2**31 - 1)
+    assert found.numbers()["accuracy"] == 1.0
+    assert endpoint.asked[1][1]["messages"] == [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "first"},
+        {"role": "user", "content": "again"},
+    ]
