@@ -52,6 +52,8 @@ class Loss:
         same = self.module is other.module and self.rollouts == other.rollouts
         if not same or (None not in (self.advantages, other.advantages) and self.advantages != other.advantages):
             raise ConfigError("losses can be added up where they are of the same trajectories and advantages")
+        if self.returns is not None and other.returns is not None and not np.array_equal(self.returns, other.returns):
+            raise ConfigError("losses can be added up where they have the same returns")
         return replace(
             self,
             terms=self.terms + other.terms,

@@ -38,7 +38,7 @@ MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
-LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # ABI → how many file system rights it knows; later ones 16
+LANDLOCK_RIGHTS = {3: 15, 4: 15}  # ABI → how many file system rights it knows; later ones 16
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER = 1, 8, 22, 36
 PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 38, 47, 2
@@ -264,8 +264,10 @@ def close_without_namespaces(specification: Mapping[str, Any], uid: int | None) 
 
 
 def restrict_files(readable: list[str], writable: str) -> None:
-    """Landlock (Linux 5.13). Raises OSError: the kernel has none, or it is not switched on."""
+    """Landlock (Linux 6.2). Raises OSError: the kernel has none, one too old, or it is not switched on."""
     abi = call("syscall", LANDLOCK_CREATE, None, 0, 1)
+    if abi < 3:
+        raise OSError(f"version {abi} lets any file be truncated; Linux 6.2 has one that does not")
     everything = (1 << LANDLOCK_RIGHTS.get(abi, 16)) - 1
     rules = call("syscall", LANDLOCK_CREATE, struct.pack("Q", everything), 8, 0)
     allowed = [(path, EXECUTE | READ_FILE | READ_DIR) for path in readable]

@@ -154,7 +154,7 @@ class GymnasiumEnvironment(BaseEnvironment):
             return self._discrete_action(text)
         try:
             return self._space.from_jsonable([json.loads(text)])[0]
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
             return None
 
     def _discrete_action(self, text: str) -> int | None:
@@ -163,7 +163,7 @@ class GymnasiumEnvironment(BaseEnvironment):
         if self._names:
             return int(self._space.start) + words[0] if len(words) == 1 else None
         numbers = WHOLE_NUMBER.findall(text)
-        return int(numbers[0]) if len(numbers) == 1 else None
+        return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 19 else None  # what an int64 holds
 
     def _actions_text(self) -> str:
         if self._names:

@@ -71,7 +71,7 @@ async def _passes(sandbox: Sandbox, block: str, case: str | Mapping[str, Any]) -
     if not isinstance(case, str):
         run = await sandbox.arun(block, stdin=str(case["input"]))
         return run.ok and _lines(run.stdout) == _lines(str(case["output"]))
-    # The end of the test is shown by a word that the block cannot know: exit(0) passes nothing.
+    # A word shows that the end was reached: exit(0) passes nothing. Code that reads its own file can print it, too.
     word = secrets.token_hex(16)
     run = await sandbox.arun(f"{block}\n{case}\n__import__('sys').__stdout__.write('\\n{word}\\n')\n")
     return run.ok and run.stdout.endswith(f"\n{word}\n")

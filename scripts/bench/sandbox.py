@@ -89,7 +89,14 @@ def left_over(patience_s: float = 2.0) -> int:
         if any(MARK in word or "'main.py'" in word for word in line):
             found.append(process)
     _, left = psutil.wait_procs(found, timeout=patience_s)
-    return sum(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left)
+    return sum(_lives(process) for process in left)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False  # it has ended meanwhile
 
 
 def ways() -> list[str]:

@@ -136,6 +136,7 @@ def configuration(path: Path, arguments: argparse.Namespace) -> Config:
                 "lora": {"enabled": True, "rank": 16, "alpha": 32, "quantize_base": True},
                 "atropos": {"rollout_batch_size": GROUP, "max_token_length": 1024},
             },
+            "environments": [{"kind": "tasks", "name": "sum", "group_size": GROUP}],  # not played: prompts are shared
         }
     )
 

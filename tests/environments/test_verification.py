@@ -84,8 +84,15 @@ def test_what_is_no_table_of_facts_is_refused(tmp_path, text):
         fact_table(file)
 
 
+def runner(**options):
+    try:
+        return code_runner(**options)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
 def test_code_runs_in_the_sandbox():
-    tool = code_runner()
+    tool = runner()
     assert (tool.name, tool.cost, tool.blocking) == ("run_code", 1.5, True)
     assert tool.call("print(sum(range(10)))") == "45"
     with pytest.raises(ToolFailedError, match=r"^ZeroDivisionError: division by zero$"):
@@ -95,9 +102,10 @@ def test_code_runs_in_the_sandbox():
 
 
 def test_a_program_that_does_not_end_is_a_failed_call():
+    tool = runner(timeout_s=0.3)
     started = time.perf_counter()
     with pytest.raises(ToolFailedError, match="timeout"):
-        code_runner(timeout_s=0.3).call("while True: pass")
+        tool.call("while True: pass")
     assert time.perf_counter() - started < 5
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_parallm.environments.base import Environment, EnvironmentSource, Messages, SingleTurn, Task
 from mlx_parallm.environments.tasks import Split, make_problem
-from mlx_parallm.rewards.base import Response
+from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.rewards.verifiers import verifier
 
 GROUPS_BEFORE = 24  # a silence comes after so many groups
@@ -18,7 +18,7 @@ def noise(text: str) -> float:
     return zlib.crc32(text.encode()) % 7 / 7
 
 
-def brevity(responses: Sequence[Response]) -> list[dict[str, float]]:
+def brevity(responses: Sequence[Trajectory]) -> list[dict[str, float]]:
     """Pays for being shorter than the others of the group: 0.5 on average, and 0.5 for all in the end."""
     lengths = [response.rollout.sampled_tokens for response in responses]
     mean = sum(lengths) / len(lengths)

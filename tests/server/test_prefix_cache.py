@@ -27,15 +27,12 @@ def test_the_second_time_a_prompt_is_found(client, server, stream):
         return last.usage.prompt_tokens_details.cached_tokens
 
     before = counters(server)
-    assert [usage(), usage(), usage(cache_salt="mine"), usage(cache_salt="mine"), usage(priority=-3)] == [
-        0,
-        39,
-        0,
-        39,
-        39,
-    ]
+    first = usage()
+    assert first <= 1, "another test may have sent the first token"
+    later = [usage(), usage(cache_salt="mine"), usage(cache_salt="mine"), usage(priority=-3)]
+    assert later == [39, 0, 39, 39]
     after = counters(server)
-    assert after["prefix_cache_hit_tokens_total"] - before["prefix_cache_hit_tokens_total"] == 3 * 39
+    assert after["prefix_cache_hit_tokens_total"] - before["prefix_cache_hit_tokens_total"] == 3 * 39 + first
     assert after["prefix_cache_query_tokens_total"] - before["prefix_cache_query_tokens_total"] == 5 * 40
 
 
