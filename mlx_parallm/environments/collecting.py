@@ -28,6 +28,7 @@ from mlx_parallm.rewards.base import Trajectory
 log = get_logger("environments")
 
 Group = tuple[Trajectory, ...]
+SIGNALS_SEEN_WITHIN_S = 0.5
 
 
 class Collector:
@@ -129,7 +130,9 @@ class Collector:
 
     def _next(self) -> Group | None:
         with self._changed:
-            self._changed.wait_for(lambda: len(self._ready) or self._ended)
+            # A signal that comes just before a wait is only seen after it (CPython): none lasts longer than that.
+            while not self._changed.wait_for(lambda: len(self._ready) or self._ended, SIGNALS_SEEN_WITHIN_S):
+                pass
             if not len(self._ready):
                 return None
             self._outstanding -= 1

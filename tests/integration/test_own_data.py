@@ -63,6 +63,7 @@ def test_model_data_and_reward_are_all_that_is_needed(own: Path) -> None:
     assert metrics(run)[-1]["step"] == 17
 
 
+@pytest.mark.long
 def test_a_function_that_never_scores_ends_the_run_and_is_named(own: Path) -> None:
     with command(own, "broken", steps=5) as daemon:
         assert daemon.wait() == 2, daemon.output
