@@ -45,6 +45,7 @@ max_tokens = 8
 """
 
 
+@pytest.mark.long
 def test_values_are_learnt_from_groups_of_equal_rewards(tmp_path: Path) -> None:
     """The reward is the prompt's: 1 for words to reverse, 0 for words to sort. No group has a variance, and what is to
     be expected can be read off the prompt alone."""

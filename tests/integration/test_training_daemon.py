@@ -155,6 +155,7 @@ def test_all_weights_can_be_trained(tmp_path: Path) -> None:
     assert not mx.array_equal(again.model.model.norm.weight, base.model.model.norm.weight)
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
     """What a resume restores is what an uninterrupted run would have had."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
