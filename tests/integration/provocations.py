@@ -124,6 +124,7 @@ def holds_the_lock(run: TrainingRun, url: str, stop: threading.Event) -> None:
 
 HTTP = {"total_steps": 12}
 RECOMPUTE = {"atropos": BASE["rl_training"]["atropos"] | {"missing_logprobs": "recompute"}}
+PATIENT = {"max_staleness": 1000}  # the sender does not wait for the trainer: its groups age where steps are slow
 PROVOCATIONS: dict[str, Provocation] = {
     "nothing": Provocation(None, "tasks", {"total_steps": 12, "kl_beta": 1e-3}),
     "constant reward": Provocation("reward-constant", "constant"),
@@ -146,7 +147,7 @@ PROVOCATIONS: dict[str, Provocation] = {
     "only old groups": Provocation("stale-rollouts", "", HTTP | {"max_staleness": 0}, beside=sends("all_old")),
     "other tokenizer": Provocation("another-model", "", HTTP, beside=sends("other")),
     "only other tokenizer": Provocation("another-model", "", HTTP, beside=sends("all_other")),
-    "no logprobs": Provocation("no-log-probabilities", "", HTTP | RECOMPUTE, beside=sends("no_logprobs")),
+    "no logprobs": Provocation("no-log-probabilities", "", HTTP | RECOMPUTE | PATIENT, beside=sends("no_logprobs")),
     "falls silent": Provocation("environment-stalled", "silent"),
     "one late group": Provocation("environment-stalled", "late"),
     "sends nothing": Provocation("environment-stalled", "", HTTP, beside=registers_only),

@@ -23,7 +23,6 @@ ALLOWED = {
     "entropy-collapse": {"ratio-mismatch", "no-variance", "reward-constant"},  # what it ends in
     "log-probability-mismatch": {"ratio-mismatch"},
     "ratio-mismatch": {"truncation"},
-    "no-log-probabilities": {"stale-rollouts"},  # the sender does not wait for the trainer
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.integration.processes import Daemon, free_port, metrics, wait_for_step
 
 pytestmark = pytest.mark.slow
-STARTS = 6  # a thread that leaves its streams behind aborts every second exit and more
+STARTS = 10  # a thread that leaves its streams behind aborts every second exit and more
 ENDINGS = (None, signal.SIGTERM, signal.SIGINT)  # None: the run has made all its steps
 
 CONFIG = """
