@@ -329,8 +329,12 @@ class InferenceModule:
         prompt, params = _one_turn(prompts, options)
         assert self.tokenizer is not None, "an episode is of an engine"
         told, given = told_of(prompt, tools, self.tokenizer)
-        text = episode.generate(told, {**params, **({"tools": given} if given else {})}).text
-        return text, parse_tool_calls(text, tools, formats, own=own_format(self.tokenizer))
+        own = own_format(self.tokenizer)
+        asked = {**params, **({"tools": given} if given else {})}
+        if own is not None:  # its markers may be special tokens
+            asked["skip_special_tokens"] = False
+        text = episode.generate(told, asked).text
+        return text, parse_tool_calls(text, tools, formats, own=own)
 
 
 def _endpoint(model: Any, base_url: str | None, api_key: str | None, timeout_s: float) -> OpenAIBackend:

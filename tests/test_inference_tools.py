@@ -1,5 +1,6 @@
 """InferenceModule inside an episode, and with tools."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -7,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.config import EnvironmentConfig
 from mlx_parallm.environments.current_episode import CURRENT
+from mlx_parallm.environments.episode import Episode, Policy
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.inference import InferenceModule
 from mlx_parallm.types import Completion
@@ -95,3 +98,29 @@ def test_tools_in_the_models_own_format(hermes: Any) -> None:
         with pytest.raises(RequestError, match="available_tools is empty"):
             inference.batch_generate_with_tools("a", [])
         assert len(engine.asked) == asked
+
+
+async def test_an_episodes_turn_shows_the_marks_of_calls_that_are_special_tokens(hermes: Any) -> None:
+    engine = ScriptedEngine(hermes)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+    engine.texts = (call,)
+    source = SimpleNamespace(config=EnvironmentConfig(kind="svrl", name="own"), as_asked=lambda prompt: prompt)
+    policy = Policy(engine, hermes, temperature=1.0, max_token_length=2000)  # type: ignore[arg-type]
+    turns = Episode(policy, source, group_id="group", seed=0, number=0, opening=None)  # type: ignore[arg-type]
+    token = CURRENT.set(turns)
+    try:
+        with InferenceModule.over(engine, hermes) as inference:  # type: ignore[arg-type]
+            rain = [{"role": "user", "content": "Rain?"}]
+            [text], [[found]] = await asyncio.to_thread(inference.batch_generate_with_tools, rain, ["weather"])
+            assert (text, found.name, found.arguments) == (call, "weather", {"city": "Köln"})
+            asked = [*rain, {"role": "assistant", "content": text}, {"role": "tool", "content": "wet"}]
+            await asyncio.to_thread(inference.batch_generate_with_tools, [asked], ["weather"])
+    finally:
+        CURRENT.reset(token)
+    rollout = turns.trajectory(None).rollout
+    sampled = hermes.encode(call, add_special_tokens=False)
+    assert not rollout.earlier and sum(rollout.mask) == 2 * len(sampled)  # one segment: what was sampled is the context
+    assert engine.asked[1].prompt_token_ids[: len(engine.asked[0].prompt_token_ids) + len(sampled)] == (
+        *engine.asked[0].prompt_token_ids,
+        *sampled,
+    )

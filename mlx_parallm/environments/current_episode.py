@@ -37,7 +37,8 @@ class CurrentEpisode(Protocol):
 
         Args:
             params: what the environment asks for itself: `max_tokens` (never more than the configuration's, or than
-                there is room for), `stop` (instead of the configuration's), `tools` (for the chat template).
+                there is room for), `stop` (instead of the configuration's), `tools` (for the chat template),
+                `skip_special_tokens` (False: the text shows them).
 
         Raises:
             EpisodeOver: no room for another turn, or the episode has ended.

@@ -22,7 +22,7 @@ from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rewards.base import Trajectory, Turn
 from mlx_parallm.types import Completion, Request, Rollout, SamplingParams
 
-ASKABLE = frozenset({"max_tokens", "stop", "tools"})
+ASKABLE = frozenset({"max_tokens", "stop", "tools", "skip_special_tokens"})
 """What an environment may ask for itself; the rest is the run's, or what is trained on would not be its policy."""
 
 
@@ -143,23 +143,33 @@ class Episode:
                 f"generate({', '.join(f'{name}=…' for name in wrong)}) inside an episode: it samples as the run does,"
                 f" so that it can be trained on; it may be given {', '.join(sorted(ASKABLE))}"
             )
-        tools = {"tools": params["tools"]} if params.get("tools") else {}
-        return await self.turn(prompt, max_tokens=params.get("max_tokens"), stop=params.get("stop"), **tools)
+        options = {name: params[name] for name in ASKABLE if params.get(name) is not None}
+        return await self.turn(prompt, **options)
 
     # --- turns
 
     async def turn(
-        self, prompt: Prompt, *, max_tokens: int | None = None, stop: str | Sequence[str] | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        skip_special_tokens: bool = True,
+        **options: Any,
     ) -> Completion:
         """Asks the policy, and keeps what it says. `options` are the template's. Raises as `agenerate`."""
         async with self._one_at_a_time:
             if not self._open:
                 raise EpisodeOver
             asked = _snapshot(self._source.as_asked(prompt))
-            usual = max_tokens is None and stop is None and not options
-            completion = self._sampled_before(asked) if usual else None
+            wishes: dict[str, Any] = {} if skip_special_tokens else {"skip_special_tokens": False}
+            if max_tokens is not None:
+                wishes["max_tokens"] = max_tokens
+            if stop is not None:
+                wishes["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+            completion = None if wishes or options else self._sampled_before(asked)
             if completion is None:
-                completion = await self._sample(asked, max_tokens, stop, options)
+                completion = await self._sample(asked, wishes, options)
             self._segments[-1].sample(completion)
             self._turns.append(Turn(self._shown(asked), completion.text))
             self._last = _Asked(asked, options, completion)
@@ -176,9 +186,7 @@ class Episode:
         self._segments.append(Transcript(opening.token_ids))
         return opening.completion
 
-    async def _sample(
-        self, prompt: Prompt, max_tokens: int | None, stop: str | Sequence[str] | None, options: Mapping[str, Any]
-    ) -> Completion:
+    async def _sample(self, prompt: Prompt, wishes: Mapping[str, Any], options: Mapping[str, Any]) -> Completion:
         """Nothing is kept of a turn that was not sampled to its end."""
         policy, config, turn = self._policy, self._source.config, len(self._turns)
         segment, given = self._follow(prompt, options)
@@ -190,13 +198,15 @@ class Episode:
             self.cut = True
             self.close()
             raise EpisodeOver
-        params = SamplingParams(
+        usual = SamplingParams(
             temperature=policy.temperature,
             top_p=policy.top_p,
-            max_tokens=min(config.max_tokens, room, *(() if max_tokens is None else (max_tokens,))),
+            max_tokens=min(config.max_tokens, room),
             seed=derive_seed("turn", self._seed, self._number, turn),
-            stop=config.stop if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+            stop=config.stop,
         )
+        most = min(usual.max_tokens, wishes.get("max_tokens", room))
+        params = dataclasses.replace(usual, **{**wishes, "max_tokens": most})
         output = await policy.client.generate(policy.request(f"{self.name}/{turn}", asked, params))
         segment.give(given)
         if segment not in self._segments:

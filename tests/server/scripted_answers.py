@@ -62,6 +62,9 @@ class ScriptedEngine(FakeEngine):
         self.reason: FinishReason = "stop"
         self._tokenizer = tokenizer
 
+    async def generate(self, request: Request) -> RequestOutput:
+        return self._said(request)
+
     async def generate_many(self, requests: list[Request]) -> list[RequestOutput]:
         return [self._said(request) for request in requests]
 
