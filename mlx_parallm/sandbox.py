@@ -145,6 +145,8 @@ def _way_with(require: frozenset[str]) -> tuple[str, frozenset[str]]:
     best = max((given or frozenset() for given, _ in tried.values()), key=lambda given: len(given & require))
     lacking = ", ".join(name for name in PROTECTIONS if name in require - best)
     reasons = "; ".join(f"{way}: {why}" for way, (_, why) in tried.items())
+    if all(given is None for given, _ in tried.values()):
+        raise ConfigError(f"the sandbox can run nothing on this machine ({reasons})")
     raise ConfigError(
         f"the sandbox cannot close {lacking} on this machine ({reasons}); to run code all the same, leave it out of"
         f" require = {json.dumps(PROTECTIONS)} (docs/reward_parts.md)"

@@ -44,12 +44,18 @@ PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER = 1, 8
 PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 38, 47, 2
 READING_CAPABILITIES = (2, 1)  # CAP_DAC_READ_SEARCH; CAP_DAC_OVERRIDE, which containers have
 
-# Architecture (linux/audit.h) and the numbers of: socket, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo,
-# ptrace, process_vm_writev, open_by_handle_at, pidfd_send_signal, io_uring_setup (which can open sockets).
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
+# The numbers of: socket, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, ptrace, process_vm_writev,
+# open_by_handle_at, pidfd_send_signal, io_uring_setup (which can open sockets), setpriority, ioprio_set; fchmod,
+# fchmodat, fchmodat2, chmod: Landlock lets the modes of all files be changed that belong to the user.
 DENIED_CALLS = {
-    "x86_64": (0xC000003E, (41, 62, 200, 234, 129, 297, 101, 311, 304, 424, 425)),
-    "aarch64": (0xC00000B7, (198, 129, 130, 131, 138, 240, 117, 271, 265, 424, 425)),
+    "x86_64": (41, 62, 200, 234, 129, 297, 101, 311, 304, 424, 425, 141, 251, 91, 268, 452, 90),
+    "aarch64": (198, 129, 130, 131, 138, 240, 117, 271, 265, 424, 425, 140, 30, 52, 53, 452),
 }
+# prlimit64, sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr: their first argument is a process.
+CALLS_FOR_ITSELF = {"x86_64": (302, 203, 144, 142, 314), "aarch64": (261, 122, 119, 118, 274)}
+FCNTL = {"x86_64": 72, "aarch64": 25}
+SIGNALLING_COMMANDS = (8, 10, 15)  # of fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX
 
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/nix/store")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -284,16 +290,22 @@ def restrict_files(readable: list[str], writable: str) -> None:
 
 
 def deny_calls() -> None:
-    """A seccomp filter under which DENIED_CALLS fail with EPERM. Raises OSError: not on this machine."""
-    if os.uname().machine not in DENIED_CALLS:
-        raise OSError(f"the system calls of {os.uname().machine} are not known here")
-    architecture, numbers = DENIED_CALLS[os.uname().machine]
-    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
-    kill, allow, refuse = 0x80000000, 0x7FFF0000, 0x00050001
-    tests = [(at_least, 0x40000000), *((equal, number) for number in numbers)]  # the first: x32's numbers
-    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, kill), (load, 0, 0, 0)]
-    program += [(test, len(tests) - place, 0, value) for place, (test, value) in enumerate(tests)]
-    program += [(give, 0, 0, allow), (give, 0, 0, refuse)]
+    """A seccomp filter under which calls that reach beyond the sandbox fail with EPERM. Raises OSError: not on this
+    machine."""
+    machine = os.uname().machine
+    if machine not in ARCHITECTURES:
+        raise OSError(f"the system calls of {machine} are not known here")
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06  # an instruction: what, lines to skip if so, if not, value
+    kill, allow, refuse = (give, 0, 0, 0x80000000), (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x00050001)
+    call_number, architecture, first, second = (load, 0, 0, 0), (load, 0, 0, 4), (load, 0, 0, 16), (load, 0, 0, 24)
+    program = [architecture, (equal, 1, 0, ARCHITECTURES[machine]), kill, call_number]
+    program += [(at_least, 0, 1, 0x40000000), refuse]  # x32's numbers
+    for number in DENIED_CALLS[machine]:
+        program += [(equal, 0, 1, number), refuse]
+    for number in CALLS_FOR_ITSELF[machine]:
+        program += [(equal, 0, 4, number), first, (equal, 1, 0, 0), refuse, allow]
+    commands = [line for command in SIGNALLING_COMMANDS for line in ((equal, 0, 1, command), refuse)]
+    program += [(equal, 0, len(commands) + 2, FCNTL[machine]), second, *commands, allow, allow]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     call("prctl", PR_SET_SECCOMP, 2, struct.pack("@HP", len(program), ctypes.addressof(code)), 0, 0)
 

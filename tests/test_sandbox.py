@@ -110,6 +110,52 @@ def test_no_other_process_can_be_signalled(sandbox):
     assert run.ok and str(os.getpid()) not in run.stdout.split()
 
 
+REACHING_OUT = """
+import fcntl, os, resource, signal
+
+def refused(name, function, *arguments):
+    try:
+        function(*arguments)
+    except PermissionError:
+        print(name)
+
+child = os.fork()
+if child == 0:
+    signal.pause()
+for pid in (0, child):
+    refused(f"prlimit {pid == child}", resource.prlimit, pid, resource.RLIMIT_CORE, (0, 0))
+    refused(f"affinity {pid == child}", os.sched_setaffinity, pid, os.sched_getaffinity(0))
+refused("chmod", os.chmod, "main.py", 0o600)
+refused("setpriority", os.setpriority, os.PRIO_PROCESS, child, 5)
+refused("F_GETFL", fcntl.fcntl, 1, fcntl.F_GETFL)
+for name in ("F_SETOWN", "F_SETSIG"):
+    refused(name, fcntl.fcntl, 1, getattr(fcntl, name), signal.SIGTERM)
+"""
+
+
+def test_without_namespaces_other_processes_and_modes_are_out_of_reach(sandbox):
+    if module.WAYS != ("landlock",):
+        pytest.skip("elsewhere other processes cannot be named, and its files are a file system of their own")
+    run = sandbox.run(REACHING_OUT)
+    assert run.stdout.split("\n") == [
+        *("prlimit True", "affinity True", "chmod", "setpriority", "F_SETOWN", "F_SETSIG", "")
+    ], run.stderr
+
+
+def test_its_limits_are_set(sandbox):
+    if module.MACOS:
+        pytest.skip("macOS has no limit of memory, and of processes one for all of a user")
+    names = ("CPU", "CORE", "NOFILE", "FSIZE", "AS")
+    run = sandbox.run(
+        f"import resource\nfor name in {(*names, 'NPROC')}:\n    "
+        "print(*resource.getrlimit(getattr(resource, 'RLIMIT_' + name)))"
+    )
+    *limits, processes = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
+    ours = (12, 0, 256, 64 << 20, 512 << 20)
+    assert limits == [(value, value) for value in ours], run.stderr
+    assert processes[0] == processes[1] >= 256
+
+
 def test_all_that_is_written_is_bounded(sandbox):
     if module.WAYS != ("namespaces",):
         pytest.skip("only a file system of its own has one limit for all files")
@@ -153,6 +199,9 @@ def test_what_cannot_be_closed_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"close files, network, processes .*landlock: lacks files: no Landlock"):
         Sandbox()
     assert Sandbox(require=["limits"]).protections == given
+    monkeypatch.setattr(module, "_trial", lambda way: (None, "no such program"))
+    with pytest.raises(ConfigError, match=r"can run nothing on this machine \(landlock: no such program\)"):
+        Sandbox(require=[])
 
 
 def test_the_launcher_checks_again_before_the_code_starts(sandbox):
