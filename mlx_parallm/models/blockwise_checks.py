@@ -20,7 +20,8 @@ EXACT, ROUNDED = 1e-3, 0.02
 
 
 def check_stack(stack: LayerStack, tokens: mx.array) -> int:
-    """The vocabulary. Raises ValueError: there is other glue between the blocks than one hidden state."""
+    """The vocabulary. Raises ValueError: there is other glue between the blocks than one hidden state, or the head does
+    not look at each row alone, so that it cannot go in pieces."""
     passed: list[Any] = []
 
     def visit(index: int, hidden: mx.array, call: BlockCall) -> Any:
@@ -32,7 +33,11 @@ def check_stack(stack: LayerStack, tokens: mx.array) -> int:
     stack.walk(tokens, visit)
     if len(passed) != len(stack.blocks) or not all(isinstance(hidden, mx.array) for hidden in passed):
         raise ValueError("the model's blocks are not called once each with one hidden state")
-    return int(stack.head(passed[-1].reshape(-1, passed[-1].shape[-1])[:1]).shape[-1])
+    rows = passed[-1].reshape(-1, passed[-1].shape[-1])
+    logits, piece = stack.head(rows), slice(1, 3)
+    if distance(stack.head(rows[piece]), logits[piece]) > ROUNDED:
+        raise ValueError("the model's head does not look at each position alone")
+    return int(logits.shape[-1])
 
 
 def compare_layouts(model: nn.Module, stack: LayerStack, score: Callable[[TokenBatch], Scores]) -> tuple[str, str]:

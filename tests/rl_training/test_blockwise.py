@@ -174,10 +174,16 @@ class Glued(nn.Module):
         first = hidden = self.embed(tokens)
         for layer in self.layers:
             hidden = layer(self._glue(hidden, first))
+        if self._glue is centred:
+            return self.head(hidden - hidden.mean(axis=tuple(range(hidden.ndim - 1)), keepdims=True))
         return self.head(hidden + 0.5 * first if self._glue is identity else hidden)
 
 
 def identity(hidden: mx.array, _: mx.array) -> mx.array:
+    return hidden
+
+
+def centred(hidden: mx.array, _: mx.array) -> mx.array:
     return hidden
 
 
@@ -187,7 +193,8 @@ def residual(hidden: mx.array, first: mx.array) -> mx.array:
 
 @pytest.mark.parametrize(
     ("glue", "reason"),
-    [(residual, "before block"), (identity, "gradients")],  # identity: the head sees the embedding behind our back
+    # identity: the head sees the embedding behind our back; centred: all rows at once
+    [(residual, "before block"), (identity, "gradients"), (centred, "each position alone")],
 )
 def test_other_architectures_fall_back_to_the_whole_graph(glue: Callable, reason: str) -> None:
     model = Glued(glue)
