@@ -13,6 +13,7 @@ it runs in one asyncio loop, in a thread of the module's own. Inside an episode 
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -116,14 +117,17 @@ class InferenceModule:
             given["lora_path"] = str(adapter_path)
         config = config.model_copy(update={"model": config.model.model_copy(update=given)})
         engine = in_mlx_thread(lambda: self._start_engine(config, tokenizer))
-        answering = EngineBackend(
-            engine.client,
-            self._new_tokenizer(),
-            adapter=POLICY if config.model.lora_path else None,
-            weights=self.weights,
-            template_kwargs=config.model.chat_template_kwargs,
-        )
-        self._set_up(answering, engine)
+        with ExitStack() as unused:
+            unused.callback(engine.stop)
+            answering = EngineBackend(
+                engine.client,
+                self._new_tokenizer(),
+                adapter=POLICY if config.model.lora_path else None,
+                weights=self.weights,
+                template_kwargs=config.model.chat_template_kwargs,
+            )
+            self._set_up(answering, engine)
+            unused.pop_all()
 
     @classmethod
     def over(
