@@ -178,6 +178,7 @@ class InferenceModule:
     def _set_up(self, backend: Backend, engine: EngineThread | None = None) -> None:
         self._backend = backend
         self._engine_backend = backend if isinstance(backend, EngineBackend) else None
+        self._adapters = frozenset([self.adapter])
         self._loop = LoopThread()
         self._finalizer = weakref.finalize(self, _end, self._loop, backend, engine)  # at exit, too
 
@@ -197,6 +198,7 @@ class InferenceModule:
         if self._engine_backend is None:
             raise ConfigError("an endpoint's adapter has a model's name: make another InferenceModule with it")
         self._engine_backend.adapter = name
+        self._adapters |= {name}
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -322,9 +324,10 @@ class InferenceModule:
         return GenerationResult.of(answers, logprobs=logprobs, logits=logits)
 
     def _episode(self) -> CurrentEpisode | None:
-        """The episode that the calling code belongs to, where this module is its policy."""
+        """The episode that the calling code belongs to, where this module is its policy, or was when it began: training
+        may have given it an adapter since."""
         episode = CURRENT.get()
-        mine = episode is not None and episode.client is self.client and episode.adapter == self.adapter
+        mine = episode is not None and episode.client is self.client and episode.adapter in self._adapters
         return episode if mine else None
 
     def _tool_turn(

@@ -1,5 +1,7 @@
-"""What InferenceModule scores while weights are published."""
+"""InferenceModule while weights are published: what it scores, and episodes that are under way."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +11,9 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.engine.scoring import Scorer
+from mlx_parallm.environments.rollout_config import RolloutConfig
+from mlx_parallm.environments.rollouts import RolloutManager
+from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.inference import InferenceModule
 from tests.test_inference import CONFIG, adapter
 
@@ -47,12 +52,40 @@ def test_scores_of_one_text_are_of_one_version(monkeypatch: pytest.MonkeyPatch, 
         logits = own.get_logits(*text)[0]
         monkeypatch.setattr(client, "call", call)
         after = own.get_logits(*text)[0]
-        assert not np.array_equal(before[0], after) and np.array_equal(
-            logits, before[0] if what == "adapter" else after
-        )
+        assert not np.array_equal(before[0], after)
+        assert np.array_equal(logits, before[0] if what == "adapter" else after)
         calls.clear()
         later = own.get_logprobs(*text)[0]
         monkeypatch.setattr(Scorer, "collect", collected)
         scores = own.get_logprobs(*text)[0]
         latest = own.get_logprobs(*text)[0]
         assert not np.array_equal(later, latest) and np.array_equal(scores, later if what == "adapter" else latest)
+
+
+def test_an_episode_keeps_its_transcript_when_training_begins_during_its_step() -> None:
+    """Training gives the module an adapter (`BackpropModule.publish`): the episode goes on as it began."""
+    stepping, release = threading.Event(), threading.Event()
+
+    class Twice(BaseEnvironment):
+        def reset(self, index: int = 0) -> State:
+            return State(prompt="ab")
+
+        def step(self, state: State) -> State:
+            for _ in range(2):
+                state.add_turn("ab", own.generate(["ab"], 4)[0])
+                stepping.set()
+                assert release.wait(30)
+            state.done = True
+            return state
+
+    with InferenceModule("builtin:tiny", config=CONFIG) as own, ThreadPoolExecutor(1) as pool:
+        assert own.loaded is not None and own.weights is not None
+        with RolloutManager(Twice(own), RolloutConfig(group_size=2)) as manager:
+            collecting = pool.submit(manager.collect_rollouts, 2)
+            assert stepping.wait(30)
+            own.weights.publish_adapter(adapter(own.loaded.model))
+            own.adapter = own.weights.policy
+            release.set()
+            found = collecting.result(30)
+            found += manager.collect_rollouts(2)  # what begins now is the adapter's
+            assert [(each.error, len(each.history)) for each in found] == [(None, 2)] * 4
