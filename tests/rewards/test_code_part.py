@@ -12,12 +12,16 @@ def answer(block, language="python"):
     return f"Here it is:\n```{language}\n{block}\n```\nDone."
 
 
-@pytest.fixture(scope="module")
-def code():
+def made(**options):
     try:
-        return PARTS["code"](timeout_s=5.0)
+        return PARTS["code"](**options)
     except ConfigError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def code():
+    return made(timeout_s=5.0)
 
 
 RIGHT = answer("def double(n):\n    return 2 * n")
@@ -111,9 +115,9 @@ async def test_without_tests_it_has_to_run(code):
 
 
 async def test_a_conversation_and_a_threshold():
-    made = PARTS["code"](threshold=0.6, require=[])
+    code = made(threshold=0.6, require=[])
     completions = [[{"role": "assistant", "content": text}] for text in (RIGHT, answer("double = abs"))]
-    assert await made(completions=completions, tests=[TESTS] * 2) == [1, 0]
+    assert await code(completions=completions, tests=[TESTS] * 2) == [1, 0]
 
 
 @pytest.mark.parametrize("tests", [[], [3], [{"input": "x"}], 7])
