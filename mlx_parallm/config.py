@@ -326,7 +326,7 @@ def _absolute_files(value: Any, directories: list[Path], key: str = "") -> Any:
         return {name: _absolute_files(entry, directories, name) for name, entry in value.items()}
     if isinstance(value, list):
         return [_absolute_files(entry, directories) for entry in value]
-    is_file = key == "path" or key.endswith("_file")
+    is_file = key in ("path", "schema") or key.endswith("_file")
     if isinstance(value, str) and (is_reference(value) or is_file or _LIKE_A_FILE.fullmatch(value)):
         return absolute(value, directories)
     return value

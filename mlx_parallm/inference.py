@@ -13,6 +13,7 @@ it runs in one asyncio loop, in a thread of the module's own. Inside an episode 
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -116,14 +117,17 @@ class InferenceModule:
             given["lora_path"] = str(adapter_path)
         config = config.model_copy(update={"model": config.model.model_copy(update=given)})
         engine = in_mlx_thread(lambda: self._start_engine(config, tokenizer))
-        answering = EngineBackend(
-            engine.client,
-            self._new_tokenizer(),
-            adapter=POLICY if config.model.lora_path else None,
-            weights=self.weights,
-            template_kwargs=config.model.chat_template_kwargs,
-        )
-        self._set_up(answering, engine)
+        with ExitStack() as unused:
+            unused.callback(engine.stop)
+            answering = EngineBackend(
+                engine.client,
+                self._new_tokenizer(),
+                adapter=POLICY if config.model.lora_path else None,
+                weights=self.weights,
+                template_kwargs=config.model.chat_template_kwargs,
+            )
+            self._set_up(answering, engine)
+            unused.pop_all()
 
     @classmethod
     def over(
@@ -174,6 +178,7 @@ class InferenceModule:
     def _set_up(self, backend: Backend, engine: EngineThread | None = None) -> None:
         self._backend = backend
         self._engine_backend = backend if isinstance(backend, EngineBackend) else None
+        self._adapters = frozenset([self.adapter])
         self._loop = LoopThread()
         self._finalizer = weakref.finalize(self, _end, self._loop, backend, engine)  # at exit, too
 
@@ -193,6 +198,7 @@ class InferenceModule:
         if self._engine_backend is None:
             raise ConfigError("an endpoint's adapter has a model's name: make another InferenceModule with it")
         self._engine_backend.adapter = name
+        self._adapters |= {name}
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -318,9 +324,10 @@ class InferenceModule:
         return GenerationResult.of(answers, logprobs=logprobs, logits=logits)
 
     def _episode(self) -> CurrentEpisode | None:
-        """The episode that the calling code belongs to, where this module is its policy."""
+        """The episode that the calling code belongs to, where this module is its policy, or was when it began: training
+        may have given it an adapter since."""
         episode = CURRENT.get()
-        mine = episode is not None and episode.client is self.client and episode.adapter == self.adapter
+        mine = episode is not None and episode.client is self.client and episode.adapter in self._adapters
         return episode if mine else None
 
     def _tool_turn(

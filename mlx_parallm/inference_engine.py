@@ -122,14 +122,17 @@ class EngineBackend:
         return Request(_id(), tokens, SamplingParams(**asked), self.adapter)
 
     async def _logits(self, client: EngineClient, before: tuple[int, ...], after: tuple[int, ...]) -> np.ndarray:
-        adapter, first, rows = self.adapter, len(before) - 1, []
+        adapter, first = self.adapter, len(before) - 1
+        rows: list[np.ndarray] = []
         if not after:
             return np.zeros((0, client.vocab_size), np.float32)
         text = await asyncio.wrap_future(client.call(lambda engine: engine.begin_logits(before + after, adapter)))
         while not text.finished:
             chunk = await asyncio.wrap_future(client.call(lambda engine: engine.next_logits(text)))
-            rows.append(chunk[max(first, 0) :])
-            first -= len(chunk)
+            start = text.done - len(chunk)
+            if start == 0:  # for the first time, or because the base has changed
+                rows.clear()
+            rows.append(chunk[max(first - start, 0) :])
         return np.concatenate(rows)
 
     def _encode(self, prompt: Prompt, tools: Any = None) -> tuple[int, ...]:

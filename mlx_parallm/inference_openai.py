@@ -59,7 +59,8 @@ class OpenAIBackend:
         return [_called(choice, tools, formats) for reply in replies for choice in _choices(reply)]
 
     async def logprobs(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[np.ndarray]:
-        """Raises EndpointError: the endpoint lacks /tokenize, or does not score prompts."""
+        """Raises EndpointError: the endpoint lacks /tokenize, or does not score prompts. RequestError: a prompt is
+        empty, so that nothing precedes the first token."""
         return await _all(self._score(*pair) for pair in zip(prompts, responses, strict=True))
 
     async def logits(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[np.ndarray]:
@@ -94,6 +95,8 @@ class OpenAIBackend:
 
     async def _score(self, prompt: Prompt, response: Response) -> np.ndarray:
         before = await self._tokens(prompt, special=True)
+        if not before:
+            raise RequestError("prompt: the prompt is empty", param="prompt")
         after = await self._tokens(response, special=False)
         if not after:
             return np.zeros(0, np.float32)

@@ -197,12 +197,14 @@ def _use_tool_places(text: str, tools: Tools) -> Iterator[Found]:
     at = 0
     while (match := _USE_TOOL.search(text, at)) is not None:
         name, inside, known = match[1], match.end(), _parameters(tools, match[1])
-        # An apostrophe in plain words is no quotation mark: quotes count only where what they give can be read.
+        # In plain words an apostrophe is no quotation mark; in what can be read as arguments every one counts.
+        plain = _closing(text, inside - 1, "\"'", words=True)
         ends = [end for quotes in ("\"'", "") if (end := _closing(text, inside - 1, quotes)) is not None]
         if not ends:
             yield match.start(), len(text), partial(_unclosed, "the parenthesis")
             return
-        at, arguments = ends[-1], {(known or [RAW_INPUT])[0]: text[inside : ends[-1] - 1].strip()}
+        at = plain or ends[-1]
+        arguments: dict[str, Any] = {(known or [RAW_INPUT])[0]: text[inside : at - 1].strip()}
         for end in reversed(ends):
             with suppress(_UnreadableError):
                 arguments = _arguments(text[inside : end - 1], known)
@@ -328,15 +330,16 @@ def _literal(node: ast.expr, source: str) -> Any:
         return (ast.get_source_segment(source, node) or "").strip()
 
 
-def _closing(text: str, opening: int, quotes: str) -> int | None:
-    """One past the bracket that closes the one at `opening`; None: none does. Those between `quotes` do not count."""
+def _closing(text: str, opening: int, quotes: str, *, words: bool = False) -> int | None:
+    """One past the bracket that closes the one at `opening`; None: none does. Those between `quotes` do not count; in
+    `words` a mark after a letter or digit (Newton's, 5\") opens no quotation."""
     depth, quote, at = 0, "", opening
     while at < len(text):
         character = text[at]
         if quote:
             at += character == "\\"
             quote = "" if character == quote else quote
-        elif character in quotes:
+        elif character in quotes and not (words and text[at - 1].isalnum()):
             quote = character
         elif character in "([{":
             depth += 1

@@ -16,8 +16,10 @@ import mlx_lm
 import numpy as np
 import pytest
 
+from mlx_parallm import inference as module_of_inference
 from mlx_parallm import inference_engine
 from mlx_parallm.config import load_config
+from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import (
     ConfigError,
     ContextLengthError,
@@ -137,6 +139,25 @@ def test_given_texts_are_scored(inference: InferenceModule) -> None:
         inference.get_logprobs(["a", "b"], ["c"])
     with pytest.raises(RequestError, match="the prompt is empty"):
         inference.get_logprobs([""], ["c"])
+
+
+def test_an_engine_that_nobody_can_use_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[EngineThread] = []
+    start = InferenceModule._start_engine
+
+    def started(*given: Any) -> EngineThread:
+        engines.append(start(*given))
+        return engines[-1]
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise ModelError("no backend")
+
+    monkeypatch.setattr(InferenceModule, "_start_engine", started)
+    monkeypatch.setattr(module_of_inference, "EngineBackend", refused)
+    with pytest.raises(ModelError, match="no backend"):
+        InferenceModule("builtin:tiny", config=CONFIG)
+    [engine] = engines
+    assert not engine._thread.is_alive()
 
 
 def test_logits_are_bounded(inference: InferenceModule, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,13 @@ def test_what_an_endpoint_cannot_do_is_said(remote: InferenceModule) -> None:
     assert refused.value.status == 400
 
 
+def test_an_empty_prompt_has_the_same_message(here: InferenceModule, remote: InferenceModule) -> None:
+    for prompt, response in (("", "c"), ("", "")):
+        for module in (here, remote):
+            with pytest.raises(RequestError, match=r"^prompt: the prompt is empty$"):
+                module.get_logprobs([prompt], [response])
+
+
 def test_tools_are_the_endpoints_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     tokens = dict.fromkeys(("<tool_call>", "</tool_call>"), True)
     tokenizer = tokenizer_with(tmp_path_factory.mktemp("hermes"), tokens, chat_template=HERMES_TEMPLATE)

@@ -220,9 +220,9 @@ class Engine:
         return Score("logits", tokens, self._place(adapter), 0)
 
     def next_logits(self, text: Score) -> np.ndarray:
-        """Logits [C, V] float32 of the text's next positions; `text.finished` says when there are no more."""
-        with self.weights.read():
-            logits = self._scorer.next_logits(text).astype(mx.float32)
+        """Logits [C, V] float32 of the text's positions up to `text.done`, until it is `finished`."""
+        with self.weights.read() as view:
+            logits = self._scorer.next_logits(text, view.base_serial).astype(mx.float32)
         mx.eval(logits, arrays_of(text.caches))
         return np.array(logits)
 
@@ -362,8 +362,8 @@ class Engine:
             return
         score = self._scores[0]
         try:
-            with self.weights.read():
-                chunk = self._scorer.launch(score)
+            with self.weights.read() as view:
+                chunk = self._scorer.launch(score, view.base_serial)
             self._scorer.collect(score, chunk)
         except Exception as error:  # noqa: BLE001 - boundary: a text is computed alone, the failure is its own
             return self._fail_score(self._scores.popleft(), f"the text cannot be scored: {error!r}")

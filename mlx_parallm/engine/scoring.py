@@ -1,10 +1,12 @@
 """Log-probabilities of a given text (`prompt_logprobs`, echo): a forward of its own, by chunks.
 
 One chunk is computed a step, so decoding rows wait for one chunk at most, and logits of one chunk exist at a time.
+All chunks of a text are of the same weights: an adapter is held as the first chunk had it, and where the base itself is
+published in between, the text begins anew.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -30,12 +32,19 @@ class Score:
     top_count: int
     caches: list[Any] = field(default_factory=list)
     done: int = 0
+    held: AdapterPlace | None = None  # `place` as it was at the first chunk
+    base_serial: int = -1  # of the base at the first chunk
     logprobs: list[float | None] = field(default_factory=lambda: [None])
     top_logprobs: list[tuple[TopLogprob, ...] | None] = field(default_factory=lambda: [None])
 
     @property
     def finished(self) -> bool:
         return self.done >= len(self.tokens) - 1
+
+    def begin(self, base_serial: int, caches: list[Any]) -> None:
+        self.base_serial, self.caches, self.done = base_serial, caches, 0
+        self.held = None if self.place is None else replace(self.place)
+        self.logprobs, self.top_logprobs = [None], [None]
 
     def result(self) -> PromptLogprobs:
         return PromptLogprobs(tuple(self.logprobs), tuple(self.top_logprobs))
@@ -63,24 +72,24 @@ class Scorer:
         self._activate = activate
         self._chunk = max(16, min(chunk, CHUNK_LOGITS // vocab_size))
 
-    def launch(self, score: Score) -> list[mx.array]:
+    def launch(self, score: Score, base_serial: int) -> list[mx.array]:
         """Builds the next chunk under the read lock: [C] log-probabilities, then alternatives [C, K] if wanted."""
         if score.finished:
             return []
-        start = score.done
-        logits = self.next_logits(score)
-        targets = mx.array(score.tokens[start + 1 : score.done + 1], dtype=mx.int32)
+        logits = self.next_logits(score, base_serial)
+        targets = mx.array(score.tokens[score.done - len(logits) + 1 : score.done + 1], dtype=mx.int32)
         arrays = [token_logprobs(logits, targets)]
         if score.top_count:
             arrays += top_logprobs(logits.astype(mx.float32), score.top_count)
         return arrays
 
-    def next_logits(self, score: Score) -> mx.array:
-        """Builds the next chunk's logits under the read lock, [C, V]: row i says what follows its token i."""
-        if score.done == 0:
-            score.caches = self._new_caches(len(score.tokens) - 1)
+    def next_logits(self, score: Score, base_serial: int) -> mx.array:
+        """Builds the next chunk's logits under the read lock, [C, V]: row i says what follows its token i. `score.done`
+        is its end; it is the first one again where the base has changed."""
+        if score.base_serial != base_serial:
+            score.begin(base_serial, self._new_caches(len(score.tokens) - 1))
         start, stop = score.done, min(score.done + self._chunk, len(score.tokens) - 1)
-        self._activate([score.place])
+        self._activate([score.held])
         score.done = stop
         return self._model(mx.array(score.tokens[start:stop], dtype=mx.int32)[None], cache=score.caches)[0]
 

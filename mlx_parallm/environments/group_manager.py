@@ -158,6 +158,7 @@ class GroupManager(ABC):
     def cancel(self) -> None:
         """`stop`, after which `start` plays what was in flight anew. Nothing is owed any more."""
         self.stop()
+        self._monitor.cancelled()
         with self._changed:
             self._thread, self._players = None, []
             self._owed.clear()

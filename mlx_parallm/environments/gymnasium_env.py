@@ -62,7 +62,8 @@ class GymnasiumEnvironment(BaseEnvironment):
             action_names: of a Discrete space, in its order.
             max_steps: turns of the policy.
 
-        Raises ConfigError: package missing, no such environment, names of another number than there are actions.
+        Raises ConfigError: package missing, no such environment, actions that JSON does not hold (Dict, Tuple), names
+        of another number than there are actions.
         """
         super().__init__(inference)
         self._id, self._make, self.max_steps, self._seed = id, dict(make or {}), max_steps, seed
@@ -70,6 +71,7 @@ class GymnasiumEnvironment(BaseEnvironment):
         probe = self._open()
         self._space = probe.action_space
         probe.close()
+        self._check_actions()
         discrete = isinstance(self._space, self._gymnasium.spaces.Discrete)
         if action_names and not (discrete and len(action_names) == self._space.n):
             raise ConfigError(f"gymnasium: {len(action_names)} action_names do not fit the actions, {self._space}")
@@ -88,8 +90,10 @@ class GymnasiumEnvironment(BaseEnvironment):
         seed = derive_seed(f"gymnasium {split}", self._seed if split == "train" else 0, index)
         noted = {"seed": seed, "return": 0.0, "actions": [], "invalid_actions": 0}
         state = SimulationState("", metadata=noted | {"terminated": False, "truncated": False})
-        observation = self._begin(state)
-        self._end(state)  # every rollout has a copy, and a simulation of its own
+        try:
+            observation = self._begin(state)
+        finally:
+            self.end_episode(state)  # every rollout has a copy, and a simulation of its own
         opening = f"{self._instructions}\n\n{self._shown(observation)}".strip()
         state.prompt = [{"role": "user", "content": opening}]
         return state
@@ -117,13 +121,31 @@ class GymnasiumEnvironment(BaseEnvironment):
         turns = [{"role": "assistant", "content": response}, {"role": "user", "content": shown}]
         state.prompt = [*state.prompt, *turns[: 1 if state.done else 2]]
         if state.done:
-            self._end(state)
+            self.end_episode(state)
         return state
+
+    def end_episode(self, state: State) -> None:
+        """Closes the simulation, if it is open."""
+        if isinstance(state, SimulationState) and state.live is not None:
+            live, state.live = state.live, None
+            live.close()
 
     def _open(self) -> Any:
         """Raises ConfigError: what gymnasium does not make."""
         with user_code(f"gymnasium: {self._id or 'id is missing'}"):
             return self._gymnasium.make(self._id, **self._make)
+
+    def _check_actions(self) -> None:
+        """Raises ConfigError: an action, as JSON has it, does not come back as one."""
+        try:
+            fits = self._space.contains(self._space.from_jsonable([_plain(self._space.sample())])[0])
+        except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError):
+            fits = False
+        if not fits:
+            raise ConfigError(
+                f"gymnasium: {self._id} has the actions {self._space}, which are not played here: wrap it so that they"
+                " are Discrete, MultiDiscrete, MultiBinary, Box or Text"
+            )
 
     def _begin(self, state: SimulationState) -> Any:
         """Starts the simulation, goes as far as the episode has come, and returns the last observation."""
@@ -133,10 +155,6 @@ class GymnasiumEnvironment(BaseEnvironment):
         for action in state.metadata["actions"]:
             observation, *_ = self._stepped(state, self._space.from_jsonable([action])[0])
         return observation
-
-    def _end(self, state: SimulationState) -> None:
-        state.live.close()
-        state.live = None
 
     def _stepped(self, state: SimulationState, action: Any) -> Any:
         with user_code(f"gymnasium: {self._id}", RolloutRejectedError):

@@ -74,6 +74,13 @@ class RolloutMonitor:
             self._idle_since = self._clock()
             self._last_progress |= dict.fromkeys({result.plan.source.name for result in results}, self._idle_since)
 
+    def cancelled(self) -> None:
+        """Nothing is in flight any more."""
+        with self._lock:
+            if self._in_flight:
+                self._in_flight.clear()
+                self._idle_since = self._clock()
+
     def delivered(self, result: GroupResult, *, known: bool) -> None:
         name, rollouts = result.plan.source.name, result.group.rollouts
         with self._lock:

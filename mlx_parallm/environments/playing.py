@@ -11,6 +11,11 @@ from typing import Any, TypeVar
 
 from mlx_parallm.environments.episode import Episode
 from mlx_parallm.environments.state import BaseEnvironment, State, as_state, own_step
+from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.log import get_logger
+from mlx_parallm.user_code import user_code
+
+log = get_logger("environments")
 
 T = TypeVar("T")
 Step = Callable[[State], Awaitable[State]]
@@ -21,18 +26,27 @@ async def play_states(
 ) -> None:
     """From `state`, which is the episode's own, to its end or `max_steps`."""
     state.trajectory_id = episode.name
-    episode.played = state
-    with threads.thread(episode.name) as thread:
+    played = episode.played = state
+    with threads.thread(episode.name, lambda: _end(environment, played)) as thread:
         step = _step_of(environment, episode, thread)
         for _ in range(max_steps):
             if state.done or environment.is_terminal(state):
                 return
             before = state.step_count
-            state = episode.played = await step(state)
+            state = played = episode.played = await step(state)
             state.trajectory_id = episode.name
             state.step_count = max(state.step_count, before + 1)
             await asyncio.sleep(0)  # a step that waits for nothing leaves the others their turn
         episode.cut = not (state.done or environment.is_terminal(state))
+
+
+def _end(environment: BaseEnvironment, state: State) -> None:
+    what = f"{type(environment).__name__}.end_episode"
+    try:
+        with user_code(what, RolloutRejectedError):
+            environment.end_episode(state)
+    except RolloutRejectedError as error:
+        log.warning("an episode was not closed", episode=state.trajectory_id, error=str(error))
 
 
 def _step_of(environment: BaseEnvironment, episode: Episode, thread: "StepThread") -> Step:
@@ -62,8 +76,8 @@ class StepThreads:
     def __init__(self) -> None:
         self._abandoned: list[StepThread] = []
 
-    def thread(self, name: str) -> "StepThread":
-        return StepThread(name, self._abandoned)
+    def thread(self, name: str, last: Callable[[], None]) -> "StepThread":
+        return StepThread(name, self._abandoned, last)
 
     @property
     def left_behind(self) -> int:
@@ -73,10 +87,11 @@ class StepThreads:
 
 
 class StepThread:
-    """Runs the code of one episode that may block, always on the same thread, which starts with the first call."""
+    """Runs the code of one episode that may block, always on the same thread, which starts with the first call. `last`
+    is called at the end, there or, where nothing has started it, here."""
 
-    def __init__(self, name: str, abandoned: "list[StepThread]") -> None:
-        self._name, self._abandoned = name, abandoned
+    def __init__(self, name: str, abandoned: "list[StepThread]", last: Callable[[], None]) -> None:
+        self._name, self._abandoned, self._last = name, abandoned, last
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -84,6 +99,8 @@ class StepThread:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._thread is None:
+            self._last()
         self._jobs.put(None)
 
     @property
@@ -120,3 +137,4 @@ class StepThread:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+        self._last()

@@ -160,9 +160,11 @@ class RolloutManager(GroupManager):
 
     def close(self) -> None:
         """`stop`, for good: what nobody took is gone."""
-        self.stop()
-        if self._collector is not None:
-            self._collector.close()
+        try:
+            self.stop()
+        finally:
+            if self._collector is not None:
+                self._collector.close()
 
     def __enter__(self) -> "RolloutManager":
         return self

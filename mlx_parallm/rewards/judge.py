@@ -3,7 +3,7 @@
 `judge = "http://…/v1"` asks any OpenAI-compatible endpoint. `judge = "base"` asks the model that is trained with its
 adapter off: requests like any other to the same engine, in the same batches as the rollouts. Equal answers are judged
 once. An answer of the judge that says no score leaves the trajectory unscored (`base.UNSCORED`), and so does one that
-never comes; both are counted.
+never comes; both are counted. Where none comes for a whole group, the group fails with what was wrong.
 """
 
 import asyncio
@@ -18,10 +18,13 @@ from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 from mlx_parallm.errors import ConfigError, EndpointError, RequestError, RolloutRejectedError
+from mlx_parallm.log import get_logger
 from mlx_parallm.openai_client import OpenAIEndpoint
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.part_tools import Completions, texts_of, to_binary
 from mlx_parallm.types import Request, RequestOutput, SamplingParams
+
+log = get_logger("rewards")
 
 BASE = "base"
 HIGHEST = 10
@@ -44,11 +47,12 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the judge said, and what it has cost. `text` None: nothing, for now."""
+    """What the judge said, and what it has cost. `text` None: nothing, for now; `problem` says why."""
 
     text: str | None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    problem: str | None = None
 
 
 def judge(
@@ -128,6 +132,7 @@ class Judge:
     async def __call__(
         self, prompts: Sequence[Any], completions: Completions, log_metric: Callable[[str, float], None] | None = None
     ) -> list[float | str | None]:
+        """Raises RolloutRejectedError, EndpointError: no request was answered, or one was refused."""
         texts = texts_of(completions)
         # Shuffled, for judges prefer the first; always in the same way, so that a run can be repeated.
         answers = sorted(set(texts))
@@ -138,6 +143,7 @@ class Judge:
             questions = [_pointwise(_text(prompts[0]), answer, self._criteria) for answer in answers]
             verdicts = await asyncio.gather(*(self._ask(question) for question in questions))
             scores = [parse_score(verdict.text or "") for verdict in verdicts]
+        _tell_problems([verdict.problem for verdict in verdicts])
         score_of = dict(zip(answers, to_binary(scores, self._threshold), strict=True))
         result: list[float | str | None] = [UNSCORED if (s := score_of[text]) is None else s for text in texts]
         if log_metric is not None:
@@ -173,7 +179,7 @@ class _Endpoint:
             reply = await client.post("/chat/completions", {**self._body, "messages": messages})
         except EndpointError as error:
             if error.status in TRY_LATER or (error.status or 0) >= 500:
-                return Verdict(None)
+                return Verdict(None, problem=str(error))
             raise
         try:
             text = str(reply["choices"][0]["message"]["content"] or "")
@@ -207,11 +213,22 @@ class _Base:
             request = Request(f"judge/{uuid.uuid4().hex}", tuple(tokens), self._params, adapter=None)
             async with asyncio.timeout(self._timeout_s):
                 output: RequestOutput = await self.inference.client.generate(request)
-        except (TimeoutError, RequestError):  # too slow; too long for the model
-            return Verdict(None)
+        except TimeoutError:
+            return Verdict(None, problem=f"no answer within {self._timeout_s:g} s")
+        except RequestError as error:  # too long for the model
+            return Verdict(None, problem=str(error))
         [answer] = output.completions
         text = answer.text if answer.finish_reason in ("stop", "length") else None
         return Verdict(text, len(tokens), len(answer.token_ids))
+
+
+def _tell_problems(problems: Sequence[str | None]) -> None:
+    """Raises RolloutRejectedError: no request was answered; of fewer the log has one."""
+    found = [problem for problem in problems if problem is not None]
+    if found and len(found) == len(problems):
+        raise RolloutRejectedError(f"judge: {found[-1]}")
+    if found:
+        log.warning("the judge did not answer", requests=len(found), of=len(problems), problem=found[-1])
 
 
 def parse_score(text: str) -> float | None:

@@ -266,14 +266,15 @@ class DryRun(TrainingRun):
         by_formula = [predict_memory(asked, self._shape, lengths) for lengths in (seen, most)]
         memory = measured_bytes(probe.lines) if self._measurable else needed_bytes(by_formula[1])
         training = asked.rl_training
+        steps = training.total_steps if self._data is None else self._data.total_steps(training)
         kept = training.keep_checkpoints + bool(training.keep_best)
         forecast = Forecast(
             memory_seen=memory,
             memory_most=memory + max(0, by_formula[1].total - by_formula[0].total) * self._measurable,
             memory_present=min(whole, free + memory),  # what this process has is free again
-            steps=training.total_steps if self._data is None else self._data.total_steps(training),
+            steps=steps,
             checkpoint=checkpoint_bytes(asked, self._shape) + self._companions(),
-            checkpoints=min(kept, -(-training.total_steps // training.checkpoint_interval)),
+            checkpoints=min(kept, -(-steps // training.checkpoint_interval)),
             disk_present=shutil.disk_usage(_existing(training.checkpoint_dir)).free,
             seconds=probe.seconds,
             measured_steps=max(0, len(probe.times) - 1),

@@ -205,6 +205,30 @@ def test_cancel_ends_what_is_in_flight_and_the_next_call_plays_it(manager_of, to
         manager.collect_rollouts(1)
 
 
+def test_what_nobody_took_is_closed_though_a_thread_is_blocked(tokenizer, tmp_path):
+    release, blocked = threading.Event(), threading.Event()
+
+    class Blocking(Walk):
+        def reset(self, index=0):
+            blocked.set()
+            release.wait()
+            return super().reset(index)
+
+    config = RolloutConfig(offload_to_disk=tmp_path)
+    manager = RolloutManager(Blocking(), config, client=ScriptedClient(tokenizer, lambda *_: "x"), tokenizer=tokenizer)
+    manager.start()
+    manager.request_groups(1)
+    assert blocked.wait(WAIT_S)
+    stop = manager.stop
+    manager.stop = lambda: stop(timeout_s=0.05)
+    with pytest.raises(EnvironmentFailedError, match="blocks its thread"):
+        manager.close()
+    with pytest.raises(RuntimeError, match="this manager is closed"):
+        manager.start()
+    assert manager._collector._ready._file.closed
+    release.set()
+
+
 @pytest.fixture
 def interruptible():
     """Ctrl-C as at a terminal: a process that was started in the background ignores it."""

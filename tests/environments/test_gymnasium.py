@@ -1,13 +1,19 @@
 """Text policies in gymnasium's environments."""
 
+import asyncio
 import string
+import threading
 
 import pytest
+from scripted_client import ScriptedClient
 from speaking import Says, play
 
+from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.environments.episodes import EpisodeRunner, GroupPlan
 from mlx_parallm.environments.gymnasium_env import GymnasiumEnvironment, episode_return
 from mlx_parallm.environments.registry import create_environment
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.environments.state_source import StateSource
+from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.types import Rollout
 
@@ -32,7 +38,42 @@ class Echo(gymnasium.Env):
         return "yes" if done else "no", float(done), done, False, {}
 
 
-gymnasium.register("Echo-v0", entry_point=Echo)
+class Pairs(Echo):
+    def __init__(self, kind):
+        one = gymnasium.spaces.Discrete(2)
+        self.action_space = gymnasium.spaces.Dict(a=one) if kind == "Dict" else gymnasium.spaces.Tuple([one, one])
+
+
+class Counted(Echo):
+    """Counts those that are open; `step` waits to be let go, or raises."""
+
+    opened, closed = [], []
+    stepping, release = threading.Event(), threading.Event()
+
+    def __init__(self, way):
+        self.way = way
+        self.opened.append(self)
+
+    def close(self):
+        assert self not in self.closed
+        self.closed.append(self)
+
+    def reset(self, *, seed=None, options=None):
+        if self.way == "no reset":
+            raise RuntimeError("no reset")
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        if self.way == "raises":
+            raise RuntimeError("broken")
+        self.stepping.set()
+        if self.way == "waits":
+            self.release.wait()
+        return super().step(action)
+
+
+for name, kind in (("Echo-v0", Echo), ("Pairs-v0", Pairs), ("Counted-v0", Counted)):
+    gymnasium.register(name, entry_point=kind)
 
 
 def test_an_episode_to_the_goal():
@@ -134,8 +175,44 @@ def test_observation_and_action_may_be_functions_of_the_users(tmp_path):
         ({**LAKE, "action_names": ["left"]}, "1 action_names do not fit"),
         ({**LAKE, "make": {"colour": "blue"}}, "colour"),
         ({**LAKE, "max_steps": 0}, "at least 1"),
+        ({"id": "Pairs-v0", "make": {"kind": "Dict"}}, r"Pairs-v0 has the actions Dict\(.*wrap it"),
+        ({"id": "Pairs-v0", "make": {"kind": "Tuple"}}, r"Pairs-v0 has the actions Tuple\(.*wrap it"),
     ],
 )
 def test_what_cannot_work_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         create_environment("gymnasium", **options)
+
+
+@pytest.mark.parametrize("way", ["limit", "raises", "waits", "cancelled"])
+async def test_every_simulation_is_closed(tokenizer, way):
+    Counted.opened.clear(), Counted.closed.clear(), Counted.stepping.clear(), Counted.release.clear()
+    held = "waits" if way == "cancelled" else way
+    environment = GymnasiumEnvironment(id="Counted-v0", make={"way": held})
+    config = EnvironmentConfig(kind="own", name="own", timeout_s=0.5 if way == "waits" else 60)
+    source = StateSource(config, lambda: environment, seed=0)
+    client = ScriptedClient(tokenizer, lambda *_: "what?")
+    runner = EpisodeRunner(client, tokenizer, temperature=1, max_token_length=256)
+    task = asyncio.create_task(runner.run([GroupPlan("g", source, 0, 2, seed=0, max_steps=2)]))
+    if way == "cancelled":
+        assert await asyncio.to_thread(Counted.stepping.wait, 20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        [result] = await task
+        reasons = {"limit": "None", "raises": "broken", "waits": "not finished within"}
+        assert reasons[way] in str(result.failure)
+    Counted.release.set()
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("g/")]:
+        await asyncio.to_thread(thread.join, 20)
+    # The constructor's, reset's, and the episodes': of those that are cancelled at least the one that was waited for.
+    assert len(Counted.opened) == 4 or (way == "cancelled" and len(Counted.opened) == 3)
+    assert set(Counted.closed) == set(Counted.opened)
+
+
+def test_a_simulation_that_does_not_begin_is_closed():
+    Counted.opened.clear(), Counted.closed.clear()
+    with pytest.raises(RolloutRejectedError, match="no reset"):
+        GymnasiumEnvironment(id="Counted-v0", make={"way": "no reset"}).reset(index=0)
+    assert Counted.closed == Counted.opened and len(Counted.opened) == 2

@@ -2,7 +2,7 @@ import threading
 import time
 
 import pytest
-from managing import WAIT_S, Inbox, two_tasks
+from managing import WAIT_S, Inbox, two_tasks, until
 from scripted_client import ScriptedClient
 
 from mlx_parallm.config import EnvironmentConfig
@@ -259,6 +259,26 @@ def test_pause_starts_nothing_and_resume_goes_on(managed, tokenizer):
     assert manager.statistics().demand == 2
     manager.resume()
     inbox.wait(groups=2)
+
+
+def test_what_was_cancelled_is_not_in_flight(managed, tokenizer):
+    held, all_held = [], threading.Event()
+
+    def gate(request):
+        held.append(request)
+        if len(held) == 2:
+            all_held.set()
+
+    manager, inbox = managed(ScriptedClient(tokenizer, lambda *_: "1", gate=lambda r: gate(r) if len(held) < 2 else 0))
+    manager.request_groups(2)
+    assert all_held.wait(WAIT_S)
+    assert manager.statistics().in_flight == 2
+    manager.cancel()
+    assert manager.statistics().in_flight == 0
+    manager.start()
+    manager.request_groups(2)
+    inbox.wait(groups=2)
+    until(lambda: manager.statistics().in_flight == 0)
 
 
 def test_a_blocked_thread_is_told(managed, tokenizer):

@@ -12,12 +12,16 @@ def answer(block, language="python"):
     return f"Here it is:\n```{language}\n{block}\n```\nDone."
 
 
-@pytest.fixture(scope="module")
-def code():
+def made(**options):
     try:
-        return PARTS["code"](timeout_s=5.0)
+        return PARTS["code"](**options)
     except ConfigError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def code():
+    return made(timeout_s=5.0)
 
 
 RIGHT = answer("def double(n):\n    return 2 * n")
@@ -49,6 +53,55 @@ async def test_to_leave_early_passes_nothing(code):
     assert await code(completions=early, tests=[["assert False"]] * 3) == [0, 0, 0]
 
 
+HOSTILE = """
+import gc, glob, os, re, sys, threading
+seen = []
+
+def see(read, *given):
+    try:
+        seen.append(read(*given))
+    except Exception as error:
+        seen.append(repr(error))
+
+for path in {*glob.glob("*"), *glob.glob("/proc/*/fd/*"), *glob.glob("/proc/*/cmdline")}:
+    see(lambda: open(path, "rb").read(1 << 20))
+see(os.lseek, 0, 0, 0)
+see(os.read, 0, 1 << 20)
+see(sys.stdin.read)
+for name in ("_word", "input"):
+    see(lambda: eval(name)())
+frame = sys._getframe()
+while frame is not None:
+    seen += [frame, frame.f_locals, frame.f_globals, frame.f_code]
+    frame = frame.f_back
+waiting, known, words = [seen, gc.get_objects(), sys._current_frames(), sys.argv], set(), set()
+while waiting:
+    for thing in gc.get_referents(*waiting.pop() if isinstance(waiting[-1], list) else [waiting.pop()]):
+        if isinstance(thing, (str, bytes)):
+            text = thing if isinstance(thing, str) else thing.decode("latin-1")
+            words.update(re.findall(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])", text))
+        elif id(thing) not in known:
+            known.add(id(thing))
+            waiting.append([thing])
+sys.stdout.write("".join(f"\\n{word}\\n" for word in words))
+sys.stdout.flush()
+os._exit(0)
+"""
+LAST_LINE_OF_ITSELF = "import os\nexec(open('main.py').read().splitlines()[-1])\nos._exit(0)"
+
+
+async def test_code_does_not_find_the_word_that_the_end_says(code):
+    texts = [answer(block) for block in (HOSTILE, LAST_LINE_OF_ITSELF)]
+    assert await code(completions=texts, tests=[["assert False"]] * 2) == [0, 0]
+
+
+async def test_what_a_test_may_expect_of_its_place(code):
+    block = "from __future__ import annotations\nimport sys\ndef name(): return __name__"
+    tests = ["assert name() == '__main__' and sys.modules['__main__'].name is name", "assert sys.stdin.read() == ''"]
+    assert await code(completions=[answer(block)], tests=[tests]) == [1]
+    assert await code(completions=[answer("print('no end', end='')")], tests=[["assert True"]]) == [1]
+
+
 async def test_input_and_output(code):
     cases = [{"input": "3\n4\n", "output": "7"}, {"input": "1\n1\n", "output": "3"}]
     texts = [answer("print(int(input()) + int(input()), ' ')"), answer("print(7)\nraise SystemExit(1)")]
@@ -62,9 +115,9 @@ async def test_without_tests_it_has_to_run(code):
 
 
 async def test_a_conversation_and_a_threshold():
-    made = PARTS["code"](threshold=0.6, require=[])
+    code = made(threshold=0.6, require=[])
     completions = [[{"role": "assistant", "content": text}] for text in (RIGHT, answer("double = abs"))]
-    assert await made(completions=completions, tests=[TESTS] * 2) == [1, 0]
+    assert await code(completions=completions, tests=[TESTS] * 2) == [1, 0]
 
 
 @pytest.mark.parametrize("tests", [[], [3], [{"input": "x"}], 7])

@@ -10,6 +10,7 @@ import pytest
 
 from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
 from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
+from mlx_parallm.rewards import judge as judge_module
 from mlx_parallm.rewards import threads
 from mlx_parallm.rewards.base import UNSCORED, Trajectory, score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
@@ -137,8 +138,18 @@ async def test_a_busy_endpoint_is_asked_again_and_then_given_up(endpoint, judgin
     assert await judging(endpoint.url, retries=2)(["q"], ["a"]) == [1.0]
     assert len(endpoint.seen) == 3
     endpoint.answer = lambda body: (503, {"Retry-After": "0"})
-    assert await judging(endpoint.url, retries=1)(["q"], ["a"]) == [UNSCORED]
+    with pytest.raises(RolloutRejectedError, match=f"judge: {endpoint.url}/chat/completions: HTTP 503.*tried 2 times"):
+        await judging(endpoint.url, retries=1)(["q"], ["a"])
     assert len(endpoint.seen) == 5
+
+
+async def test_one_request_that_is_not_answered_is_unscored_and_told(endpoint, judging, monkeypatch):
+    told = []
+    monkeypatch.setattr(judge_module.log, "warning", lambda event, **fields: told.append(fields))
+    endpoint.answer = lambda body: "Score: 10" if "\ngood\n" in text_of(body) else (503, {"Retry-After": "0"})
+    assert await judging(endpoint.url, retries=0)(["q"] * 2, ["good", "odd"]) == [1.0, UNSCORED]
+    assert [(line["requests"], line["of"]) for line in told] == [(1, 2)]
+    assert f"{endpoint.url}/chat/completions: HTTP 503" in told[0]["problem"]
 
 
 async def test_a_refused_request_says_so(endpoint, judging):
@@ -147,8 +158,14 @@ async def test_a_refused_request_says_so(endpoint, judging):
         await judging(endpoint.url)(["q"], ["a"])
 
 
-async def test_nobody_there_is_unscored_too(judging):
-    assert await judging("http://127.0.0.1:9/v1", retries=0, timeout_s=5)(["q"], ["a"]) == [UNSCORED]
+async def test_a_group_that_nobody_judged_says_where_nobody_was():
+    url = "http://127.0.0.1:9/v1"
+    options = {"judge": {"judge": url, "model": "wise", "retries": 0, "timeout_s": 5}}
+    made = RewardFunctions(["builtin:judge"], (), columns=[], key="r", options=options)
+    group = [Trajectory(text, Rollout((1,), (1,), (0.0,), (0,), 1.0, {})) for text in ("a", "b")]
+    with pytest.raises(RolloutRejectedError, match=f"judge: {url}/chat/completions cannot be reached"):
+        await score_group(made.for_row("q", {}, TrainingProgress), group)
+    await asyncio.wrap_future(threads.on_loop(made._functions[0].call.aclose()))
 
 
 async def test_our_own_server_as_the_judge(engine, judging):
@@ -173,7 +190,8 @@ async def test_the_base_as_the_judge(engine, tiny_tokenizer):
     metrics = {}
     assert await judge(["Sort: cab"] * 2, ["abc", "cab"], metrics.__setitem__) == [UNSCORED] * 2
     assert metrics["judge/requests"] == 2 and metrics["judge/prompt_tokens"] > 100
-    assert await judge(["x" * 5000], ["too long for the model"]) == [UNSCORED]
+    with pytest.raises(RolloutRejectedError, match=r"judge: .*5\d{3} prompt tokens"):
+        await judge(["x" * 5000], ["too long for the model"])
 
 
 async def test_the_base_is_asked_with_the_adapter_off(tiny_tokenizer):

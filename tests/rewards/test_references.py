@@ -209,3 +209,25 @@ async def test_columns_are_what_the_episode_noted_in_the_end(made):
     functions = made("paid", columns=None)
     got = await scores(functions, "a", row={"spent": 0.0, "price": 2.0}, spent=3.0, calls=4)
     assert got[0]["reward"] == 10.0
+
+
+def test_files_of_options_are_found_beside_the_configuration_and_by_a_resume(tmp_path, monkeypatch):
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir(), elsewhere.mkdir()
+    for name in ("rows.jsonl", "a reward", "answer.schema", "key"):
+        (here / name).write_text("{}")
+    (here / "run.toml").write_text(
+        '[[environments]]\nkind = "dataset"\ndata = "rows.jsonl"\n'
+        'rewards = ["builtin:learned", "builtin:json", "builtin:judge"]\n[environments.reward_options]\n'
+        'learned = { path = "a reward" }\njson = { schema = "answer.schema" }\n'
+        'judge = { judge = "http://x/v1", model = "key", api_key_file = "key" }\n'
+    )
+    monkeypatch.chdir(elsewhere)
+    config = load_config(here / "run.toml")
+    options = config.environments[0].reward_options
+    assert options["learned"] == {"path": str(here / "a reward")}
+    assert options["json"] == {"schema": str(here / "answer.schema")}
+    assert options["judge"] == {"judge": "http://x/v1", "model": "key", "api_key_file": str(here / "key")}
+    (elsewhere / "config.toml").write_text(config.to_toml())
+    monkeypatch.chdir(tmp_path)
+    assert load_config(elsewhere / "config.toml", saved=True).environments[0].reward_options == options

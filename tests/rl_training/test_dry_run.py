@@ -176,6 +176,20 @@ def test_equal_scores_and_no_end_are_said(tmp_path: Path, monkeypatch: pytest.Mo
     assert "a step could not be filled" in text and "not known: no step was measured" in text
 
 
+def test_checkpoints_of_rows_are_counted_by_the_passes_over_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "PROBE_S", 0.0)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Say yes.", "completion": "yes"}\n' * 4)
+    overrides = [
+        *("model.base_path=builtin:tiny", f"data.path={tmp_path}/rows.jsonl", "data.eval_fraction=0.0"),
+        *("rl_training.algorithm=sft", "rl_training.batch_size=2", "rl_training.checkpoint_interval=1"),
+        f"rl_training.checkpoint_dir={tmp_path}/runs",
+    ]
+    text = dry(load_config(None, overrides), tmp_path / "scratch")
+    assert "to total_steps = 2" in text and "2 × checkpoint of" in text
+
+
 def test_too_large_for_the_machine_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_watch, "memory_present", lambda: (2**27, 2**27))
     config = own_data(tmp_path, "def score(completions, **columns):\n    return [0.25] * len(completions)\n")
