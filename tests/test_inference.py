@@ -98,7 +98,8 @@ def test_options_reach_the_sampler(inference: InferenceModule) -> None:
 
     assert said(seed=5) == said(seed=5) != said(seed=6)
     assert len(set(said(seed=5))) == 3  # each prompt has a stream of its own
-    assert len({text for _ in range(2) for text in said()}) > 3
+    one, other = (inference.generate(["ab"] * 16, max_new_tokens=12).texts for _ in range(2))
+    assert one != other
     greedy = said(do_sample=False, temperature=9.0)
     assert len(set(greedy)) == 1 and said(top_k=1) == said(top_p=1e-6) == greedy
     stopped = inference.generate(["ab"], max_new_tokens=12, do_sample=False, stop=greedy[0][3])
