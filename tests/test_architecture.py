@@ -171,13 +171,16 @@ class Source:
         return self.module.split(".")[0]
 
 
-@cache
 def sources(*folders: str) -> tuple[Source, ...]:
+    return tuple(source for folder in folders for source in sources_of(folder))
+
+
+@cache
+def sources_of(folder: str) -> tuple[Source, ...]:
     found = []
-    for folder in folders:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            text = file.read_text(encoding="utf-8")
-            found.append(Source(file.relative_to(ROOT).as_posix(), text, ast.parse(text)))
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        found.append(Source(file.relative_to(ROOT).as_posix(), text, ast.parse(text)))
     return tuple(found)
 
 
