@@ -278,6 +278,11 @@ def test_mlx_lm_is_imported_by_models_only() -> None:
     assert not found
 
 
+def test_mlx_lms_trainer_is_not_imported() -> None:
+    """It imports every tracker that is installed: half a second of every start (models/lora_linear.py)."""
+    assert not [s.path for s in sources("mlx_parallm") for name in imports(s) if name.startswith("mlx_lm.tuner")]
+
+
 def test_package_init_files_are_empty() -> None:
     faces = ("__init__", "primitives")  # what people import from
     inits = [s for s in sources("mlx_parallm") if s.path.endswith("/__init__.py") and s.unit not in faces]

@@ -14,16 +14,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.models.mlx_lm_api import LoRALinear
+from mlx_parallm.models.lora_linear import LoRALinear
 
 
 class DoRALinear(LoRALinear):
     """In the place of mlx-lm's class of that name, which unpacks a quantised W in each forward, and 6 bits wrongly."""
 
     def __init__(self, linear: nn.Module, shape: tuple[int, int], rank: int, scale: float) -> None:
-        """`shape` (in, out) of `linear`. Uses this thread's MLX random state as LoRALinear does."""
-        super().__init__(*shape, r=rank, dropout=0.0, scale=scale)
-        self.linear = linear
+        """As LoRALinear's."""
+        super().__init__(linear, shape, rank, scale)
         self._squares = squared_norms(linear)  # of the frozen base; the underscore keeps it out of the parameters
         self.m = mx.sqrt(self._squares)
 

@@ -25,7 +25,8 @@ from mlx_parallm.config_lora import LoraConfig
 from mlx_parallm.errors import AdapterError
 from mlx_parallm.models.dora import DoRALinear
 from mlx_parallm.models.layer_stack import LayerStack
-from mlx_parallm.models.mlx_lm_api import LoRALinear, QuantizedSwitchLinear, SwitchLinear
+from mlx_parallm.models.lora_linear import LoRALinear
+from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, SwitchLinear
 from mlx_parallm.models.peft_format import Parts, is_peft, read_peft
 from mlx_parallm.models.served_lora import LoraContext, ServedLinear
 
@@ -135,12 +136,9 @@ def inject_lora(model: nn.Module, spec: LoraSpec) -> list[str]:
     paths = _in_range(model, _target_paths(model, spec.target_modules), spec.layers)
     layers = linear_layers(model)
 
-    def adapted(layer: nn.Module) -> LoRALinear:
-        if spec.dora:
-            return DoRALinear(layer, linear_shape(layer), spec.rank, spec.scale)
-        return LoRALinear.from_base(layer, r=spec.rank, dropout=0.0, scale=spec.scale)
-
-    model.update_modules(tree_unflatten([(path, adapted(layers[path])) for path in paths]))
+    kind = DoRALinear if spec.dora else LoRALinear
+    adapted = [(path, kind(layers[path], linear_shape(layers[path]), spec.rank, spec.scale)) for path in paths]
+    model.update_modules(tree_unflatten(adapted))
     return paths
 
 

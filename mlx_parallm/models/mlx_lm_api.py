@@ -5,7 +5,6 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_hf_tokenizer
-from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import MODEL_REMAPPING, dequantize_model, load_config, save_config, save_model
 from mlx_lm.utils import _get_classes as model_classes
 from mlx_lm.utils import load_model as load_hf_model
@@ -15,7 +14,6 @@ __all__ = [
     "ArraysCache",
     "CacheList",
     "KVCache",
-    "LoRALinear",
     "QuantizedSwitchLinear",
     "RotatingKVCache",
     "SwitchLinear",

@@ -9,6 +9,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.lora import LoRALinear as Theirs
 from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.errors import AdapterError
@@ -29,6 +30,7 @@ from mlx_parallm.models.lora import (
     save_adapter,
     trainer_lora_layers,
 )
+from mlx_parallm.models.lora_linear import LoRALinear
 from mlx_parallm.models.quantize import quantize_layers
 from mlx_parallm.models.support import blueprint
 from tests.tiny_models import make_model
@@ -56,6 +58,19 @@ def test_a_new_adapter_changes_nothing_and_only_it_is_trainable() -> None:
     names = {name for name, _ in tree_flatten(tree.trainable_parameters())}
     assert names == {f"{path}.lora_{side}" for path in paths for side in "ab"}
     assert all(array.dtype == mx.float32 for _, array in tree_flatten(tree.trainable_parameters()))
+
+
+def test_the_layer_is_mlx_lms_with_the_same_seed() -> None:
+    linear, x = nn.Linear(24, 10), mx.random.normal((3, 24))
+    layers = []
+    for make in (lambda: LoRALinear(linear, (24, 10), 4, 2.5), lambda: Theirs.from_base(linear, r=4, scale=2.5)):
+        mx.random.seed(3)
+        layers.append(make())
+    assert mx.array_equal(layers[0].lora_a, layers[1].lora_a)
+    assert layers[0].lora_b.shape == layers[1].lora_b.shape and not layers[0].lora_b.any()
+    for layer in layers:
+        layer.lora_b = mx.arange(40.0).reshape(4, 10) / 40
+    np.testing.assert_allclose(layers[0](x), layers[1](x), atol=1e-6)
 
 
 def test_all_linear_means_every_linear_layer_of_the_blocks() -> None:
