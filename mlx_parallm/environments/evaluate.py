@@ -89,7 +89,7 @@ def remarks(drawn: Sequence[ProblemSet], n: int, training: Sequence[EnvironmentS
 class Answer:
     """One finished episode. A failed one has the reward 0."""
 
-    text: str  # the last turn
+    text: str  # `Trajectory.conversation`
     reward: float
     scores: Mapping[str, float] = field(default_factory=dict)
     stop_reason: str | None = None
@@ -263,7 +263,7 @@ def _asked(task: Task) -> object:
 
 
 def _answer(result: GroupResult) -> Answer:
-    text = result.texts[0] if result.texts else ""
+    text = result.trajectories[0].conversation if result.trajectories else ""
     if result.failure is not None:
         return Answer(text, 0.0, error=result.failure)
     [rollout] = result.group.rollouts

@@ -77,7 +77,8 @@ def show_group(result: GroupResult, prompt: Sequence[int], tokenizer: Tokenizer)
     title = f"{result.plan.source.name}: the prompt, {len(prompt)} tokens"
     table = Table("#", "reward", "tokens", "ended by", expand=True)
     table.add_column("completion", ratio=1, overflow="fold")
-    for number, (rollout, answer) in enumerate(zip(result.group.rollouts, result.texts, strict=False)):
+    for number, trajectory in enumerate(result.trajectories):
+        rollout, answer = trajectory.rollout, trajectory.conversation
         cut = rollout.stop_reason == "length"
         last = visible(tokenizer, rollout.tokens[-1:]) if rollout.tokens[-1] in tokenizer.eos_token_ids else "stop"
         ended = Text("truncated", style="yellow") if cut else last

@@ -96,6 +96,15 @@ async def test_a_failed_answer_is_wrong_and_does_not_take_others_with_it(tokeniz
     assert sums.first_error == "RuntimeError: engine fell over"
 
 
+async def test_an_answer_of_several_turns_is_told_whole(tokenizer):
+    options = {"conversations": [{"turns": [hello, "And?"], "answer": "No"} for hello in ("Hi", "Hello")]}
+    entry = EnvironmentConfig(kind="conversation", name="talk", options=options, rewards=("builtin:answer_match",))
+    built = build_sources([entry], seed=0)
+    said = iter(("Ho", "No"))
+    [found] = await answered(ScriptedClient(tokenizer, lambda *_: next(said)), built, tokenizer, 1)
+    assert found.to_json()["examples"][0]["text"] == "Ho\n⟦And?⟧\nNo"
+
+
 async def test_where_every_answer_failed_there_are_no_numbers(tokenizer, sources):
     client = ScriptedClient(tokenizer, lambda *_: RuntimeError("engine fell over"))
     [sums, reverses] = await answered(client, sources, tokenizer, 3)
