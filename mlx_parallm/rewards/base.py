@@ -37,6 +37,7 @@ class Trajectory:
     step_count: int = 1
     metadata: Mapping[str, Any] = field(default_factory=dict)  # what the environment noted: tool calls, budget, spent …
     group_id: str = ""  # the same for all trajectories of one prompt
+    out_of_room: bool = False  # truncated, and by the limit of the whole sequence (max_token_length)
 
     @property
     def response(self) -> str:

@@ -285,14 +285,17 @@ def _length(evidence: Evidence) -> Diagnosis | None:
     truncated, ended = evidence.mean("truncated_fraction"), evidence.mean("eos_fraction")
     if truncated is None or truncated < TRUNCATED or not evidence.tells:
         return None
-    numbers = {"truncated_fraction": truncated}
-    numbers |= _known(eos_fraction=ended, completion_tokens_mean=evidence.mean("completion_tokens_mean"))
-    if ended is not None and ended <= NEVER_ENDS:
+    tokens, full = evidence.mean("completion_tokens_mean"), evidence.mean("out_of_room_fraction") or 0.0
+    numbers = _known(truncated_fraction=truncated, eos_fraction=ended, completion_tokens_mean=tokens)
+    sentence, setting = f"truncation: {truncated:.0%} of the answers hit the length limit", "raise max_tokens"
+    if full > truncated / 2:
+        numbers["out_of_room_fraction"] = full
+        sentence, setting = f"{sentence} of prompt and all turns", "raise max_token_length"
+    elif ended is not None and ended <= NEVER_ENDS:
         sentence = f"EOS never sampled: {_share(1 - ended)} of the answers run into the length limit"
         setting = "raise max_tokens; if they do not end then either, check the chat template and eos_token_id"
         return Diagnosis("eos-never-sampled", sentence, setting, numbers)
-    sentence = f"truncation: {truncated:.0%} of the answers hit the length limit"
-    return Diagnosis("truncation", sentence, "raise max_tokens", numbers)
+    return Diagnosis("truncation", sentence, setting, numbers)
 
 
 def _learning_rate(evidence: Evidence) -> Diagnosis | None:

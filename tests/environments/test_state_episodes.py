@@ -286,9 +286,9 @@ async def test_no_room_for_another_turn_truncates(tokenizer, kind):
     client = ScriptedClient(tokenizer, lambda *_: "xyxyxy")
     length = len(tokenizer.encode("Say 9:")) + 20
     result = await played(tokenizer, client, source(Careless()), task=9, runner={"max_token_length": length})
-    assert result.failure is None
+    assert (result.failure, result.group.metadata["out_of_room"]) == (None, 2)
     for trajectory in result.trajectories:
-        assert trajectory.truncated
+        assert trajectory.truncated and trajectory.out_of_room
         assert 1 <= trajectory.step_count < 9
     assert all(len(r.prompt_token_ids) + r.params.max_tokens <= length for r in client.requests)
 
