@@ -32,9 +32,8 @@ MOST_GROUPS = 0.8
 SAME_REWARD = 1e-6
 ENDS = 0.05
 """A reward this close to 1 has no room left to gain."""
-TRUNCATED = 0.2
+TRUNCATED, NEVER_ENDS = 0.2, 0.01
 """Where answers are cut, wrong and unfinished look alike; a fifth of them is a visible part of the gradient."""
-NEVER_ENDS = 0.01
 KL_HIGH = 1.0
 """Nats a token, mean over the window, without gain. Quickstart, which gains, stays below 0.6; at 1.0 the policy gives
 its own tokens 2.7 times the reference's probability on average."""
@@ -285,11 +284,11 @@ def _length(evidence: Evidence) -> Diagnosis | None:
     truncated, ended = evidence.mean("truncated_fraction"), evidence.mean("eos_fraction")
     if truncated is None or truncated < TRUNCATED or not evidence.tells:
         return None
-    tokens, full = evidence.mean("completion_tokens_mean"), evidence.mean("out_of_room_fraction") or 0.0
-    numbers = _known(truncated_fraction=truncated, eos_fraction=ended, completion_tokens_mean=tokens)
+    full = evidence.mean("out_of_room_fraction") or 0.0
+    numbers = {"truncated_fraction": truncated, "out_of_room_fraction": full}
+    numbers |= _known(eos_fraction=ended, completion_tokens_mean=evidence.mean("completion_tokens_mean"))
     sentence, setting = f"truncation: {truncated:.0%} of the answers hit the length limit", "raise max_tokens"
     if full > truncated / 2:
-        numbers["out_of_room_fraction"] = full
         sentence, setting = f"{sentence} of prompt and all turns", "raise max_token_length"
     elif ended is not None and ended <= NEVER_ENDS:
         sentence = f"EOS never sampled: {_share(1 - ended)} of the answers run into the length limit"
