@@ -281,14 +281,13 @@ def _groups(evidence: Evidence) -> Diagnosis | None:
 
 def _length(evidence: Evidence) -> Diagnosis | None:
     """Answers that are cut: all of them, or too many."""
-    truncated, ended = evidence.mean("truncated_fraction"), evidence.mean("eos_fraction")
+    truncated, ended, full = map(evidence.mean, ("truncated_fraction", "eos_fraction", "out_of_room_fraction"))
     if truncated is None or truncated < TRUNCATED or not evidence.tells:
         return None
-    full = evidence.mean("out_of_room_fraction") or 0.0
-    numbers = {"truncated_fraction": truncated, "out_of_room_fraction": full}
-    numbers |= _known(eos_fraction=ended, completion_tokens_mean=evidence.mean("completion_tokens_mean"))
+    numbers = {"truncated_fraction": truncated} | _known(out_of_room_fraction=full, eos_fraction=ended)
+    numbers |= _known(completion_tokens_mean=evidence.mean("completion_tokens_mean"))
     sentence, setting = f"truncation: {truncated:.0%} of the answers hit the length limit", "raise max_tokens"
-    if full > truncated / 2:
+    if (full or 0.0) > truncated / 2:
         sentence, setting = f"{sentence} of prompt and all turns", "raise max_token_length"
     elif ended is not None and ended <= NEVER_ENDS:
         sentence = f"EOS never sampled: {_share(1 - ended)} of the answers run into the length limit"

@@ -143,9 +143,9 @@ def test_a_damaged_database_does_not_hide_the_rest(directory):
 
 
 def test_nothing_found_and_nothing_gained_is_said(directory):
-    write(directory, "".join(line(step) for step in range(1, 31)))
+    write(directory, "".join(line(step, learning_rate=1e-3) for step in range(1, 31)))
     assert explain(directory).notes == (
-        "but the reward has not risen; what to try: docs/troubleshooting.md#nothing-found",
+        "but the reward has not risen at a learning_rate of 0.001; what to try: docs/troubleshooting.md#nothing-found",
     )
     write(directory, "".join(line(step, reward_mean=0.5 + step / 60) for step in range(1, 31)))
     assert explain(directory).notes == ()
