@@ -29,6 +29,7 @@ SOLVED = 1.0 - 1e-9
 """A reward from here on counts as right."""
 FEW = 20  # problems: an accuracy is then known to ±0.2 at best
 LOOKED_AT = 500  # training problems of each environment that are compared with those held out
+KEPT_APART = "docs/your_environment.md#held-out"
 EXAMPLES = 3  # problems whose answers are written into a file of evaluations
 
 
@@ -81,7 +82,7 @@ def remarks(drawn: Sequence[ProblemSet], n: int, training: Sequence[EnvironmentS
             if both := sum(_asked(task) in asked_in_training[source.name] for task in own.tasks):
                 yield (
                     f"{both} of the {count} held-out problems of {name} are among the first {LOOKED_AT} training"
-                    f" problems of {source.name}: what is measured there is memory"
+                    f" problems of {source.name}: what is measured there is memory; see {KEPT_APART}"
                 )
 
 

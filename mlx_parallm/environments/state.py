@@ -84,9 +84,9 @@ class BaseEnvironment(ABC):
     def reset(self) -> State:
         """The beginning of an episode, for a whole group.
 
-        It may take the keywords `index` (number of the task) and `split` ("train" or "heldout"), or `seed` (a number
-        made of the run's seed, index and split), and is then a pure function of them: a run can be resumed and
-        repeated. With none of them it is called once for each group, in their order.
+        It may take any of the keywords `index` (number of the task), `split` ("train" or "heldout") and `seed` (made of
+        index, split and, in training, the run's seed), and is then a pure function of them: a run can be resumed and
+        repeated. With neither index nor seed it is called once for each group, in their order.
         """
 
     def step(self, state: State) -> State:

@@ -157,7 +157,7 @@ def test_problems_that_are_trained_on_are_called_so(tmp_path):
     told = list(remarks(draw_problems(training, 30), 30, training))
     assert told == [
         "30 of the 30 held-out problems of leaky are among the first 500 training problems of leaky: what is measured"
-        " there is memory"
+        " there is memory; see docs/your_environment.md#held-out"
     ]
 
 
