@@ -100,7 +100,10 @@ def remarks(result: GroupResult, config_key: str) -> list[str]:
             f"every completion of this group scores {rewards.pop():g}: nothing can be learnt from equal rewards"
         )
     cut = sum(rollout.stop_reason == "length" for rollout in rollouts)
-    if cut == len(rollouts):
+    if sum(trajectory.out_of_room for trajectory in result.trajectories) > cut / 2:
+        what = "rl_training.atropos.max_token_length, which holds prompt and all turns"
+        found.append(f"{cut} of {len(rollouts)} completions were cut off: raise {what}")
+    elif cut == len(rollouts):
         found.append(
             f"no completion ended by itself, all {cut} were cut off: the model does not sample its end token within"
             f" {config_key}.max_tokens = {result.plan.source.config.max_tokens}"
