@@ -52,7 +52,7 @@ class ProblemSet:
 
 
 def draw_problems(sources: Sequence[EnvironmentSource], n: int) -> list[ProblemSet]:
-    """Up to n of each source that has any. Raises ConfigError, RolloutRejectedError: a source of the user's that fails."""
+    """Up to n of each source that has any. Raises ConfigError, RolloutRejectedError: a user's source fails."""
     drawn = []
     for source in sources:
         with user_code(f"environments: {source.name}: held-out problems"):
