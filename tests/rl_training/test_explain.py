@@ -62,6 +62,7 @@ def test_a_half_written_line_is_no_harm(directory, capsys):
     write(directory, line(1) + line(2) + '{"step": 3, "rew')
     assert cli.explain([str(directory)]) == 0
     told = capsys.readouterr().out
+    assert " (the numbers: means of " in told
     assert "run: 2 of 50 steps, stopped or killed" in told
     assert "healthy: nothing found" in told
 
