@@ -132,7 +132,7 @@ class BackpropModule:
         assert weights is not None
         if policy.lora:
             weights.publish_adapter(policy.adapter())
-            self.inference.adapter = weights.policy
+            self.inference.follow_training(weights.policy)
         else:
             weights.publish_parameters(policy.full_parameters())
 

@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,7 @@ class Policy:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     top_p: float = 1.0
     priority: int = 0  # of its requests; lower goes first
+    since: float = field(default_factory=time.monotonic)
 
     @property
     def longest(self) -> int:
@@ -120,6 +122,10 @@ class Episode:
     def adapter(self) -> str | None:
         """Without the version that an evaluation is pinned to."""
         return self._policy.adapter and self._policy.adapter.partition("@")[0]
+
+    @property
+    def since(self) -> float:
+        return self._policy.since
 
     def generate(self, prompt: Prompt, params: Mapping[str, Any]) -> Completion:
         if threading.get_ident() == self._thread:

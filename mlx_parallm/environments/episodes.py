@@ -8,6 +8,7 @@ rollouts as far as they came.
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class EpisodeRunner:
 
     def use_adapter(self, adapter: str | None) -> None:
         """For the groups that start from now on."""
-        self._policy = dataclasses.replace(self._policy, adapter=adapter)
+        self._policy = dataclasses.replace(self._policy, adapter=adapter, since=time.monotonic())
 
     async def run(self, plans: Sequence[GroupPlan]) -> list[GroupResult]:
         """Plays groups; two or more are submitted atomically. Results in the order of `plans`. Raises nothing but
