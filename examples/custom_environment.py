@@ -15,10 +15,12 @@ class Retry(BaseEnvironment):
         super().__init__(inference)
         self.highest, self.tries = highest, tries
 
-    def reset(self, seed=0):
-        """The beginning of an episode. Every rollout of a group starts from a copy of this state."""
-        rng = random.Random(seed)
-        a, b = rng.randint(0, self.highest), rng.randint(0, self.highest)
+    def reset(self, seed=0, split="train"):
+        """The beginning of an episode. Every rollout of a group starts from a deep copy of this state."""
+        rng, heldout = random.Random(seed), None
+        while heldout != (split == "heldout"):  # a tenth of the sums is never trained on
+            a, b = rng.randint(0, self.highest), rng.randint(0, self.highest)
+            heldout = (a + 3 * b) % 10 == 0
         return State(prompt=[{"role": "user", "content": f"Sum: {a}+{b}"}], metadata={"answer": str(a + b)})
 
     def update_state(self, state, response):

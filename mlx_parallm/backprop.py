@@ -129,7 +129,7 @@ class BackpropModule:
         if self.inference is None:
             return
         weights, policy = self.inference.weights, self.policy
-        assert weights is not None
+        assert weights is not None and weights.policy is not None
         if policy.lora:
             weights.publish_adapter(policy.adapter())
             self.inference.follow_training(weights.policy)

@@ -45,7 +45,7 @@ class AtroposConfig(Section):
     rollout_batch_size: int = Field(128, ge=1)
     """Sequences of one training step."""
     max_token_length: int = Field(2048, ge=1)
-    """Longest sequence (prompt + completion) that is trained on."""
+    """Longest sequence that is trained on: prompt and all turns, with what the environment says between them."""
     poll_interval_s: float = Field(1.0, gt=0)
     """Pause between two polls of an external API that has no batch."""
     missing_logprobs: Literal["reject", "recompute"] = "reject"
@@ -65,7 +65,7 @@ class RLTrainingConfig(AlgorithmConfig, PrepareConfig):
     optimizer: Literal["adamw", "muon", "lion", "adafactor"] = "adamw"
     """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest (docs/parameters.md)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay after warm-up, to `lr_final` at total_steps."""
+    """Decay after warm-up, to `lr_final` one step after total_steps, so that the last step still learns."""
     lr_final: float = Field(0.0, ge=0)
     """Learning rate at the end of a linear or cosine schedule."""
     warmup_steps: int = Field(0, ge=0)

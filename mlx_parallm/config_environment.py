@@ -32,7 +32,7 @@ class EnvironmentConfig(Section):
     group_size: int = Field(8, ge=2)
     """Rollouts of one prompt."""
     max_tokens: int = Field(256, ge=1)
-    """Longest completion."""
+    """Longest completion of one turn."""
     stop: tuple[str, ...] = ()
     """Stop strings."""
     system_prompt: str | None = None

@@ -37,7 +37,7 @@ batch_size = {rows:<17}# sequences decoded together; more is faster and takes mo
 [rl_training]
 total_steps = {steps}
 learning_rate = {learning_rate:<14}# 4e-5 * (1024 / hidden size)^1.5: smaller steps for larger models
-lr_schedule = "linear"        # to zero at the last step
+lr_schedule = "linear"        # down to zero after the last step
 warmup_steps = 5
 batch_size = 32               # sequences of one optimizer update: {updates} updates a step
 blocks_per_eval = {blocks:<12}# 1: least memory; 0: fastest, for a small model
@@ -81,7 +81,7 @@ port = 0                      # any free one; it is printed
 [rl_training]
 algorithm = "{algorithm}"
 learning_rate = {learning_rate:<14}# smaller steps for larger models; sft takes ten times those of a preference
-lr_schedule = "linear"        # to zero at the last step, which ends one pass over the rows
+lr_schedule = "linear"        # down to zero after the last step, which ends one pass over the rows
 warmup_steps = 5
 batch_size = {rows:<17}# rows of one optimizer update
 blocks_per_eval = {blocks:<12}# 1: least memory; 0: fastest, for a small model

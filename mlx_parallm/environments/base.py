@@ -22,6 +22,7 @@ from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rewards.base import GroupReward
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.types import Request, RequestOutput
+from mlx_parallm.user_code import user_code
 
 if TYPE_CHECKING:
     from mlx_parallm.environments.episode import Episode
@@ -181,10 +182,12 @@ class EnvironmentSource(ABC):
 
 
 async def _answer(environment: Environment, text: str) -> Sequence[Mapping[str, str]] | None:
-    what, given = f"{type(environment).__name__}.step", environment.step(text)
-    if not inspect.isawaitable(given):
-        raise RolloutRejectedError(f"{what} is a plain function; it has to be async")
-    answer = await given
+    what = f"{type(environment).__name__}.step"
+    with user_code(what, RolloutRejectedError):
+        given = environment.step(text)
+        if not inspect.isawaitable(given):
+            raise RolloutRejectedError(f"{what} is a plain function; it has to be async")
+        answer = await given
     if answer is None or (isinstance(answer, tuple | list) and all(isinstance(turn, Mapping) for turn in answer)):
         return answer
     raise RolloutRejectedError(f"{what} returned {answer!r}: expected a tuple of messages, or None at the end")

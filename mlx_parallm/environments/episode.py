@@ -99,6 +99,7 @@ class Episode:
         self.name = f"{group_id}/{number}"
         self.group_id = group_id
         self.cut = False  # a limit has ended it
+        self._full = False  # there was no room for another turn
         self.played: State | Environment | None = None  # whose metadata rewards see
         self._policy, self._source, self._opening = policy, source, opening
         self._seed, self._number = seed, number
@@ -201,7 +202,7 @@ class Episode:
         if room < 1 and not self._segments:
             raise RolloutRejectedError(no_room(len(asked), policy.longest))
         if room < 1:
-            self.cut = True
+            self.cut = self._full = True
             self.close()
             raise EpisodeOver
         usual = SamplingParams(
@@ -274,6 +275,7 @@ class Episode:
             step_count=self.played.step_count if isinstance(self.played, State) else len(self._turns),
             metadata=dict(self.played.metadata) if self.played is not None else {},
             group_id=self.group_id,
+            out_of_room=reason == "length" and (self._full or len(rollout.tokens) >= self._policy.longest),
         )
 
 

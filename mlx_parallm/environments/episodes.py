@@ -161,7 +161,8 @@ class EpisodeRunner:
                 )
             failure = outcome.failure and f"reward: {outcome.failure}"
         rollouts = tuple(trajectory.rollout for trajectory in trajectories)
-        return GroupResult(job.plan, _group(job.plan, rollouts, job.task), trajectories, job.task, failure)
+        group = _group(job.plan, rollouts, job.task, out_of_room=sum(each.out_of_room for each in trajectories))
+        return GroupResult(job.plan, group, trajectories, job.task, failure)
 
     async def _episode(self, job: _Job, number: int, first: Completion | None) -> Trajectory:
         """One rollout from its beginning to its end; errors are in the rollout."""
@@ -226,8 +227,8 @@ def _failed(plan: GroupPlan, reason: str, task: Task | None = None) -> GroupResu
     return GroupResult(plan, _group(plan, (), task), task=task, failure=reason)
 
 
-def _group(plan: GroupPlan, rollouts: tuple[Rollout, ...], task: Task | None) -> RolloutGroup:
-    metadata: dict[str, Any] = {"task_index": plan.task_index}
+def _group(plan: GroupPlan, rollouts: tuple[Rollout, ...], task: Task | None, *, out_of_room: int = 0) -> RolloutGroup:
+    metadata: dict[str, Any] = {"task_index": plan.task_index, "out_of_room": out_of_room}
     if task is not None:
         metadata |= {"key": task.key, "answer": task.answer}
     return RolloutGroup(plan.group_id, plan.source.name, rollouts, index=plan.index, metadata=metadata)

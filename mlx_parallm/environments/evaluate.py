@@ -29,6 +29,7 @@ SOLVED = 1.0 - 1e-9
 """A reward from here on counts as right."""
 FEW = 20  # problems: an accuracy is then known to ±0.2 at best
 LOOKED_AT = 500  # training problems of each environment that are compared with those held out
+KEPT_APART = "docs/your_environment.md#held-out"
 EXAMPLES = 3  # problems whose answers are written into a file of evaluations
 
 
@@ -51,7 +52,7 @@ class ProblemSet:
 
 
 def draw_problems(sources: Sequence[EnvironmentSource], n: int) -> list[ProblemSet]:
-    """Up to n of each source that has any. Raises ConfigError: a source of the user's that fails."""
+    """Up to n of each source that has any. Raises ConfigError, RolloutRejectedError: a user's source fails."""
     drawn = []
     for source in sources:
         with user_code(f"environments: {source.name}: held-out problems"):
@@ -81,7 +82,7 @@ def remarks(drawn: Sequence[ProblemSet], n: int, training: Sequence[EnvironmentS
             if both := sum(_asked(task) in asked_in_training[source.name] for task in own.tasks):
                 yield (
                     f"{both} of the {count} held-out problems of {name} are among the first {LOOKED_AT} training"
-                    f" problems of {source.name}: what is measured there is memory"
+                    f" problems of {source.name}: what is measured there is memory; see {KEPT_APART}"
                 )
 
 
@@ -89,7 +90,7 @@ def remarks(drawn: Sequence[ProblemSet], n: int, training: Sequence[EnvironmentS
 class Answer:
     """One finished episode. A failed one has the reward 0."""
 
-    text: str  # the last turn
+    text: str  # `Trajectory.conversation`
     reward: float
     scores: Mapping[str, float] = field(default_factory=dict)
     stop_reason: str | None = None
@@ -263,7 +264,7 @@ def _asked(task: Task) -> object:
 
 
 def _answer(result: GroupResult) -> Answer:
-    text = result.texts[0] if result.texts else ""
+    text = result.trajectories[0].conversation if result.trajectories else ""
     if result.failure is not None:
         return Answer(text, 0.0, error=result.failure)
     [rollout] = result.group.rollouts

@@ -37,6 +37,8 @@ log = get_logger("environments")
 STATE_VERSION = 2
 FAILURES_IN_A_ROW = 64
 """So many failed groups in a row, with every environment broken, end the run: retrying does not mend it."""
+ALIKE_FROM_THE_START = 8
+"""The same where no group worked yet, and all failed for one reason."""
 
 
 class GroupManager(ABC):
@@ -324,7 +326,8 @@ class GroupManager(ABC):
 
     def _give_up_at_last(self, reason: str) -> None:
         failures = sum(lane.failures_in_a_row for lane in self._lanes)
-        if failures >= FAILURES_IN_A_ROW and all(lane.broken for lane in self._lanes):
+        enough = ALIKE_FROM_THE_START if self._monitor.only_failure == reason else FAILURES_IN_A_ROW
+        if failures >= enough and all(lane.broken for lane in self._lanes):
             raise EnvironmentFailedError(f"{failures} groups in a row failed, the last one: {reason}")
 
 

@@ -106,6 +106,14 @@ class RolloutMonitor:
                 before.groups, before.failed + 1, before.reward_sum, before.rollouts
             )
 
+    @property
+    def only_failure(self) -> str | None:
+        """Why every group since the start has failed; None: one did not, or there were several reasons."""
+        with self._lock:
+            reasons = {reason for recent in self._recent.values() for reason in recent}
+            worked = self._known or any(part.groups for part in self._per_environment.values())
+            return reasons.pop() if len(reasons) == 1 and not worked else None
+
     def health(self, known: Mapping[str, str]) -> list[str]:
         """A sentence for each environment in which nothing finishes, or too many groups fail.
 

@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -30,20 +31,28 @@ async def play_states(
     with threads.thread(episode.name, lambda: _end(environment, played)) as thread:
         step = _step_of(environment, episode, thread)
         for _ in range(max_steps):
-            if state.done or environment.is_terminal(state):
+            if _is_over(environment, state):
                 return
             before = state.step_count
             state = played = episode.played = await step(state)
             state.trajectory_id = episode.name
             state.step_count = max(state.step_count, before + 1)
             await asyncio.sleep(0)  # a step that waits for nothing leaves the others their turn
-        episode.cut = not (state.done or environment.is_terminal(state))
+        episode.cut = not _is_over(environment, state)
+
+
+def _is_over(environment: BaseEnvironment, state: State) -> bool:
+    with _called(environment, "is_terminal"):
+        return state.done or environment.is_terminal(state)
+
+
+def _called(environment: BaseEnvironment, method: str) -> AbstractContextManager[None]:
+    return user_code(f"{type(environment).__name__}.{method}", RolloutRejectedError)
 
 
 def _end(environment: BaseEnvironment, state: State) -> None:
-    what = f"{type(environment).__name__}.end_episode"
     try:
-        with user_code(what, RolloutRejectedError):
+        with _called(environment, "end_episode"):
             environment.end_episode(state)
     except RolloutRejectedError as error:
         log.warning("an episode was not closed", episode=state.trajectory_id, error=str(error))
@@ -53,17 +62,20 @@ def _step_of(environment: BaseEnvironment, episode: Episode, thread: "StepThread
     if not own_step(environment):
 
         async def ask(state: State) -> State:
-            prompt = environment.build_prompt(state)
+            with _called(environment, "build_prompt"):
+                prompt = environment.build_prompt(state)
             said = (await episode.turn(prompt)).text
-            if environment.blocking:
-                return await thread.run(environment.advance, state, prompt, said)
-            return environment.advance(state, prompt, said)
+            with _called(environment, "update_state"):
+                if environment.blocking:
+                    return await thread.run(environment.advance, state, prompt, said)
+                return environment.advance(state, prompt, said)
 
         return ask
 
     async def step(state: State) -> State:
-        given: Any = environment.step(state) if is_async else await thread.run(environment.step, state)
-        return as_state(await given if is_async else given, f"{type(environment).__name__}.step")
+        with _called(environment, "step"):
+            given: Any = environment.step(state) if is_async else await thread.run(environment.step, state)
+            return as_state(await given if is_async else given, f"{type(environment).__name__}.step")
 
     is_async = inspect.iscoroutinefunction(environment.step)
     return step
@@ -120,7 +132,8 @@ class StepThread:
             try:
                 result = context.run(function, *arguments)
             except (StopIteration, KeyboardInterrupt) as error:  # a future cannot hold the one, the loop not the other
-                future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+                unlike = RuntimeError(f"{type(error).__name__}: {error}")
+                future.set_exception(unlike.with_traceback(error.__traceback__))
             except BaseException as error:  # noqa: BLE001  boundary: what a step raises ends its episode
                 future.set_exception(error)
             else:

@@ -11,6 +11,7 @@ log-probabilities are recorded); or it is async, and awaits `self.inference.agen
 
 import copy
 import dataclasses
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.log import get_logger
+
+log = get_logger("environments")
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """Text, or a list of messages, which goes through the model's chat template."""
@@ -68,6 +72,7 @@ class BaseEnvironment(ABC):
 
     default_rewards: tuple[str, ...] = ()
     """References to the reward functions of a configuration that names none."""
+    inference: Inference | None = None
     blocking: bool = False
     """Whether `update_state` may take its time (tools, a simulation): then it runs on a thread of the episode."""
 
@@ -79,9 +84,9 @@ class BaseEnvironment(ABC):
     def reset(self) -> State:
         """The beginning of an episode, for a whole group.
 
-        It may take the keywords `index` (number of the task) and `split` ("train" or "heldout"), or `seed` (a number
-        made of the run's seed, index and split), and is then a pure function of them: a run can be resumed and
-        repeated. With none of them it is called once for each group, in their order.
+        It may take any of the keywords `index` (number of the task), `split` ("train" or "heldout") and `seed` (made of
+        index, split and, in training, the run's seed), and is then a pure function of them: a run can be resumed and
+        repeated. With neither index nor seed it is called once for each group, in their order.
         """
 
     def step(self, state: State) -> State:
@@ -124,6 +129,8 @@ class BaseEnvironment(ABC):
         """
         steps, turns = state.step_count, len(state.history)
         after = as_state(self.update_state(state, response), f"{type(self).__name__}.update_state")
+        if after.step_count <= steps:
+            _warn_of_a_late_count(type(self))
         after.response = response
         after.step_count = max(after.step_count, steps + 1)
         if len(after.history) == turns:
@@ -150,6 +157,17 @@ def as_state(given: Any, what: str) -> State:
         given.close()  # or Python warns that it was never awaited
         raise RolloutRejectedError(f"{what} is async; it has to be a plain function")
     raise RolloutRejectedError(f"{what} returned {given!r}, not a State")
+
+
+@functools.cache
+def _warn_of_a_late_count(kind: type[BaseEnvironment]) -> None:
+    """Its `update_state` has not counted the turn. Once, and only where it looks at the count."""
+    code = getattr(kind.update_state, "__code__", None)
+    if code is not None and "step_count" in code.co_names:
+        log.warning(
+            f"{kind.__name__}.update_state reads step_count before this turn is counted:"
+            " call super().update_state(state, response) first"
+        )
 
 
 def text_of(prompt: Prompt, after: int = 0) -> str:

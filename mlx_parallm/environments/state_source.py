@@ -14,12 +14,15 @@ from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import BaseEnvironment, Prompt, State, as_state, own_step, text_of
 from mlx_parallm.environments.tasks import Split
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.log import get_logger
 from mlx_parallm.rewards.functions import RewardFunctions
-from mlx_parallm.user_code import check_call
+from mlx_parallm.user_code import check_call, user_code
 
 HELDOUT_FIRST = 2**20
 """Held-out tasks of an environment whose `reset` knows indices and no splits begin at this one."""
 RESET_KEYWORDS = ("index", "split", "seed")
+
+log = get_logger("environments")
 
 
 class StateSource(EnvironmentSource):
@@ -41,7 +44,7 @@ class StateSource(EnvironmentSource):
         check_environment(type(self.template), f"environments: {config.kind}")
         self._takes = _reset_takes(type(self.template), f"environments: {config.kind}")
         self._threads = StepThreads()
-        self._attached = False
+        self._attached = self._traced = False
         self.in_order = not {"index", "seed"} & set(self._takes)
         self.opens_together = not own_step(self.template)
         if config.prompt_format == "text" and config.system_prompt is not None:
@@ -88,7 +91,13 @@ class StateSource(EnvironmentSource):
 
     async def play(self, episode: Episode, task: Task, max_steps: int) -> None:
         assert task.state is not None, "task() makes it"
-        await play_states(episode, self.template, task.state.copy(), max_steps, self._threads)
+        try:
+            await play_states(episode, self.template, task.state.copy(), max_steps, self._threads)
+        except RolloutRejectedError as error:
+            if error.__cause__ is not None and not self._traced:
+                self._traced = True  # the others are told in a line each
+                log.warning("the environment raised", environment=self.name, exc_info=error.__cause__)
+            raise
 
     @property
     def left_behind(self) -> int:
@@ -105,8 +114,9 @@ class StateSource(EnvironmentSource):
         # Held-out tasks are the same ones for every seed of a run.
         seed = derive_seed("reset", self.seed, index) if split == "train" else derive_seed("heldout reset", index)
         given: Mapping[str, Any] = {"index": shifted, "split": split, "seed": seed}
-        state = environment.reset(**{name: given[name] for name in self._takes})
-        return as_state(state, f"{type(environment).__name__}.reset")
+        what = f"{type(environment).__name__}.reset"
+        with user_code(what, RolloutRejectedError):
+            return as_state(environment.reset(**{name: given[name] for name in self._takes}), what)
 
 
 def check_environment(kind: type[BaseEnvironment], what: str) -> None:

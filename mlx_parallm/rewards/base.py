@@ -14,6 +14,9 @@ from typing import Any
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.types import Rollout
 
+BETWEEN = "⟦{}⟧"
+"""Around what an environment said between two answers, where people read both."""
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -34,10 +37,17 @@ class Trajectory:
     step_count: int = 1
     metadata: Mapping[str, Any] = field(default_factory=dict)  # what the environment noted: tool calls, budget, spent …
     group_id: str = ""  # the same for all trajectories of one prompt
+    out_of_room: bool = False  # truncated, and by the limit of the whole sequence (max_token_length)
 
     @property
     def response(self) -> str:
         return self.text
+
+    @property
+    def conversation(self) -> str:
+        """Every answer, and in ⟦ ⟧ what the policy was asked between two of them. For people."""
+        later = "".join(f"\n{BETWEEN.format(turn.prompt)}\n{turn.response}" for turn in self.history[1:])
+        return (self.history[0].response if self.history else self.text) + later
 
     @property
     def truncated(self) -> bool:

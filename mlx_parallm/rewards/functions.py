@@ -218,7 +218,10 @@ async def _call(function: RewardFunction, given: Mapping[str, Any], size: int) -
         if (function.parameters is None or name in function.parameters) and name not in function.options
     }
     if missing := sorted(function.required - set(wanted)):
-        raise RolloutRejectedError(f"{function.name} wants {missing[0]!r}, which the task does not have")
+        there = ", ".join(sorted(given))
+        raise RolloutRejectedError(
+            f"{function.name} wants {missing[0]!r}, which the task does not have; there is: {there}"
+        )
     future = _start(function, wanted)
     try:
         result = await asyncio.wrap_future(future)

@@ -35,6 +35,7 @@ class BatchStatistics:
     groups_all_wrong: float = 0.0  # fraction: no reward above 0
     groups_all_right: float = 0.0  # fraction: no reward below 1
     truncated_fraction: float = 0.0
+    out_of_room_fraction: float = 0.0  # truncated by max_token_length, as far as is known: in-process environments
     eos_fraction: float | None = None  # of the sequences that say how they ended
     completion_tokens_mean: float = 0.0
     rollout_entropy: float | None = None  # mean of -logprobs over the sampled tokens that have one, in nats

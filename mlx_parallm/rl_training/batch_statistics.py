@@ -44,7 +44,7 @@ class StatisticsCollector:
         self._groups = 0
         self._without_variance = 0
         self._staleness: list[int] = []
-        self._stale = self._misfit = 0
+        self._stale = self._misfit = self._out_of_room = 0
         self._without_logprobs = self._extra_segments = 0
 
     def add_trained(self, group: RolloutGroup, staleness: int) -> None:
@@ -78,6 +78,7 @@ class StatisticsCollector:
         self._groups += 1
         self._without_logprobs += any(rollout.logprobs is None for rollout in group.rollouts)
         self._extra_segments += sum(len(rollout.earlier) for rollout in group.rollouts)
+        self._out_of_room += group.metadata.get("out_of_room", 0)
         rewards = [rollout.reward for rollout in group.rollouts]
         self._rewards += rewards
         self._by_environment[group.environment].groups += 1
@@ -111,6 +112,7 @@ class StatisticsCollector:
             groups_all_wrong=self._all_wrong / self._groups,
             groups_all_right=self._all_right / self._groups,
             truncated_fraction=self._ends.count("length") / count,
+            out_of_room_fraction=self._out_of_room / count,
             eos_fraction=known.count("stop") / len(known) if known else None,
             completion_tokens_mean=sum(self._lengths) / count,
             rollout_entropy=self._surprise / self._surprising if self._surprising else None,

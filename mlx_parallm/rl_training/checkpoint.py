@@ -189,6 +189,7 @@ class Checkpointer:
             point(self.run_directory / LATEST, state.checkpoint_name)
         if self.point_at_best() is None and not self._best_is_said:
             (self.run_directory / BEST).unlink(missing_ok=True)  # it was set aside
+        log.info("resumed", checkpoint=checkpoint.name, steps=state.step, mini_batches=state.mini_batches)
         return state
 
     def set_aside(self, name: str) -> None:

@@ -138,7 +138,8 @@ class TrainingDisplay:
     @_guarded
     def start(self, info: RunInfo) -> None:
         self._info = info
-        self._pace.append((info.start_step, self._clock()))
+        if not info.start_step:  # the first step of a resume may be the rest of one
+            self._pace.append((0, self._clock()))
         if not self._interactive:
             log.info("training", run=info.run_name, model=info.model, steps=info.total_steps)
             log.info("talk to the model", command=curl_line(info).replace("\\\n ", ""))

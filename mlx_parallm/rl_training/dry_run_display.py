@@ -77,7 +77,8 @@ def show_group(result: GroupResult, prompt: Sequence[int], tokenizer: Tokenizer)
     title = f"{result.plan.source.name}: the prompt, {len(prompt)} tokens"
     table = Table("#", "reward", "tokens", "ended by", expand=True)
     table.add_column("completion", ratio=1, overflow="fold")
-    for number, (rollout, answer) in enumerate(zip(result.group.rollouts, result.texts, strict=False)):
+    for number, trajectory in enumerate(result.trajectories):
+        rollout, answer = trajectory.rollout, trajectory.conversation
         cut = rollout.stop_reason == "length"
         last = visible(tokenizer, rollout.tokens[-1:]) if rollout.tokens[-1] in tokenizer.eos_token_ids else "stop"
         ended = Text("truncated", style="yellow") if cut else last
@@ -99,7 +100,10 @@ def remarks(result: GroupResult, config_key: str) -> list[str]:
             f"every completion of this group scores {rewards.pop():g}: nothing can be learnt from equal rewards"
         )
     cut = sum(rollout.stop_reason == "length" for rollout in rollouts)
-    if cut == len(rollouts):
+    if sum(trajectory.out_of_room for trajectory in result.trajectories) > cut / 2:
+        what = "rl_training.atropos.max_token_length, which holds prompt and all turns"
+        found.append(f"{cut} of {len(rollouts)} completions were cut off: raise {what}")
+    elif cut == len(rollouts):
         found.append(
             f"no completion ended by itself, all {cut} were cut off: the model does not sample its end token within"
             f" {config_key}.max_tokens = {result.plan.source.config.max_tokens}"

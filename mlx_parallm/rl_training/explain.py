@@ -131,7 +131,9 @@ def explain(path: Path) -> Explanation:
         scores = [line["heldout_score"] for line in record.lines if line.get("heldout_score") is not None]
         notes += [f"held-out score: first {scores[0]:.3f}, last {scores[-1]:.3f}"] if scores else []
     elif not findings and not evidence.gained and record.steps >= SOME_STEPS:
-        notes.append(f"but the reward has not risen; what to try: {health.PAGE}#nothing-found")
+        rate = max((line.get("learning_rate") or 0.0 for line in record.lines), default=0.0)
+        at = f" at a learning_rate of {rate:.2g}" if rate else ""
+        notes.append(f"but the reward has not risen{at}; what to try: {health.PAGE}#nothing-found")
     return Explanation(
         run=record.path.name,
         state=record.state,
@@ -304,7 +306,8 @@ def _told(explanation: Explanation) -> Iterator[Text]:
     rewards = explanation.rewards
     if rewards:
         curve = Text("reward ").append(f"{_mean(rewards[:WINDOW]):.3f} ", style="dim")
-        yield curve.append(sparkline(rewards), style="green").append(f" {_mean(rewards[-WINDOW:]):.3f}")
+        curve.append(sparkline(rewards), style="green").append(f" {_mean(rewards[-WINDOW:]):.3f}")
+        yield curve.append(f" (the numbers: means of {min(WINDOW, len(rewards))} steps)", style="dim")
     for finding in explanation.findings:
         diagnosis = finding.diagnosis
         yield Text("")

@@ -32,9 +32,8 @@ MOST_GROUPS = 0.8
 SAME_REWARD = 1e-6
 ENDS = 0.05
 """A reward this close to 1 has no room left to gain."""
-TRUNCATED = 0.2
+TRUNCATED, NEVER_ENDS = 0.2, 0.01
 """Where answers are cut, wrong and unfinished look alike; a fifth of them is a visible part of the gradient."""
-NEVER_ENDS = 0.01
 KL_HIGH = 1.0
 """Nats a token, mean over the window, without gain. Quickstart, which gains, stays below 0.6; at 1.0 the policy gives
 its own tokens 2.7 times the reference's probability on average."""
@@ -282,17 +281,19 @@ def _groups(evidence: Evidence) -> Diagnosis | None:
 
 def _length(evidence: Evidence) -> Diagnosis | None:
     """Answers that are cut: all of them, or too many."""
-    truncated, ended = evidence.mean("truncated_fraction"), evidence.mean("eos_fraction")
+    truncated, ended, full = map(evidence.mean, ("truncated_fraction", "eos_fraction", "out_of_room_fraction"))
     if truncated is None or truncated < TRUNCATED or not evidence.tells:
         return None
-    numbers = {"truncated_fraction": truncated}
-    numbers |= _known(eos_fraction=ended, completion_tokens_mean=evidence.mean("completion_tokens_mean"))
-    if ended is not None and ended <= NEVER_ENDS:
+    numbers = {"truncated_fraction": truncated} | _known(out_of_room_fraction=full, eos_fraction=ended)
+    numbers |= _known(completion_tokens_mean=evidence.mean("completion_tokens_mean"))
+    sentence, setting = f"truncation: {truncated:.0%} of the answers hit the length limit", "raise max_tokens"
+    if (full or 0.0) > truncated / 2:
+        sentence, setting = f"{sentence} of prompt and all turns", "raise max_token_length"
+    elif ended is not None and ended <= NEVER_ENDS:
         sentence = f"EOS never sampled: {_share(1 - ended)} of the answers run into the length limit"
         setting = "raise max_tokens; if they do not end then either, check the chat template and eos_token_id"
         return Diagnosis("eos-never-sampled", sentence, setting, numbers)
-    sentence = f"truncation: {truncated:.0%} of the answers hit the length limit"
-    return Diagnosis("truncation", sentence, "raise max_tokens", numbers)
+    return Diagnosis("truncation", sentence, setting, numbers)
 
 
 def _learning_rate(evidence: Evidence) -> Diagnosis | None:

@@ -194,7 +194,8 @@ class TrainingLoop:
 
     def _train(self, batch: TrainBatch, work: StepInProgress | None) -> StepResult:
         if batch.gave_up:
-            log.warning("step with fewer rollouts than asked for", step=batch.step, reason=batch.gave_up)
+            trained = len(batch.sequences)
+            log.warning("step with fewer rollouts", step=batch.step, trained_sequences=trained, reason=batch.gave_up)
         position = StepPosition.from_json(work.position) if work else None
         with self._hooks.training():
             return self._parts.trainer.train_step(batch, position=position, should_stop=self._hooks.should_stop)

@@ -31,7 +31,7 @@ TIGHT = 0.85
 """A larger share of the memory is worth a warning: the prediction is good to about 15 %."""
 OFF = 0.15
 SMALL = 64 * 2**20
-"""A difference that nobody needs to hear of: that of a small model is made by single arrays."""
+"""On top of that, a difference that nobody needs to hear of: that of a small model is made by single arrays."""
 
 
 class MemoryWatch:
@@ -91,8 +91,8 @@ class MemoryWatch:
         peak, foretold = in_words(self._peak), in_words(self.foretold)
         if abs(self.foretold - self._peak) > OFF * self._peak + SMALL:
             log.warning("the preflight was off", peak=peak, foretold=foretold)
-        lengths, ratio = f"{self._seen.prompt} + {self._seen.completion} tokens", self.foretold / self._peak
-        text = f"memory: {peak} at the peak; {foretold} were foretold for {lengths} ({ratio:.2f})"
+        lengths = f"the longest prompt ({self._seen.prompt} tokens) and completion ({self._seen.completion}) of the run"
+        text = f"memory: {peak} at the peak; {foretold} ({self.foretold / self._peak:.2f}) were foretold for {lengths}"
         console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 

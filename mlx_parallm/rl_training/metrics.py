@@ -23,7 +23,7 @@ KEYS = (
     *("staleness", "staleness_max", "logprob_diff_max", "logprob_diff_mean", "mismatch_kl", "sampler_weights_cut"),
     *("kl_coefficient", "tokens"),
     *("groups", "sequences", "groups_without_variance", "groups_all_wrong", "groups_all_right"),
-    *("truncated_fraction", "eos_fraction", "completion_tokens_mean", "rollout_entropy"),
+    *("truncated_fraction", "out_of_room_fraction", "eos_fraction", "completion_tokens_mean", "rollout_entropy"),
     *("dropped_misfit", "groups_without_logprobs", "extra_segments"),
     *("dropped_stale", "skipped_steps", "optimizer_updates", "stopped_at_kl", "publish_timeouts", "gave_up"),
     *("publishes_refused", "publish_kl", "rolled_back_to"),
@@ -42,7 +42,8 @@ one. `skipped_steps`: mini-batches skipped as not finite. `stopped_at_kl`: what 
 target_kl), null where nothing did. `update_norm`, `weight_norm`, `weights_moved`:
 `optimizer.Movement`, means over the step's updates.
 `groups_all_wrong`, `_all_right`: share of the groups in which no reward is above 0, or none below 1. `eos_fraction`:
-share of the answers that ended by themselves; null where their senders do not say. `rollout_entropy`: mean of -logprobs
+share of the answers that ended by themselves; null where their senders do not say. `out_of_room_fraction`: share of the
+sequences that max_token_length ended, as far as environments in this process know. `rollout_entropy`: mean of -logprobs
 of the sampled tokens that came with one, which is there also for steps with nothing to train on. `time_rollout_s`: how
 long the step waited for its batch. `publishes_refused`: updates taken back as not fit to be served. `publish_kl`:
 `publish_guard.kl_from_served`, null unless max_publish_kl is set. `rolled_back_to`: the checkpoint or version that the

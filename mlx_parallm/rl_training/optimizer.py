@@ -148,13 +148,14 @@ def learning_rate_at(step: int, config: RLTrainingConfig) -> float:
     update_epochs and batch_size do not move them.
 
     Warm-up: step / (warmup_steps + 1) of the peak, so the first step already learns and the peak comes at
-    warmup_steps + 1. After it: constant, or linear or cosine down to lr_final at total_steps.
+    warmup_steps + 1. After it: constant, or linear or cosine down to lr_final, which the step after total_steps would
+    have: the last one still learns.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / (config.warmup_steps + 1)
     if config.lr_schedule == "constant":
         return config.learning_rate
     first = config.warmup_steps + 1
-    progress = min((step - first) / max(config.total_steps - first, 1), 1.0)
+    progress = min((step - first) / max(config.total_steps + 1 - first, 1), 1.0)
     share = 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.lr_final + (config.learning_rate - config.lr_final) * share

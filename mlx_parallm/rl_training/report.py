@@ -5,7 +5,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from mlx_parallm.environments.estimates import difference
 from mlx_parallm.environments.evaluate import SOLVED
+from mlx_parallm.rewards.base import BETWEEN
 
 SMOOTHING = 10  # steps on each side of the mean line, fewer in a short run
 SHOWN_CHARACTERS = 60
@@ -93,16 +94,17 @@ class Comparison:
     greedy: bool = True
 
     @property
-    def measured(self) -> tuple[str, list[float], list[float]]:
-        """(what it is called, before, after): right or not, or the reward where a reward of 1 is no full one."""
-        every = [reward for pair in self.rewards for reward in pair]
-        shares = self.greedy and all(0 <= reward <= 1 for reward in every)
-        if shares and (max(every) >= SOLVED or not any(every)):
-            name, sides = self.environment, [[float(pair[side] >= SOLVED) for pair in self.rewards] for side in (0, 1)]
-        else:
-            name = f"{self.environment} (mean reward)"
-            sides = [[pair[side] for pair in self.rewards] for side in (0, 1)]
-        return name, sides[0], sides[1]
+    def measured(self) -> Iterator[tuple[str, list[float], list[float]]]:
+        """(what it is called, before, after): right or not, where 1 is the full reward, and the reward, where it has
+        more to say."""
+        before, after = ([pair[side] for pair in self.rewards] for side in (0, 1))
+        every = [*before, *after]
+        judged = self.greedy and max(every) <= 1 and (max(every) >= SOLVED or not any(every))
+        if judged:
+            right, now_right = ([float(reward >= SOLVED) for reward in side] for side in (before, after))
+            yield self.environment, right, now_right
+        if not judged or any(0 != reward < SOLVED for reward in every):
+            yield f"{self.environment} (mean reward)", before, after
 
 
 def compare(before: Line, after: Line) -> list[Comparison]:
@@ -131,8 +133,7 @@ def accuracy_table(comparisons: Sequence[Comparison]) -> Table:
     table.add_column("environment")
     for name in ("problems", "before", "after", "change", "95% interval"):
         table.add_column(name, justify="right")
-    for row in comparisons:
-        name, before, after = row.measured
+    for name, before, after in (measure for row in comparisons for measure in row.measured):
         found = difference(before, after)
         change = Text(f"{found.mean:+.3f}", style="green" if found.mean >= 0 else "red")
         interval = f"{found.low:+.3f} to {found.high:+.3f}"
@@ -156,10 +157,10 @@ def plain_report(comparisons: Sequence[Comparison]) -> str:
     """Both tables as text without colours or lines, for logs and files."""
     lines = []
     for row in comparisons:
-        name, before, after = row.measured
-        found = difference(before, after)
-        told = f"{found.mean:+.3f}, 95% interval {found.low:+.3f} to {found.high:+.3f}"
-        lines.append(f"{name}: {_mean(before):.3f} -> {_mean(after):.3f} ({told}) on {len(before)} problems")
+        for name, before, after in row.measured:
+            found = difference(before, after)
+            told = f"{found.mean:+.3f}, 95% interval {found.low:+.3f} to {found.high:+.3f}"
+            lines.append(f"{name}: {_mean(before):.3f} -> {_mean(after):.3f} ({told}) on {len(before)} problems")
         for then, now in row.examples:
             asked = f"{_short(now['prompt'])}  [{_short(now['expected'] or '')}]"
             lines.append(f"  {asked}  {_plain(then)} -> {_plain(now)}")
@@ -215,7 +216,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _said(answer: Line) -> str:
-    return _short(answer["error"] or answer["text"])
+    """Of several turns: how they begin, and the last answer whole."""
+    before, mark, last = (answer["error"] or answer["text"]).rpartition(BETWEEN[-1])
+    return f"{_short(before + mark)} {_short(last)}" if mark else _short(last)
 
 
 def _mark(answer: Line) -> Text:

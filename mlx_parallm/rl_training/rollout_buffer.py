@@ -35,7 +35,7 @@ log = get_logger("train")
 
 NOTHING_TO_LEARN = (
     "{rounds} refills in a row brought no group with different rewards: the problems are all too easy or all too hard"
-    " for this policy, or the reward does not tell answers apart"
+    " for this policy, or the reward does not tell answers apart (docs/troubleshooting.md#no-variance)"
 )
 UNTRAINABLE = "refill after refill brought no group of it that can be trained on"
 NO_VARIANCE = "no variance: all rewards of the group are equal, or none of its answers is trained on"

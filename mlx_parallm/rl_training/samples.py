@@ -7,12 +7,14 @@ terminal shows a table, trackers get the same.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.table import Table
 from rich.text import Text
 
+from mlx_parallm.rewards.base import BETWEEN
 from mlx_parallm.rl_training.batch import TrainBatch
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.samples_page import Shown, write_page
@@ -22,14 +24,14 @@ SAMPLES_FILE = "samples.jsonl"
 SAMPLES_PAGE = "samples.html"
 STEPS_ON_PAGE = 50
 SHOWN_CHARACTERS = 300  # of a prompt's end and of a completion, in the terminal
-OF_OLD_LINES: dict[str, Any] = {"version": None, "scores": {}}  # keys that 0.1's lines do not have
+OF_OLD_LINES: dict[str, Any] = {"version": None, "scores": {}, "turns": 1}  # keys that older lines do not have
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`completion`: everything after the prompt, what an environment put between two turns included."""
+    """`completion`: everything after the prompt; in ⟦ ⟧ what an environment put between two turns."""
 
     step: int
     which: Literal["first", "best", "worst"]
@@ -38,6 +40,7 @@ class Sample:
     reward: float
     stop_reason: str | None
     tokens: int  # sampled
+    turns: int  # in which they were
     version: int | None  # newest policy version that sampled one of them
     scores: Mapping[str, float]  # parts of the reward
     prompt: str
@@ -48,7 +51,8 @@ class Sample:
 
     def shown(self) -> Shown:
         version = "version ?" if self.version is None else f"version {self.version}"
-        ended = f"{self.tokens} tokens, ended by {self.stop_reason or '?'}"
+        turns = f" in {self.turns} turns" if self.turns > 1 else ""
+        ended = f"{self.tokens} tokens{turns}, ended by {self.stop_reason or '?'}"
         notes = (self.environment, version, ended, self.group_id)
         return Shown(f"step {self.step}", self.which, self.reward, notes, self.prompt, self.completion, self.scores)
 
@@ -151,8 +155,15 @@ def _sample(
         reward=rollout.reward,
         stop_reason=rollout.stop_reason,
         tokens=rollout.sampled_tokens,
+        turns=sum(sampled for segment in rollout.segments for sampled, _ in groupby(segment.mask)),
         version=max(sampled, default=None),
         scores=dict(rollout.scores),
         prompt=decode(rollout.tokens[:begins]),
-        completion=decode(rollout.tokens[begins:]),
+        completion=_marked(rollout.tokens[begins:], rollout.mask[begins:], decode),
     )
+
+
+def _marked(tokens: Sequence[int], mask: Sequence[int], decode: Decode) -> str:
+    parts = groupby(zip(tokens, mask, strict=True), key=lambda pair: pair[1])
+    texts = ((sampled, decode([token for token, _ in part])) for sampled, part in parts)
+    return "".join(text if sampled else BETWEEN.format(text) for sampled, text in texts)

@@ -24,8 +24,7 @@ def compare(a: Path, b: Path, console: Console) -> None:
     table = Table(title=Text(f"A: {first['model']} ({a})\nB: {second['model']} ({b})"), title_justify="left")
     for name in ("environment", "problems", "A", "B", "B - A", "95% interval", "p"):
         table.add_column(name, justify="left" if name == "environment" else "right")
-    for row in rows:
-        name, before, after = row.measured
+    for name, before, after in (measure for row in rows for measure in row.measured):
         found = difference(before, after)
         means = (f"{sum(values) / len(values):.3f}" for values in (before, after))
         interval = f"{found.low:+.3f} to {found.high:+.3f}"

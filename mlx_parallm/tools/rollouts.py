@@ -30,6 +30,9 @@ STATES = ("waiting", "taken", "dropped", "quarantined")
 SHOWN = 20
 """Policy versions, reasons: as many as are drawn; JSON has all."""
 
+PLAIN_WIDTH = 1000
+"""Columns where there is no terminal."""
+
 Json = Mapping[str, Any]
 
 
@@ -161,8 +164,10 @@ def _tokenizer(run: Path) -> Any:
 
 
 def as_text(parts: Iterator[RenderableType]) -> str:
-    """For people; coloured on a terminal."""
+    """For people; coloured on a terminal, elsewhere as wide as it needs to be."""
     console = Console()
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
     with console.capture() as capture:
         for part in parts:
             console.print(part, highlight=False)

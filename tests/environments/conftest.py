@@ -1,15 +1,26 @@
 import pytest
 from managing import Inbox
+from structlog.testing import capture_logs
 
 from mlx_parallm.config import EnvironmentConfig
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.rollout_config import RolloutConfig
 from mlx_parallm.environments.rollouts import RolloutManager
+from mlx_parallm.log import configure_logging
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny_tokenizer):
     return tiny_tokenizer
+
+
+@pytest.fixture
+def warned():
+    """The warnings of the test."""
+    configure_logging(level="warning")
+    with capture_logs() as logs:
+        yield logs
+    configure_logging(level="error")
 
 
 @pytest.fixture

@@ -96,6 +96,15 @@ async def test_a_failed_answer_is_wrong_and_does_not_take_others_with_it(tokeniz
     assert sums.first_error == "RuntimeError: engine fell over"
 
 
+async def test_an_answer_of_several_turns_is_told_whole(tokenizer):
+    options = {"conversations": [{"turns": [hello, "And?"], "answer": "No"} for hello in ("Hi", "Hello")]}
+    entry = EnvironmentConfig(kind="conversation", name="talk", options=options, rewards=("builtin:answer_match",))
+    built = build_sources([entry], seed=0)
+    said = iter(("Ho", "No"))
+    [found] = await answered(ScriptedClient(tokenizer, lambda *_: next(said)), built, tokenizer, 1)
+    assert found.to_json()["examples"][0]["text"] == "Ho\n⟦And?⟧\nNo"
+
+
 async def test_where_every_answer_failed_there_are_no_numbers(tokenizer, sources):
     client = ScriptedClient(tokenizer, lambda *_: RuntimeError("engine fell over"))
     [sums, reverses] = await answered(client, sources, tokenizer, 3)
@@ -148,7 +157,7 @@ def test_problems_that_are_trained_on_are_called_so(tmp_path):
     told = list(remarks(draw_problems(training, 30), 30, training))
     assert told == [
         "30 of the 30 held-out problems of leaky are among the first 500 training problems of leaky: what is measured"
-        " there is memory"
+        " there is memory; see docs/your_environment.md#held-out"
     ]
 
 

@@ -226,13 +226,18 @@ def test_waiting_for_demand_is_no_stall(managed, tokenizer):
     assert manager.statistics().waiting_s == pytest.approx(1000.0)
 
 
-def test_failure_after_failure_ends_the_manager(managed, tokenizer, monkeypatch):
+@pytest.mark.parametrize(("reason", "groups"), [("broken {0}", 5), ("broken", 3)])
+def test_failure_after_failure_ends_the_manager_sooner_where_all_fail_alike(
+    managed, tokenizer, monkeypatch, reason, groups
+):
     monkeypatch.setattr(group_manager, "FAILURES_IN_A_ROW", 5)
-    manager, inbox = managed(ScriptedClient(tokenizer, lambda *_: RuntimeError("broken")))
+    monkeypatch.setattr(group_manager, "ALIKE_FROM_THE_START", 3)
+    answer = lambda request, _: RuntimeError(reason.format(request.request_id))  # noqa: E731
+    manager, inbox = managed(ScriptedClient(tokenizer, answer))
     manager.request_groups(1)
-    inbox.wait(failures=5)
+    inbox.wait(failures=groups)
     manager._thread.join(WAIT_S)
-    assert "environments stopped: 5 groups in a row failed" in manager.health()
+    assert f"environments stopped: {groups} groups in a row failed" in manager.health()
     with pytest.raises(EnvironmentFailedError, match="the last one: RuntimeError: broken"):
         manager.check()
 

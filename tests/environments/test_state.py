@@ -85,18 +85,25 @@ def test_the_environment_of_the_specification_plays_by_hand():
     assert (state.step_count, state.response) == (10, "task...")
 
 
-def test_a_step_counts_and_is_in_the_history_whoever_wrote_update_state():
+def test_a_step_counts_and_is_in_the_history_whoever_wrote_update_state(warned):
     class Forgetful(Minimal):
         def update_state(self, state, response):
             state.metadata["seen"].append(response)
             return state
 
+    class LooksAtTheCount(Forgetful):
+        def update_state(self, state, response):
+            state.done = state.step_count == 2
+            return super().update_state(state, response)
+
     inference = Echoing()
-    for environment in (Minimal(inference), Forgetful(inference)):
+    for environment in (Minimal(inference), LooksAtTheCount(inference), Forgetful(inference)):
         state = environment.step(environment.step(environment.reset(3)))
         assert (state.response, state.step_count) == ("3", 2)
         assert state.history == [{"prompt": "Say 3", "response": "3"}] * 2
     assert state.metadata["seen"] == ["3", "3"]
+    [line] = warned
+    assert line["event"].startswith("LooksAtTheCount.update_state reads step_count before this turn is counted")
 
 
 def test_batch_step_asks_once_for_all():

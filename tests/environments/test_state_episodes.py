@@ -1,6 +1,7 @@
 """Episodes of a BaseEnvironment, played by the runner against a scripted policy."""
 
 import asyncio
+import re
 import threading
 
 import pytest
@@ -285,9 +286,9 @@ async def test_no_room_for_another_turn_truncates(tokenizer, kind):
     client = ScriptedClient(tokenizer, lambda *_: "xyxyxy")
     length = len(tokenizer.encode("Say 9:")) + 20
     result = await played(tokenizer, client, source(Careless()), task=9, runner={"max_token_length": length})
-    assert result.failure is None
+    assert (result.failure, result.group.metadata["out_of_room"]) == (None, 2)
     for trajectory in result.trajectories:
-        assert trajectory.truncated
+        assert trajectory.truncated and trajectory.out_of_room
         assert 1 <= trajectory.step_count < 9
     assert all(len(r.prompt_token_ids) + r.params.max_tokens <= length for r in client.requests)
 
@@ -325,6 +326,14 @@ async def test_an_episode_samples_as_the_run_does(tokenizer, params, failure):
     assert client.requests == []
 
 
+async def test_a_constructor_that_calls_no_super_plays_too(tokenizer):
+    plain = type("Plain", (Counting,), {"__init__": lambda self, inference=None: None})
+    built = source(plain())
+    built.attach(InEpisode())
+    result = await played(tokenizer, ScriptedClient(tokenizer, lambda *_: "x"), built)
+    assert (result.failure, built.template.inference is None) == (None, False)
+
+
 async def test_length_and_stop_strings_may_be_a_turns_own(tokenizer):
     class Own(CountingItself):
         def step(self, state):
@@ -345,14 +354,15 @@ async def test_length_and_stop_strings_may_be_a_turns_own(tokenizer):
         ({"build_prompt": lambda self, state: 3}, "Bad asks 3: expected text or messages"),
         ({"reset": lambda self: "no"}, "Bad.reset returned 'no', not a State"),
         ({"is_terminal": lambda self, state: True}, "the episode ended before the policy was asked anything"),
-        ({"update_state": lambda self, state, response: {}[1]}, "KeyError: 1"),
-        ({"step": lambda self, state: next(iter([]))}, "RuntimeError: StopIteration: "),
+        ({"update_state": lambda self, state, response: {}[1]}, "Bad.update_state: FILE: KeyError: 1"),
+        ({"step": lambda self, state: next(iter([]))}, "Bad.step: FILE: RuntimeError: StopIteration:"),
     ],
 )
-async def test_what_goes_wrong_is_a_recorded_result(tokenizer, attributes, failure):
+async def test_what_goes_wrong_is_a_recorded_result(tokenizer, warned, attributes, failure):
     bad = type("Bad", (Counting,), attributes)
-    result = await played(tokenizer, ScriptedClient(tokenizer, lambda *_: "x"), source(bad()))
-    assert result.failure == failure.strip()
+    result = await played(tokenizer, ScriptedClient(tokenizer, lambda *_: "x"), source(bad()), size=2)
+    assert re.sub(rf"{__file__}, line \d+", "FILE", result.failure) == failure
+    assert len([line for line in warned if "exc_info" in line]) == ("FILE" in failure), "one traceback for all"
 
 
 async def test_a_blocking_generate_on_the_loop_is_refused(tokenizer):

@@ -141,7 +141,9 @@ async def test_one_function_may_say_that_nothing_can_score_an_answer(made):
 
 async def test_a_column_that_a_task_lacks_is_named(made):
     functions = made("letters", columns=None)
-    with pytest.raises(RolloutRejectedError, match=r"^letters wants 'wanted', which the task does not have$"):
+    with pytest.raises(
+        RolloutRejectedError, match=r"^letters wants 'wanted', which the task does not have; there is: .*completions"
+    ):
         await scores(functions, "a")
 
 

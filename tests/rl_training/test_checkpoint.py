@@ -13,8 +13,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from mlx_parallm.errors import AdapterError, CheckpointError
+from mlx_parallm.log import configure_logging
 from mlx_parallm.models.lora import find_adapter_file, load_adapter
 from mlx_parallm.rl_training import checkpoint as checkpoint_module
 from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
@@ -72,7 +74,11 @@ def test_everything_comes_back(lora: bool, tmp_path: Path) -> None:
 
     other = make_trainer(make_config(lora=lora))
     store = NoStore()
-    state = make_checkpointer(tmp_path / "run", other).resume(path, store, metrics)
+    configure_logging(level="info")
+    with capture_logs() as logs:
+        state = make_checkpointer(tmp_path / "run", other).resume(path, store, metrics)
+    configure_logging(level="error")
+    assert [(line["event"], line["checkpoint"], line["steps"]) for line in logs] == [("resumed", "step_000002", 2)]
     assert (mx.random.uniform(shape=(3,)).tolist(), np.random.rand(), random.random()) == drawn
     assert replace(state, random_state={}) == saved
     assert store.restored == [2]

@@ -190,14 +190,17 @@ def test_without_a_terminal_a_stall_is_told_once_while_waiting():
     assert [(entry["log_level"], entry["health"]) for entry in logs] == [("warning", STALLED), ("info", "healthy")]
 
 
-def test_a_resumed_run_counts_the_pace_from_its_own_start():
+def test_a_resumed_run_counts_the_pace_from_its_first_step_which_may_be_the_rest_of_one():
     now = [0.0]
     display, console = on_a_terminal(clock=lambda: now[0])
     display.start(RunInfo("r", "m", "http://x", 100, "hi", start_step=90))
     assert "90/100" in picture(display, console)
-    now[0] = 3.0
+    now[0] = 60.0
     display.update(step(91))
-    assert "ETA 0:27" in picture(display, console)
+    assert "ETA –" in picture(display, console)
+    now[0] = 63.0
+    display.update(step(92))
+    assert "ETA 0:24" in picture(display, console)
     display.stop()
 
 

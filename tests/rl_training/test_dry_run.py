@@ -16,10 +16,11 @@ from mlx_parallm.environments.episodes import GroupPlan, GroupResult
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
 from mlx_parallm.hardware import GIB
 from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
-from mlx_parallm.rewards.base import Trajectory
+from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.rewards.base import Trajectory, Turn
 from mlx_parallm.rl_training import dry_run, memory_watch
 from mlx_parallm.rl_training.dry_run import DryRun, Probe, ProbeDone, probe_config
-from mlx_parallm.rl_training.dry_run_display import OTHER_FILES, Forecast, remarks, shortcomings, visible
+from mlx_parallm.rl_training.dry_run_display import OTHER_FILES, Forecast, remarks, shortcomings, show_group, visible
 from mlx_parallm.rl_training.preflight import Lengths, ModelShape
 from mlx_parallm.types import Rollout, RolloutGroup
 
@@ -52,9 +53,24 @@ def test_remarks_on_a_group(rollouts: list[tuple[float, str]], words: list[str])
     assert all(word in found[0] for word in words)
 
 
-def test_special_tokens_stand_out() -> None:
+def test_all_turns_of_a_group_are_shown_and_the_limit_that_ended_them_is_named(tokenizer: Tokenizer) -> None:
+    made = group((0.0, "length"), (1.0, "length"))
+    turns = (Turn("Hi", "Ho"), Turn("And?", "No"))
+    talks = tuple(replace(each, text="No", history=turns, out_of_room=True) for each in made.trajectories)
+    out = io.StringIO()
+    Console(file=out, width=100).print(show_group(replace(made, trajectories=talks), (5,), tokenizer))
+    assert all(words in out.getvalue() for words in ("Ho", "⟦And?⟧", "No"))
+    [found] = remarks(replace(made, trajectories=talks), KEY)
+    assert found.startswith("2 of 2 completions were cut off: raise rl_training.atropos.max_token_length")
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
     config = parse_config({}).model
-    tokenizer = load_tokenizer(resolve_model_path(config.base_path), config)
+    return load_tokenizer(resolve_model_path(config.base_path), config)
+
+
+def test_special_tokens_stand_out(tokenizer: Tokenizer) -> None:
     text = visible(tokenizer, tokenizer.render_chat([{"role": "user", "content": "two\nlines"}]))
     marked = [text.plain[span.start : span.end] for span in text.spans if "magenta" in str(span.style)]
     assert "<|im_start|>" in marked and "<|im_end|>" in marked

@@ -62,6 +62,7 @@ def test_a_half_written_line_is_no_harm(directory, capsys):
     write(directory, line(1) + line(2) + '{"step": 3, "rew')
     assert cli.explain([str(directory)]) == 0
     told = capsys.readouterr().out
+    assert " (the numbers: means of " in told
     assert "run: 2 of 50 steps, stopped or killed" in told
     assert "healthy: nothing found" in told
 
@@ -143,9 +144,9 @@ def test_a_damaged_database_does_not_hide_the_rest(directory):
 
 
 def test_nothing_found_and_nothing_gained_is_said(directory):
-    write(directory, "".join(line(step) for step in range(1, 31)))
+    write(directory, "".join(line(step, learning_rate=1e-3) for step in range(1, 31)))
     assert explain(directory).notes == (
-        "but the reward has not risen; what to try: docs/troubleshooting.md#nothing-found",
+        "but the reward has not risen at a learning_rate of 0.001; what to try: docs/troubleshooting.md#nothing-found",
     )
     write(directory, "".join(line(step, reward_mean=0.5 + step / 60) for step in range(1, 31)))
     assert explain(directory).notes == ()

@@ -90,6 +90,11 @@ def test_nothing_wrong_is_healthy():
         ({"clip_fraction": 0.4}, "ratio-mismatch", "ratio mismatch: 1.00 on average and 40% of the tokens clipped"),
         ({"truncated_fraction": 0.4}, "truncation", "truncation: 40% of the answers hit the length limit (raise"),
         (
+            {"truncated_fraction": 0.4, "out_of_room_fraction": 0.3},
+            "truncation",
+            "truncation: 40% of the answers hit the length limit of prompt and all turns (raise max_token_length)",
+        ),
+        (
             {"truncated_fraction": 1.0, "eos_fraction": 0.0},
             "eos-never-sampled",
             "EOS never sampled: all of the answers run into the length limit",

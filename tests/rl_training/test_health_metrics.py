@@ -75,9 +75,10 @@ def test_groups_that_are_all_wrong_or_all_right_are_counted():
 
 def test_how_answers_ended_is_counted_where_it_is_known():
     ends = ("stop", "length", None, "stop")
-    known = RolloutGroup("a", "test", tuple(make_rollout(stop_reason=end) for end in ends))
+    rollouts = tuple(make_rollout(stop_reason=end) for end in ends)
+    known = RolloutGroup("a", "test", rollouts, metadata={"out_of_room": 1})
     assert collected(known).eos_fraction == pytest.approx(2 / 3)
-    assert collected(known).truncated_fraction == pytest.approx(1 / 4)
+    assert (collected(known).truncated_fraction, collected(known).out_of_room_fraction) == (1 / 4, 1 / 4)
     assert collected(make_group("b", [0.0, 1.0])).eos_fraction is None
 
 

@@ -155,7 +155,8 @@ def test_the_peak_is_compared_with_what_was_foretold_for_the_lengths_seen(
     out = io.StringIO()
     with capture_logs() as logs:
         watch.tell(Console(file=out, width=60))
-    assert f"for 64 + 128 tokens ({1 / max(peaks):.2f})" in out.getvalue() and out.getvalue().count("\n") == 1
+    assert f" ({1 / max(peaks):.2f}) were foretold" in out.getvalue() and out.getvalue().count("\n") == 1
+    assert "the longest prompt (64 tokens) and completion (128) of the run" in out.getvalue()
     assert [line["event"] for line in logs] == ["the preflight was off"] * off
     assert bool(watch.health()) == bool(ill)
     if ill:

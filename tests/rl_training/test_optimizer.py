@@ -119,6 +119,6 @@ def rates(**values: object) -> list[float]:
 def test_schedules_count_steps() -> None:
     assert rates() == [1.0] * 9
     assert rates(warmup_steps=4) == [0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1]
-    assert rates(lr_schedule="linear", lr_final=0.2) == [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
-    cosine = rates(lr_schedule="cosine", warmup_steps=4)
-    assert cosine == [0.2, 0.4, 0.6, 0.8, 1, 0.853553, 0.5, 0.146447, 0]
+    assert rates(lr_schedule="linear", lr_final=0.1) == [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
+    cosine = rates(lr_schedule="cosine", warmup_steps=5)
+    assert cosine == [0.166667, 0.333333, 0.5, 0.666667, 0.833333, 1, 0.853553, 0.5, 0.146447]

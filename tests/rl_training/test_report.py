@@ -100,7 +100,7 @@ def comparisons():
 def test_the_same_problems_are_compared(comparisons):
     [row] = comparisons
     assert row.rewards == ((1.0, 1.0), (0.0, 1.0), (0.0, 0.0))
-    assert row.measured == ("sum", [1.0, 0.0, 0.0], [1.0, 1.0, 0.0])
+    assert list(row.measured) == [("sum", [1.0, 0.0, 0.0], [1.0, 1.0, 0.0])]
     assert [(then["text"], now["text"]) for then, now in row.examples] == [("3", "3"), ("5", "4"), ("8", "8")]
     [moved] = compare(record(("3", "4", "18"), keys=("x", "y", "c")), record(("3", "4", "18")))
     assert [now["prompt"] for _, now in moved.examples] == ["Add 9 and 9."]
@@ -127,6 +127,12 @@ def test_an_answer_cannot_smuggle_in_markup():
     assert "✗ [red]" in console.file.getvalue()
     assert "✗ [/]" in console.file.getvalue()
     assert "xxx…" in console.file.getvalue()
+
+
+def test_of_several_turns_the_beginning_and_the_last_answer_are_shown():
+    talk = record(("1\n⟦No. " + "x" * 500 + "⟧\n3", "4", "18"), rewards=(1.0, 1.0, 1.0))
+    told = plain_report(compare(talk, talk))
+    assert "  Add 1 and 2.  [3]  1 ⟦No. xxx" in told and "x… 3 (right) -> 1 ⟦No." in told
 
 
 def test_the_plain_report_says_the_same(comparisons):
@@ -175,7 +181,12 @@ def test_the_report_is_printed(comparisons, tmp_path, terminal):
 
 def test_rewards_that_know_no_full_mark_are_compared_by_their_mean():
     soft = compare(record(("a", "b", "c"), rewards=(-0.5, 0.0, 0.0)), record(("a", "b", "c"), rewards=(0.25, 0.0, 0.0)))
-    assert soft[0].measured == ("sum (mean reward)", [-0.5, 0.0, 0.0], [0.25, 0.0, 0.0])
+    assert list(soft[0].measured) == [("sum (mean reward)", [-0.5, 0.0, 0.0], [0.25, 0.0, 0.0])]
+    both = compare(record(("a", "b", "c"), rewards=(-0.5, 0, 0)), record(("a", "b", "c"), rewards=(1.0, 0.5, 0)))
+    assert list(both[0].measured) == [
+        ("sum", [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]),
+        ("sum (mean reward)", [-0.5, 0, 0], [1.0, 0.5, 0]),
+    ]
     assert plain_report(soft).startswith("sum (mean reward): -0.167 -> 0.083 (+0.250, 95% interval ")
     assert "a (-0.5) -> a (0.25)" in plain_report(soft)
 
@@ -183,4 +194,4 @@ def test_rewards_that_know_no_full_mark_are_compared_by_their_mean():
 def test_sampled_answers_are_compared_by_their_mean():
     only_sampled = record(("3", "4", "8"), rewards=(None, None, None), sampled=(1.0, 0.0))
     [row] = compare(only_sampled, only_sampled)
-    assert row.measured == ("sum (mean reward)", [0.5] * 3, [0.5] * 3)
+    assert list(row.measured) == [("sum (mean reward)", [0.5] * 3, [0.5] * 3)]

@@ -190,7 +190,7 @@ def test_a_step_is_given_up_after_refills_without_one_trainable_group(store: Rol
     while batch is None:
         batch = buffer.collect(1, timeout_s=1)
     assert len(batch.sequences) == 2 * useful
-    assert "3 refills in a row" in batch.gave_up
+    assert "3 refills in a row" in batch.gave_up and "troubleshooting.md#no-variance" in batch.gave_up
     assert len(player.asked) == 4
     assert batch.statistics.groups == player.next
 

@@ -46,6 +46,14 @@ def test_the_three_that_are_chosen() -> None:
     assert choose_samples(7, [], letters) == []
 
 
+def test_what_the_environment_said_is_marked() -> None:
+    rollout = make_rollout((3, 4, 5, 6, 7), prompt=(0, 1, 2))
+    turns = dataclasses.replace(rollout, mask=(0, 0, 0, 1, 1, 0, 0, 1))
+    [sample, *_] = choose_samples(7, [RolloutGroup("g", "test", (turns,))], letters)
+    assert (sample.completion, sample.turns) == ("de⟦fg⟧h", 2)
+    assert "3 tokens in 2 turns, ended by ?" in sample.shown().notes
+
+
 def test_every_n_steps_to_the_file_and_to_who_asks(tmp_path: Path) -> None:
     path, told = tmp_path / "samples.jsonl", []
     log = SampleLog(path, letters, every=2, told=[lambda step, samples: told.append((step, len(samples)))])

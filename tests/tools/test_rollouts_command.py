@@ -57,6 +57,7 @@ def test_counts_by_state_environment_and_version(run: Path, capsys: pytest.Captu
     assert {entry["reason"] for entry in found["rejected"]} == {"the reward is nan", "the group has no rollouts"}
     text = rollouts(capsys, run)
     assert text.startswith("my-run: groups: 1 waiting, 3 taken, 1 dropped, 1 quarantined, 2 rejected")
+    assert "sequences  pruned  last received" in text
     for words in ("gsm8k_0", "too old", "atropos:0: the reward is nan", "policy version"):
         assert words in text
 
