@@ -23,8 +23,9 @@ from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rewards.base import Trajectory, Turn
 from mlx_parallm.types import Completion, Request, Rollout, SamplingParams
 
-ASKABLE = frozenset({"max_tokens", "stop", "tools", "skip_special_tokens"})
+ASKABLE = frozenset({"max_tokens", "stop", "tools"})
 """What an environment may ask for itself; the rest is the run's, or what is trained on would not be its policy."""
+ASKED = ASKABLE | {"skip_special_tokens"}  # by `InferenceModule` itself, where a call's marks are special tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +146,12 @@ class Episode:
                 self._calls.discard(call)
 
     async def agenerate(self, prompt: Prompt, params: Mapping[str, Any]) -> Completion:
-        if wrong := sorted(set(params) - ASKABLE):
+        if wrong := sorted(set(params) - ASKED):
             raise RolloutRejectedError(
                 f"generate({', '.join(f'{name}=…' for name in wrong)}) inside an episode: it samples as the run does,"
                 f" so that it can be trained on; it may be given {', '.join(sorted(ASKABLE))}"
             )
-        options = {name: params[name] for name in ASKABLE if params.get(name) is not None}
+        options = {name: params[name] for name in ASKED if params.get(name) is not None}
         return await self.turn(prompt, **options)
 
     # --- turns
