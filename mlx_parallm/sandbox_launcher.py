@@ -63,10 +63,8 @@ OWNERS_CALLS = {"x86_64": (91, 268, 452, 90, 93, 260, 92, 94), "aarch64": (52, 5
 # prlimit64, sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr: their first argument is a process.
 CALLS_FOR_ITSELF = {"x86_64": (302, 203, 144, 142, 314), "aarch64": (261, 122, 119, 118, 274)}
 # fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX; ioctl: FIOSETOWN, SIOCSPGRP: who is sent a signal when a descriptor is ready.
-DENIED_COMMANDS = {
-    "x86_64": {72: (8, 10, 15), 16: (0x8901, 0x8902)},
-    "aarch64": {25: (8, 10, 15), 29: (0x8901, 0x8902)},
-}
+COMMANDING_CALLS = {"x86_64": (72, 16), "aarch64": (25, 29)}
+DENIED_COMMANDS = (8, 10, 15), (0x8901, 0x8902)
 SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 AF_UNIX, SOCK_STREAM, SOCK_SEQPACKET, TYPE_MASK = 1, 1, 5, 0xF  # other types send to any address, connected or not
 
@@ -319,7 +317,7 @@ def deny_calls(*, own_user: bool) -> None:
     for number in denied:
         program += [(equal, 0, 1, number), refuse]
     looked_at = {number: [first, (equal, 1, 0, 0), refuse, allow] for number in CALLS_FOR_ITSELF[machine]}
-    for number, commands in DENIED_COMMANDS[machine].items():
+    for number, commands in zip(COMMANDING_CALLS[machine], DENIED_COMMANDS, strict=True):
         refused = [line for command in commands for line in ((equal, 0, 1, command), refuse)]
         looked_at[number] = [second, *refused, allow]
     kinds = [second, (keep_bits, 0, 0, TYPE_MASK), (equal, 2, 0, SOCK_STREAM), (equal, 1, 0, SOCK_SEQPACKET), refuse]

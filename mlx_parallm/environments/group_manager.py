@@ -39,9 +39,7 @@ FAILURES_IN_A_ROW = 64
 """So many failed groups in a row, with every environment broken, end the run: retrying does not mend it."""
 ALIKE_FROM_THE_START = 8
 """The same where no group worked yet, and all failed for one reason that will not pass (`GroupResult.may_pass`)."""
-
-LAST_STEPS_S = 2.0
-"""So long `stop` waits for the threads of steps, which free what their episodes held (`end_episode`)."""
+LAST_STEPS_S = 2.0  # so long `stop` waits for the threads of steps, which free what episodes held (`end_episode`)
 
 
 class GroupManager(ABC):
