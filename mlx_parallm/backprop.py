@@ -129,10 +129,10 @@ class BackpropModule:
         if self.inference is None:
             return
         weights, policy = self.inference.weights, self.policy
-        assert weights is not None
+        assert weights is not None and weights.policy is not None
         if policy.lora:
             weights.publish_adapter(policy.adapter())
-            self.inference.adapter = weights.policy
+            self.inference.follow_training(weights.policy)
         else:
             weights.publish_parameters(policy.full_parameters())
 

@@ -122,6 +122,11 @@ class EndpointError(ParallmError):
         super().__init__(message)
         self.status = status
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether it was away or busy: another time it may answer."""
+        return self.status in (None, 408, 429) or self.status >= 500
+
 
 class SandboxError(ParallmError):
     """Code that could not be run in the sandbox at all; the code itself may be fine."""

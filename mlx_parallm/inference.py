@@ -11,6 +11,8 @@ it runs in one asyncio loop, in a thread of the module's own. Inside an episode 
 """
 
 import copy
+import math
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -178,7 +180,7 @@ class InferenceModule:
     def _set_up(self, backend: Backend, engine: EngineThread | None = None) -> None:
         self._backend = backend
         self._engine_backend = backend if isinstance(backend, EngineBackend) else None
-        self._adapters = frozenset([self.adapter])
+        self._trained_since = -math.inf
         self._loop = LoopThread()
         self._finalizer = weakref.finalize(self, _end, self._loop, backend, engine)  # at exit, too
 
@@ -198,7 +200,15 @@ class InferenceModule:
         if self._engine_backend is None:
             raise ConfigError("an endpoint's adapter has a model's name: make another InferenceModule with it")
         self._engine_backend.adapter = name
-        self._adapters |= {name}
+        self._trained_since = -math.inf
+
+    def follow_training(self, adapter: str) -> None:
+        """What is trained answers from now on, as `adapter`; the base's episodes that are under way remain this
+        policy's."""
+        assert self._engine_backend is not None, "an endpoint has no weights that are trained"
+        if self.adapter is None:  # the time first: a step may ask at any moment
+            self._trained_since = time.monotonic()
+        self._engine_backend.adapter = adapter
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -324,11 +334,13 @@ class InferenceModule:
         return GenerationResult.of(answers, logprobs=logprobs, logits=logits)
 
     def _episode(self) -> CurrentEpisode | None:
-        """The episode that the calling code belongs to, where this module is its policy, or was when it began: training
-        may have given it an adapter since."""
+        """The episode that the calling code belongs to, where this module is its policy, or was when it began and has
+        been given an adapter by training since."""
         episode = CURRENT.get()
-        mine = episode is not None and episode.client is self.client and episode.adapter in self._adapters
-        return episode if mine else None
+        if episode is None or episode.client is not self.client:
+            return None
+        began_as_base = episode.adapter is None and episode.since < self._trained_since
+        return episode if began_as_base or episode.adapter == self.adapter else None
 
     def _tool_turn(
         self, episode: CurrentEpisode, prompts: Any, tools: Any, formats: Any, options: Mapping[str, Any]

@@ -39,6 +39,7 @@ MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 LANDLOCK_RIGHTS = {3: 15, 4: 15}  # ABI → how many file system rights it knows; later ones 16
+LANDLOCK_SCOPES = 1 | 2  # from ABI 6 on: no abstract Unix sockets, no signals beyond the sandbox
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER = 1, 8, 22, 36
 PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 38, 47, 2
@@ -46,16 +47,26 @@ READING_CAPABILITIES = (2, 1)  # CAP_DAC_READ_SEARCH; CAP_DAC_OVERRIDE, which co
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 # The numbers of: socket, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, ptrace, process_vm_writev,
-# open_by_handle_at, pidfd_send_signal, io_uring_setup (which can open sockets), setpriority, ioprio_set; fchmod,
-# fchmodat, fchmodat2, chmod: Landlock lets the modes of all files be changed that belong to the user.
+# open_by_handle_at, pidfd_send_signal, io_uring_setup (which can open sockets), setpriority, ioprio_set, pidfd_getfd.
 DENIED_CALLS = {
-    "x86_64": (41, 62, 200, 234, 129, 297, 101, 311, 304, 424, 425, 141, 251, 91, 268, 452, 90),
-    "aarch64": (198, 129, 130, 131, 138, 240, 117, 271, 265, 424, 425, 140, 30, 52, 53, 452),
+    "x86_64": (41, 62, 200, 234, 129, 297, 101, 311, 304, 424, 425, 141, 251, 438),
+    "aarch64": (198, 129, 130, 131, 138, 240, 117, 271, 265, 424, 425, 140, 30, 438),
 }
+# setxattr, lsetxattr, fsetxattr, removexattr, lremovexattr, fremovexattr, setxattrat, removexattrat, file_setattr: not
+# Landlock's, and a right to write, which root's code may have kept, is enough for most.
+ATTRIBUTE_CALLS = {
+    "x86_64": (188, 189, 190, 197, 198, 199, 463, 466, 469),
+    "aarch64": (5, 6, 7, 14, 15, 16, 463, 466, 469),
+}
+# fchmod, fchmodat, fchmodat2, chmod; fchown, fchownat, chown, lchown: Landlock lets them reach all the user's files.
+OWNERS_CALLS = {"x86_64": (91, 268, 452, 90, 93, 260, 92, 94), "aarch64": (52, 53, 452, 55, 54)}
 # prlimit64, sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr: their first argument is a process.
 CALLS_FOR_ITSELF = {"x86_64": (302, 203, 144, 142, 314), "aarch64": (261, 122, 119, 118, 274)}
-FCNTL = {"x86_64": 72, "aarch64": 25}
-SIGNALLING_COMMANDS = (8, 10, 15)  # of fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX
+# fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX; ioctl: FIOSETOWN, SIOCSPGRP: who is sent a signal when a descriptor is ready.
+COMMANDING_CALLS = {"x86_64": (72, 16), "aarch64": (25, 29)}
+DENIED_COMMANDS = (8, 10, 15), (0x8901, 0x8902)
+SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+AF_UNIX, SOCK_STREAM, SOCK_SEQPACKET, TYPE_MASK = 1, 1, 5, 0xF  # other types send to any address, connected or not
 
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/nix/store")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -263,7 +274,7 @@ def close_without_namespaces(specification: Mapping[str, Any], uid: int | None) 
         lacking["files"] = f"Landlock: {error}"
     drop_root(uid, keep_reading=not lacking and not open_to_others(specification["python"]))
     try:
-        deny_calls()
+        deny_calls(own_user=uid is not None)
     except OSError as error:
         lacking |= dict.fromkeys(("network", "processes"), f"seccomp: {error}")
     return lacking
@@ -275,7 +286,8 @@ def restrict_files(readable: list[str], writable: str) -> None:
     if abi < 3:
         raise OSError(f"version {abi} lets any file be truncated; Linux 6.2 has one that does not")
     everything = (1 << LANDLOCK_RIGHTS.get(abi, 16)) - 1
-    rules = call("syscall", LANDLOCK_CREATE, struct.pack("Q", everything), 8, 0)
+    handled = struct.pack("QQQ", everything, 0, LANDLOCK_SCOPES) if abi >= 6 else struct.pack("Q", everything)
+    rules = call("syscall", LANDLOCK_CREATE, handled, len(handled), 0)
     allowed = [(path, EXECUTE | READ_FILE | READ_DIR) for path in readable]
     allowed += [(path, READ_FILE | WRITE_FILE) for path in DEVICES] + [(writable, everything)]
     for path, rights in allowed:
@@ -289,23 +301,30 @@ def restrict_files(readable: list[str], writable: str) -> None:
     os.close(rules)
 
 
-def deny_calls() -> None:
-    """A seccomp filter under which calls that reach beyond the sandbox fail with EPERM. Raises OSError: not on this
-    machine."""
+def deny_calls(*, own_user: bool) -> None:
+    """A seccomp filter under which calls that reach beyond the sandbox fail with EPERM. `own_user`: the user has no
+    other files, so their modes and owners may be changed. Raises OSError: not on this machine."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         raise OSError(f"the system calls of {machine} are not known here")
-    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06  # an instruction: what, lines to skip if so, if not, value
+    # An instruction: what, lines to skip if so, lines to skip if not, value.
+    load, equal, at_least, give, keep_bits = 0x20, 0x15, 0x35, 0x06, 0x54
     kill, allow, refuse = (give, 0, 0, 0x80000000), (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x00050001)
     call_number, architecture, first, second = (load, 0, 0, 0), (load, 0, 0, 4), (load, 0, 0, 16), (load, 0, 0, 24)
     program = [architecture, (equal, 1, 0, ARCHITECTURES[machine]), kill, call_number]
     program += [(at_least, 0, 1, 0x40000000), refuse]  # x32's numbers
-    for number in DENIED_CALLS[machine]:
+    denied = DENIED_CALLS[machine] + ATTRIBUTE_CALLS[machine] + (() if own_user else OWNERS_CALLS[machine])
+    for number in denied:
         program += [(equal, 0, 1, number), refuse]
-    for number in CALLS_FOR_ITSELF[machine]:
-        program += [(equal, 0, 4, number), first, (equal, 1, 0, 0), refuse, allow]
-    commands = [line for command in SIGNALLING_COMMANDS for line in ((equal, 0, 1, command), refuse)]
-    program += [(equal, 0, len(commands) + 2, FCNTL[machine]), second, *commands, allow, allow]
+    looked_at = {number: [first, (equal, 1, 0, 0), refuse, allow] for number in CALLS_FOR_ITSELF[machine]}
+    for number, commands in zip(COMMANDING_CALLS[machine], DENIED_COMMANDS, strict=True):
+        refused = [line for command in commands for line in ((equal, 0, 1, command), refuse)]
+        looked_at[number] = [second, *refused, allow]
+    kinds = [second, (keep_bits, 0, 0, TYPE_MASK), (equal, 2, 0, SOCK_STREAM), (equal, 1, 0, SOCK_SEQPACKET), refuse]
+    looked_at[SOCKETPAIR[machine]] = [first, (equal, 1, 0, AF_UNIX), refuse, *kinds, allow]
+    for number, lines in looked_at.items():
+        program += [(equal, 0, len(lines), number), *lines]
+    program.append(allow)
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     call("prctl", PR_SET_SECCOMP, 2, struct.pack("@HP", len(program), ctypes.addressof(code)), 0, 0)
 

@@ -199,8 +199,10 @@ def _use_tool_places(text: str, tools: Tools) -> Iterator[Found]:
         name, inside, known = match[1], match.end(), _parameters(tools, match[1])
         # In plain words an apostrophe is no quotation mark; in what can be read as arguments every one counts.
         plain = _closing(text, inside - 1, "\"'", words=True)
+        if plain is not None and _USE_TOOL.search(text, inside, plain):  # a mark here, its pair in the next call
+            plain = None
         ends = [end for quotes in ("\"'", "") if (end := _closing(text, inside - 1, quotes)) is not None]
-        if not ends:
+        if plain is None and not ends:
             yield match.start(), len(text), partial(_unclosed, "the parenthesis")
             return
         at = plain or ends[-1]
@@ -332,13 +334,16 @@ def _literal(node: ast.expr, source: str) -> Any:
 
 def _closing(text: str, opening: int, quotes: str, *, words: bool = False) -> int | None:
     """One past the bracket that closes the one at `opening`; None: none does. Those between `quotes` do not count; in
-    `words` a mark after a letter or digit (Newton's, 5\") opens no quotation."""
+    `words` a mark after a letter or digit (Newton's, 5\") opens no quotation, one before a letter or digit ends none,
+    and none goes over the end of a line."""
     depth, quote, at = 0, "", opening
     while at < len(text):
         character = text[at]
         if quote:
+            if words and character == "\n":
+                return None
             at += character == "\\"
-            quote = "" if character == quote else quote
+            quote = "" if character == quote and not (words and text[at + 1 : at + 2].isalnum()) else quote
         elif character in quotes and not (words and text[at - 1].isalnum()):
             quote = character
         elif character in "([{":

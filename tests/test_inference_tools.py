@@ -39,7 +39,8 @@ def episode(client: Any, adapter: str | None = None) -> Iterator[list[Any]]:
     async def agenerate(prompt: Any, params: Any) -> Completion:
         return generate(prompt, params)
 
-    token = CURRENT.set(SimpleNamespace(client=client, adapter=adapter, generate=generate, agenerate=agenerate))  # type: ignore[arg-type]
+    asking = {"generate": generate, "agenerate": agenerate}
+    token = CURRENT.set(SimpleNamespace(client=client, adapter=adapter, since=0.0, **asking))  # type: ignore[arg-type]
     try:
         yield turns
     finally:

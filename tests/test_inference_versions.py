@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_parallm.backprop import BackpropModule
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.engine.scoring import Scorer
 from mlx_parallm.environments.rollout_config import RolloutConfig
@@ -83,9 +84,43 @@ def test_an_episode_keeps_its_transcript_when_training_begins_during_its_step() 
         with RolloutManager(Twice(own), RolloutConfig(group_size=2)) as manager:
             collecting = pool.submit(manager.collect_rollouts, 2)
             assert stepping.wait(30)
-            own.weights.publish_adapter(adapter(own.loaded.model))
-            own.adapter = own.weights.policy
+            BackpropModule(own, value_head=False).publish()
+            assert own.adapter == "policy"
             release.set()
             found = collecting.result(30)
             found += manager.collect_rollouts(2)  # what begins now is the adapter's
             assert [(each.error, len(each.history)) for each in found] == [(None, 2)] * 4
+
+
+@pytest.mark.parametrize("way", ["opponent", "base", "base plays the trained"])
+def test_only_the_policys_own_answers_are_turns_of_its_episode(way: str) -> None:
+    """Self-play, and asking the base inside a step: what a module has been before does not make it the policy."""
+
+    class TwoSpeak(BaseEnvironment):
+        def reset(self, index: int = 0) -> State:
+            return State(prompt="ab")
+
+        def step(self, state: State) -> State:
+            state.add_turn("ab", learner.generate(["ab"], 4)[0])
+            if way == "opponent":
+                other.adapter = "policy@1"
+            elif way == "base":
+                own.adapter = None
+            other.generate(["cd"], 4)
+            state.done = True
+            return state
+
+    with InferenceModule("builtin:tiny", config=CONFIG) as own:
+        assert own.weights is not None and own.tokenizer is not None and own.client is not None
+        backprop = BackpropModule(own, value_head=False)
+        backprop.publish()
+        backprop.publish()
+        learner = other = own
+        with InferenceModule.over(own.client, own.tokenizer, "policy" if way == "opponent" else None) as second:
+            if way == "opponent":
+                other = second
+            elif way != "base":
+                learner = second
+            with RolloutManager(TwoSpeak(learner), RolloutConfig(group_size=1)) as manager:
+                [found] = manager.collect_rollouts(1)
+    assert (found.error, len(found.history)) == (None, 1)

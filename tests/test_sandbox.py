@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -112,35 +113,136 @@ def test_no_other_process_can_be_signalled(sandbox):
 
 
 REACHING_OUT = """
-import fcntl, os, resource, signal
+import fcntl, os, resource, signal, socket, struct
 
 def refused(name, function, *arguments):
     try:
         function(*arguments)
     except PermissionError:
         print(name)
+    except OSError:
+        pass  # it was let through, and there was nothing to do
 
+reading, writing = os.pipe()
 child = os.fork()
 if child == 0:
-    signal.pause()
+    os.close(writing)
+    os.read(reading, 1)
+    os._exit(0)
 for pid in (0, child):
     refused(f"prlimit {pid == child}", resource.prlimit, pid, resource.RLIMIT_CORE, (0, 0))
     refused(f"affinity {pid == child}", os.sched_setaffinity, pid, os.sched_getaffinity(0))
-refused("chmod", os.chmod, "main.py", 0o600)
 refused("setpriority", os.setpriority, os.PRIO_PROCESS, child, 5)
 refused("F_GETFL", fcntl.fcntl, 1, fcntl.F_GETFL)
 for name in ("F_SETOWN", "F_SETSIG"):
     refused(name, fcntl.fcntl, 1, getattr(fcntl, name), signal.SIGTERM)
+for name in ("STREAM", "DGRAM", "RAW", "SEQPACKET"):
+    refused(name, socket.socketpair, socket.AF_UNIX, getattr(socket, "SOCK_" + name))
+refused("DGRAM, flags", socket.socketpair, socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+refused("TIPC", socket.socketpair, 30, socket.SOCK_STREAM)
+pair = socket.socketpair()
+refused("FIONREAD", fcntl.ioctl, pair[0], 0x541B, bytes(4))
+for name, request in (("FIOSETOWN", 0x8901), ("SIOCSPGRP", 0x8902)):
+    refused(name, fcntl.ioctl, pair[0], request, struct.pack("i", child))
+own = os.open("own", os.O_CREAT | os.O_RDWR)
+refused("posix_acl", os.setxattr, "own", "system.posix_acl_access", b"x")
+for n, path in enumerate(["own", own]):
+    refused(f"setxattr {n}", os.setxattr, path, "user.name", b"x")
+    refused(f"removexattr {n}", os.removexattr, path, "user.name")
+for name, given in (("chmod", [0o700]), ("chown", [os.getuid(), os.getgid()])):
+    refused(name, getattr(os, name), "own", *given)
+    refused("f" + name, getattr(os, "f" + name), own, *given)
+refused("lchown", os.lchown, "own", os.getuid(), os.getgid())
 """
+REFUSED = [
+    *("prlimit True", "affinity True", "setpriority", "F_SETOWN", "F_SETSIG", "DGRAM", "RAW", "DGRAM, flags", "TIPC"),
+    *("FIOSETOWN", "SIOCSPGRP", "posix_acl", "setxattr 0", "removexattr 0", "setxattr 1", "removexattr 1"),
+]
+REFUSED_TO_OWNERS = ["chmod", "fchmod", "chown", "fchown", "lchown"]
 
 
-def test_without_namespaces_other_processes_and_modes_are_out_of_reach(sandbox):
+def test_without_namespaces_other_processes_and_files_are_out_of_reach(sandbox):
     if module.WAYS != ("landlock",):
         pytest.skip("elsewhere other processes cannot be named, and its files are a file system of their own")
     run = sandbox.run(REACHING_OUT)
-    assert run.stdout.split("\n") == [
-        *("prlimit True", "affinity True", "chmod", "setpriority", "F_SETOWN", "F_SETSIG", "")
-    ], run.stderr
+    assert run.stdout.splitlines() == REFUSED + (REFUSED_TO_OWNERS if os.getuid() else []), run.stderr
+    if os.getuid() == 0:
+        script = "echo 'echo made' > x.sh; chmod +x x.sh; ./x.sh"
+        assert sandbox.run(script, language="bash").stdout == "made\n"
+
+
+def in_a_process(tmp_path, closing, program):
+    """The lines that a program writes in a process that has called `closing` of the launcher."""
+    protections, why = module._trial("landlock")
+    if protections is None or not {"files", "processes"} <= protections:
+        pytest.skip(f"not for this machine: {why}")
+    start = f"import sys\nsys.path.append({module.PACKAGE!r})\nimport sandbox_launcher as l\n"
+    start += "l.call('prctl', l.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)\n"
+    command = [sys.executable, "-c", f"{start}{closing}\n{program}"]
+    run = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=30)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
+@pytest.mark.parametrize("own_user", [False, True])
+def test_modes_belong_to_who_has_other_files(tmp_path, own_user):
+    found = in_a_process(tmp_path, f"l.deny_calls(own_user={own_user})", REACHING_OUT)
+    assert found == REFUSED + ([] if own_user else REFUSED_TO_OWNERS)
+
+
+def test_landlock_keeps_signals_and_abstract_sockets_in_where_it_can(tmp_path):
+    closing = """import os, socket
+if l.call("syscall", l.LANDLOCK_CREATE, None, 0, 1) < 6:
+    print("old")
+    sys.exit()
+receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+receiver.bind("")
+sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+l.restrict_files(["/usr"], os.getcwd())"""
+    program = """
+for act in (lambda: os.kill(os.getppid(), 0), lambda: sender.sendto(b"x", receiver.getsockname())):
+    try:
+        act()
+    except PermissionError:
+        print("refused")
+"""
+    found = in_a_process(tmp_path, closing, program)
+    if found == ["old"]:
+        pytest.skip("Landlock of before Linux 6.12")
+    assert found == ["refused", "refused"]
+
+
+SENDING = """
+import socket
+for kind in (1, 2, 3, 5):
+    for address in {addresses}:
+        try:
+            socket.socketpair(socket.AF_UNIX, kind)[0].sendto(b"out", address)
+        except OSError:
+            pass
+"""
+
+
+def test_no_datagram_reaches_a_socket_outside(sandbox):
+    if module.MACOS:
+        pytest.skip("no abstract sockets")
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as directory,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as abstract,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as named,
+    ):
+        Path(directory).chmod(0o777)
+        abstract.bind("")
+        named.bind(f"{directory}/socket")
+        Path(f"{directory}/socket").chmod(0o777)
+        program = SENDING.format(addresses=[abstract.getsockname(), named.getsockname()])
+        assert sandbox.run(program).ok
+        for receiver in (abstract, named):
+            receiver.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                receiver.recv(9)
+        subprocess.run([sys.executable, "-c", program], check=True)  # the control: without a sandbox both come
+        assert abstract.recv(9) == named.recv(9) == b"out"
 
 
 def test_its_limits_are_set(sandbox):

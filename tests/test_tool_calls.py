@@ -61,6 +61,18 @@ def read(text: str, **options: object) -> list[tuple[str, dict[str, object]]]:
         ("USE_TOOL[ask](Newton's (and Kepler's) laws) c", [("ask", {"input": "Newton's (and Kepler's) laws"})]),
         ('USE_TOOL[ask](a 5" pipe (old)) and "x)"', [("ask", {"input": 'a 5" pipe (old)'})]),
         ("USE_TOOL[ask]('tis (so) good) c", [("ask", {"input": "'tis (so) good"})]),
+        (
+            "USE_TOOL[search](music of the '80s)\nUSE_TOOL[search](music of the '90s)",
+            [("search", {"query": "music of the '80s"}), ("search", {"query": "music of the '90s"})],
+        ),
+        (
+            "USE_TOOL[ask](the '80s) USE_TOOL[ask](dogs' tails)",
+            [("ask", {"input": "the '80s"}), ("ask", {"input": "dogs' tails"})],
+        ),
+        ("USE_TOOL[ask](the '80s) So:\nthe dogs' tails :)", [("ask", {"input": "the '80s"})]),
+        ("USE_TOOL[search](hits of the '90s) Let's see :)", [("search", {"query": "hits of the '90s"})]),
+        ('USE_TOOL[ask](say ":)" and\nNewton\'s) c)', [("ask", {"input": 'say ":)" and\nNewton\'s'})]),
+        ('USE_TOOL[ask](Newton\'s "(" sign) c', [("ask", {"input": 'Newton\'s "(" sign'})]),
         ('USE_TOOL[ask]({"x": true})', [("ask", {"x": True})]),
         ("USE_TOOL[now]()", [("now", {})]),
         ("I search(query='a, (b)', limit=-2) it", [("search", {"query": "a, (b)", "limit": -2})]),

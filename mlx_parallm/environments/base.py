@@ -145,6 +145,9 @@ class EnvironmentSource(ABC):
         """Threads that still run code of episodes that have ended."""
         return 0
 
+    def join(self, deadline: float) -> None:  # noqa: B027  most have none
+        """Waits for the threads of episodes, at most until `deadline` (time.monotonic)."""
+
     def heldout(self, n: int) -> list[Task]:
         """Up to n distinct held-out tasks, the same ones for every seed of a run; fewer where there are no more."""
         tasks: dict[str, Task] = {}

@@ -26,6 +26,10 @@ class CurrentEpisode(Protocol):
     @property
     def adapter(self) -> str | None: ...
 
+    @property
+    def since(self) -> float:
+        """When `adapter` was chosen, by time.monotonic(): not later than it began."""
+
     def generate(self, prompt: Prompt, params: Mapping[str, Any]) -> Completion:
         """As `agenerate`, and blocks: for a step that runs on a thread.
 

@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +23,9 @@ from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rewards.base import Trajectory, Turn
 from mlx_parallm.types import Completion, Request, Rollout, SamplingParams
 
-ASKABLE = frozenset({"max_tokens", "stop", "tools", "skip_special_tokens"})
+ASKABLE = frozenset({"max_tokens", "stop", "tools"})
 """What an environment may ask for itself; the rest is the run's, or what is trained on would not be its policy."""
+ASKED = ASKABLE | {"skip_special_tokens"}  # by `InferenceModule` itself, where a call's marks are special tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Policy:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     top_p: float = 1.0
     priority: int = 0  # of its requests; lower goes first
+    since: float = field(default_factory=time.monotonic)
 
     @property
     def longest(self) -> int:
@@ -122,6 +125,10 @@ class Episode:
         """Without the version that an evaluation is pinned to."""
         return self._policy.adapter and self._policy.adapter.partition("@")[0]
 
+    @property
+    def since(self) -> float:
+        return self._policy.since
+
     def generate(self, prompt: Prompt, params: Mapping[str, Any]) -> Completion:
         if threading.get_ident() == self._thread:
             raise RuntimeError("generate() would block the environments' loop here: await agenerate()")
@@ -139,12 +146,12 @@ class Episode:
                 self._calls.discard(call)
 
     async def agenerate(self, prompt: Prompt, params: Mapping[str, Any]) -> Completion:
-        if wrong := sorted(set(params) - ASKABLE):
+        if wrong := sorted(set(params) - ASKED):
             raise RolloutRejectedError(
                 f"generate({', '.join(f'{name}=…' for name in wrong)}) inside an episode: it samples as the run does,"
                 f" so that it can be trained on; it may be given {', '.join(sorted(ASKABLE))}"
             )
-        options = {name: params[name] for name in ASKABLE if params.get(name) is not None}
+        options = {name: params[name] for name in ASKED if params.get(name) is not None}
         return await self.turn(prompt, **options)
 
     # --- turns

@@ -8,6 +8,7 @@ rollouts as far as they came.
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, Poli
 from mlx_parallm.environments.current_episode import CURRENT, EpisodeOver
 from mlx_parallm.environments.episode import Episode, Opening, Policy, no_room
 from mlx_parallm.environments.tasks import Split
-from mlx_parallm.errors import ParallmError, RolloutRejectedError
+from mlx_parallm.errors import EndpointError, ParallmError, RolloutRejectedError
 from mlx_parallm.rewards.base import Trajectory, score_group
 from mlx_parallm.types import Completion, Request, RequestOutput, Rollout, RolloutGroup, SamplingParams
 
@@ -47,6 +48,7 @@ class GroupResult:
     trajectories: tuple[Trajectory, ...] = ()  # of the group's rollouts
     task: Task | None = None
     failure: str | None = None
+    may_pass: bool = False  # it has failed because another server was away or busy
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -82,7 +84,7 @@ class EpisodeRunner:
 
     def use_adapter(self, adapter: str | None) -> None:
         """For the groups that start from now on."""
-        self._policy = dataclasses.replace(self._policy, adapter=adapter)
+        self._policy = dataclasses.replace(self._policy, adapter=adapter, since=time.monotonic())
 
     async def run(self, plans: Sequence[GroupPlan]) -> list[GroupResult]:
         """Plays groups; two or more are submitted atomically. Results in the order of `plans`. Raises nothing but
@@ -100,7 +102,7 @@ class EpisodeRunner:
                 raise RolloutRejectedError(f"{type(source).__name__}.task returned {task!r}, not a Task")
             request = self._opening(plan, task) if source.opens_together else None
         if outcome.failure is not None:
-            return _failed(plan, outcome.failure)
+            return _failed(plan, outcome)
         return _Job(plan, task, asyncio.get_running_loop().time() + config.timeout_s, request)
 
     def _opening(self, plan: GroupPlan, task: Task) -> Request:
@@ -134,7 +136,7 @@ class EpisodeRunner:
 
         async def finish(job: _Job) -> GroupResult:
             if outcome.failure is not None and job.request is not None:
-                return _failed(job.plan, outcome.failure, job.task)
+                return _failed(job.plan, outcome, job.task)
             return await self._finish(job, outputs.get(job.plan.group_id))
 
         return list(await asyncio.gather(*map(finish, jobs)))
@@ -148,7 +150,8 @@ class EpisodeRunner:
     async def _finish(self, job: _Job, output: RequestOutput | None) -> GroupResult:
         first: Sequence[Completion | None] = output.completions if output else [None] * job.plan.size
         episodes = (self._episode(job, number, completion) for number, completion in enumerate(first))
-        trajectories = tuple(await asyncio.gather(*episodes))
+        played = await asyncio.gather(*episodes)
+        trajectories, may_pass = tuple(each for each, _ in played), any(may_pass for _, may_pass in played)
         failure = next((each.error for each in trajectories if each.error is not None), None)
         if failure is None and job.task.reward is not None:
             with attempt() as outcome:
@@ -158,13 +161,13 @@ class EpisodeRunner:
                     dataclasses.replace(trajectory, rollout=rollout)
                     for trajectory, rollout in zip(trajectories, scored, strict=True)
                 )
-            failure = outcome.failure and f"reward: {outcome.failure}"
+            failure, may_pass = outcome.failure and f"reward: {outcome.failure}", outcome.may_pass
         rollouts = tuple(trajectory.rollout for trajectory in trajectories)
         group = _group(job.plan, rollouts, job.task, out_of_room=sum(each.out_of_room for each in trajectories))
-        return GroupResult(job.plan, group, trajectories, job.task, failure)
+        return GroupResult(job.plan, group, trajectories, job.task, failure, may_pass)
 
-    async def _episode(self, job: _Job, number: int, first: Completion | None) -> Trajectory:
-        """One rollout from its beginning to its end; errors are in the rollout."""
+    async def _episode(self, job: _Job, number: int, first: Completion | None) -> tuple[Trajectory, bool]:
+        """One rollout from its beginning to its end; errors are in the rollout. And whether its failure may pass."""
         plan, opening = job.plan, None
         if first is not None and job.request is not None:
             opening = Opening(job.task.opening, job.request.prompt_token_ids, first)
@@ -180,12 +183,13 @@ class EpisodeRunner:
                 episode.check()
             finally:
                 episode.close()
-        return episode.trajectory(outcome.failure)
+        return episode.trajectory(outcome.failure), outcome.may_pass
 
 
 @dataclass(slots=True)
 class Outcome:
     failure: str | None = None
+    may_pass: bool = False  # another server was away or busy
 
 
 @contextmanager
@@ -195,7 +199,7 @@ def attempt() -> Iterator[Outcome]:
     try:
         yield outcome
     except (Exception, SystemExit) as error:  # noqa: BLE001  boundary: a failed episode is a recorded result
-        outcome.failure = describe(error)
+        outcome.failure, outcome.may_pass = describe(error), _may_pass(error)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
@@ -207,6 +211,14 @@ def describe(error: BaseException) -> str:
     """One line: our own errors speak for themselves, foreign ones are named."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ParallmError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    for _ in range(16):  # `raise error from error` has no end
+        if isinstance(error, ConnectionError) or (isinstance(error, EndpointError) and error.may_pass):
+            return True
+        error = error and (error.__cause__ or error.__context__)
+    return False
 
 
 @asynccontextmanager
@@ -222,8 +234,8 @@ async def _deadline(job: _Job) -> AsyncIterator[None]:
         raise
 
 
-def _failed(plan: GroupPlan, reason: str, task: Task | None = None) -> GroupResult:
-    return GroupResult(plan, _group(plan, (), task), task=task, failure=reason)
+def _failed(plan: GroupPlan, outcome: Outcome, task: Task | None = None) -> GroupResult:
+    return GroupResult(plan, _group(plan, (), task), (), task, outcome.failure, outcome.may_pass)
 
 
 def _group(plan: GroupPlan, rollouts: tuple[Rollout, ...], task: Task | None, *, out_of_room: int = 0) -> RolloutGroup:

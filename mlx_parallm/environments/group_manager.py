@@ -38,7 +38,8 @@ STATE_VERSION = 2
 FAILURES_IN_A_ROW = 64
 """So many failed groups in a row, with every environment broken, end the run: retrying does not mend it."""
 ALIKE_FROM_THE_START = 8
-"""The same where no group worked yet, and all failed for one reason."""
+"""The same where no group worked yet, and all failed for one reason that will not pass (`GroupResult.may_pass`)."""
+LAST_STEPS_S = 2.0  # so long `stop` waits for the threads of steps, which free what episodes held (`end_episode`)
 
 
 class GroupManager(ABC):
@@ -139,7 +140,8 @@ class GroupManager(ABC):
             self._known.update(group_ids)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Cancels what is in flight (the engine drops it) and joins the threads. What was cancelled is not settled.
+        """Cancels what is in flight (the engine drops it) and joins the threads, those of steps that block for two
+        seconds at most. What was cancelled is not settled.
 
         Raises EnvironmentFailedError: an environment blocks its thread.
         """
@@ -156,6 +158,9 @@ class GroupManager(ABC):
             raise EnvironmentFailedError(
                 f"environment {', '.join(blocked)} blocks its thread: it did not stop within {timeout_s:g} s"
             )
+        deadline = min(deadline, time.monotonic() + LAST_STEPS_S)
+        for lane in self._lanes:
+            lane.source.join(deadline)
 
     def cancel(self) -> None:
         """`stop`, after which `start` plays what was in flight anew. Nothing is owed any more."""

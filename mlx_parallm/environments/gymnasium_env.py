@@ -29,6 +29,7 @@ class SimulationState(State):
 
     def __post_init__(self) -> None:
         self.live: Any = None
+        self.taken: list[Any] = []  # actions as the simulation took them
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"live": None}
@@ -62,8 +63,8 @@ class GymnasiumEnvironment(BaseEnvironment):
             action_names: of a Discrete space, in its order.
             max_steps: turns of the policy.
 
-        Raises ConfigError: package missing, no such environment, actions that JSON does not hold (Dict, Tuple), names
-        of another number than there are actions.
+        Raises ConfigError: package missing, no such environment, actions that JSON does not hold (Dict, Tuple) without
+        `action_of`, names of another number than there are actions.
         """
         super().__init__(inference)
         self._id, self._make, self.max_steps, self._seed = id, dict(make or {}), max_steps, seed
@@ -71,7 +72,8 @@ class GymnasiumEnvironment(BaseEnvironment):
         probe = self._open()
         self._space = probe.action_space
         probe.close()
-        self._check_actions()
+        if action_of is None:
+            self._check_actions()
         discrete = isinstance(self._space, self._gymnasium.spaces.Discrete)
         if action_names and not (discrete and len(action_names) == self._space.n):
             raise ConfigError(f"gymnasium: {len(action_names)} action_names do not fit the actions, {self._space}")
@@ -114,6 +116,7 @@ class GymnasiumEnvironment(BaseEnvironment):
             shown = f"That is no action. {self._actions_text()}".strip()
         else:
             observation, reward, noted["terminated"], noted["truncated"], _ = self._stepped(state, action)
+            state.taken.append(action)
             noted["actions"].append(_plain(action))
             noted["return"] += float(reward)
             shown = self._shown(observation)
@@ -143,8 +146,9 @@ class GymnasiumEnvironment(BaseEnvironment):
             fits = False
         if not fits:
             raise ConfigError(
-                f"gymnasium: {self._id} has the actions {self._space}, which are not played here: wrap it so that they"
-                " are Discrete, MultiDiscrete, MultiBinary, Box or Text"
+                f"gymnasium: {self._id} has the actions {self._space}, which answers in JSON do not give: say with"
+                " action_of what an answer means, or wrap it so that they are Discrete, MultiDiscrete, MultiBinary, Box"
+                " or Text"
             )
 
     def _begin(self, state: SimulationState) -> Any:
@@ -152,8 +156,8 @@ class GymnasiumEnvironment(BaseEnvironment):
         state.live = self._open()
         with user_code(f"gymnasium: {self._id}", RolloutRejectedError):
             observation, _ = state.live.reset(seed=state.metadata["seed"])
-        for action in state.metadata["actions"]:
-            observation, *_ = self._stepped(state, self._space.from_jsonable([action])[0])
+        for action in state.taken:
+            observation, *_ = self._stepped(state, action)
         return observation
 
     def _stepped(self, state: SimulationState, action: Any) -> Any:

@@ -56,6 +56,7 @@ class RolloutMonitor:
         self._idle_since = clock()
         self._last_progress = dict.fromkeys(names, self._idle_since)
         self._waiting_s = 0.0
+        self._may_pass = False  # a group has failed because another server was away
 
     def started(self, plans: Sequence[GroupPlan]) -> None:
         with self._lock:
@@ -101,6 +102,7 @@ class RolloutMonitor:
         name = result.plan.source.name
         with self._lock:
             self._recent[name].append(reason)
+            self._may_pass |= result.may_pass
             before = self._per_environment[name]
             self._per_environment[name] = EnvironmentStatistics(
                 before.groups, before.failed + 1, before.reward_sum, before.rollouts
@@ -108,10 +110,11 @@ class RolloutMonitor:
 
     @property
     def only_failure(self) -> str | None:
-        """Why every group since the start has failed; None: one did not, or there were several reasons."""
+        """Why every group since the start has failed; None: one did not, there were several reasons, or
+        another server was away, which may come yet."""
         with self._lock:
             reasons = {reason for recent in self._recent.values() for reason in recent}
-            worked = self._known or any(part.groups for part in self._per_environment.values())
+            worked = self._known or self._may_pass or any(part.groups for part in self._per_environment.values())
             return reasons.pop() if len(reasons) == 1 and not worked else None
 
     def health(self, known: Mapping[str, str]) -> list[str]:

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import threading
+import time
+import weakref
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -27,14 +30,14 @@ async def play_states(
 ) -> None:
     """From `state`, which is the episode's own, to its end or `max_steps`."""
     state.trajectory_id = episode.name
-    played = episode.played = state
-    with threads.thread(episode.name, lambda: _end(environment, played)) as thread:
+    episode.played = state
+    with threads.thread(episode.name, state, functools.partial(_end, environment, episode.name)) as thread:
         step = _step_of(environment, episode, thread)
         for _ in range(max_steps):
             if _is_over(environment, state):
                 return
             before = state.step_count
-            state = played = episode.played = await step(state)
+            state = thread.state = episode.played = await step(state)
             state.trajectory_id = episode.name
             state.step_count = max(state.step_count, before + 1)
             await asyncio.sleep(0)  # a step that waits for nothing leaves the others their turn
@@ -50,12 +53,12 @@ def _called(environment: BaseEnvironment, method: str) -> AbstractContextManager
     return user_code(f"{type(environment).__name__}.{method}", RolloutRejectedError)
 
 
-def _end(environment: BaseEnvironment, state: State) -> None:
+def _end(environment: BaseEnvironment, name: str, state: State) -> None:
     try:
         with _called(environment, "end_episode"):
             environment.end_episode(state)
     except RolloutRejectedError as error:
-        log.warning("an episode was not closed", episode=state.trajectory_id, error=str(error))
+        log.warning("an episode was not closed", episode=name, error=str(error))
 
 
 def _step_of(environment: BaseEnvironment, episode: Episode, thread: "StepThread") -> Step:
@@ -87,9 +90,17 @@ class StepThreads:
 
     def __init__(self) -> None:
         self._abandoned: list[StepThread] = []
+        self._all: weakref.WeakSet[StepThread] = weakref.WeakSet()  # a thread that runs is kept by itself
 
-    def thread(self, name: str, last: Callable[[], None]) -> "StepThread":
-        return StepThread(name, self._abandoned, last)
+    def thread(self, name: str, state: State, last: Callable[[State], None]) -> "StepThread":
+        thread = StepThread(name, self._abandoned, state, last)
+        self._all.add(thread)
+        return thread
+
+    def join(self, deadline: float) -> None:
+        """Waits for steps that were left behind and for what frees states, at most until then (time.monotonic)."""
+        for thread in list(self._all):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     @property
     def left_behind(self) -> int:
@@ -100,9 +111,11 @@ class StepThreads:
 
 class StepThread:
     """Runs the code of one episode that may block, always on the same thread, which starts with the first call. `last`
-    is called at the end, there or, where nothing has started it, here."""
+    is called at the end, there or, where nothing has started it, here, with `state`: what the last call returned, even
+    if nobody waited for it any more."""
 
-    def __init__(self, name: str, abandoned: "list[StepThread]", last: Callable[[], None]) -> None:
+    def __init__(self, name: str, abandoned: "list[StepThread]", state: State, last: Callable[[State], None]) -> None:
+        self.state = state
         self._name, self._abandoned, self._last = name, abandoned, last
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -112,12 +125,16 @@ class StepThread:
 
     def __exit__(self, *_: object) -> None:
         if self._thread is None:
-            self._last()
+            self._last(self.state)
         self._jobs.put(None)
 
     @property
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> None:
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
         """Its result, or what it raises. Cancelled, it leaves the thread behind."""
@@ -137,6 +154,8 @@ class StepThread:
             except BaseException as error:  # noqa: BLE001  boundary: what a step raises ends its episode
                 future.set_exception(error)
             else:
+                if isinstance(result, State):
+                    self.state = result
                 future.set_result(result)
 
         self._jobs.put(job)
@@ -150,4 +169,4 @@ class StepThread:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-        self._last()
+        self._last(self.state)

@@ -109,7 +109,7 @@ class BaseEnvironment(ABC):
 
     def end_episode(self, state: State) -> None:  # noqa: B027  most hold nothing
         """Frees what `state` holds, which no step follows: the episode is over, has failed, was cancelled or timed out.
-        On the thread of its steps, after the last of them."""
+        On the thread of its steps, after the last of them, and before the rewards: they may not need what it frees."""
 
     def batch_step(self, states: Sequence[State]) -> list[State]:
         """One step of each: with the default `step` one call of `generate`, else a thread for each."""

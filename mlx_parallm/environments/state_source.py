@@ -103,6 +103,9 @@ class StateSource(EnvironmentSource):
     def left_behind(self) -> int:
         return self._threads.left_behind
 
+    def join(self, deadline: float) -> None:
+        self._threads.join(deadline)
+
     @functools.cached_property
     def _heldout(self) -> BaseEnvironment:
         """For tasks that come in order: held-out ones use up none of the training's."""

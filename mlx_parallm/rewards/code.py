@@ -27,14 +27,19 @@ def _word():
     return word
 
 def _run(program):
-    exec(program, globals())
-    __import__("sys").__stdout__.flush()
+    import sys
+    with open("answer.py", "wb") as file:
+        file.write(program.encode(errors="replace"))
+    exec(compile(program, file.name, "exec", dont_inherit=True), globals())
+    for stream in (sys.stdout, sys.__stdout__):
+        if not getattr(stream, "closed", True):
+            stream.flush()
     return b""
 
 __import__("os").write(1, b"\\n" + _word() + _run(%r))
 """
 """Runs a program and then says the word that stdin holds. Meanwhile the word is in no file, variable or frame's locals:
-only on the interpreter's stack."""
+only on the interpreter's stack. The program is a file as well: `inspect.getsource` and tracebacks show its lines."""
 
 
 def fenced(text: str) -> list[tuple[str, str]]:

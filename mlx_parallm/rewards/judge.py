@@ -31,7 +31,6 @@ HIGHEST = 10
 CRITERIA = "Judge how well the answer does what was asked: right, complete and to the point."
 SCORE = re.compile(r"score\**\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 RANKING = re.compile(r"ranking\**\s*[:=]\s*\**\s*(\d[\d ,>]*)", re.IGNORECASE)
-TRY_LATER = (None, 408, 429)  # statuses of an endpoint that may answer another time; 5xx besides
 
 Mode = Literal["score", "rank"]
 Messages = list[dict[str, str]]
@@ -52,7 +51,7 @@ class Verdict:
     text: str | None
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    problem: str | None = None
+    problem: Exception | None = None
 
 
 def judge(
@@ -178,8 +177,8 @@ class _Endpoint:
         try:
             reply = await client.post("/chat/completions", {**self._body, "messages": messages})
         except EndpointError as error:
-            if error.status in TRY_LATER or (error.status or 0) >= 500:
-                return Verdict(None, problem=str(error))
+            if error.may_pass:
+                return Verdict(None, problem=error)
             raise
         try:
             text = str(reply["choices"][0]["message"]["content"] or "")
@@ -214,21 +213,21 @@ class _Base:
             async with asyncio.timeout(self._timeout_s):
                 output: RequestOutput = await self.inference.client.generate(request)
         except TimeoutError:
-            return Verdict(None, problem=f"no answer within {self._timeout_s:g} s")
+            return Verdict(None, problem=TimeoutError(f"no answer within {self._timeout_s:g} s"))
         except RequestError as error:  # too long for the model
-            return Verdict(None, problem=str(error))
+            return Verdict(None, problem=error)
         [answer] = output.completions
         text = answer.text if answer.finish_reason in ("stop", "length") else None
         return Verdict(text, len(tokens), len(answer.token_ids))
 
 
-def _tell_problems(problems: Sequence[str | None]) -> None:
+def _tell_problems(problems: Sequence[Exception | None]) -> None:
     """Raises RolloutRejectedError: no request was answered; of fewer the log has one."""
     found = [problem for problem in problems if problem is not None]
     if found and len(found) == len(problems):
-        raise RolloutRejectedError(f"judge: {found[-1]}")
+        raise RolloutRejectedError(f"judge: {found[-1]}") from found[-1]
     if found:
-        log.warning("the judge did not answer", requests=len(found), of=len(problems), problem=found[-1])
+        log.warning("the judge did not answer", requests=len(found), of=len(problems), problem=str(found[-1]))
 
 
 def parse_score(text: str) -> float | None:

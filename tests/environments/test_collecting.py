@@ -5,6 +5,7 @@ import dataclasses
 import json
 import signal
 import threading
+import time
 
 import pytest
 from managing import WAIT_S, two_tasks, until
@@ -14,6 +15,7 @@ from mlx_parallm.environments.collecting import Spool
 from mlx_parallm.environments.rollout_config import RolloutConfig
 from mlx_parallm.environments.rollouts import RolloutManager
 from mlx_parallm.environments.state import BaseEnvironment, State
+from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
 
 
@@ -321,6 +323,48 @@ def test_what_cannot_be_collected_is_told(manager_of, tokenizer, managed):
     with_sink, _ = managed(ScriptedClient(tokenizer, lambda *_: "x"))
     with pytest.raises(RuntimeError, match="hands its groups to a sink"):
         with_sink.collect_rollouts(1)
+
+
+def test_to_close_waits_for_what_frees_the_states(manager_of, tokenizer, monkeypatch):
+    joining, freed, join = threading.Event(), [], StateSource.join
+
+    class Holds(Walk):
+        blocking = True
+
+        def end_episode(self, state):
+            freed.append(joining.wait(WAIT_S))
+
+    def joined(source, deadline):
+        joining.set()
+        join(source, deadline)
+
+    monkeypatch.setattr(StateSource, "join", joined)
+    manager = manager_of(ScriptedClient(tokenizer, lambda *_: "x"), Holds())
+    manager.collect_rollouts(2)
+    assert not freed
+    manager.close()
+    assert len(freed) >= 2 and all(freed)
+
+
+def test_what_a_step_returns_after_its_time_is_freed(manager_of, tokenizer):
+    release, freed = threading.Event(), []
+
+    class Opens(Walk):
+        def step(self, state):
+            release.wait(WAIT_S)
+            return State(prompt="", metadata={"opened": "late"})
+
+        def end_episode(self, state):
+            freed.append(state.metadata.get("opened"))
+
+    environment = Opens()
+    source = StateSource(RolloutConfig(timeout_s=0.05).of_environment("Opens"), lambda: environment, seed=0)
+    manager = manager_of(ScriptedClient(tokenizer, lambda *_: "x"), source)
+    with pytest.raises(EnvironmentFailedError, match="not finished within"):
+        manager.collect_rollouts(1)
+    release.set()
+    source.join(time.monotonic() + WAIT_S)
+    assert freed and set(freed) == {"late"}
 
 
 def test_threads_that_were_left_behind_are_in_the_health_line(manager_of, tokenizer):

@@ -42,13 +42,18 @@ class Pairs(Echo):
     def __init__(self, kind):
         one = gymnasium.spaces.Discrete(2)
         self.action_space = gymnasium.spaces.Dict(a=one) if kind == "Dict" else gymnasium.spaces.Tuple([one, one])
+        self.steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        return f"{action} {self.steps}", 1.0, False, False, {}
 
 
 class Counted(Echo):
     """Counts those that are open; `step` waits to be let go, or raises."""
 
     opened, closed = [], []
-    stepping, release = threading.Event(), threading.Event()
+    stepping, release = threading.Semaphore(0), threading.Event()
 
     def __init__(self, way):
         self.way = way
@@ -66,7 +71,7 @@ class Counted(Echo):
     def step(self, action):
         if self.way == "raises":
             raise RuntimeError("broken")
-        self.stepping.set()
+        self.stepping.release()
         if self.way == "waits":
             self.release.wait()
         return super().step(action)
@@ -167,6 +172,18 @@ def test_observation_and_action_may_be_functions_of_the_users(tmp_path):
     assert state.prompt[2]["content"] == "row 1, column 0"
 
 
+@pytest.mark.parametrize(("kind", "action"), [("Dict", {"a": 1}), ("Tuple", (1, 0))])
+def test_actions_of_any_space_are_played_where_it_is_said_what_an_answer_means(kind, action):
+    environment = GymnasiumEnvironment(
+        Says("go", "go", "go"), id="Pairs-v0", make={"kind": kind}, action_of=lambda text: action
+    )
+    state = environment.step(environment.reset(index=0))
+    copy = environment.step(state.copy())  # goes through the actions again
+    assert copy.prompt[-1]["content"] == f"{action} 2"
+    assert copy.metadata["actions"] == [{"a": 1} if kind == "Dict" else [1, 0]] * 2
+    assert environment.step(state).prompt[-1]["content"] == f"{action} 2"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -175,8 +192,8 @@ def test_observation_and_action_may_be_functions_of_the_users(tmp_path):
         ({**LAKE, "action_names": ["left"]}, "1 action_names do not fit"),
         ({**LAKE, "make": {"colour": "blue"}}, "colour"),
         ({**LAKE, "max_steps": 0}, "at least 1"),
-        ({"id": "Pairs-v0", "make": {"kind": "Dict"}}, r"Pairs-v0 has the actions Dict\(.*wrap it"),
-        ({"id": "Pairs-v0", "make": {"kind": "Tuple"}}, r"Pairs-v0 has the actions Tuple\(.*wrap it"),
+        ({"id": "Pairs-v0", "make": {"kind": "Dict"}}, r"Pairs-v0 has the actions Dict\(.*action_of.*wrap it"),
+        ({"id": "Pairs-v0", "make": {"kind": "Tuple"}}, r"Pairs-v0 has the actions Tuple\(.*action_of.*wrap it"),
     ],
 )
 def test_what_cannot_work_is_refused(options, message):
@@ -185,29 +202,36 @@ def test_what_cannot_work_is_refused(options, message):
 
 
 @pytest.mark.parametrize("way", ["limit", "raises", "waits", "cancelled"])
-async def test_every_simulation_is_closed(tokenizer, way):
-    Counted.opened.clear(), Counted.closed.clear(), Counted.stepping.clear(), Counted.release.clear()
+async def test_every_simulation_is_closed(tokenizer, way, monkeypatch):
+    Counted.opened.clear(), Counted.closed.clear(), Counted.release.clear()
+    Counted.stepping = threading.Semaphore(0)
+    limits, timeout_at = [], asyncio.timeout_at
+    monkeypatch.setattr(asyncio, "timeout_at", lambda when: limits.append(timeout_at(when)) or limits[-1])
     held = "waits" if way == "cancelled" else way
     environment = GymnasiumEnvironment(id="Counted-v0", make={"way": held})
-    config = EnvironmentConfig(kind="own", name="own", timeout_s=0.5 if way == "waits" else 60)
+    config = EnvironmentConfig(kind="own", name="own", timeout_s=60)
     source = StateSource(config, lambda: environment, seed=0)
     client = ScriptedClient(tokenizer, lambda *_: "what?")
     runner = EpisodeRunner(client, tokenizer, temperature=1, max_token_length=256)
     task = asyncio.create_task(runner.run([GroupPlan("g", source, 0, 2, seed=0, max_steps=2)]))
+    if held == "waits":
+        for _ in range(2):
+            assert await asyncio.to_thread(Counted.stepping.acquire, timeout=20)
     if way == "cancelled":
-        assert await asyncio.to_thread(Counted.stepping.wait, 20)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
     else:
+        if way == "waits":  # time is up
+            for limit in limits[-2:]:
+                limit.reschedule(0)
         [result] = await task
         reasons = {"limit": "None", "raises": "broken", "waits": "not finished within"}
         assert reasons[way] in str(result.failure)
     Counted.release.set()
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("g/")]:
         await asyncio.to_thread(thread.join, 20)
-    # The constructor's, reset's, and the episodes': of those that are cancelled at least the one that was waited for.
-    assert len(Counted.opened) == 4 or (way == "cancelled" and len(Counted.opened) == 3)
+    assert len(Counted.opened) == 4  # the constructor's, reset's, and the episodes'
     assert set(Counted.closed) == set(Counted.opened)
 
 

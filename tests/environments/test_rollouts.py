@@ -8,7 +8,7 @@ from scripted_client import ScriptedClient
 from mlx_parallm.config import EnvironmentConfig
 from mlx_parallm.environments import group_manager
 from mlx_parallm.environments.base import EnvironmentSource, Task
-from mlx_parallm.errors import CheckpointError, EnvironmentFailedError, RolloutRejectedError
+from mlx_parallm.errors import CheckpointError, EndpointError, EnvironmentFailedError, RolloutRejectedError
 from mlx_parallm.rewards.verifiers import exact_match
 
 
@@ -240,6 +240,35 @@ def test_failure_after_failure_ends_the_manager_sooner_where_all_fail_alike(
     assert f"environments stopped: {groups} groups in a row failed" in manager.health()
     with pytest.raises(EnvironmentFailedError, match="the last one: RuntimeError: broken"):
         manager.check()
+
+
+@pytest.mark.parametrize(("status", "groups"), [(None, 5), (503, 5), (401, 3)])
+@pytest.mark.parametrize("where", ["reward", "episode"])
+def test_another_server_that_is_away_at_the_start_may_come_yet(managed, tokenizer, monkeypatch, status, groups, where):
+    monkeypatch.setattr(group_manager, "FAILURES_IN_A_ROW", 5)
+    monkeypatch.setattr(group_manager, "ALIKE_FROM_THE_START", 3)
+
+    async def ask(*_):
+        try:
+            raise EndpointError("http://judge: away", status=status)
+        except EndpointError as error:
+            raise RolloutRejectedError("judge: away") from error
+
+    class Asks(EnvironmentSource):
+        def task(self, index, split="train"):
+            return Task(str(index), ({"role": "user", "content": "?"},), ask)
+
+        async def play(self, episode, task, max_steps):
+            await super().play(episode, task, max_steps)
+            if where == "episode":
+                await ask()
+
+    entry = EnvironmentConfig(kind="asks", name="asks", group_size=2)
+    manager, inbox = managed(ScriptedClient(tokenizer, lambda *_: "1"), sources=[Asks(entry, seed=0)])
+    manager.request_groups(1)
+    inbox.wait(failures=groups)
+    manager._thread.join(WAIT_S)
+    assert f"environments stopped: {groups} groups in a row failed" in manager.health()
 
 
 def test_a_sink_that_breaks_ends_the_manager_and_keeps_the_cursor(managed, tokenizer):

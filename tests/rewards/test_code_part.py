@@ -3,9 +3,9 @@
 import pytest
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.rewards.code import fenced
+from mlx_parallm.rewards.code import HARNESS, fenced
 from mlx_parallm.rewards.parts import PARTS
-from mlx_parallm.sandbox import PROTECTIONS
+from mlx_parallm.sandbox import PROTECTIONS, Sandbox
 
 
 def answer(block, language="python"):
@@ -53,6 +53,7 @@ async def test_to_leave_early_passes_nothing(code):
     assert await code(completions=early, tests=[["assert False"]] * 3) == [0, 0, 0]
 
 
+WORD = "0123456789abcdef" * 2
 HOSTILE = """
 import gc, glob, os, re, sys, threading
 seen = []
@@ -87,12 +88,29 @@ sys.stdout.write("".join(f"\\n{word}\\n" for word in words))
 sys.stdout.flush()
 os._exit(0)
 """
-LAST_LINE_OF_ITSELF = "import os\nexec(open('main.py').read().splitlines()[-1])\nos._exit(0)"
+LAST_LINE_AGAIN = """
+import os
+_run = lambda program: b""
+exec(open("main.py").read().splitlines()[-1])
+os._exit(0)
+"""
 
 
-async def test_code_does_not_find_the_word_that_the_end_says(code):
-    texts = [answer(block) for block in (HOSTILE, LAST_LINE_OF_ITSELF)]
-    assert await code(completions=texts, tests=[["assert False"]] * 2) == [0, 0]
+@pytest.mark.parametrize("block", [HOSTILE, LAST_LINE_AGAIN], ids=["search", "last line again"])
+async def test_code_does_not_find_the_word_that_the_end_says(code, block):
+    assert await code(completions=[answer(block)], tests=[["assert False"]]) == [0]
+    run = Sandbox(timeout_s=20).run(HARNESS % block, stdin=f"{WORD}\n")
+    assert (run.outcome, run.returncode, run.stdout.strip()) == ("ended", 0, ""), run.stderr
+
+
+async def test_code_would_find_a_word_that_is_kept(code):
+    """The positive control of the search."""
+    end = '__import__("os").write(1, b"\\n" + _word() + _run(%r))'
+    assert end in HARNESS
+    kept = HARNESS.replace(end, '_kept = _word()\n__import__("os").write(1, b"\\n" + _kept + _run(%r))')
+    run = Sandbox(timeout_s=20).run(kept % HOSTILE, stdin=f"{WORD}\n")
+    assert (run.outcome, run.returncode) == ("ended", 0), run.stderr
+    assert f"\n{WORD}\n" in run.stdout
 
 
 async def test_what_a_test_may_expect_of_its_place(code):
@@ -100,6 +118,20 @@ async def test_what_a_test_may_expect_of_its_place(code):
     tests = ["assert name() == '__main__' and sys.modules['__main__'].name is name", "assert sys.stdin.read() == ''"]
     assert await code(completions=[answer(block)], tests=[tests]) == [1]
     assert await code(completions=[answer("print('no end', end='')")], tests=[["assert True"]]) == [1]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "import sys\nsys.stdout = open(1, 'w', closefd=False)\nprint('mine')",
+        "import io, sys\nsys.stdout = io.StringIO()\nprint('nowhere')\nsys.stdout.close()",
+        "import sys\nsys.stdout = None",
+        "import inspect\ndef own(n):\n    return n\nassert inspect.getsource(own).endswith('return n\\n')",
+    ],
+    ids=["another stream", "closed", "none", "source"],
+)
+async def test_what_an_answer_may_do_and_reach_its_end(code, block):
+    assert await code(completions=[answer(block)], tests=[["assert True"]]) == [1]
 
 
 async def test_input_and_output(code):

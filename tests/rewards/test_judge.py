@@ -163,8 +163,9 @@ async def test_a_group_that_nobody_judged_says_where_nobody_was():
     options = {"judge": {"judge": url, "model": "wise", "retries": 0, "timeout_s": 5}}
     made = RewardFunctions(["builtin:judge"], (), columns=[], key="r", options=options)
     group = [Trajectory(text, Rollout((1,), (1,), (0.0,), (0,), 1.0, {})) for text in ("a", "b")]
-    with pytest.raises(RolloutRejectedError, match=f"judge: {url}/chat/completions cannot be reached"):
+    with pytest.raises(RolloutRejectedError, match=f"judge: {url}/chat/completions cannot be reached") as failed:
         await score_group(made.for_row("q", {}, TrainingProgress), group)
+    assert isinstance(failed.value.__cause__, EndpointError) and failed.value.__cause__.may_pass
     await asyncio.wrap_future(threads.on_loop(made._functions[0].call.aclose()))
 
 
