@@ -86,14 +86,14 @@ def prompts(prompt: int, group: int, completion: int) -> None:
     positions = np.flatnonzero(scored).astype(np.int32)
     targets = mx.array(rng.integers(0, 8192, len(positions)), mx.int32)
     shared = share_prompts(inputs, positions)
-    batch = TokenBatch(mx.array(inputs), mx.array(positions), targets, shared=shared)
+    batch = TokenBatch(mx.array(inputs), mx.array(positions), targets, compact=shared)
     weights = mx.random.normal((len(positions),))
 
     def step(tokens: TokenBatch) -> Callable[[], list[mx.array]]:
         return lambda: parts.loss_and_gradients(tokens, lambda lp, entropy: ((weights * lp).mean(), ()))[2]
 
     title = f"prompt {prompt}, group {group}, completion {completion}: {inputs.size:,} tokens or {shared.tokens:,}"
-    compare(title, {"rows": step(replace(batch, shared=None)), "prompt once": step(batch)})
+    compare(title, {"rows": step(replace(batch, compact=None)), "prompt once": step(batch)})
 
 
 def products(width: int, outputs: int) -> None:
