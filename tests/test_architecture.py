@@ -19,7 +19,18 @@ PACKAGE = ROOT / "mlx_parallm"
 # Imports go one way: a unit (top-level module or package) may import units of lower layers, and itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        *("__init__", "types", "errors", "log", "blas", "config", "config_environment", "own_data", "user_code"),
+        *(
+            "__init__",
+            "types",
+            "errors",
+            "log",
+            "blas",
+            "heap",
+            "config",
+            "config_environment",
+            "own_data",
+            "user_code",
+        ),
         *(
             "config_algorithm",
             "config_data",
@@ -95,6 +106,7 @@ MLX_FREE_MODULES = (  # and every config.py
     "config_server",
     "config_updates",
     "errors",
+    "heap",
     "inference_loop",
     "inference_openai",
     "inference_types",
@@ -150,6 +162,7 @@ ENVIRONMENT_READERS = {
     "mlx_parallm/config_server.py": "the cache directory",
     "mlx_parallm/redaction.py": "secrets, to hide them",
     "mlx_parallm/blas.py": "sets MKL's mode before MKL is used",
+    "mlx_parallm/heap.py": "leaves malloc to whoever has set it",
     "mlx_parallm/cli.py": "gives a process without a PATH one",
     "mlx_parallm/hardware.py": "the rank that a launcher gave this process",
 }

@@ -6,12 +6,14 @@
 
 All are MLX's own cheap operations, fused by `mx.compile` (which needs a C++ compiler; without one, and on GPUs, which
 have fast ones, MLX's functions stay). Times: docs/benchmarks/serving.md.
-The trainer's tree uses SwiGLU too, which has a gradient of its own; the rotary positions are for serving.
+The trainer's tree uses SwiGLU too, with a gradient of its own; the rotary positions are for serving.
 """
 
 import math
 import shutil
+from collections.abc import Callable
 from functools import cache, partial
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,19 +43,9 @@ def exp_minus(x: mx.array, shift: mx.array) -> mx.array:
     return _exp_minus(x, shift) if available() else mx.exp(x - shift)
 
 
-def scaled_exp_minus(x: mx.array, shift: mx.array, scale: mx.array) -> mx.array:
-    """scale · exp(x - shift), as `exp_minus`."""
-    return _scaled_exp_minus(x, shift, scale) if available() else scale * mx.exp(x - shift)
-
-
 @mx.compile
 def _exp_minus(x: mx.array, shift: mx.array) -> mx.array:
     return _exp(x - shift)
-
-
-@mx.compile
-def _scaled_exp_minus(x: mx.array, shift: mx.array, scale: mx.array) -> mx.array:
-    return _exp(x - shift) * scale
 
 
 def _exp(x: mx.array) -> mx.array:
@@ -77,48 +69,55 @@ def _sigmoid(x: mx.array) -> mx.array:
     return 0.5 + 0.5 * (t * p / q)
 
 
-@mx.custom_function
+@partial(mx.compile, shapeless=True)
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """silu(gate) · up in float32."""
-    return _swiglu(gate, up)
-
-
-@swiglu.vjp
-def _swiglu_vjp(primals: tuple[mx.array, mx.array], cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
-    return _swiglu_slopes(*primals, cotangent)
-
-
-@partial(mx.compile, shapeless=True)
-def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return gate * _sigmoid(gate) * up
 
 
+def swiglu_to_learn(gate: mx.array, up: mx.array) -> mx.array:
+    """The same where it will be differentiated: σ(gate) is kept for the gradient, in which MLX fuses nothing."""
+    return cast("tuple[mx.array, mx.array]", _swiglu_and_share(gate, up))[0]
+
+
+@mx.custom_function
 @partial(mx.compile, shapeless=True)
-def _swiglu_slopes(gate: mx.array, up: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
-    """d silu(x) / dx = σ(x) · (1 + x · (1 - σ(x)))."""
+def _swiglu_and_share(gate: mx.array, up: mx.array) -> tuple[mx.array, mx.array]:
     share = _sigmoid(gate)
-    return cotangent * up * share * (1.0 + gate * (1.0 - share)), cotangent * gate * share
+    return gate * share * up, share
+
+
+@_swiglu_and_share.vjp
+def _swiglu_slopes(
+    primals: tuple[mx.array, mx.array], cotangents: tuple[mx.array, mx.array], outputs: tuple[mx.array, mx.array]
+) -> tuple[mx.array, mx.array]:
+    """d silu(x) / dx = σ(x) · (1 + x · (1 - σ(x)))."""
+    (gate, up), (_, share) = primals, outputs
+    shared = cotangents[0] * share
+    return shared * up * (1.0 + gate * (1.0 - share)), shared * gate
 
 
 class FastMLP(nn.Module):
     """down(silu(gate(x)) · up(x)) over another feed-forward's projections, under their names."""
 
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, mlp: nn.Module, activation: Callable[[mx.array, mx.array], mx.array]) -> None:
         super().__init__()
         for name in _PROJECTIONS:
             setattr(self, name, mlp[name])
+        self._activation = activation
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self._activation(self.gate_proj(x), self.up_proj(x)))
 
 
-def use_fast_swiglu(model: nn.Module) -> int:
+def use_fast_swiglu(model: nn.Module, *, to_learn: bool = False) -> int:
     """Replaces, in place, the feed-forwards that give what FastMLP gives; returns how many. Before the linear layers
     are wrapped. Evaluates each one once, on a few random vectors."""
     if not available():
         return 0
     found = [(path, module) for path, module in model.named_modules() if set(module) == set(_PROJECTIONS)]
-    replaced = [(path, FastMLP(module)) for path, module in found if _is_swiglu(module)]
+    activation = swiglu_to_learn if to_learn else swiglu
+    replaced = [(path, FastMLP(module, activation)) for path, module in found if _is_swiglu(module)]
     if replaced:
         model.update_modules(tree_unflatten(replaced))
     return len(replaced)
@@ -187,7 +186,7 @@ def _is_swiglu(mlp: nn.Module) -> bool:
     if not isinstance(gate, nn.Linear) or gate.weight.dtype != mx.float32:
         return False
     x = mx.random.normal((4, gate.weight.shape[1]), key=mx.random.key(0))
-    fast = FastMLP(mlp)
+    fast = FastMLP(mlp, swiglu)
     try:
         return all(_agree(mlp(scale * x), fast(scale * x)) for scale in _SCALES)
     except (ValueError, TypeError, AttributeError):

@@ -8,7 +8,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_parallm.models.fast_math import exp_minus, scaled_exp_minus
+from mlx_parallm.models.fast_math import exp_minus
 
 
 def token_logprobs(
@@ -36,7 +36,7 @@ def token_logprobs_and_entropy(
     """Log-probabilities of the tokens and the entropy (nats) of softmax(logits / temperature), both [...] float32.
 
     H = logsumexp(z) - sum(softmax(z) * z). The gradient by z is written out, with slopes a of log p and b of H: a at
-    the token, and -p · (a + b · (log p + H)) everywhere. So exp is computed once in each direction, by `exp_minus`.
+    the token, and -p · (a + b · (log p + H)) everywhere. So exp is computed once (`exp_minus`).
     Without `entropy_slope` b is taken to be 0, which spares passes over the logits.
 
     Example: probabilities 1/8, 2/8, 5/8: log p of the last is -0.470, H = 0.900; d log p / dz = (-1/8, -2/8, 3/8).
@@ -44,28 +44,28 @@ def token_logprobs_and_entropy(
     scaled = _scale(logits, temperature)
 
     @mx.custom_function
-    def scores(z: mx.array) -> tuple[mx.array, mx.array]:
+    def scores(z: mx.array) -> tuple[mx.array, ...]:
         peak = z.max(axis=-1, keepdims=True)
         masses = exp_minus(z, peak)
-        total = masses.sum(axis=-1)
-        normalizer = peak[..., 0] + mx.log(total)
-        mean = (masses[..., None, :] @ z[..., :, None])[..., 0, 0] / total
-        return _of_tokens(z, tokens) - normalizer, normalizer - mean
+        total = masses.sum(axis=-1, keepdims=True)
+        normalizer = (peak + mx.log(total))[..., 0]
+        mean = (masses[..., None, :] @ z[..., :, None])[..., 0] / total
+        return _of_tokens(z, tokens) - normalizer, normalizer - mean[..., 0], masses, total
 
     @scores.vjp
-    def gradient(z: mx.array, slopes: tuple[mx.array, mx.array], outputs: tuple[mx.array, mx.array]) -> mx.array:
-        (a, b), (logprobs, entropy) = slopes, outputs
-        normalizer = _of_tokens(z, tokens) - logprobs
+    def gradient(z: mx.array, slopes: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> mx.array:
+        (a, b, *_), (logprobs, entropy, masses, total) = slopes, outputs
         if entropy_slope:
-            shift = (entropy - normalizer)[..., None]
-            everywhere = -exp_minus(z, normalizer[..., None]) * (a[..., None] + b[..., None] * (z + shift))
+            shift = (entropy - (_of_tokens(z, tokens) - logprobs))[..., None]
+            everywhere = masses / -total * (a[..., None] + b[..., None] * (z + shift))
             at_token = a - mx.exp(logprobs) * (a + b * (logprobs + entropy))
         else:
-            everywhere = scaled_exp_minus(z, normalizer[..., None], -a[..., None])
+            everywhere = masses * (a[..., None] / -total)
             at_token = a - mx.exp(logprobs) * a
         return mx.put_along_axis(everywhere, _indices(tokens), at_token[..., None], axis=-1)
 
-    return cast("tuple[mx.array, mx.array]", scores(scaled))
+    logprobs, entropy, *_ = cast("tuple[mx.array, ...]", scores(scaled))
+    return logprobs, entropy
 
 
 def _of_tokens(z: mx.array, tokens: mx.array) -> mx.array:
