@@ -34,8 +34,8 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter of all linear layers whose B is not zero, in mlx-lm's format."""
     directory = tmp_path_factory.mktemp("adapter")
     model, _ = load_model(TINY_ASSETS)
-    inject_lora(model, LoraSpec(rank=4, alpha=8))
     mx.random.seed(1)
+    inject_lora(model, LoraSpec(rank=4, alpha=8))
     layers = {
         path: LoraPair(pair.a, mx.random.normal(pair.b.shape) * 0.1, pair.scale)
         for path, pair in adapter_layers(model).items()
