@@ -1,4 +1,4 @@
-"""Memory that arrays leave is used again without the kernel, in whichever thread. In fresh interpreters."""
+"""Memory that arrays leave is used again without the kernel, whichever thread left it. In fresh interpreters."""
 
 import os
 import subprocess
@@ -7,38 +7,53 @@ import sys
 import pytest
 
 from mlx_parallm.blas import has_cuda_backend
-from mlx_parallm.heap import _VARIABLES
+from mlx_parallm.heap import VARIABLES
 
-CHURN = """
+linux_cpu = pytest.mark.skipif(
+    sys.platform != "linux" or has_cuda_backend(), reason="MLX keeps buffers itself on macOS and CUDA"
+)
+PAGES = 12_288  # of 8 arrays of 6 MiB
+COMMON = """
 import resource, sys, threading
 import mlx_parallm, mlx.core as mx
+from mlx_parallm.heap import give_back_freed_memory
 
-def churn(times):  # 8 arrays of 6 MiB = 12,288 pages a time
+def churn(times):
     x = mx.ones((1536, 1024))
     for _ in range(times):
         mx.eval([x * i for i in range(8)])
 
-def faults():
-    churn(3)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    churn(10)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+def in_threads():
+    for _ in range(10):
+        thread = threading.Thread(target=churn, args=(1,))
+        thread.start()
+        thread.join()
 
-thread = threading.Thread(target=faults)
-faults() if sys.argv[1] == "main" else thread.start()
+def faults(work):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    work()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+churn(3)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux" or has_cuda_backend(), reason="MLX keeps buffers itself on macOS and CUDA")
-@pytest.mark.parametrize("thread", ["main", "another"])
-def test_arrays_take_the_memory_of_those_before_them(thread: str) -> None:
-    kept = {name: value for name, value in os.environ.items() if name not in _VARIABLES}
-    assert page_faults(thread, kept) < 12_288
-    assert page_faults(thread, kept | {"MALLOC_TRIM_THRESHOLD_": "131072"}) > 2 * 12_288  # the user's wish is left
+@linux_cpu
+@pytest.mark.parametrize("work", ["lambda: churn(10)", "in_threads"], ids=["one thread", "ten threads"])
+def test_arrays_take_the_memory_of_those_before_them(work: str) -> None:
+    code = f"{COMMON}\nprint(faults({work}))"
+    assert run(code) < PAGES / 4
+    assert run(code, MALLOC_TRIM_THRESHOLD_="131072") > PAGES / 4  # the user's own wish is left
 
 
-def page_faults(thread: str, environment: dict[str, str]) -> int:
+@linux_cpu
+def test_what_is_given_back_is_new_memory_again() -> None:
+    assert run(f"{COMMON}\ngive_back_freed_memory()\nprint(faults(lambda: churn(1)))") > PAGES / 4
+
+
+def run(code: str, **environment: str) -> int:
+    kept = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "GLIBC_TUNABLES")}
     done = subprocess.run(
-        [sys.executable, "-c", CHURN, thread], capture_output=True, text=True, env=environment, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, env=kept | environment, check=True
     )
     return int(done.stdout)

@@ -11,7 +11,6 @@ The trainer's tree uses SwiGLU too, with a gradient of its own; the rotary posit
 
 import math
 import shutil
-from collections.abc import Callable
 from functools import cache, partial
 from typing import cast
 
@@ -69,14 +68,9 @@ def _sigmoid(x: mx.array) -> mx.array:
     return 0.5 + 0.5 * (t * p / q)
 
 
-@partial(mx.compile, shapeless=True)
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """silu(gate) · up in float32."""
-    return gate * _sigmoid(gate) * up
-
-
-def swiglu_to_learn(gate: mx.array, up: mx.array) -> mx.array:
-    """The same where it will be differentiated: σ(gate) is kept for the gradient, in which MLX fuses nothing."""
+    """silu(gate) · up in float32. σ(gate) is kept for the gradient, in which MLX fuses nothing; there is no second
+    derivative."""
     return cast("tuple[mx.array, mx.array]", _swiglu_and_share(gate, up))[0]
 
 
@@ -100,24 +94,22 @@ def _swiglu_slopes(
 class FastMLP(nn.Module):
     """down(silu(gate(x)) · up(x)) over another feed-forward's projections, under their names."""
 
-    def __init__(self, mlp: nn.Module, activation: Callable[[mx.array, mx.array], mx.array]) -> None:
+    def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
         for name in _PROJECTIONS:
             setattr(self, name, mlp[name])
-        self._activation = activation
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(self._activation(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
-def use_fast_swiglu(model: nn.Module, *, to_learn: bool = False) -> int:
+def use_fast_swiglu(model: nn.Module) -> int:
     """Replaces, in place, the feed-forwards that give what FastMLP gives; returns how many. Before the linear layers
     are wrapped. Evaluates each one once, on a few random vectors."""
     if not available():
         return 0
     found = [(path, module) for path, module in model.named_modules() if set(module) == set(_PROJECTIONS)]
-    activation = swiglu_to_learn if to_learn else swiglu
-    replaced = [(path, FastMLP(module, activation)) for path, module in found if _is_swiglu(module)]
+    replaced = [(path, FastMLP(module)) for path, module in found if _is_swiglu(module)]
     if replaced:
         model.update_modules(tree_unflatten(replaced))
     return len(replaced)
@@ -186,7 +178,7 @@ def _is_swiglu(mlp: nn.Module) -> bool:
     if not isinstance(gate, nn.Linear) or gate.weight.dtype != mx.float32:
         return False
     x = mx.random.normal((4, gate.weight.shape[1]), key=mx.random.key(0))
-    fast = FastMLP(mlp, swiglu)
+    fast = FastMLP(mlp)
     try:
         return all(_agree(mlp(scale * x), fast(scale * x)) for scale in _SCALES)
     except (ValueError, TypeError, AttributeError):

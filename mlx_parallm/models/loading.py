@@ -18,6 +18,7 @@ import mlx.nn as nn
 
 from mlx_parallm.config_server import ModelConfig
 from mlx_parallm.errors import ModelError
+from mlx_parallm.heap import give_back_freed_memory
 from mlx_parallm.models.fast_math import on_cpu
 from mlx_parallm.models.formats import check_directory, check_names, check_quantization, gguf_message
 from mlx_parallm.models.hub import download, fetch_config
@@ -80,6 +81,7 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
         raise ModelError(f"{path}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be loaded: {error}") from error
+    give_back_freed_memory()  # of the weights as they were on disk
     return LoadedModel(model, model_config, path, _context_length(model_config))
 
 

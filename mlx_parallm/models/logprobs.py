@@ -36,8 +36,8 @@ def token_logprobs_and_entropy(
     """Log-probabilities of the tokens and the entropy (nats) of softmax(logits / temperature), both [...] float32.
 
     H = logsumexp(z) - sum(softmax(z) * z). The gradient by z is written out, with slopes a of log p and b of H: a at
-    the token, and -p · (a + b · (log p + H)) everywhere. So exp is computed once (`exp_minus`).
-    Without `entropy_slope` b is taken to be 0, which spares passes over the logits.
+    the token, and -p · (a + b · (log p + H)) everywhere. So the logits' exp is computed once; there is no second
+    derivative. Without `entropy_slope` b is taken to be 0, which spares passes over the logits.
 
     Example: probabilities 1/8, 2/8, 5/8: log p of the last is -0.470, H = 0.900; d log p / dz = (-1/8, -2/8, 3/8).
     """

@@ -68,7 +68,7 @@ class TrainedPolicy:
     ) -> None:
         self.model, self._source, self._model_config = model, source, dict(model_config)
         self.lora = config.lora.enabled
-        use_fast_swiglu(model, to_learn=True)
+        use_fast_swiglu(model)
         if self.lora:
             mx.random.seed(config.seed)
             inject_lora(model, LoraSpec.of(config.lora))

@@ -35,7 +35,7 @@ PROCESS_BYTES = 240 * 2**20
 FLOAT, HALF = 4, 2
 NARROW = 0.82
 """Activations of a half-precision model against float32: adapters and log-probabilities stay float32."""
-WHOLE_COPIES, PIECE_COPIES = 10, 14
+WHOLE_COPIES, PIECE_COPIES = 10, 11
 """float32 arrays of [tokens, vocabulary] that the head's backward pass holds at its peak: of all tokens in one graph
 with the last block, or of one piece of them."""
 SHARED = 0.85
