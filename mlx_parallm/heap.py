@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_parallm.blas import has_cuda_backend
 
-MAPPED_FROM = 32 << 20  # bytes of an array that is mapped, and unmapped, by itself: glibc's own limit for one thread
+MAPPED_FROM = 32 << 20  # bytes of an array that is mapped, and unmapped, by itself: as far as glibc goes of itself
 KEPT_BYTES = 1 << 30  # free memory at the heap's end above which it goes back; holes between arrays stay
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_ARENA_MAX")
@@ -39,7 +39,7 @@ def give_back_freed_memory() -> None:
 
 
 def _glibc() -> Any:
-    """None where another malloc is in use, or MLX keeps buffers itself."""
+    """None where the C library is another (musl), or MLX keeps buffers itself. A preloaded malloc is not noticed."""
     if sys.platform != "linux" or has_cuda_backend():
         return None
     library = ctypes.CDLL(None)

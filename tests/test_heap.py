@@ -51,6 +51,26 @@ def test_what_is_given_back_is_new_memory_again() -> None:
     assert run(f"{COMMON}\ngive_back_freed_memory()\nprint(faults(lambda: churn(1)))") > PAGES / 4
 
 
+@linux_cpu
+def test_loading_a_model_gives_back_what_it_left() -> None:
+    load = "load_model(ModelConfig(base_path='builtin:tiny'))"
+    code = f"""{COMMON}
+from pathlib import Path
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.models.loading import load_model
+
+def resident():  # pages
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+first = {load}
+churn(3)
+before = resident()
+second = {load}
+print(before - resident())
+"""
+    assert run(code) > PAGES / 4
+
+
 def run(code: str, **environment: str) -> int:
     kept = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "GLIBC_TUNABLES")}
     done = subprocess.run(
