@@ -4,8 +4,8 @@ Importing the package puts a fast BLAS under MLX on Linux CPU (`blas.py`) and ha
 it imports no MLX itself.
 """
 
-from mlx_parallm.blas import preload_fast_blas
-from mlx_parallm.heap import keep_freed_memory
+from mlx_parallm.system.blas import preload_fast_blas
+from mlx_parallm.system.heap import keep_freed_memory
 
 __version__ = "0.1.0"
 

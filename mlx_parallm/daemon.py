@@ -4,7 +4,7 @@
     http            uvicorn and its asyncio loop            serving.py, server/
     engine          the serving model and its KV cache      serving.py, engine/
     environments    in-process environments                 rl_training/train.py
-    trackers        W&B, TensorBoard, trackio               rl_training/trackers.py
+    trackers        W&B, TensorBoard, trackio               rl_training/monitor/trackers.py
     shutdown        sigwait                                 signals.py
 
     supervisor      with --restarts, a process of its own   supervisor.py
@@ -21,29 +21,29 @@ from pathlib import Path
 from fastapi import APIRouter
 from rich.console import Console
 
-from mlx_parallm.blas import blas_status, share_blas_between
-from mlx_parallm.config import Config
-from mlx_parallm.config_data import DATA_ALGORITHMS
+from mlx_parallm.config.data import DATA_ALGORITHMS
+from mlx_parallm.config.load import Config
+from mlx_parallm.distributed.collectives import join
+from mlx_parallm.distributed.worker import follow
 from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.hardware import launched_rank, usable_cores
-from mlx_parallm.log import RunLog, configure_logging, get_logger
+from mlx_parallm.integrations.atropos.hand_out import HandOutQueue
+from mlx_parallm.integrations.atropos.routes import create_atropos_router
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, LoraPair, load_adapter
 from mlx_parallm.models.threads import mlx_thread
-from mlx_parallm.power import kept_awake
-from mlx_parallm.redaction import Redactor, environment_secrets
-from mlx_parallm.rl_training.distributed import join
-from mlx_parallm.rl_training.dry_run import DryRun
+from mlx_parallm.rl_training.plan.dry_run import DryRun
 from mlx_parallm.rl_training.run_directory import STORE_FILE, RunDirectory
 from mlx_parallm.rl_training.train import TrainingRun
-from mlx_parallm.rl_training.worker import follow
 from mlx_parallm.rollout_store.disk import reserve_bytes
-from mlx_parallm.rollout_store.hand_out import HandOutQueue
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.server.routes_atropos import create_atropos_router
 from mlx_parallm.serving import Serving
-from mlx_parallm.signals import ShutdownWatcher
+from mlx_parallm.system.blas import blas_status, share_blas_between
+from mlx_parallm.system.hardware import launched_rank, usable_cores
+from mlx_parallm.system.log import RunLog, configure_logging, get_logger
+from mlx_parallm.system.power import kept_awake
+from mlx_parallm.system.redaction import Redactor, environment_secrets
+from mlx_parallm.system.signals import ShutdownWatcher
 from mlx_parallm.weights import SharedWeights
 
 log = get_logger("daemon")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fastapi import APIRouter
 
-from mlx_parallm.config import Config
+from mlx_parallm.config.load import Config
 from mlx_parallm.engine.adapter_loader import AdapterLoader
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.engine.starting import start_engine
@@ -30,12 +30,12 @@ from mlx_parallm.models.loading import (
 from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rollout_store.completions import KeptCompletions
+from mlx_parallm.server.api.training import RollbackDesk
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.auth import check_bind, check_origins
 from mlx_parallm.server.context import ServerDeps, ServerState
-from mlx_parallm.server.routes_training import RollbackDesk
 from mlx_parallm.server.thread import ServerThread, bind_socket
-from mlx_parallm.turns import Turns
+from mlx_parallm.system.turns import Turns
 from mlx_parallm.weights import SharedWeights
 
 LAST_WORDS_S = 0.1  # after the drain: what has been computed is sent

@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.errors import AdapterError, PublishTimeoutError
-from mlx_parallm.models.dora import gain
+from mlx_parallm.models.adapters.dora import gain
 from mlx_parallm.models.lora import AdapterPlace, AdapterWeights, LoraPair, linear_layers
 from mlx_parallm.models.threads import in_mlx_thread
 

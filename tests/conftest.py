@@ -19,16 +19,16 @@ import mlx.core as mx
 import pytest
 from openai import OpenAI
 
-from mlx_parallm.config_server import ModelConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
-from mlx_parallm.log import configure_logging
 from mlx_parallm.models.loading import load_model, load_tokenizer, resolve_model_path
 from mlx_parallm.models.lora import linear_layers, linear_shape, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
 from tests.server.serving import RunningServer, running_server
 

@@ -1,6 +1,6 @@
 """Adapters that come and go while the server runs. Any thread that may wait; not the engine's, not the HTTP loop's.
 
-server/routes_adapters.py ──thread──► AdapterLoader ──► SharedWeights ──► the engine's next step
+server/api/adapters.py ──thread──► AdapterLoader ──► SharedWeights ──► the engine's next step
 """
 
 import os

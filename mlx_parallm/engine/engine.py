@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.engine.batch_cache import arrays_of
+from mlx_parallm.engine.cache.batch import arrays_of
 from mlx_parallm.engine.events import Event
 from mlx_parallm.engine.grammar import Grammars
 from mlx_parallm.engine.live_requests import Counters, LiveRequests, own_failure
@@ -33,8 +33,8 @@ from mlx_parallm.engine.scoring import Score, Scorer
 from mlx_parallm.engine.sequence import Sequence, random_stream
 from mlx_parallm.engine.validation import RequestLimits, check_request
 from mlx_parallm.errors import ModelNotFoundError, RequestError
+from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.lora import AdapterPlace
-from mlx_parallm.models.served_lora import LoraContext
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.types import Request, SamplingParams
 from mlx_parallm.weights import SharedWeights, WeightsView

@@ -13,11 +13,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.engine.batch_cache import BatchCache, RowCaches, arrays_of
+from mlx_parallm.engine.cache.batch import BatchCache, RowCaches, arrays_of
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.scheduler import Plan, PrefillChunk
 from mlx_parallm.engine.sequence import Sequence
-from mlx_parallm.models.served_lora import LoraContext
+from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.types import TopLogprob
 from mlx_parallm.weights import WeightsView
 

@@ -4,10 +4,10 @@
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.engine.batch_cache import BatchCache, CannotBatchError, RowCaches, arrays_of
+from mlx_parallm.engine.cache.batch import BatchCache, CannotBatchError, RowCaches, arrays_of
 from mlx_parallm.errors import ModelError
-from mlx_parallm.log import get_logger
 from mlx_parallm.models.mlx_lm_api import make_prompt_cache
+from mlx_parallm.system.log import get_logger
 
 _ROWS = 5  # an odd number of rows: it fits no usual number of heads by accident
 _TOLERANCE = {mx.float32: 0.01}  # of the largest logit: far above rounding, far below a wrong position …

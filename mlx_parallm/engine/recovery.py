@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.engine.batch_cache import BatchCache, RowCaches, arrays_of
+from mlx_parallm.engine.cache.batch import BatchCache, RowCaches, arrays_of
 from mlx_parallm.engine.sampler import SamplingBatch, sample
 from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.lora import AdapterPlace
-from mlx_parallm.models.served_lora import LoraContext
 from mlx_parallm.weights import WeightsView
 
 

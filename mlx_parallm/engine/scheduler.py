@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_parallm.engine.prefix_cache import Key, Piece, PrefixCache, Segment
+from mlx_parallm.engine.cache.prefix import Key, Piece, PrefixCache, Segment
 from mlx_parallm.engine.sequence import Sequence, Status
 
 AGEING_STEPS = 256

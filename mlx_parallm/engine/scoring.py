@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.engine.batch_cache import arrays_of
+from mlx_parallm.engine.cache.batch import arrays_of
 from mlx_parallm.engine.sampler import ordered_alternatives, top_logprobs
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import AdapterPlace

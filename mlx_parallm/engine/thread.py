@@ -31,8 +31,8 @@ from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.events import Event, Failed, StreamDelta
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import EngineUnavailableError, ParallmError, RequestError
-from mlx_parallm.log import get_logger
-from mlx_parallm.turns import Turns
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.turns import Turns
 from mlx_parallm.types import EngineStats, Request
 
 IDLE_TURN_S = 1.0  # an idle thread shows that it lives this often

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.environments.kinds.problems import Split
 from mlx_parallm.environments.state import Inference, Prompt, State
-from mlx_parallm.environments.tasks import Split
 from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.execution.user_code import user_code
 from mlx_parallm.rewards.base import GroupReward
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.types import Request, RequestOutput
-from mlx_parallm.user_code import user_code
 
 if TYPE_CHECKING:
     from mlx_parallm.environments.episode import Episode

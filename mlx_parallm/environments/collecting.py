@@ -19,11 +19,11 @@ from typing import IO
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
+from mlx_parallm.environments.collecting_config import CollectionStatistics, RolloutConfig
 from mlx_parallm.environments.episode import failed_trajectories
-from mlx_parallm.environments.episodes import GroupPlan, GroupResult
-from mlx_parallm.environments.rollout_config import CollectionStatistics, RolloutConfig
-from mlx_parallm.log import get_logger
+from mlx_parallm.environments.runner import GroupPlan, GroupResult
 from mlx_parallm.rewards.base import Trajectory
+from mlx_parallm.system.log import get_logger
 
 log = get_logger("environments")
 

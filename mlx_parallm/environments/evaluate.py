@@ -4,7 +4,7 @@
     evaluate        a greedy answer and some sampled ones to each, through any PolicyClient
     Evaluation      what one environment came to: `numbers`, `score`, and `to_json` for files
 
-A training run (`rl_training/evaluation.py`) and `mlx_parallm_eval` (`tools/eval.py`) both work this way.
+A training run (`rl_training/evaluation/runner.py`) and `mlx_parallm_eval` (`tools/eval.py`) both work this way.
 """
 
 import asyncio
@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_parallm.config import Config
-from mlx_parallm.config_evaluation import EvaluationConfig, pass_ks
+from mlx_parallm.config.evaluation import EvaluationConfig, pass_ks
+from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient, Task
-from mlx_parallm.environments.episodes import EpisodeRunner, GroupPlan, GroupResult
 from mlx_parallm.environments.estimates import estimate, pass_at_k
 from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
 from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.execution.user_code import is_reference, user_code
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import TrainingProgress
-from mlx_parallm.user_code import is_reference, user_code
 
 ABSOLUTE = "absolute"  # the reward_method that needs no group
 SOLVED = 1.0 - 1e-9

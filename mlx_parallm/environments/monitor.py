@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mlx_parallm.environments.episodes import GroupPlan, GroupResult
+from mlx_parallm.environments.runner import GroupPlan, GroupResult
 
 RECENT_GROUPS = 32
 WORST_HEALTHY_FAILURE_RATE = 0.2

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from mlx_parallm.environments.episode import Episode
 from mlx_parallm.environments.state import BaseEnvironment, State, as_state, own_step
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.log import get_logger
-from mlx_parallm.user_code import user_code
+from mlx_parallm.execution.user_code import user_code
+from mlx_parallm.system.log import get_logger
 
 log = get_logger("environments")
 

@@ -9,17 +9,17 @@ from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
-from mlx_parallm.config import EnvironmentConfig
-from mlx_parallm.config_environment import SCORING_KEYS, unique_names
+from mlx_parallm.config.environment import SCORING_KEYS, unique_names
+from mlx_parallm.config.load import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource
-from mlx_parallm.environments.builtin import TasksSource
-from mlx_parallm.environments.dataset import DatasetSource
-from mlx_parallm.environments.reasoning_gym_env import ReasoningGymSource
+from mlx_parallm.environments.kinds.dataset import DatasetSource
+from mlx_parallm.environments.kinds.reasoning_gym import ReasoningGymSource
+from mlx_parallm.environments.kinds.tasks import TasksSource
 from mlx_parallm.environments.state import BaseEnvironment
 from mlx_parallm.environments.state_source import StateSource, check_environment
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.user_code import check_call, is_reference, load, user_code
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
-from mlx_parallm.user_code import check_call, is_reference, load, user_code
 
 KINDS: Mapping[str, Callable[..., EnvironmentSource]] = MappingProxyType(
     {"dataset": DatasetSource, "tasks": TasksSource, "reasoning_gym": ReasoningGymSource}
@@ -29,7 +29,7 @@ ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
         "simple_text": "simple_text:SimpleTextEnvironment",
         "conversation": "conversation:ConversationEnvironment",
         "svrl": "svrl:SVRLEnvironment",
-        "gymnasium": "gymnasium_env:GymnasiumEnvironment",
+        "gymnasium": "gymnasium:GymnasiumEnvironment",
     }
 )
 """Kinds that are a `BaseEnvironment`, imported when they are asked for: some need more than others."""
@@ -75,7 +75,7 @@ def _environment(kind: str) -> type[BaseEnvironment]:
     if kind not in ENVIRONMENTS:
         raise _unknown(kind, list(ENVIRONMENTS))
     module, _, name = ENVIRONMENTS[kind].partition(":")
-    environment: type[BaseEnvironment] = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    environment: type[BaseEnvironment] = getattr(importlib.import_module(f"{__package__}.kinds.{module}"), name)
     return environment
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.log import get_logger
+from mlx_parallm.system.log import get_logger
 
 log = get_logger("environments")
 
@@ -29,7 +29,7 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 class Inference(Protocol):
-    """What an environment needs of `mlx_parallm.inference.InferenceModule`."""
+    """What an environment needs of `mlx_parallm.inference.module.InferenceModule`."""
 
     def generate(self, prompts: Sequence[Prompt]) -> Sequence[str]: ...
 

@@ -6,17 +6,17 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.config.load import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Messages, PolicyInference, Task
 from mlx_parallm.environments.episode import Episode
+from mlx_parallm.environments.kinds.problems import Split
 from mlx_parallm.environments.playing import StepThreads, play_states
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import BaseEnvironment, Prompt, State, as_state, own_step, text_of
-from mlx_parallm.environments.tasks import Split
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.log import get_logger
+from mlx_parallm.execution.user_code import check_call, user_code
 from mlx_parallm.rewards.functions import RewardFunctions
-from mlx_parallm.user_code import check_call, user_code
+from mlx_parallm.system.log import get_logger
 
 HELDOUT_FIRST = 2**20
 """Held-out tasks of an environment whose `reset` knows indices and no splits begin at this one."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.environments.dataset_rows import json_lines, prompt_key, split_heldout
-from mlx_parallm.environments.tasks import Split
+from mlx_parallm.environments.kinds.problems import Split
+from mlx_parallm.environments.rows import json_lines, prompt_key, split_heldout
 from mlx_parallm.errors import ConfigError
 
 HELDOUT_SHARE = 0.1

@@ -21,14 +21,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from mlx_parallm.config_lora import LoraConfig
+from mlx_parallm.config.lora import LoraConfig
 from mlx_parallm.errors import AdapterError
-from mlx_parallm.models.dora import DoRALinear
+from mlx_parallm.models.adapters.dora import DoRALinear
+from mlx_parallm.models.adapters.lora_linear import LoRALinear
+from mlx_parallm.models.adapters.peft import Parts, is_peft, read_peft
+from mlx_parallm.models.adapters.served import LoraContext, ServedLinear
 from mlx_parallm.models.layer_stack import LayerStack
-from mlx_parallm.models.lora_linear import LoRALinear
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, SwitchLinear
-from mlx_parallm.models.peft_format import Parts, is_peft, read_peft
-from mlx_parallm.models.served_lora import LoraContext, ServedLinear
 
 ADAPTER_FILE = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"

@@ -23,8 +23,8 @@ import psutil
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import ModelError
-from mlx_parallm.log import get_logger
 from mlx_parallm.models.mlx_lm_api import load_hf_model, save_config, save_model
+from mlx_parallm.system.log import get_logger
 
 log = get_logger("quantize")
 

@@ -7,31 +7,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_parallm.algorithms import (
+    from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig
+    from mlx_parallm.config.lora import LoraConfig
+    from mlx_parallm.environments.collecting_config import RolloutConfig
+    from mlx_parallm.environments.kinds.conversation import ConversationEnvironment
+    from mlx_parallm.environments.kinds.gymnasium import GymnasiumEnvironment
+    from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
+    from mlx_parallm.environments.kinds.svrl import SVRLEnvironment
+    from mlx_parallm.environments.manager import RolloutManager
+    from mlx_parallm.environments.registry import create_environment
+    from mlx_parallm.environments.state import BaseEnvironment, State
+    from mlx_parallm.execution.tool_calls import ToolCall
+    from mlx_parallm.inference.module import InferenceModule
+    from mlx_parallm.inference.types import GenerationResult
+    from mlx_parallm.library.algorithms import (
         GRPOAlgorithm,
         PPOAlgorithm,
         REINFORCEAlgorithm,
         create_algorithm,
         load_algorithm_from_checkpoint,
     )
-    from mlx_parallm.backprop import BackpropModule
-    from mlx_parallm.config_lora import LoraConfig
-    from mlx_parallm.config_primitives import AlgorithmConfig, BackpropConfig
-    from mlx_parallm.environments.conversation import ConversationEnvironment
-    from mlx_parallm.environments.gymnasium_env import GymnasiumEnvironment
-    from mlx_parallm.environments.registry import create_environment
-    from mlx_parallm.environments.rollout_config import RolloutConfig
-    from mlx_parallm.environments.rollouts import RolloutManager
-    from mlx_parallm.environments.simple_text import SimpleTextEnvironment
-    from mlx_parallm.environments.state import BaseEnvironment, State
-    from mlx_parallm.environments.svrl import SVRLEnvironment
-    from mlx_parallm.inference import InferenceModule
-    from mlx_parallm.inference_types import GenerationResult
+    from mlx_parallm.library.backprop import BackpropModule
+    from mlx_parallm.library.training_metrics import TrainingMetrics
     from mlx_parallm.rewards.base import Trajectory
     from mlx_parallm.rewards.computers import RewardComputer, SVRLRewardComputer
     from mlx_parallm.rewards.weighted import ParetoRewardComputer, WeightedRewardComputer, create_reward_computer
-    from mlx_parallm.tool_calls import ToolCall
-    from mlx_parallm.training_metrics import TrainingMetrics
 
 __all__ = [
     "AlgorithmConfig",
@@ -65,25 +65,26 @@ __all__ = [
 ]
 
 _HOMES = {
-    "algorithms": "GRPOAlgorithm PPOAlgorithm REINFORCEAlgorithm create_algorithm load_algorithm_from_checkpoint",
-    "backprop": "BackpropModule",
-    "config_lora": "LoraConfig",
-    "config_primitives": "AlgorithmConfig BackpropConfig",
-    "environments.conversation": "ConversationEnvironment",
-    "environments.gymnasium_env": "GymnasiumEnvironment",
+    "library.algorithms": "GRPOAlgorithm PPOAlgorithm REINFORCEAlgorithm create_algorithm"
+    " load_algorithm_from_checkpoint",
+    "library.backprop": "BackpropModule",
+    "config.lora": "LoraConfig",
+    "config.library": "AlgorithmConfig BackpropConfig",
+    "environments.kinds.conversation": "ConversationEnvironment",
+    "environments.kinds.gymnasium": "GymnasiumEnvironment",
     "environments.registry": "create_environment",
-    "environments.rollout_config": "RolloutConfig",
-    "environments.rollouts": "RolloutManager",
-    "environments.simple_text": "SimpleTextEnvironment",
+    "environments.collecting_config": "RolloutConfig",
+    "environments.manager": "RolloutManager",
+    "environments.kinds.simple_text": "SimpleTextEnvironment",
     "environments.state": "BaseEnvironment State",
-    "environments.svrl": "SVRLEnvironment",
-    "inference": "InferenceModule",
-    "inference_types": "GenerationResult",
+    "environments.kinds.svrl": "SVRLEnvironment",
+    "inference.module": "InferenceModule",
+    "inference.types": "GenerationResult",
     "rewards.base": "Trajectory",
     "rewards.computers": "RewardComputer SVRLRewardComputer",
     "rewards.weighted": "ParetoRewardComputer WeightedRewardComputer create_reward_computer",
-    "tool_calls": "ToolCall",
-    "training_metrics": "TrainingMetrics",
+    "execution.tool_calls": "ToolCall",
+    "library.training_metrics": "TrainingMetrics",
 }
 
 

@@ -1,10 +1,10 @@
 """`python -m mlx_parallm.primitives.environment`: an environment by hand, then many episodes of it at once."""
 
-from mlx_parallm.environments.rollout_config import RolloutConfig
-from mlx_parallm.environments.rollouts import RolloutManager
-from mlx_parallm.environments.simple_text import SimpleTextEnvironment
+from mlx_parallm.environments.collecting_config import RolloutConfig
+from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
+from mlx_parallm.environments.manager import RolloutManager
 from mlx_parallm.environments.state import text_of
-from mlx_parallm.inference import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """`python -m mlx_parallm.primitives.inference`: what InferenceModule does, on the model that comes with the package."""
 
-from mlx_parallm.inference import InferenceModule
-from mlx_parallm.tool_calls import parse_tool_calls
+from mlx_parallm.execution.tool_calls import parse_tool_calls
+from mlx_parallm.inference.module import InferenceModule
 
 
 def add(a: int, b: int) -> int:

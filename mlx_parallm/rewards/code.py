@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.execution.sandbox.sandbox import PROTECTIONS, Language, Sandbox
 from mlx_parallm.rewards.part_tools import Completions, Scores, texts_of, to_binary, with_column
-from mlx_parallm.sandbox import PROTECTIONS, Language, Sandbox
 
 FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 LANGUAGES: Mapping[str, Language] = {

@@ -86,7 +86,7 @@ def compared_together(trajectories: Sequence[Trajectory]) -> list[list[int]]:
 
 
 class SVRLRewardComputer(RewardComputer):
-    """Quality of the answer against what its verification has cost (`environments/svrl.py`):
+    """Quality of the answer against what its verification has cost (`environments/kinds/svrl.py`):
 
         task - verification_weight · spent / budget + efficiency_weight · max(0, (max_steps - steps) / max_steps)
 

@@ -28,14 +28,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.config_environment import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.errors import ConfigError, ParallmError, RolloutRejectedError
-from mlx_parallm.log import get_logger
+from mlx_parallm.execution.user_code import is_async, user_code
 from mlx_parallm.rewards import threads
 from mlx_parallm.rewards.base import UNSCORED, GroupReward, Trajectory
 from mlx_parallm.rewards.methods import Method, Parts, combine
 from mlx_parallm.rewards.references import Loaded, check_parameters, load_rewards
-from mlx_parallm.user_code import is_async, user_code
+from mlx_parallm.system.log import get_logger
 
 log = get_logger("rewards")
 

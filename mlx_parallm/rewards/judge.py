@@ -18,10 +18,10 @@ from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 from mlx_parallm.errors import ConfigError, EndpointError, RequestError, RolloutRejectedError
-from mlx_parallm.log import get_logger
-from mlx_parallm.openai_client import OpenAIEndpoint
+from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.part_tools import Completions, texts_of, to_binary
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import Request, RequestOutput, SamplingParams
 
 log = get_logger("rewards")

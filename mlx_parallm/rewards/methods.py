@@ -11,7 +11,7 @@ from typing import get_args
 
 import numpy as np
 
-from mlx_parallm.config_environment import Method
+from mlx_parallm.config.environment import Method
 
 METHODS: tuple[Method, ...] = get_args(Method)
 

@@ -12,11 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rewards.base import Trajectory
-from mlx_parallm.rewards.computers import SVRLRewardComputer
-from mlx_parallm.rewards.methods import Method
-from mlx_parallm.rewards.parts import PARTS, WEIGHTS
-from mlx_parallm.user_code import (
+from mlx_parallm.execution.user_code import (
     check_call,
     did_you_mean,
     is_async,
@@ -26,6 +22,10 @@ from mlx_parallm.user_code import (
     name_of,
     user_code,
 )
+from mlx_parallm.rewards.base import Trajectory
+from mlx_parallm.rewards.computers import SVRLRewardComputer
+from mlx_parallm.rewards.methods import Method
+from mlx_parallm.rewards.parts import PARTS, WEIGHTS
 
 BUILTIN = "builtin:"
 GIVEN = ("prompts", "completions", "completion_ids", "trajectories", "trainer_state", "log_metric", "log_extra")

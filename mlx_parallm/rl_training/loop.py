@@ -20,16 +20,16 @@ from typing import Any, Literal, Protocol
 import mlx.core as mx
 import structlog
 
-from mlx_parallm.config import RLTrainingConfig
+from mlx_parallm.config.load import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ParallmError
-from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.checkpoint import Checkpointer
+from mlx_parallm.rl_training.checkpoints.trainer_state import StepInProgress, TrainerState
 from mlx_parallm.rl_training.metrics import MetricsFile, complete
-from mlx_parallm.rl_training.rollback import Rollbacks
-from mlx_parallm.rl_training.step_position import StepPosition
-from mlx_parallm.rl_training.trainer_base import StepResult, Trainer
-from mlx_parallm.rl_training.trainer_state import StepInProgress, TrainerState
-from mlx_parallm.rl_training.versions import VersionSteps
+from mlx_parallm.rl_training.publish.rollback import Rollbacks
+from mlx_parallm.rl_training.publish.versions import VersionSteps
+from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
+from mlx_parallm.rl_training.step.step_position import StepPosition
+from mlx_parallm.rl_training.step.trainer import StepResult, Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.weights import PublishReport
 

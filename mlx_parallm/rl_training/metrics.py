@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.rl_training.files import flush_to_disk, write_atomically
+from mlx_parallm.system.files import flush_to_disk, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -8,12 +8,12 @@ import shutil
 from datetime import datetime
 from pathlib import Path
 
-from mlx_parallm.config import Config
+from mlx_parallm.config.load import Config
 from mlx_parallm.errors import CheckpointError, ConfigError
-from mlx_parallm.log import get_logger
-from mlx_parallm.rl_training.files import sync, write_atomically
+from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE
 from mlx_parallm.rl_training.metrics import METRICS_FILE
-from mlx_parallm.rl_training.trainer_state import STATE_FILE
+from mlx_parallm.system.files import sync, write_atomically
+from mlx_parallm.system.log import get_logger
 
 log = get_logger("train")
 

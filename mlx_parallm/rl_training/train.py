@@ -16,45 +16,45 @@ from typing import Any
 
 from rich.console import Console
 
-from mlx_parallm.config import Config
-from mlx_parallm.config_data import DATA_ALGORITHMS
+from mlx_parallm.config.data import DATA_ALGORITHMS
+from mlx_parallm.config.load import Config
+from mlx_parallm.distributed.worker import LeadingTrainer
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.log import RunLog, get_logger
 from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.rewards.functions import TrainingProgress
-from mlx_parallm.rl_training import report
-from mlx_parallm.rl_training.algorithms import make_algorithm
 from mlx_parallm.rl_training.checkpoint import Checkpointer
-from mlx_parallm.rl_training.checkpoint_versions import CheckpointVersions
-from mlx_parallm.rl_training.data_heldout import HeldOut, told
-from mlx_parallm.rl_training.data_source import SOURCE as DATA
-from mlx_parallm.rl_training.data_source import DataSource
-from mlx_parallm.rl_training.disk_use import DiskUse
-from mlx_parallm.rl_training.display import RunInfo, TrainingDisplay
-from mlx_parallm.rl_training.evaluation import EvaluationHooks, Evaluations, evaluation_sources
-from mlx_parallm.rl_training.evaluation_log import EvaluationLog, best_by
+from mlx_parallm.rl_training.checkpoints.resume import initial_adapter, what_to_resume
+from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
+from mlx_parallm.rl_training.checkpoints.versions import CheckpointVersions
+from mlx_parallm.rl_training.data.heldout import HeldOut, told
+from mlx_parallm.rl_training.data.source import SOURCE as DATA
+from mlx_parallm.rl_training.data.source import DataSource
+from mlx_parallm.rl_training.evaluation.log import EvaluationLog, best_by
+from mlx_parallm.rl_training.evaluation.runner import EvaluationHooks, Evaluations, evaluation_sources
 from mlx_parallm.rl_training.loop import Batches, Hooks, Parts, Source, TrainingLoop
-from mlx_parallm.rl_training.memory_watch import MemoryWatch
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
-from mlx_parallm.rl_training.policy import TrainedPolicy
-from mlx_parallm.rl_training.ranks import ALONE, Ranks
-from mlx_parallm.rl_training.rollback import Rollbacks
-from mlx_parallm.rl_training.rollout_sources import ENVIRONMENTS, POLICY, RolloutSources
+from mlx_parallm.rl_training.monitor import report
+from mlx_parallm.rl_training.monitor.disk_use import DiskUse
+from mlx_parallm.rl_training.monitor.display import RunInfo, TrainingDisplay
+from mlx_parallm.rl_training.monitor.memory_watch import MemoryWatch
+from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, SampleLog
+from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
+from mlx_parallm.rl_training.publish.rollback import Rollbacks
+from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.run_directory import STORE_FILE, RunDirectory
-from mlx_parallm.rl_training.samples import SAMPLES_FILE, SAMPLES_PAGE, SampleLog
-from mlx_parallm.rl_training.starting import initial_adapter, what_to_resume
-from mlx_parallm.rl_training.trackers import TrackedRun, Trackers, check_installed
-from mlx_parallm.rl_training.trainer_base import Trainer
-from mlx_parallm.rl_training.trainer_state import TrainerState
-from mlx_parallm.rl_training.versions import VersionNumbers, VersionSteps
+from mlx_parallm.rl_training.sources import ENVIRONMENTS, POLICY, RolloutSources
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
+from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
+from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
-from mlx_parallm.rl_training.worker import LeadingTrainer
 from mlx_parallm.rollout_store.disk import reserve_bytes
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.server.routes_training import RollbackDesk
+from mlx_parallm.server.api.training import RollbackDesk
 from mlx_parallm.serving import Serving
+from mlx_parallm.system.log import RunLog, get_logger
 from mlx_parallm.weights import SharedWeights
 
 log = get_logger("train")

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import structlog
 
-from mlx_parallm.config import RLTrainingConfig
+from mlx_parallm.config.load import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, PublishTimeoutError
-from mlx_parallm.rl_training.publish_guard import PublishGuard, TrainingState, TrainingStates, Verdict, digest
-from mlx_parallm.rl_training.trainer_base import Trainer
-from mlx_parallm.rl_training.versions import VersionNumbers, VersionSteps
+from mlx_parallm.rl_training.publish.guard import PublishGuard, TrainingState, TrainingStates, Verdict, digest
+from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
+from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import Rollout
 from mlx_parallm.weights import PublishReport, SharedWeights
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import RolloutRejectedError, StoreError
-from mlx_parallm.log import get_logger
 from mlx_parallm.rollout_store.database import Database
 from mlx_parallm.rollout_store.disk import shortage
 from mlx_parallm.rollout_store.payload import decode_group, encode_group, encode_reject
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import RolloutGroup
 
 KEPT_REJECTS = 200  # newest rejects whose payload is kept; an environment gone wrong must not fill the disk

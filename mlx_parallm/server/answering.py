@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.generation import run, stream
-from mlx_parallm.server.openai_responses import last_version, usage, usage_of, version_spans
+from mlx_parallm.server.protocol.answers import last_version, usage, usage_of, version_spans
 from mlx_parallm.server.sse import EventStream
 from mlx_parallm.types import CompletionDelta, Request, RequestOutput, ServedModel
 

@@ -8,21 +8,21 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 import mlx_parallm
+from mlx_parallm.server.api.adapters import adapters_router
+from mlx_parallm.server.api.chat import chat_router
+from mlx_parallm.server.api.completions import completions_router
+from mlx_parallm.server.api.control import control_router
+from mlx_parallm.server.api.generate import generate_router
+from mlx_parallm.server.api.inference import inference_router
+from mlx_parallm.server.api.rewards import rewards_router
+from mlx_parallm.server.api.status import status_router
+from mlx_parallm.server.api.tokenize import tokenize_router
+from mlx_parallm.server.api.training import training_router
 from mlx_parallm.server.auth import AuthMiddleware
 from mlx_parallm.server.context import ServerContext, ServerDeps
 from mlx_parallm.server.errors import install_error_handlers
 from mlx_parallm.server.middleware import BodyLimitMiddleware, GateMiddleware, RequestContextMiddleware
 from mlx_parallm.server.openapi import install_openapi
-from mlx_parallm.server.routes_adapters import adapters_router
-from mlx_parallm.server.routes_chat import chat_router
-from mlx_parallm.server.routes_completions import completions_router
-from mlx_parallm.server.routes_control import control_router
-from mlx_parallm.server.routes_generate import generate_router
-from mlx_parallm.server.routes_inference import inference_router
-from mlx_parallm.server.routes_rewards import rewards_router
-from mlx_parallm.server.routes_status import status_router
-from mlx_parallm.server.routes_tokenize import tokenize_router
-from mlx_parallm.server.routes_training import training_router
 
 
 def create_app(deps: ServerDeps) -> FastAPI:

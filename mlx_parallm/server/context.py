@@ -16,17 +16,17 @@ from fastapi import APIRouter, Depends, Request
 from mlx_parallm.engine.client import CLIENTS
 from mlx_parallm.errors import AdapterRefusedError, EngineUnavailableError
 from mlx_parallm.server.errors import ServerBusyError
-from mlx_parallm.server.fields import MAX_BODY_BYTES
 from mlx_parallm.server.in_flight import InFlight
 from mlx_parallm.server.metrics import ServerMetrics
-from mlx_parallm.server.token_texts import TokenTexts
+from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
+from mlx_parallm.server.protocol.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.adapter_loader import AdapterLoader
     from mlx_parallm.engine.client import EngineClient
     from mlx_parallm.models.tokenizer import Tokenizer
     from mlx_parallm.rollout_store.completions import KeptCompletions
-    from mlx_parallm.server.routes_training import RollbackDesk
+    from mlx_parallm.server.api.training import RollbackDesk
 
 
 @dataclass(frozen=True, slots=True)

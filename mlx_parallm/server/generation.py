@@ -16,8 +16,8 @@ from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import GenerationFailedError, RequestError
 from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.fields import QueueFields
-from mlx_parallm.server.openai_protocol import Conversation
+from mlx_parallm.server.protocol.fields import QueueFields
+from mlx_parallm.server.protocol.openai import Conversation
 from mlx_parallm.server.sse import merged, until_hangup
 from mlx_parallm.types import Completion, CompletionDelta, Request, RequestOutput, SamplingParams, ServedModel
 

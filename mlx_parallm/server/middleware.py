@@ -13,11 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_parallm.log import get_logger
 from mlx_parallm.server.context import ServerState
 from mlx_parallm.server.errors import TIMED_OUT, error_body, error_response
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.sse import DONE, EVENT_STREAM, event
+from mlx_parallm.system.log import get_logger
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _log = get_logger("server")

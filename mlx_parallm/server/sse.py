@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mlx_parallm.errors import ParallmError, RequestError
-from mlx_parallm.log import get_logger
 from mlx_parallm.server.errors import ClientDisconnectedError, error_body, status_of
+from mlx_parallm.system.log import get_logger
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"

@@ -18,13 +18,13 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config import Config
+from mlx_parallm.config.load import Config
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.errors import ConfigError, ModelError, ParallmError
 from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.lora import trainer_lora_layers
 from mlx_parallm.models.support import layer_without_gradient
-from mlx_parallm.rl_training.policy import TrainedPolicy
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.serving import Serving
 from mlx_parallm.types import Completion, Request, SamplingParams
 from mlx_parallm.weights import SharedWeights

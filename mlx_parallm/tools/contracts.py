@@ -17,12 +17,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mlx_parallm.config import Config
+from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.rl_training.algorithms import make_algorithm
-from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch, TrainSequence
-from mlx_parallm.rl_training.preflight import Lengths, ModelShape, predict_memory
-from mlx_parallm.rl_training.trainer_base import Trainer
+from mlx_parallm.rl_training.plan.preflight import Lengths, ModelShape, predict_memory
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.tools.contract_subject import NEW_TOKENS, POLICY, PROMPT_TOKENS, PROMPTS, Load, Subject, subject_of
 from mlx_parallm.tools.doctor import facts
 from mlx_parallm.types import Completion, Request, Rollout, RolloutGroup

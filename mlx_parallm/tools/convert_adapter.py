@@ -17,6 +17,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from mlx_parallm.errors import AdapterError, CheckpointError
+from mlx_parallm.models.adapters.peft import peft_config, peft_tensors
 from mlx_parallm.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -28,8 +29,7 @@ from mlx_parallm.models.lora import (
     load_adapter,
     save_adapter,
 )
-from mlx_parallm.models.peft_format import peft_config, peft_tensors
-from mlx_parallm.rl_training.files import write_directory
+from mlx_parallm.system.files import write_directory
 
 Format = Literal["npz", "mlx-lm", "peft"]
 OWN_FILES = {ADAPTER_CONFIG, ADAPTER_FILE, NPZ_FILE, PEFT_FILE}

@@ -18,8 +18,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from mlx_parallm import __version__
-from mlx_parallm.blas import CUDA_PACKAGES, BlasStatus, blas_status
-from mlx_parallm.hardware import GIB, Hardware, detect, mlx_device
+from mlx_parallm.system.blas import CUDA_PACKAGES, BlasStatus, blas_status
+from mlx_parallm.system.hardware import GIB, Hardware, detect, mlx_device
 
 SIZES = (512, 2048)  # edges of the square float32 products that are timed
 SLOW_GFLOPS = 20.0  # of the larger one; the reference BLAS reaches 5, MKL 80 and more on the same two cores

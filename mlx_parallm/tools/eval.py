@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from mlx_parallm.config import Config
+from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import PolicyClient
 from mlx_parallm.environments.evaluate import (
     Evaluation,
@@ -30,12 +30,12 @@ from mlx_parallm.environments.evaluate import (
     remarks,
 )
 from mlx_parallm.errors import ConfigError, EndpointError, EnvironmentFailedError
-from mlx_parallm.inference import InferenceModule
-from mlx_parallm.log import get_logger
-from mlx_parallm.openai_client import OpenAIEndpoint
-from mlx_parallm.rl_training.files import write_atomically
-from mlx_parallm.rl_training.samples import SAMPLES_FILE, SAMPLES_PAGE
-from mlx_parallm.rl_training.samples_page import Shown, write_page
+from mlx_parallm.execution.openai_client import OpenAIEndpoint
+from mlx_parallm.inference.module import InferenceModule
+from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE
+from mlx_parallm.rl_training.monitor.samples_page import Shown, write_page
+from mlx_parallm.system.files import write_atomically
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.tools.eval_compare import RESULTS_FILE
 from mlx_parallm.tools.eval_endpoint import UNBOUNDED, CharacterTokenizer, EndpointPolicy
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from mlx_parallm.environments.estimates import difference
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl_training.report import compare as pairs_of
+from mlx_parallm.rl_training.monitor.report import compare as pairs_of
 
 RESULTS_FILE = "results.json"
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import EndpointError, RequestError
-from mlx_parallm.openai_client import OpenAIEndpoint
+from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.types import Completion, FinishReason, Request, RequestOutput
 
 OPEN, SAID, CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode's noncharacters

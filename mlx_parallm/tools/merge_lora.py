@@ -22,7 +22,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.dora import dense_weight, gain
+from mlx_parallm.models.adapters.dora import dense_weight, gain
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.lora import LoraPair, check_adapter, linear_layers, linear_shapes, load_adapter
 from mlx_parallm.models.mlx_lm_api import (
@@ -32,7 +32,7 @@ from mlx_parallm.models.mlx_lm_api import (
     load_hf_model,
     save_model,
 )
-from mlx_parallm.rl_training.files import write_directory
+from mlx_parallm.system.files import write_directory
 
 Layout = Literal["safetensors", "mlx"]
 COMPANION_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}

@@ -19,23 +19,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mlx_parallm.config import Config, load_config
+from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
+from mlx_parallm.losses.advantages import Shaping
 from mlx_parallm.models.loading import LoadedModel, check_model, load_model
-from mlx_parallm.rl_training.advantages import Shaping
-from mlx_parallm.rl_training.algorithms import make_algorithm
-from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, find_checkpoint, restore_random_state
-from mlx_parallm.rl_training.files import write_directory
+from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
+from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
-from mlx_parallm.rl_training.policy import TrainedPolicy, read_tensors
+from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory, find_run
-from mlx_parallm.rl_training.starting import initial_adapter
-from mlx_parallm.rl_training.trainer_base import Trainer
-from mlx_parallm.rl_training.trainer_state import TrainerState
-from mlx_parallm.rl_training.versions import VersionSteps
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
+from mlx_parallm.rl_training.step.policy import TrainedPolicy, read_tensors
+from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.ledger import Ledger
+from mlx_parallm.system.files import write_directory
 from mlx_parallm.types import RolloutGroup
 
 CAVEAT = (

@@ -20,7 +20,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mlx_parallm.config import load_config
+from mlx_parallm.config.load import load_config
 from mlx_parallm.errors import ConfigError, ModelError, StoreError
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, STORE_FILE, find_run
 from mlx_parallm.rollout_store.ledger import GroupRecord, Ledger

@@ -11,8 +11,8 @@ from typing import Any
 
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.formats import safetensors_header
+from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.run_directory import BEST, FINAL, LATEST, checkpoint_at, moment
-from mlx_parallm.rl_training.trainer_state import TrainerState
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"

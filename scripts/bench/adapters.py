@@ -1,7 +1,7 @@
 """What adapters cost a decode step: the step without any, divided by the step with them, in alternating rounds.
 
 The benchmarks' 29 M model, all linear layers adapted, mlx-lm's cache, 32 rows. "served" is what the server does
-(models/served_lora.py); beside it the ways that were not taken: a product of the whole batch per adapter, and all
+(models/adapters/served.py); beside it the ways that were not taken: a product of the whole batch per adapter, and all
 adapters side by side with a mask.
 
     .venv/bin/python scripts/bench/adapters.py --rank 8 --rank 16

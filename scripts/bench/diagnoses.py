@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from mlx_parallm.rl_training import health  # noqa: E402
-from mlx_parallm.rl_training.explain import Finding, explain  # noqa: E402
+from mlx_parallm.rl_training.monitor import health  # noqa: E402
+from mlx_parallm.rl_training.monitor.explain import Finding, explain  # noqa: E402
 from tests.integration.provocations import PROVOCATIONS  # noqa: E402
 
 BIN = Path(sys.executable).parent

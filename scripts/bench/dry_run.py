@@ -25,7 +25,7 @@ from models import save_bench_model
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.rl_training.preflight import PROCESS_BYTES
+from mlx_parallm.rl_training.plan.preflight import PROCESS_BYTES
 
 BIN = Path(sys.executable).parent
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -17,7 +17,7 @@ from scripts.bench.models import bench_prompts, save_bench_model  # isort: skip 
 
 import numpy as np
 
-from mlx_parallm.config_server import ModelConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.grammar import Grammars, allowed_tokens
 from mlx_parallm.models.loading import load_model, load_tokenizer

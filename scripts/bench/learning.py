@@ -26,7 +26,7 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.config import Config, load_config
+from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.environments.base import Task
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.rewards.base import Trajectory

@@ -18,12 +18,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.config import load_config
+from mlx_parallm.config.load import load_config
 from mlx_parallm.models.loading import load_model
-from mlx_parallm.rl_training.algorithms import make_algorithm
-from mlx_parallm.rl_training.misfit import MISFIT_NATS, MisfitCheck
-from mlx_parallm.rl_training.policy import TrainedPolicy
-from mlx_parallm.rl_training.trainer_base import Trainer
+from mlx_parallm.rl_training.publish.logprob_mismatch import MISFIT_NATS, MisfitCheck
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
+from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup
 

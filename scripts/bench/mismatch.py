@@ -27,10 +27,10 @@ from scripts.bench.models import LARGER, save_bench_model  # the fast BLAS comes
 # isort: split
 import numpy as np
 
-from mlx_parallm.config import load_config
-from mlx_parallm.rl_training.algorithms import make_algorithm
-from mlx_parallm.rl_training.sampler_correction import MISMATCH_BOUND, expected_mismatch, sampler_correction
-from mlx_parallm.rl_training.trainer_base import Trainer
+from mlx_parallm.config.load import load_config
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.sampler_correction import MISMATCH_BOUND, expected_mismatch, sampler_correction
+from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.tools.contract_subject import Subject, subject_of
 from mlx_parallm.tools.contracts import sampled
 

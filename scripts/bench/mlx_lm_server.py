@@ -2,7 +2,8 @@
 
 build/peers/bin/python scripts/bench/mlx_lm_server.py mkl --model DIR --port 8000 …
 
-Imports nothing of this package: the peer is measured as its users run it. MKL goes where mlx_parallm/blas.py puts it.
+Imports nothing of this package: the peer is measured as its users run it. MKL goes where
+mlx_parallm/system/blas.py puts it.
 """
 
 import ctypes

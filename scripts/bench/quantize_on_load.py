@@ -97,9 +97,9 @@ def measure(path: Path, *, whole: bool) -> dict[str, Any]:
     from mlx_lm.utils import load_model as load_whole
     from mlx_lm.utils import quantize_model
 
-    from mlx_parallm.config_server import ModelConfig
-    from mlx_parallm.log import configure_logging
+    from mlx_parallm.config.server import ModelConfig
     from mlx_parallm.models.loading import load_model
+    from mlx_parallm.system.log import configure_logging
 
     configure_logging()
     start_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT

@@ -41,7 +41,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
-from mlx_parallm.hardware import usable_cores
+from mlx_parallm.system.hardware import usable_cores
 from scripts.bench.peers import PYTHON, ROOT, environment
 
 assert mlx_parallm.__version__

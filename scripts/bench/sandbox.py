@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from mlx_parallm import sandbox as module
-from mlx_parallm.sandbox import PROTECTIONS, Sandbox, SandboxRun
+from mlx_parallm.execution.sandbox import sandbox as module
+from mlx_parallm.execution.sandbox.sandbox import PROTECTIONS, Sandbox, SandboxRun
 
 MARK = "mlx-parallm-hostile"
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.hardware import usable_cores
+from mlx_parallm.system.hardware import usable_cores
 from scripts.bench.models import save_bench_model  # the fast BLAS comes before MLX
 from scripts.bench.peers import PYTHON, environment
 

@@ -29,17 +29,17 @@ from rich.table import Table
 import mlx_parallm  # the fast BLAS comes before MLX
 
 # isort: split
-from mlx_parallm.blas import blas_status, share_blas_between
-from mlx_parallm.config import Config, parse_config
-from mlx_parallm.hardware import usable_cores
-from mlx_parallm.log import configure_logging
+from mlx_parallm.config.load import Config, parse_config
+from mlx_parallm.losses.advantages import group_advantages, token_advantages
 from mlx_parallm.models.threads import mlx_thread
-from mlx_parallm.rl_training.advantages import group_advantages, token_advantages
-from mlx_parallm.rl_training.algorithms import make_algorithm
-from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch, TrainSequence
-from mlx_parallm.rl_training.policy import TrainedPolicy
-from mlx_parallm.rl_training.trainer_base import Trainer
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
+from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.serving import Serving
+from mlx_parallm.system.blas import blas_status, share_blas_between
+from mlx_parallm.system.hardware import usable_cores
+from mlx_parallm.system.log import configure_logging
 from mlx_parallm.types import Rollout, RolloutGroup
 from mlx_parallm.weights import SharedWeights
 from scripts.bench.load import Report, send

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from mlx_parallm.environments.base import Environment, EnvironmentSource, Messages, Task
-from mlx_parallm.environments.tasks import Split, make_problem
+from mlx_parallm.environments.kinds.problems import Split, make_problem
 from mlx_parallm.rewards.verifiers import exact_match
 
 FOR_EVER_S = 1e9

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import mlx_parallm  # noqa: F401 - puts a fast BLAS under MLX before MLX is imported
 
 # isort: split
-from mlx_parallm.config_server import ModelConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.served_models import ServedModels

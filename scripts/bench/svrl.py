@@ -27,8 +27,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.environments.rollouts import RolloutConfig, RolloutManager
-from mlx_parallm.inference import InferenceModule
+from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.rewards.computers import final_answer_is_right
 from scripts.bench.svrl_environment import BUDGET, TASKS, HeldOutProducts, Products

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 
-from mlx_parallm.log import configure_logging
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.serving import Serving
+from mlx_parallm.system.log import configure_logging
 from scripts.soak.fuzz_openapi import tiny_server
 
 CONTEXT = 256

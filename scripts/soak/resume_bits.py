@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.rl_training.files import TEMPORARY
 from mlx_parallm.rl_training.metrics import TIMES
+from mlx_parallm.system.files import TEMPORARY
 
 MOMENTS = ("in a step", "in a checkpoint", "anywhere")
 CONFIG = """

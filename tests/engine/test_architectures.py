@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
-from mlx_parallm.engine.batch_cache import BatchCache, RowCaches
+from mlx_parallm.engine.cache.batch import BatchCache, RowCaches
 from mlx_parallm.engine.probe import why_not_batched
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.logprobs import token_logprobs

@@ -10,9 +10,9 @@ import mlx.nn as nn
 import pytest
 
 from mlx_parallm.errors import AdapterError, ModelNotFoundError
+from mlx_parallm.models.adapters.served import STACK_LIFETIME, LoraContext, ServedLinear
 from mlx_parallm.models.lora import AdapterPlace, AdapterWeights, LoraPair, linear_layers, prepare_for_serving
 from mlx_parallm.models.quantize import quantize_layers
-from mlx_parallm.models.served_lora import STACK_LIFETIME, LoraContext, ServedLinear
 from tests.engine.helpers import (
     Served,
     collect,

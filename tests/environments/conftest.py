@@ -1,12 +1,12 @@
 import pytest
-from managing import Inbox
 from structlog.testing import capture_logs
 
-from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.environments.collecting_config import RolloutConfig
+from mlx_parallm.environments.manager import RolloutManager
 from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.environments.rollout_config import RolloutConfig
-from mlx_parallm.environments.rollouts import RolloutManager
-from mlx_parallm.log import configure_logging
+from mlx_parallm.system.log import configure_logging
+from tests.environments.managing import Inbox
 
 
 @pytest.fixture(scope="session")

@@ -8,15 +8,15 @@ import threading
 import time
 
 import pytest
-from managing import WAIT_S, two_tasks, until
-from scripted_client import ScriptedClient
 
 from mlx_parallm.environments.collecting import Spool
-from mlx_parallm.environments.rollout_config import RolloutConfig
-from mlx_parallm.environments.rollouts import RolloutManager
+from mlx_parallm.environments.collecting_config import RolloutConfig
+from mlx_parallm.environments.manager import RolloutManager
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
+from tests.environments.managing import WAIT_S, two_tasks, until
+from tests.environments.scripted_client import ScriptedClient
 
 
 class Walk(BaseEnvironment):

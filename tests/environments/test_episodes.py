@@ -3,15 +3,15 @@ import dataclasses
 import re
 
 import pytest
-from scripted_client import ScriptedClient, finished
-from templates import QWEN3, with_template
 
-from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.config.load import EnvironmentConfig
 from mlx_parallm.environments.base import Environment, EnvironmentSource, Task
-from mlx_parallm.environments.episodes import EpisodeRunner, GroupPlan
+from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.rewards.verifiers import exact_match
 from mlx_parallm.rollout_store.checks import check_group
+from tests.environments.scripted_client import ScriptedClient, finished
+from tests.environments.templates import QWEN3, with_template
 
 
 class Echo(EnvironmentSource):

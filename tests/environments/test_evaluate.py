@@ -1,14 +1,14 @@
 import json
 
 import pytest
-from scripted_client import ScriptedClient
 
-from mlx_parallm.config import EnvironmentConfig, parse_config
-from mlx_parallm.config_evaluation import EvaluationConfig
+from mlx_parallm.config.evaluation import EvaluationConfig
+from mlx_parallm.config.load import EnvironmentConfig, parse_config
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.evaluate import build_evaluated, draw_problems, evaluate, overall_score, remarks
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.rewards.base import UNSCORED
+from tests.environments.scripted_client import ScriptedClient
 
 GREEDY = EvaluationConfig(problems=8)
 

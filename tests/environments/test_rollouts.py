@@ -2,14 +2,14 @@ import threading
 import time
 
 import pytest
-from managing import WAIT_S, Inbox, two_tasks, until
-from scripted_client import ScriptedClient
 
-from mlx_parallm.config import EnvironmentConfig
-from mlx_parallm.environments import group_manager
+from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.environments import scheduler as group_manager
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.errors import CheckpointError, EndpointError, EnvironmentFailedError, RolloutRejectedError
 from mlx_parallm.rewards.verifiers import exact_match
+from tests.environments.managing import WAIT_S, Inbox, two_tasks, until
+from tests.environments.scripted_client import ScriptedClient
 
 
 def test_nothing_starts_without_demand_and_exactly_the_demand_arrives(managed, tokenizer):

@@ -5,14 +5,14 @@ import threading
 import time
 
 import pytest
-from managing import two_tasks, until
-from scripted_client import ScriptedClient
 
-from mlx_parallm.config import EnvironmentConfig
-from mlx_parallm.environments import lanes
+from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.environments import queues as lanes
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.errors import EnvironmentFailedError
 from mlx_parallm.rewards.verifiers import exact_match
+from tests.environments.managing import two_tasks, until
+from tests.environments.scripted_client import ScriptedClient
 
 
 def hangs(name):

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.environments.kinds.problems import TASKS, split_of
 from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.environments.tasks import TASKS, split_of
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.types import Rollout

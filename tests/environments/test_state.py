@@ -2,8 +2,8 @@ import threading
 
 import pytest
 
+from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
 from mlx_parallm.environments.registry import create_environment
-from mlx_parallm.environments.simple_text import SimpleTextEnvironment
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 

@@ -5,15 +5,15 @@ import re
 import threading
 
 import pytest
-from scripted_client import ScriptedClient, finished
-from templates import QWEN3, with_template
 
-from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.config.load import EnvironmentConfig
 from mlx_parallm.environments.current_episode import CURRENT, EpisodeOver
-from mlx_parallm.environments.episodes import EpisodeRunner, GroupPlan
+from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from tests.environments.scripted_client import ScriptedClient, finished
+from tests.environments.templates import QWEN3, with_template
 
 
 class InEpisode:

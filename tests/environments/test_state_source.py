@@ -1,15 +1,15 @@
 """A BaseEnvironment as the source of an [[environments]] entry: its tasks, its rewards, what is refused."""
 
 import pytest
-from scripted_client import ScriptedClient
-from test_state_episodes import Counting, played, source
 
-from mlx_parallm.config import EnvironmentConfig
+from mlx_parallm.config.load import EnvironmentConfig
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.state import State
 from mlx_parallm.environments.state_source import HELDOUT_FIRST, StateSource
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.functions import RewardFunctions
+from tests.environments.scripted_client import ScriptedClient
+from tests.environments.test_state_episodes import Counting, played, source
 
 
 def test_tasks_are_functions_of_what_reset_takes():

@@ -4,12 +4,12 @@ import random
 import re
 
 import pytest
-from test_with_engine import agrees
 
-from mlx_parallm.environments.rollouts import RolloutConfig, RolloutManager
+from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.state import BaseEnvironment, State
-from mlx_parallm.inference import InferenceModule
+from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.types import RolloutGroup
+from tests.environments.test_with_engine import agrees
 
 
 class Watched:

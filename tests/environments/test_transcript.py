@@ -1,8 +1,8 @@
 import pytest
-from scripted_client import end_of_turn, finished
-from templates import QWEN3, with_template
 
 from mlx_parallm.environments.transcript import Transcript, continuation
+from tests.environments.scripted_client import end_of_turn, finished
+from tests.environments.templates import QWEN3, with_template
 
 
 def test_spans_keep_mask_logprobs_and_versions():

@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from mlx_parallm.config import EnvironmentConfig
-from mlx_parallm.config_evaluation import EvaluationConfig
+from mlx_parallm.config.evaluation import EvaluationConfig
+from mlx_parallm.config.load import EnvironmentConfig
 from mlx_parallm.environments.base import Environment
-from mlx_parallm.environments.builtin import TasksSource
+from mlx_parallm.environments.collecting_config import RolloutConfig
 from mlx_parallm.environments.evaluate import draw_problems, evaluate
+from mlx_parallm.environments.kinds.tasks import TasksSource
+from mlx_parallm.environments.manager import RolloutManager
 from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.environments.rollout_config import RolloutConfig
-from mlx_parallm.environments.rollouts import RolloutManager
 from mlx_parallm.types import Request, SamplingParams
 
 WAIT_S = 60.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mlx_parallm.config import load_config
+from mlx_parallm.config.load import load_config
 from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.rl_training.train import TrainingRun
 

@@ -24,13 +24,13 @@ from typing import Any, TextIO
 import httpx
 from rich.console import Console
 
-from mlx_parallm.config import parse_config
+from mlx_parallm.config.load import parse_config
 from mlx_parallm.errors import ParallmError
-from mlx_parallm.log import configure_logging
 from mlx_parallm.models.threads import release_streams
-from mlx_parallm.rl_training import health
-from mlx_parallm.rl_training.explain import explain
+from mlx_parallm.rl_training.monitor import health
+from mlx_parallm.rl_training.monitor.explain import explain
 from mlx_parallm.rl_training.train import TrainingRun
+from mlx_parallm.system.log import configure_logging
 from tests.integration.processes import free_port
 from tests.integration.test_http_environments import HttpEnvironment
 

@@ -11,9 +11,9 @@ import mlx_parallm  # the fast BLAS comes before MLX
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.distributed import collectives as distributed
+from mlx_parallm.distributed.collectives import JoinedRanks, join
 from mlx_parallm.models.threads import mlx_thread
-from mlx_parallm.rl_training import distributed
-from mlx_parallm.rl_training.distributed import JoinedRanks, join
 
 assert mlx_parallm.__version__
 

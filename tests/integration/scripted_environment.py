@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_parallm.environments.base import Environment, EnvironmentSource, Messages, SingleTurn, Task
-from mlx_parallm.environments.tasks import Split, make_problem
+from mlx_parallm.environments.kinds.problems import Split, make_problem
 from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.rewards.verifiers import verifier
 

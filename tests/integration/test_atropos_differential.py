@@ -22,12 +22,12 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from mlx_parallm.config_rollouts import RolloutsConfig
+from mlx_parallm.config.rollouts import RolloutsConfig
 from mlx_parallm.errors import CheckpointError
+from mlx_parallm.integrations.atropos.hand_out import HandOutQueue
+from mlx_parallm.integrations.atropos.routes import create_atropos_router
 from mlx_parallm.rl_training.run_directory import RunDirectory
-from mlx_parallm.rollout_store.hand_out import HandOutQueue
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.server.routes_atropos import create_atropos_router
 from tests.integration.atropos_comparison import DIFFERENCES, Answer, Call, Report, compare
 from tests.integration.atropos_sequences import TRAINER, generated
 from tests.integration.processes import Daemon, free_port

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.rl_training import health
-from mlx_parallm.rl_training.explain import Explanation, explain
+from mlx_parallm.rl_training.monitor import health
+from mlx_parallm.rl_training.monitor.explain import Explanation, explain
 from tests.integration.processes import BIN
 from tests.integration.provocations import ELSEWHERE, PROVOCATIONS, lead
 

@@ -7,17 +7,17 @@ import random
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.config import parse_config
-from mlx_parallm.config_server import ModelConfig
+from mlx_parallm.config.load import parse_config
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.models.loading import load_model, load_tokenizer
 from mlx_parallm.models.lora import adapter_layers, prepare_for_serving, trainer_lora_layers
-from mlx_parallm.rl_training.algorithms import make_algorithm
-from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch, TrainSequence
-from mlx_parallm.rl_training.policy import TrainedPolicy
-from mlx_parallm.rl_training.trainer_base import Trainer
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
+from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import Request, RequestOutput, Rollout, RolloutGroup, SamplingParams
 from mlx_parallm.weights import SharedWeights
 

@@ -12,8 +12,8 @@ from statistics import fmean
 
 import pytest
 
-from mlx_parallm.config import load_config
-from mlx_parallm.config_server import ModelConfig
+from mlx_parallm.config.load import load_config
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.loading import load_tokenizer
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.integration.atropos_processes import EXAMPLES, ROOT, Environment, RunApi, needs_atropos

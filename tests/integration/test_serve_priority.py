@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from mlx_parallm import serving
-from mlx_parallm.config import parse_config
+from mlx_parallm.config.load import parse_config
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.rl_training.train import TrainingRun
-from mlx_parallm.turns import Turns
+from mlx_parallm.system.turns import Turns
 from tests.engine.helpers import qwen3_model, request, serve
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import openai
 import pytest
 
-from mlx_parallm.config_server import ModelConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.lora import LoraPair, LoraSpec, adapter_layers, inject_lora, save_adapter
 from tests.integration.processes import Daemon, free_port

@@ -11,7 +11,7 @@ import mlx.core as mx
 import openai
 import pytest
 
-from mlx_parallm.config_server import ModelConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.loading import load_model, read_config, resolve_model_path
 from mlx_parallm.models.lora import LoraSpec, adapter_layers, inject_lora, save_adapter
 from mlx_parallm.rollout_store.store import RolloutStore

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_parallm.config import load_config
+from mlx_parallm.config.load import load_config
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.integration.processes import Daemon, free_port, metrics
 from tests.signals_reset import default_signals

@@ -59,7 +59,7 @@ def test_commands_and_configurations_work_from_the_wheel(venv: Path, tmp_path: P
     for command in ("train", "serve", "merge_lora", "doctor"):
         assert "usage:" in run(venv, tmp_path, f"mlx_parallm_{command}", "--help")
     program = (
-        "import mlx_parallm\nfrom mlx_parallm.config import find_config\n"
+        "import mlx_parallm\nfrom mlx_parallm.config.load import find_config\n"
         "from mlx_parallm.models.loading import resolve_model_path\n"
         "print(mlx_parallm.__file__)\nprint(find_config('quickstart'))\nprint(resolve_model_path('builtin:tiny'))"
     )

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.config_algorithm import LOSS_SETTINGS, WITHOUT_LEVEL
+from mlx_parallm.config.algorithm import LOSS_SETTINGS, WITHOUT_LEVEL
 from mlx_parallm.losses.policy_gradient import Terms
 from mlx_parallm.losses.registry import LOSSES, policy_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config_server import ModelConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.formats import INDEX_FILE, check_directory, check_quantization
 from mlx_parallm.models.loading import check_model, load_model

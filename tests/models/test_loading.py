@@ -8,7 +8,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config_server import ModelConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.models import loading
 from mlx_parallm.models.fast_math import on_cpu

@@ -13,6 +13,7 @@ from mlx_lm.tuner.lora import LoRALinear as Theirs
 from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.errors import AdapterError
+from mlx_parallm.models.adapters.lora_linear import LoRALinear
 from mlx_parallm.models.lora import (
     AdapterPlace,
     AdapterWeights,
@@ -30,7 +31,6 @@ from mlx_parallm.models.lora import (
     save_adapter,
     trainer_lora_layers,
 )
-from mlx_parallm.models.lora_linear import LoRALinear
 from mlx_parallm.models.quantize import quantize_layers
 from mlx_parallm.models.support import blueprint
 from tests.tiny_models import make_model

@@ -10,7 +10,7 @@ import pytest
 from mlx_parallm.models import head
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.packing import share_prompts, shareable
-from tests.rl_training.test_blockwise import with_4_bit_base, with_full_weights, with_lora
+from tests.rl_training.step.test_blockwise import with_4_bit_base, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model
 
 SHARING = ["qwen3", "llama", "qwen2", "phi3", "olmo2", "deepseek_v2"]

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_whole
 from mlx_lm.utils import quantize_model
 
-from mlx_parallm.config_server import ModelConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError, ModelError
 from mlx_parallm.models import quantize
 from mlx_parallm.models.loading import check_model, load_model

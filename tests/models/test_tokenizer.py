@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_parallm.config_server import ModelConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.loading import load_tokenizer
 from mlx_parallm.models.tokenizer import Tokenizer
 from tests.tiny_models import TINY_ASSETS

@@ -3,9 +3,9 @@
 import pytest
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.execution.sandbox.sandbox import PROTECTIONS, Sandbox
 from mlx_parallm.rewards.code import HARNESS, fenced
 from mlx_parallm.rewards.parts import PARTS
-from mlx_parallm.sandbox import PROTECTIONS, Sandbox
 
 
 def answer(block, language="python"):

@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from trajectories import trajectory
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards.computers import SVRLRewardComputer
 from mlx_parallm.rewards.weighted import ParetoRewardComputer, WeightedRewardComputer, create_reward_computer
+from tests.rewards.trajectories import trajectory
 
 
 def right(trajectory):

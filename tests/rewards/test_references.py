@@ -1,13 +1,13 @@
 """What `rewards`, `reward_method` and `reward_options` of a configuration make of a group."""
 
 import pytest
-from trajectories import trajectory
 
-from mlx_parallm.config import EnvironmentConfig, load_config, parse_config
+from mlx_parallm.config.load import EnvironmentConfig, load_config, parse_config
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards import references
 from mlx_parallm.rewards.base import UNSCORED, score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
+from tests.rewards.trajectories import trajectory
 
 CODE = """
 from mlx_parallm.rewards.weighted import ParetoRewardComputer

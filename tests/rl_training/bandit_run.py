@@ -9,18 +9,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config import RLTrainingConfig
-from mlx_parallm.rl_training.algorithms import make_algorithm
+from mlx_parallm.config.load import RLTrainingConfig
 from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
 from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
 from mlx_parallm.rl_training.metrics import MetricsFile
-from mlx_parallm.rl_training.rollback import Rollbacks
+from mlx_parallm.rl_training.publish.rollback import Rollbacks
+from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
-from mlx_parallm.rl_training.trainer_base import Trainer
-from mlx_parallm.rl_training.versions import VersionNumbers, VersionSteps
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.server.routes_training import RollbackDesk
+from mlx_parallm.server.api.training import RollbackDesk
 from mlx_parallm.types import RolloutGroup
 from mlx_parallm.weights import PublishReport, SharedWeights
 from tests.rl_training.making import make_config, make_policy

@@ -6,11 +6,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config import RLTrainingConfig
+from mlx_parallm.config.load import RLTrainingConfig
 from mlx_parallm.models.lora import LoraPair
-from mlx_parallm.rl_training.algorithms import make_algorithm
-from mlx_parallm.rl_training.policy import TrainedPolicy
-from mlx_parallm.rl_training.trainer_base import Algorithm, Trainer
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
+from mlx_parallm.rl_training.step.trainer import Algorithm, Trainer
 from tests.rl_training.tiny_models import SHAPE, make_model
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mlx_parallm.rl_training.advantages import Estimator, group_advantages, token_advantages
-from mlx_parallm.rl_training.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.losses.advantages import Estimator, group_advantages, token_advantages
+from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.types import Rollout, RolloutGroup
 
 PROMPT = 3

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_parallm.models.logprobs import token_logprobs
-from mlx_parallm.rl_training.batch import TrainBatch
-from mlx_parallm.rl_training.trainer_base import Trainer
+from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.rl_training.step.trainer import Trainer
 
 
 def policy_logprobs(trainer: Trainer, batch: TrainBatch, temperature: float = 1.0) -> list[np.ndarray]:

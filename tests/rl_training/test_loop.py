@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.loop import Hooks
 from mlx_parallm.rl_training.metrics import KEYS, TIMES
-from mlx_parallm.rl_training.trainer_base import Trainer
+from mlx_parallm.rl_training.step.trainer import Trainer
 from tests.rl_training.bandit_run import Run, running
 from tests.rl_training.making import assert_same_training, weights
 

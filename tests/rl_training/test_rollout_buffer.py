@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl_training.advantages import group_advantages
+from mlx_parallm.losses.advantages import group_advantages
+from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD, RolloutBuffer, reachable
-from mlx_parallm.rl_training.versions import VersionSteps
 from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup

@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mlx_parallm.rollout_store.queue import AtroposSettings
+from mlx_parallm.integrations.atropos.queue import AtroposSettings
 from mlx_parallm.types import Rollout, RolloutGroup
 
 VOCAB_SIZE = 512

@@ -11,11 +11,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from mlx_parallm.errors import StoreError
-from mlx_parallm.log import configure_logging
 from mlx_parallm.rollout_store import disk
 from mlx_parallm.rollout_store.database import SPARE_PAGES
 from mlx_parallm.rollout_store.payload import encode_group
 from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
+from mlx_parallm.system.log import configure_logging
 from tests.rollout_store.groups import make_group, make_rollout
 
 LARGE = 40_000  # bytes of a group's noise, which does not compress

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
-from mlx_parallm.config_server import ModelConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.models.loading import load_tokenizer
 from mlx_parallm.models.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.models.mlx_lm_api import tool_parsers
-from mlx_parallm.server.answer_parts import AnswerFormat, AnswerParts, AnswerSplitter
+from mlx_parallm.server.protocol.answer_parts import AnswerFormat, AnswerParts, AnswerSplitter
 
 HERMES = import_module(f"{tool_parsers.__name__}.json_tools")
 MISTRAL = import_module(f"{tool_parsers.__name__}.mistral")

@@ -6,7 +6,7 @@ import json
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
-from mlx_parallm.config_server import ModelConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import flat, running_server

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_parallm.config import Config
+from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.auth import check_origins
 from mlx_parallm.serving import Serving

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.log import configure_logging
 from mlx_parallm.server.thread import bind_socket
+from mlx_parallm.system.log import configure_logging
 from tests.server.fake_engine import HEALTHY, FakeEngine
 from tests.server.serving import running_server
 

@@ -4,8 +4,8 @@ import runpy
 
 import pytest
 
-from mlx_parallm.server.fields import NEUTRAL_VALUES, WITHOUT_EFFECT
-from tests.docs_blocks import ROOT
+from mlx_parallm.server.protocol.fields import NEUTRAL_VALUES, WITHOUT_EFFECT
+from tests.docs.docs_blocks import ROOT
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import running_server
 
@@ -30,7 +30,7 @@ def test_the_page_is_current():
 
 @ROUTES
 def test_every_field_of_the_installed_openai_package_was_decided_on(route):
-    """A new release with a new field fails here: put the name into one of the lists of server/fields.py."""
+    """A new release with a new field fails here: put the name into one of the lists of server/protocol/fields.py."""
     assert len(DOCS["OPENAI"][route]) > 15
     decided = {*DOCS["BODIES"][route].model_fields, *WITHOUT_EFFECT, *NEUTRAL_VALUES}
     assert DOCS["OPENAI"][route] - decided == set()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
-from mlx_parallm.config_server import ModelConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import load_tokenizer
 from tests.server.scripted_answers import HERMES_TEMPLATE, MISTRAL_TEMPLATE, ScriptedEngine, tokenizer_with

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlx_parallm.errors import RollbackRefusedError
-from mlx_parallm.server import routes_training
-from mlx_parallm.server.routes_training import RollbackDesk, RollbackTarget
+from mlx_parallm.server.api import training as routes_training
+from mlx_parallm.server.api.training import RollbackDesk, RollbackTarget
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import RunningServer, running_server
 

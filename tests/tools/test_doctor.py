@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.blas import FIX, BlasStatus, blas_status
-from mlx_parallm.hardware import GIB, Hardware
+from mlx_parallm.system.blas import FIX, BlasStatus, blas_status
+from mlx_parallm.system.hardware import GIB, Hardware
 from mlx_parallm.tools import doctor as doctor_module
 from mlx_parallm.tools.doctor import Report, advice, matmul_gflops
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mlx_parallm import cli_tools
+from mlx_parallm.cli import run_commands as cli_tools
 from mlx_parallm.environments.evaluate import draw_problems
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError
@@ -206,8 +206,8 @@ async def test_a_text_goes_to_completions_as_it_is() -> None:
 
 async def test_a_second_turn_holds_the_first(tmp_path: Path) -> None:
     """Played by the very runner of the engine's environments."""
-    from mlx_parallm.config import EnvironmentConfig
-    from mlx_parallm.config_evaluation import EvaluationConfig
+    from mlx_parallm.config.evaluation import EvaluationConfig
+    from mlx_parallm.config.load import EnvironmentConfig
     from mlx_parallm.environments.evaluate import evaluate
 
     (tmp_path / "two_turns.py").write_text(

@@ -12,8 +12,8 @@ import pytest
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.tools.show_checkpoint import as_text, describe
+from tests.rl_training.checkpoints.test_checkpoint import in_progress, state_at
 from tests.rl_training.making import make_config, make_trainer
-from tests.rl_training.test_checkpoint import in_progress, state_at
 
 COMMAND = Path(sys.executable).with_name("mlx_parallm_show_checkpoint")
 METRICS = {"step": 12, "reward_mean": 0.25, "loss": -0.5, "kl": None, "grad_norm": 1.5}

@@ -1,0 +1,152 @@
+"""`--restarts N`: a small parent that starts the daemon again after a death that Python cannot catch. No MLX.
+
+    Supervisor.run    starts `mlx_parallm_train` as a child, waits, decides
+    a thread          passes SIGINT, SIGTERM and SIGHUP on to the child, each one
+
+Only death by a signal (SIGABRT of a GPU watchdog, SIGSEGV, the out-of-memory killer's SIGKILL) is answered by a new
+start from the newest checkpoint. An exit code is passed on: 0, 2 (an error in words), 1 (a bug). So is the end after a
+signal that was sent to the parent. stdout, stderr and the terminal are the child's.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mlx_parallm.config.load import Config
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl_training.run_directory import LATEST
+from mlx_parallm.system.hardware import launched_rank
+from mlx_parallm.system.log import RunLog, configure_logging, get_logger
+from mlx_parallm.system.redaction import Redactor, environment_secrets
+from mlx_parallm.system.signals import SHUTDOWN_SIGNALS, block_shutdown_signals
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+SHOW_CURSOR = "\x1b[?25h\n"  # a live display that was killed has hidden it
+REASONS = {
+    signal.SIGABRT: "aborted, as the macOS GPU watchdog makes Metal do when work takes seconds",
+    signal.SIGKILL: "killed, as by the system when memory runs out",
+    signal.SIGSEGV: "a fault in native code",
+    signal.SIGBUS: "a fault in native code, or a full disk under a memory map",
+}
+CHILD = "from mlx_parallm.cli.commands import train; raise SystemExit(train())"
+
+log = get_logger("supervisor")
+
+
+def supervise(arguments: Sequence[str], config: Config, run: Path, *, resume: str | None, restarts: int) -> int:
+    """`mlx_parallm_train --restarts N`: every start has the name and, where it was 0, the port of the first."""
+    if launched_rank() is not None:
+        raise ConfigError("--restarts starts one process anew: under mlx.launch start all of them with --resume auto")
+    with RunLog(Redactor([config.resolve_api_key(), *environment_secrets()])) as run_log:
+        configure_logging(level=config.logging.level, redactor=run_log.redactor, run_log=run_log)
+        fixed = ["--restarts", "0"]
+        if resume is None or resume == "auto":
+            fixed += ["--set", f"rl_training.run_name={json.dumps(run.name)}"]
+        if config.server.port == 0:
+            from mlx_parallm.server.thread import bind_socket  # here, because uvicorn takes long to import
+
+            listener = bind_socket(config.server.host, 0)
+            fixed += ["--set", f"server.port={listener.getsockname()[1]}"]
+            listener.close()
+        arguments = [*arguments, *fixed]
+        return Supervisor(arguments, run, restarts=restarts, resume=resume, run_log=run_log).run()
+
+
+class Supervisor:
+    """Single use, main thread. `restarts`: in a row, without a new checkpoint in between.
+
+    Each new checkpoint gives the full number back, so a run that makes progress goes on to its end, and one that dies
+    at the same place again and again ends after `restarts` tries.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        run: Path,
+        *,
+        restarts: int,
+        resume: str | None = None,
+        command: Sequence[str] = (sys.executable, "-P", "-c", CHILD),
+        pause_s: float = FIRST_PAUSE_S,
+        run_log: RunLog | None = None,
+    ) -> None:
+        """
+        Args:
+            arguments: of `mlx_parallm_train`, without `--restarts`; a later `--resume` overrides theirs.
+            run: the run's directory, perhaps not there yet.
+            resume: what the first start resumes.
+        """
+        self._arguments, self._directory, self._restarts, self._first = list(arguments), run, restarts, resume
+        self._command, self._pause_s, self._run_log = list(command), pause_s, run_log or RunLog()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._asked = 0  # the last signal that was sent to us
+        self._stopping = threading.Event()
+
+    def run(self) -> int:
+        """Returns the exit code: the child's, or 128 + the signal that ended it."""
+        block_shutdown_signals()
+        threading.Thread(target=self._pass_on, name="signals", daemon=True).start()
+        at_start, resume = self._checkpoint(), list[str]()
+        left, pause, before = self._restarts, self._pause_s, at_start
+        while not self._stopping.is_set():
+            self._child = subprocess.Popen([*self._command, *self._arguments, *resume])
+            if self._stopping.is_set():  # a signal that came while the child was being started
+                self._child.send_signal(self._asked)
+            code = self._child.wait()
+            if code >= 0 or self._stopping.is_set():
+                return code if code >= 0 else 128 - code
+            now = self._checkpoint()
+            if now != before:
+                left, pause, before = self._restarts, self._pause_s, now
+            self._tell(signal.Signals(-code), now, left, pause)
+            if left == 0:
+                return 128 - code
+            left -= 1
+            resume = self._resume(at_start, now)
+            self._stopping.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        return 128 + self._asked
+
+    def _pass_on(self) -> None:
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # under nohup
+        wanted = [number for number in SHUTDOWN_SIGNALS if not (ignored and number == signal.SIGHUP)]
+        while True:
+            self._asked = signal.sigwait(wanted)
+            self._stopping.set()
+            if self._child is not None:
+                self._child.send_signal(self._asked)
+
+    def _checkpoint(self) -> str | None:
+        """The name of the newest checkpoint."""
+        try:
+            return str((self._directory / LATEST).readlink())
+        except OSError:
+            return None
+
+    def _resume(self, at_start: str | None, now: str | None) -> list[str]:
+        """A run that did not get as far as its resume tries the same one again: it may name an older step."""
+        if self._first in (None, "auto"):  # `supervise` has fixed its name; --data takes no directory
+            return ["--resume", "auto"]
+        return [] if now == at_start else ["--resume", str(self._directory)]
+
+    def _tell(self, number: signal.Signals, checkpoint: str | None, left: int, pause: float) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(SHOW_CURSOR)
+        reason = REASONS.get(number)
+        event = f"the daemon died of {number.name}" + (f" ({reason})" if reason else "")
+        place = checkpoint or "the beginning: there is no checkpoint yet"
+        say: Callable[..., None] = log.warning
+        if left:
+            number_of = f"restart {self._restarts - left + 1} of {self._restarts}"
+            plan = f"starting it again in {pause:g} s from {place}; {number_of}"
+        else:
+            say = log.error
+            plan = f"not started again: {self._restarts} restarts brought no new checkpoint"
+        say(event, plan=plan)
+        if self._directory.is_dir():
+            with self._run_log:  # closed again: the next child writes there too
+                self._run_log.open(self._directory)

@@ -1,0 +1,157 @@
+"""[[environments]]: what one entry of the configuration may say. Part of `config.py`'s tree."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mlx_parallm.execution.user_code import is_reference
+
+HUB_PREFIX = "hf:"
+ROUNDING = 1e-9
+Method = Literal["absolute", "relative", "pareto"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class EnvironmentConfig(Section):
+    kind: str
+    """"dataset" (your rows and reward functions), "tasks" (built in), "reasoning_gym", "simple_text", "conversation",
+    "svrl", "gymnasium", or "python:file.py:Class"."""
+    name: str
+    """The task's or data set's name; default for "dataset" the file's, for a class its own."""
+    weight: float = Field(1.0, gt=0)
+    """Share of the groups, relative to the other environments."""
+    min_share: float = Field(0.0, ge=0, le=1)
+    """Least share of every step's sequences, in whole groups, while it delivers (docs/your_environment.md)."""
+    group_size: int = Field(8, ge=2)
+    """Rollouts of one prompt."""
+    max_tokens: int = Field(256, ge=1)
+    """Longest completion of one turn."""
+    stop: tuple[str, ...] = ()
+    """Stop strings."""
+    system_prompt: str | None = None
+    """Put before the task's own messages."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the chat template, over model.chat_template_kwargs, e.g. { enable_thinking = false }."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest time of one episode, its reward included."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the environment (e.g. reasoning-gym's data set keywords)."""
+    data: str | None = None
+    """dataset: a JSONL file, or "hf:owner/name" for one of the hub (needs the extra `datasets`)."""
+    data_subset: str | None = None
+    """dataset: the hub data set's subset, where it has several."""
+    data_split: str = "train"
+    """dataset: the hub data set's split to train on."""
+    heldout_data: str | None = None
+    """dataset: JSONL file of held-out rows; then all rows of `data` are trained on."""
+    heldout_split: str | None = None
+    """dataset: the hub data set's split of held-out rows; then all rows of `data_split` are trained on."""
+    heldout_fraction: float = Field(0.1, ge=0, le=1)
+    """dataset: share of the rows held out where neither of the former is given, by a hash of the prompt; 1 = all, for
+    [[evaluation.environments]]."""
+    prompt_column: str | None = None
+    """dataset: column that holds the prompt, a string or a list of messages; default: prompt, else messages."""
+    prompt_template: str | None = None
+    """dataset: the prompt made of columns, e.g. "{question}\\nAnswer:"; {{ and }} stand for braces."""
+    prompt_format: Literal["chat", "text"] = "chat"
+    """A prompt that is a string becomes one user message (chat), or goes to the model as it is (text); for every kind
+    but "tasks" and "reasoning_gym"."""
+    answer_column: str = "answer"
+    """dataset: column shown as the expected answer in reports, where there is one."""
+    rewards: tuple[str, ...] = ()
+    """Reward functions with TRL's signature, reward computers, built-in parts, e.g. ["python:score.py:correct",
+    "builtin:length"]; for every kind but "tasks" and "reasoning_gym" (docs/rewards.md)."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight for each of `rewards`; default: 1, or a built-in part's own."""
+    reward_method: Method = "absolute"
+    """What is trained on: the weighted sum (absolute), its rank in the group (relative), or the Pareto front on which
+    the rewards lie (pareto)."""
+    reward_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Keyword arguments of rewards by their names, e.g. { length = { target = 200 } }."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("name") or not isinstance(data.get("kind"), str):
+            return data
+        if data["kind"] == "dataset":
+            return {**data, "name": name_of_data(str(data.get("data", "dataset")))}
+        if is_reference(data["kind"]):
+            return {**data, "name": data["kind"].rpartition(":")[2]}
+        if data["kind"] not in NAMED_KINDS:
+            return {**data, "name": data["kind"]}  # what is wrong with the kind is said where the kinds are known
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "EnvironmentConfig":
+        if self.reward_weights and self.rewards and len(self.reward_weights) != len(self.rewards):
+            raise ValueError(f"{len(self.reward_weights)} reward_weights for {len(self.rewards)} rewards")
+        if self.kind != "dataset":
+            keys = (*DATASET_KEYS, *SCORING_KEYS) if self.kind in NAMED_KINDS else DATASET_KEYS
+            if wrong := [key for key in keys if getattr(self, key) != _default(key)]:
+                raise ValueError(f'{wrong[0]} belongs to kind = "dataset", not to {self.kind!r}')
+            return self
+        if self.data is None:
+            raise ValueError('kind = "dataset" needs data = "rows.jsonl" (or "hf:owner/name")')
+        if not self.rewards:
+            raise ValueError('kind = "dataset" needs rewards = ["python:file.py:function"]')
+        if self.prompt_column is not None and self.prompt_template is not None:
+            raise ValueError("prompt_column and prompt_template are two ways to say one thing: set one of them")
+        if self.prompt_format == "text" and self.system_prompt is not None:
+            raise ValueError('prompt_format = "text" has no system prompt: put it into prompt_template')
+        if self.heldout_data is not None and self.heldout_split is not None:
+            raise ValueError("heldout_data and heldout_split are two ways to say one thing: set one of them")
+        if self.options:
+            raise ValueError(f'kind = "dataset" takes no options (got {", ".join(self.options)})')
+        return self
+
+
+def unique_names(environments: Sequence[EnvironmentConfig]) -> list[str]:
+    """What each is called in a run: a name that comes again becomes "name#2"."""
+    seen: Counter[str] = Counter()
+    names = []
+    for entry in environments:
+        seen[entry.name] += 1
+        names.append(entry.name if seen[entry.name] == 1 else f"{entry.name}#{seen[entry.name]}")
+    return names
+
+
+def least_sequences(min_share: float, group_size: int, batch_size: int) -> int:
+    """Sequences of a batch that a minimum share stands for: whole groups, rounded up."""
+    return math.ceil(min_share * batch_size / group_size - ROUNDING) * group_size
+
+
+def check_shares(environments: Sequence[EnvironmentConfig], batch_size: int) -> None:
+    """Raises ValueError: the minimum shares leave no place in a batch for an environment, or no room for each other."""
+    least = [least_sequences(entry.min_share, entry.group_size, batch_size) for entry in environments]
+    parts = ", ".join(f"{entry.name} {size}" for entry, size in zip(environments, least, strict=True) if size)
+    what = f"min_share: in whole groups, {parts} of the {batch_size} sequences of rollout_batch_size"
+    if sum(least) > batch_size:
+        raise ValueError(f"{what} are more than there are")
+    if parts and sum(least) == batch_size and not all(least):
+        rest = next(entry.name for entry, size in zip(environments, least, strict=True) if not size)
+        raise ValueError(f"{what} leave no place for {rest}")
+
+
+NAMED_KINDS = ("tasks", "reasoning_gym")
+DATASET_KEYS = (
+    *("data", "data_subset", "data_split", "heldout_data", "heldout_split", "heldout_fraction", "prompt_column"),
+    *("prompt_template", "answer_column"),
+)
+SCORING_KEYS = ("prompt_format", "rewards", "reward_weights", "reward_method", "reward_options")
+
+
+def _default(key: str) -> Any:
+    return EnvironmentConfig.model_fields[key].get_default(call_default_factory=True)
+
+
+def name_of_data(data: str) -> str:
+    """How an environment is called after its data: "rows" for rows.jsonl, "owner-name" for hf:owner/name."""
+    return data.removeprefix(HUB_PREFIX).replace("/", "-") if data.startswith(HUB_PREFIX) else Path(data).stem

@@ -1,0 +1,89 @@
+"""[server] and [model]: what is served, and how. Part of `config.py`'s tree."""
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr
+
+from mlx_parallm.config.environment import Section
+
+
+class ServerConfig(Section):
+    host: str = "127.0.0.1"
+    """Address to bind. Anything but loopback needs an API key."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port; 0 takes a free one and prints it."""
+    batch_size: int = Field(32, ge=1)
+    """Sequences decoded together at most."""
+    max_concurrent_requests: int = Field(256, ge=1)
+    """Requests that run or wait; more are answered 429 with Retry-After."""
+    request_timeout_s: float = Field(0.0, ge=0)
+    """No answer takes longer: 504, or a last event with the error in a stream. 0 = no limit."""
+    prefill_chunk: int = Field(512, ge=16)
+    """Prompt tokens computed between two decode steps."""
+    max_model_len: int | None = Field(None, ge=16)
+    """Longest prompt + completion; default: the model's own context."""
+    default_max_tokens: int = Field(2048, ge=1)
+    """Length limit of a chat request that sets none; less where the context ends before."""
+    kv_cache_bytes: int | None = Field(None, ge=1)
+    """Keys and values of running requests: who does not fit waits, with prompt + max_tokens reserved; who never fits is
+    answered 400. Default: half of the memory that is free once the model is loaded; no bound when
+    deterministic."""
+    prefix_cache_bytes: int | None = Field(None, ge=0)
+    """Keys and values kept for later requests that begin alike; 0 = off. Default: 5 % of the memory; 0 when
+    deterministic."""
+    api_key: SecretStr | None = None
+    """Bearer key of every route but /health. Better: the environment variable MLX_PARALLM_API_KEY, or api_key_file."""
+    api_key_file: Path | None = None
+    """File that holds the key."""
+    served_model_names: tuple[str, ...] = ()
+    """Further names under which the model being served (in training: the policy) answers."""
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    """What `logprobs` in answers are. "raw": log-softmax(logits / temperature) before bias, penalties and filters;
+    "processed": after them, of the distribution that was drawn from. vLLM's "raw" is also before the temperature."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages of these origins ("https://app.example.org") may use the server; "*" = any, needs an API key."""
+    adapter_roots: tuple[Path, ...] = ()
+    """Directories from which POST /v1/load_lora_adapter may load; none: it answers 403. In training the directory of
+    the runs (rl_training.checkpoint_dir) is one more."""
+    keep_versions: int = Field(4, ge=1)
+    """Newest versions of the policy's adapter that requests can ask for as NAME@VERSION; each keeps its arrays."""
+    kept_completions_bytes: int = Field(64 << 20, ge=0)
+    """In training: packed size of the last answers that POST /v1/rewards can reward, about 8 bytes a sampled token;
+    0 = off."""
+    kept_completions_s: float = Field(600.0, gt=0)
+    """How long an answer is kept for its rewards at most; later ones are answered 410."""
+    drain_timeout_s: float = Field(5.0, ge=0)
+    """How long shutdown waits for running requests before it aborts them."""
+
+
+class ModelConfig(Section):
+    base_path: str = "builtin:tiny"
+    """Directory, hub id, or "builtin:tiny"."""
+    revision: str | None = None
+    """Hub revision."""
+    lora_path: str | None = None
+    """Adapter to start from (file or directory, mlx-lm's or PEFT's format)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Weights' dtype; "auto" = float32 on CPU, the checkpoint's elsewhere."""
+    chat_template: str | None = None
+    """Jinja template, or a file that holds one; default: the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the template, e.g. { enable_thinking = false }."""
+    tool_parser: str = "auto"
+    """The model's tool-call format, one of mlx-lm's parsers ("json_tools", "qwen3_coder", ...); "auto" = what the chat
+    template and the vocabulary show; "off" = chat requests with tools are refused."""
+    reasoning_parser: Literal["auto", "off"] = "auto"
+    """"auto" = text between the tokenizer's thinking tokens is given as reasoning; "off" = it stays in the content."""
+    trust_remote_code: bool = False
+    """Lets the tokenizer run code of the checkpoint."""
+    quantized_cache: str = "auto"
+    """Directory of quantize_base's 4-bit copies; "auto" = $XDG_CACHE_HOME/mlx_parallm/quantized; "off" keeps none."""
+
+    def quantized_cache_directory(self) -> Path | None:
+        """$XDG_CACHE_HOME is ~/.cache when it is not set. None = no copies are read or kept."""
+        if self.quantized_cache == "off":
+            return None
+        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mlx_parallm" / "quantized"
+        return (root if self.quantized_cache == "auto" else Path(self.quantized_cache)).expanduser()

@@ -1,0 +1,358 @@
+"""Ranks over `mx.distributed`: the processes of one launch, perhaps on several machines, train one run.
+
+    gradients    MLX's collectives: ring, MPI, JACCL or NCCL, as `mlx.launch` or `mpirun` has set up
+    the rest     a TCP connection of every rank to rank 0: batches, numbers, who stops, and who is still there
+
+A collective in which a rank is missing may never end, and nothing can interrupt it: MLX 0.32.4's ring raises when a
+neighbour's process has died, but not when its machine has vanished. So collectives run in a thread of their own, and
+whoever waits for one watches the connections. These are authenticated with a key that rank 0 hands out by the first
+collective.
+"""
+
+import atexit
+import concurrent.futures
+import contextlib
+import faulthandler
+import json
+import os
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+import psutil
+
+from mlx_parallm.errors import ConfigError, RankLostError
+from mlx_parallm.models.threads import mlx_thread
+from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
+from mlx_parallm.system.hardware import launched_rank
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.signals import SHUTDOWN_SIGNALS
+
+BUNDLE_ELEMENTS = 1 << 24  # 64 MiB of float32: numbers of one collective, unless one array alone is larger
+OFFER_BYTES = 4096
+CONNECT_S = 5.0  # to one address of rank 0
+JOIN_S = 120.0  # for all ranks to be connected
+WATCH_S = 0.2  # between two looks at the connections while a collective runs
+GRACE_S = 5.0  # for a collective to end after a rank has gone: the data may have come before that
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a dead machine: 25 s
+EXIT_LOST = 2
+ASKED_TO_STOP = "asked to stop"  # what a rank tells rank 0 between two steps
+
+T = TypeVar("T")
+log = get_logger("ranks")
+
+
+def join() -> Ranks:
+    """The ranks of this launch; `ALONE` where nothing was launched. Waits for all of them.
+
+    Raises ConfigError: MLX finds no backend. RankLostError: the ranks do not find each other.
+    """
+    rank = launched_rank()
+    if rank is None:
+        return ALONE
+    collectives = CollectiveThread()
+    try:
+        with _nothing_else_runs():
+            log.info("waiting for the other ranks", rank=rank, gives_up_after_s=JOIN_S)
+            group = collectives.run(mx.distributed.init).result()
+    except (RuntimeError, ValueError) as error:
+        raise RankLostError(f"rank {rank} cannot join the others: {error}") from error
+    if group.size() == 1:
+        if rank:
+            raise ConfigError(f"launched as rank {rank}, but MLX finds no backend (mlx.launch --backend …)")
+        return ALONE
+    return JoinedRanks(group, collectives)
+
+
+@contextlib.contextmanager
+def _nothing_else_runs() -> Iterator[None]:
+    """Around MLX's own connecting, which holds Python's lock until all are there: no handler of a signal would run, and
+    nothing of ours could end a wait for a rank that never comes. Main thread."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)
+    with Path(os.devnull).open("w") as nowhere:
+        faulthandler.dump_traceback_later(JOIN_S, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            signal.signal(signal.SIGINT, handler)
+
+
+class JoinedRanks(Ranks):
+    """One thread's. Raises RankLostError: the ranks cannot be connected."""
+
+    def __init__(self, group: Any, collectives: "CollectiveThread") -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._group, self._collectives = group, collectives
+        self._connections = self._connect()  # rank 0: to ranks 1, 2, …; others: to rank 0
+        self._watched = [_watched(connection) for connection in self._connections]
+        log.info("ranks joined", rank=self.rank, size=self.size)
+
+    # ------------------------------------------------------------------ what the trainer asks
+
+    def exchange(self, value: T, *, stop: bool = False) -> list[T] | None:
+        if self.lost:
+            return None
+        try:
+            if self.rank:
+                self._connections[0].send((stop, value))
+                everyone = self._connections[0].recv()
+            else:
+                everyone = [(stop, value), *(_value(connection) for connection in self._connections)]
+                self._send_all(everyone)
+        except (EOFError, OSError) as error:
+            self._lose(error)
+            return None
+        if everyone is None:  # rank 0 has ended the run meanwhile
+            self._lose("rank 0 has ended the run")
+            return None
+        stopping = [rank for rank, (stops, _) in enumerate(everyone) if stops]
+        if stopping and self.rank == 0 and not stop:
+            log.info("stopping in order: another rank was asked to", ranks=stopping)
+        return None if stopping else [value for _, value in everyone]
+
+    def sum(self, arrays: list[mx.array]) -> list[mx.array] | None:
+        if self.lost:
+            return None
+        mx.eval(arrays)
+        running, gone_at = self._collectives.run(lambda: _sums(arrays, self._group)), None
+        while True:
+            try:
+                return running.result(timeout=WATCH_S)
+            except concurrent.futures.TimeoutError:
+                if gone_at is None and self._gone():
+                    gone_at = time.monotonic()
+                if gone_at is not None and time.monotonic() - gone_at > GRACE_S:
+                    atexit.register(_leave)  # the end of a backend may wait for its collectives, as MPI_Finalize does
+                    self._lose("the others wait for it in a collective")
+                    return None
+            except RuntimeError as error:  # what a backend raises that notices
+                self._lose(error)
+                return None
+
+    def tell(self, message: Any) -> None:
+        if self.lost:
+            return
+        try:
+            self._send_all(message)
+        except OSError as error:
+            self._lose(error)
+
+    def told(self, stop: threading.Event | None = None) -> Any:
+        [connection], asked = self._connections, False
+        try:
+            while not connection.poll(WATCH_S):
+                if stop is not None and stop.is_set() and not asked:
+                    connection.send(ASKED_TO_STOP)
+                    asked = True
+            return connection.recv()
+        except (EOFError, OSError) as error:
+            self._lose(error)
+            raise RankLostError(self.lost) from error
+
+    def check(self, stop: threading.Event | None = None) -> None:
+        if not self.lost and self._gone():
+            self._lose("its connection is closed")
+        if self.lost:
+            raise RankLostError(self.lost)
+        if stop is not None and not stop.is_set() and self._asked_to_stop():
+            log.info("stopping in order: another rank was asked to")
+            stop.set()
+
+    def close(self) -> None:
+        if self.rank == 0:
+            self.tell(None)
+            self._see_them_off()
+        for watched, connection in zip(self._watched, self._connections, strict=True):
+            watched.close()
+            connection.close()
+        self._collectives.close()
+
+    # ------------------------------------------------------------------ who is there
+
+    def _gone(self) -> list[int]:
+        """Ranks whose connection is closed."""
+        others = range(1, self.size) if self.rank == 0 else (0,)
+        return [other for other, watched in zip(others, self._watched, strict=True) if _is_closed(watched)]
+
+    def _lose(self, why: object) -> None:
+        gone = self._gone()
+        who = " and ".join(f"rank {other}" for other in gone) or "a rank"
+        reason = str(why) or "its connection is closed"
+        self.lost = (
+            f"{who} of {self.size} has gone ({reason}): see what it said last, then start all ranks again with --resume"
+            " auto"
+        )
+        log.error("a rank is lost", rank=self.rank, gone=gone, why=str(why))
+
+    def _asked_to_stop(self) -> bool:
+        try:
+            return any(connection.poll() and connection.recv() == ASKED_TO_STOP for connection in self._connections)
+        except (EOFError, OSError):  # the next `check` says so
+            return False
+
+    def _see_them_off(self) -> None:
+        """Reads what is still under way, until the others have closed: closed over unread data, a connection would be
+        reset, and what was told last be lost."""
+        for connection in [] if self.lost else self._connections:
+            with contextlib.suppress(EOFError, OSError):
+                while connection.poll(GRACE_S):
+                    connection.recv()
+
+    def _send_all(self, message: Any) -> None:
+        for connection in self._connections:
+            connection.send(message)
+
+    # ------------------------------------------------------------------ connecting
+
+    def _connect(self) -> list[Connection]:
+        here = f"{socket.gethostname()} {uuid.getnode()}"
+        one_machine = len(set(self._all_texts(here))) == 1
+        if self.rank:
+            offer = json.loads(self._all_texts("")[0])
+            connecting = self._collectives.run(lambda: [_reach(offer, self.rank)])
+        else:
+            key = secrets.token_bytes(32)
+            listener = Listener(("127.0.0.1" if one_machine else "0.0.0.0", 0), authkey=key)
+            addresses = ["127.0.0.1"] if one_machine else _own_addresses()
+            self._all_texts(json.dumps({"addresses": addresses, "port": listener.address[1], "key": key.hex()}))
+            connecting = self._collectives.run(lambda: _accept(listener, self.size - 1))
+        try:
+            return connecting.result(timeout=JOIN_S)
+        except concurrent.futures.TimeoutError:
+            atexit.register(_leave)
+            raise RankLostError(f"not all of {self.size} ranks have reached rank 0 within {JOIN_S:.0f} s") from None
+
+    def _all_texts(self, text: str) -> list[str]:
+        """Every rank's text, by a collective."""
+        table = np.zeros((self.size, OFFER_BYTES), np.int32)
+        table[self.rank] = np.frombuffer(text.encode().ljust(OFFER_BYTES, b"\0"), np.uint8)
+        [summed] = self._collectives.run(lambda: _sums([mx.array(table)], self._group)).result()
+        return [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in np.array(summed)]
+
+
+class CollectiveThread:
+    """Runs functions that use MLX, one after the other, in one daemon thread, whose end nobody has to wait for."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None]
+        self._work = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="collectives", daemon=True)
+        self._thread.start()
+
+    def run(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._work.put((function, future))
+        return future
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join(GRACE_S)
+
+    def _main(self) -> None:
+        with mlx_thread():
+            while (work := self._work.get()) is not None:
+                function, future = work
+                try:
+                    future.set_result(function())
+                except BaseException as error:  # noqa: BLE001 - boundary: it is the caller's
+                    future.set_exception(error)
+
+
+def _sums(arrays: Sequence[mx.array], group: Any) -> list[mx.array]:
+    """In few large collectives; the parts of a sum come out in one order of addition on all ranks."""
+    done: list[mx.array] = []
+    while len(done) < len(arrays):
+        bundle = [arrays[len(done)]]
+        for array in arrays[len(done) + 1 :]:
+            if sum(a.size for a in bundle) + array.size > BUNDLE_ELEMENTS or array.dtype != bundle[0].dtype:
+                break
+            bundle.append(array)
+        flat = mx.concatenate([array.reshape(-1) for array in bundle])
+        mx.eval(flat)
+        total = mx.distributed.all_sum(flat, group=group)
+        ends = np.cumsum([array.size for array in bundle])[:-1].tolist()
+        parts = [part.reshape(a.shape) for part, a in zip(mx.split(total, ends), bundle, strict=True)]
+        mx.eval(parts)
+        done += parts
+    return done
+
+
+def _accept(listener: Listener, count: int) -> list[Connection]:
+    found: dict[int, Connection] = {}
+    while len(found) < count:
+        try:
+            connection = listener.accept()
+            found[connection.recv()] = connection
+        except (AuthenticationError, EOFError, OSError) as error:  # a rank that tries an address, or a stranger
+            log.debug("a connection that is no rank's", error=repr(error))
+    listener.close()
+    return [found[rank] for rank in sorted(found)]
+
+
+def _reach(offer: dict[str, Any], rank: int) -> Connection:
+    for address in offer["addresses"]:
+        place = (address, offer["port"])
+        try:
+            socket.create_connection(place, timeout=CONNECT_S).close()
+            connection = Client(place, authkey=bytes.fromhex(offer["key"]))
+            connection.send(rank)
+        except (AuthenticationError, EOFError, OSError) as error:
+            log.debug("rank 0 is not there", address=address, error=repr(error))
+        else:
+            return connection
+    tried = ", ".join(offer["addresses"])
+    raise RankLostError(f"rank {rank} cannot reach rank 0 at port {offer['port']} of {tried}: is a firewall between?")
+
+
+def _own_addresses() -> list[str]:
+    """IPv4, this machine's own loopback last."""
+    found = {a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family == socket.AF_INET}
+    return sorted(found, key=lambda address: (address.startswith("127."), address))
+
+
+def _watched(connection: Connection) -> socket.socket:
+    """The connection's socket, to look at it without reading; the kernel finds out when a machine has vanished."""
+    watched = socket.socket(fileno=os.dup(connection.fileno()))
+    watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            watched.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return watched
+
+
+def _value(connection: Connection) -> Any:
+    """What the rank has to exchange. That it was asked to stop, it says there again."""
+    while (message := connection.recv()) == ASKED_TO_STOP:
+        pass
+    return message
+
+
+def _is_closed(watched: socket.socket) -> bool:
+    try:
+        return watched.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _leave() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_LOST)

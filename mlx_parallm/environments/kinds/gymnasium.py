@@ -1,0 +1,228 @@
+"""GymnasiumEnvironment: a text policy in any environment of gymnasium, which is imported only when one is made.
+
+    observation → text → policy → text → action → step → observation …, until terminated or truncated
+
+The metadata of an episode holds `seed`, `return` (the sum of the rewards), `actions` (what was done), `invalid_actions`
+(answers that were no action: nothing is done, but the turn counts), `terminated` and `truncated`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_parallm.environments.kinds.problems import Split
+from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.environments.state import BaseEnvironment, Inference, State
+from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.execution.user_code import load_function_of, user_code
+from mlx_parallm.rewards.base import Trajectory
+
+INSTALL = "pip install 'mlx-parallm[gymnasium]'"
+WHOLE_NUMBER = re.compile(r"-?\d+")
+
+
+@dataclass
+class SimulationState(State):
+    """The simulation belongs to the episode: a copy of the State begins one of its own, from seed and actions."""
+
+    def __post_init__(self) -> None:
+        self.live: Any = None
+        self.taken: list[Any] = []  # actions as the simulation took them
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"live": None}
+
+
+class GymnasiumEnvironment(BaseEnvironment):
+    default_rewards = ("python:mlx_parallm.environments.kinds.gymnasium:episode_return",)
+    blocking = True
+
+    def __init__(
+        self,
+        inference: Inference | None = None,
+        id: str = "",
+        *,
+        make: Mapping[str, Any] | None = None,
+        instructions: str = "",
+        observation_text: Callable[[Any], str] | str | None = None,
+        action_of: Callable[[str], Any] | str | None = None,
+        action_names: Sequence[str] = (),
+        max_steps: int = 100,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            id: as `gymnasium.make` takes it ("FrozenLake-v1", "my_package:My-v0"); `make` holds its keywords.
+            instructions: stand before the first observation; default: what the actions are, where they are known.
+            observation_text: an observation as text, or a reference to such a function ("python:file.py:name");
+                default: a string as it is, anything else as JSON.
+            action_of: the action that an answer means, None for none; default: for a Discrete space one of
+                `action_names`, else a number in it; for a Text space the answer; for others JSON.
+            action_names: of a Discrete space, in its order.
+            max_steps: turns of the policy.
+
+        Raises ConfigError: package missing, no such environment, actions that JSON does not hold (Dict, Tuple) without
+        `action_of`, names of another number than there are actions.
+        """
+        super().__init__(inference)
+        self._id, self._make, self.max_steps, self._seed = id, dict(make or {}), max_steps, seed
+        self._gymnasium = _import_gymnasium()
+        probe = self._open()
+        self._space = probe.action_space
+        probe.close()
+        if action_of is None:
+            self._check_actions()
+        discrete = isinstance(self._space, self._gymnasium.spaces.Discrete)
+        if action_names and not (discrete and len(action_names) == self._space.n):
+            raise ConfigError(f"gymnasium: {len(action_names)} action_names do not fit the actions, {self._space}")
+        if max_steps < 1:
+            raise ConfigError(f"gymnasium: max_steps has to be at least 1, not {max_steps}")
+        self._names = tuple(action_names)
+        self._text = _function(observation_text, ("observation",), "observation_text") or _observation_text
+        self._action = _function(action_of, ("text",), "action_of") or self._default_action
+        self._instructions = instructions or self._default_instructions(discrete)
+        self._next = 0
+
+    def reset(self, *, index: int | None = None, split: Split = "train") -> State:
+        """Episode `index` of a split has a seed of its own; without an index the next one."""
+        if index is None:
+            index, self._next = self._next, self._next + 1
+        seed = derive_seed(f"gymnasium {split}", self._seed if split == "train" else 0, index)
+        noted = {"seed": seed, "return": 0.0, "actions": [], "invalid_actions": 0}
+        state = SimulationState("", metadata=noted | {"terminated": False, "truncated": False})
+        try:
+            observation = self._begin(state)
+        finally:
+            self.end_episode(state)  # every rollout has a copy, and a simulation of its own
+        opening = f"{self._instructions}\n\n{self._shown(observation)}".strip()
+        state.prompt = [{"role": "user", "content": opening}]
+        return state
+
+    def update_state(self, state: State, response: str) -> State:
+        """Takes the action that the answer means, and shows what came of it."""
+        if not isinstance(state, SimulationState):
+            raise RolloutRejectedError("a GymnasiumEnvironment goes on from the State that its reset has made")
+        state = super().update_state(state, response)
+        assert isinstance(state, SimulationState) and isinstance(state.prompt, list)
+        noted = state.metadata
+        if state.live is None:
+            self._begin(state)
+        with user_code("gymnasium: action_of", RolloutRejectedError):
+            action = self._action(response)
+        if action is None or not self._space.contains(action):
+            noted["invalid_actions"] += 1
+            shown = f"That is no action. {self._actions_text()}".strip()
+        else:
+            observation, reward, noted["terminated"], noted["truncated"], _ = self._stepped(state, action)
+            state.taken.append(action)
+            noted["actions"].append(_plain(action))
+            noted["return"] += float(reward)
+            shown = self._shown(observation)
+        state.done = bool(noted["terminated"] or noted["truncated"] or state.step_count >= self.max_steps)
+        turns = [{"role": "assistant", "content": response}, {"role": "user", "content": shown}]
+        state.prompt = [*state.prompt, *turns[: 1 if state.done else 2]]
+        if state.done:
+            self.end_episode(state)
+        return state
+
+    def end_episode(self, state: State) -> None:
+        """Closes the simulation, if it is open."""
+        if isinstance(state, SimulationState) and state.live is not None:
+            live, state.live = state.live, None
+            live.close()
+
+    def _open(self) -> Any:
+        """Raises ConfigError: what gymnasium does not make."""
+        with user_code(f"gymnasium: {self._id or 'id is missing'}"):
+            return self._gymnasium.make(self._id, **self._make)
+
+    def _check_actions(self) -> None:
+        """Raises ConfigError: an action, as JSON has it, does not come back as one."""
+        try:
+            fits = self._space.contains(self._space.from_jsonable([_plain(self._space.sample())])[0])
+        except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError):
+            fits = False
+        if not fits:
+            raise ConfigError(
+                f"gymnasium: {self._id} has the actions {self._space}, which answers in JSON do not give: say with"
+                " action_of what an answer means, or wrap it so that they are Discrete, MultiDiscrete, MultiBinary, Box"
+                " or Text"
+            )
+
+    def _begin(self, state: SimulationState) -> Any:
+        """Starts the simulation, goes as far as the episode has come, and returns the last observation."""
+        state.live = self._open()
+        with user_code(f"gymnasium: {self._id}", RolloutRejectedError):
+            observation, _ = state.live.reset(seed=state.metadata["seed"])
+        for action in state.taken:
+            observation, *_ = self._stepped(state, action)
+        return observation
+
+    def _stepped(self, state: SimulationState, action: Any) -> Any:
+        with user_code(f"gymnasium: {self._id}", RolloutRejectedError):
+            return state.live.step(action)
+
+    def _shown(self, observation: Any) -> str:
+        with user_code("gymnasium: observation_text", RolloutRejectedError):
+            return str(self._text(observation))
+
+    def _default_action(self, text: str) -> Any:
+        spaces = self._gymnasium.spaces
+        if isinstance(self._space, spaces.Text):
+            return text.strip()
+        if isinstance(self._space, spaces.Discrete):
+            return self._discrete_action(text)
+        try:
+            return self._space.from_jsonable([json.loads(text)])[0]
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
+            return None
+
+    def _discrete_action(self, text: str) -> int | None:
+        """The one name that stands in the answer, else its one whole number."""
+        words = [n for n, name in enumerate(self._names) if re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE)]
+        if self._names:
+            return int(self._space.start) + words[0] if len(words) == 1 else None
+        numbers = WHOLE_NUMBER.findall(text)
+        return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 19 else None  # what an int64 holds
+
+    def _actions_text(self) -> str:
+        if self._names:
+            return f"Actions: {', '.join(self._names)}."
+        if isinstance(self._space, self._gymnasium.spaces.Discrete):
+            return f"Actions: {self._space.start} to {self._space.start + self._space.n - 1}."
+        return ""
+
+    def _default_instructions(self, discrete: bool) -> str:
+        return f"{self._actions_text()} Answer with one of them." if discrete else ""
+
+
+def episode_return(trajectories: Sequence[Trajectory]) -> list[float]:
+    """The reward function of these episodes: the sum of gymnasium's rewards."""
+    return [trajectory.metadata["return"] for trajectory in trajectories]
+
+
+def _import_gymnasium() -> Any:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise ConfigError(f'environments: kind = "gymnasium" needs the package: {INSTALL} ({error})') from error
+    return gymnasium
+
+
+def _function(given: Callable[..., Any] | str | None, arguments: Sequence[str], name: str) -> Callable[..., Any] | None:
+    return load_function_of(arguments, given, f"gymnasium: {name}") if isinstance(given, str) else given
+
+
+def _observation_text(observation: Any) -> str:
+    return observation if isinstance(observation, str) else json.dumps(_plain(observation))
+
+
+def _plain(value: Any) -> Any:
+    """numpy's numbers and arrays as Python's."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value

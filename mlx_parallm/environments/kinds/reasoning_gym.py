@@ -1,0 +1,96 @@
+"""kind = "reasoning_gym": tasks and verifiers of the reasoning-gym package, which is imported only when configured.
+
+The package draws item i of a data set from `seed + i`. Training and held-out items come from seeds that lie apart,
+and since small data sets repeat themselves under any seed, a hash of the question's text decides besides which split
+a question belongs to: no question is in both.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.environments.base import EnvironmentSource, Task
+from mlx_parallm.environments.kinds.problems import Split, split_of
+from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.rewards.verifiers import verifier
+
+INSTALL = "pip install 'mlx-parallm[reasoning-gym]'"
+HELDOUT_SEED = 3_000_000_000
+DEFAULT_SIZE = 20_000  # virtual items; the most that every data set of reasoning-gym 0.1.25 accepts
+DRAWS = 2_000  # items looked at for one of the right split; a tenth is held out
+STRIDE = 7_919  # between two draws of one index
+
+
+def question_key(dataset: str, question: str) -> str:
+    """What makes two questions the same one; `tasks.split_of` of it is the question's split."""
+    return f"reasoning_gym/{dataset}:{question}"
+
+
+class ReasoningGymSource(EnvironmentSource):
+    def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
+        """Raises ConfigError: package missing, unknown data set or option, a value that the data set refuses."""
+        super().__init__(config, seed=seed, name=name)
+        options = {"size": DEFAULT_SIZE, **config.options}
+        digest = hashlib.sha256(f"{config.name}/{seed}".encode()).digest()
+        train_seed = options.pop("seed", int.from_bytes(digest[:8], "big") % (HELDOUT_SEED - DEFAULT_SIZE))
+        self._datasets = {
+            "train": _create(config.name, {**options, "seed": train_seed}),
+            "heldout": _create(config.name, {**options, "seed": HELDOUT_SEED}),
+        }
+
+    def task(self, index: int, split: Split = "train") -> Task:
+        dataset = self._datasets[split]
+        for draw in range(DRAWS):
+            entry = dataset[(index + draw * STRIDE) % len(dataset)]
+            key = question_key(self.config.name, entry["question"])
+            if split_of(key) == split:
+                return self._task(dataset, entry, key)
+        raise ConfigError(
+            f"environments: reasoning-gym's {self.config.name!r} with these options has too few distinct questions:"
+            f" none of {DRAWS} drawn belongs to the {split} split"
+        )
+
+    def _task(self, dataset: Any, entry: dict[str, Any], key: str) -> Task:
+        def check(text: str) -> float:
+            value = float(dataset.score_answer(text.strip(), entry))
+            if not math.isfinite(value):
+                raise RolloutRejectedError(f"reasoning-gym's {self.config.name} scored an answer {value}")
+            return value
+
+        return Task(
+            key=key,
+            messages=self.open_with(({"role": "user", "content": entry["question"]},)),
+            reward=verifier(check),
+            answer=None if entry["answer"] is None else str(entry["answer"]),
+        )
+
+
+def _create(name: str, options: dict[str, Any]) -> Any:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError(f'environments: kind = "reasoning_gym" needs the package: {INSTALL} ({error})') from error
+    if name not in DATASETS:
+        raise ConfigError(
+            f"environments: reasoning-gym has no data set {name!r}; did you mean {_near(name, DATASETS)}?"
+        )
+    known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"environments: reasoning-gym's {name!r} has no option {option!r}; did you mean {_near(option, known)}?"
+                f" There are: {', '.join(known)}"
+            )
+    try:
+        return reasoning_gym.create_dataset(name, **options)
+    except (AssertionError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"environments: reasoning-gym's {name!r} refuses its options: {error}") from error
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    return ", ".join(repr(near) for near in difflib.get_close_matches(name, list(known), n=2, cutoff=0.0))

@@ -1,0 +1,203 @@
+"""SVRLEnvironment: the policy may check its work with tools, which cost money, before it answers.
+
+    prompt (task, tools, costs, budget, last verifications) → answer → its USE_TOOL calls are made and paid → prompt …
+        → FINAL ANSWER, budget spent, or max_steps
+
+What was paid stands in the State's metadata, where the reward reads it (`rewards.computers.SVRLRewardComputer`):
+`budget`, `spent`, `max_steps`, `final_answer`, and `tool_calls`, one dictionary for each call with `name`, `arguments`
+(the text that the tool was given), `ok`, `result`, `cost` (0 for a call that was not made) and `skipped` (the budget
+did not allow it). Everything that belongs to an episode is in its State, so that classes may be combined.
+"""
+
+import dataclasses
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.environments.kinds.problems import Split, split_of
+from mlx_parallm.environments.kinds.verification import Tool, calculator, code_runner, fact_table
+from mlx_parallm.environments.state import BaseEnvironment, Inference, Prompt, State
+from mlx_parallm.environments.task_rows import Rows, TaskRows
+from mlx_parallm.errors import ConfigError, RolloutRejectedError, ToolFailedError
+from mlx_parallm.execution.tool_calls import parse_tool_calls
+from mlx_parallm.execution.user_code import did_you_mean, is_reference, load_function_of, name_of, user_code
+
+SHOWN_VERIFICATIONS = 3
+FINAL_ANSWER = re.compile(r"FINAL ANSWER:[ \t]*([^\n]*)", re.IGNORECASE)
+LONGEST_RESULT = 500  # characters of a tool's result that are shown
+
+
+class SVRLEnvironment(BaseEnvironment):
+    """Self-verification under a budget. Calls are written `USE_TOOL[name](input)`, the answer `FINAL ANSWER: …`."""
+
+    default_rewards = ("builtin:svrl",)
+
+    def __init__(
+        self,
+        inference: Inference | None = None,
+        tools: Sequence[str | Tool | Callable[[str], str]] | None = None,
+        budget: float = 10.0,
+        *,
+        max_steps: int = 50,
+        tasks: Rows | None = None,
+        costs: Mapping[str, float] | None = None,
+        facts: Mapping[str, str] | str | Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            tools: names of built-in ones ("verify_calculation", "check_facts", "run_code"), functions from text to text
+                or references to them ("python:file.py:name"), `Tool`s. Default: the built-in ones, check_facts only
+                with `facts`.
+            budget: what an episode may spend; a call that costs more than is left is not made.
+            max_steps: turns of the policy.
+            tasks: rows {"prompt", "answer", …}, or a JSONL file of them; default: `arithmetic_task`.
+            costs: by a tool's name, instead of its own (built-in: 1.0, 2.0, 1.5; functions: 1.0).
+            facts: the table of "check_facts": term → what is known of it, or a JSON file.
+
+        Raises ConfigError: an unknown tool, two of one name, a cost, a budget or a number of steps that makes no sense.
+        """
+        super().__init__(inference)
+        if not budget > 0 or max_steps < 1:
+            raise ConfigError(f"svrl: budget has to be above 0 and max_steps at least 1, not {budget} and {max_steps}")
+        self.budget, self.max_steps, self._seed = float(budget), max_steps, seed
+        self.tools = {tool.name: tool for tool in _make_tools(tools, facts, costs or {})}
+        self.blocking = any(tool.blocking for tool in self.tools.values())
+        self._rows = None if tasks is None else TaskRows(tasks, "prompt", seed=seed, what="svrl: tasks")
+        self._next = 0
+
+    def reset(self, *, index: int | None = None, split: Split = "train") -> State:
+        """Task `index` of a split; without an index the next one."""
+        if index is None:
+            index, self._next = self._next, self._next + 1
+        row = arithmetic_task(index, split, self._seed) if self._rows is None else self._rows.row(index, split)
+        state = State(prompt=row["prompt"], metadata={k: v for k, v in row.items() if k != "prompt"})
+        self._account(state)
+        return state
+
+    def build_prompt(self, state: State) -> Prompt:
+        """The task, the tools with their costs, the budget, and what the last verifications found."""
+        noted = self._account(state)
+        about = [
+            "Before you answer you may verify. A call is written USE_TOOL[name](input). Tools:",
+            *(f"- {tool.name}, cost {tool.cost:g}: {tool.description}" for tool in self.tools.values()),
+            f"Budget left: {noted['budget'] - noted['spent']:g} of {noted['budget']:g}.",
+            *self.last_verifications(state),
+            "End with FINAL ANSWER: and the answer.",
+        ]
+        return _with(super().build_prompt(state), "\n".join(about))
+
+    def last_verifications(self, state: State) -> list[str]:
+        """What became of the last calls, a line each."""
+        calls = self._account(state)["tool_calls"][-SHOWN_VERIFICATIONS:]
+        return [f"{_written(call)} -> {call['result'][:LONGEST_RESULT]}" for call in calls]
+
+    def update_state(self, state: State, response: str) -> State:
+        """Makes and pays the calls that stand before the final answer; ends the episode when it is there, when nothing
+        is left to spend, or with the last step."""
+        state = super().update_state(state, response)
+        noted = self._account(state)
+        answer = FINAL_ANSWER.search(response)
+        found = parse_tool_calls(response if answer is None else response[: answer.start()], (), "use_tool")
+        for call in found:
+            record = self._call(call.name, _input_of(call.raw_text), noted["budget"] - noted["spent"])
+            noted["tool_calls"].append(record)
+            noted["spent"] += record["cost"]
+        noted["tool_calls"] += [_record("", call.raw_text, f"malformed: {call.reason}") for call in found.malformed]
+        if answer is not None:
+            noted["final_answer"] = answer[1].strip()
+        state.done = answer is not None or noted["spent"] >= noted["budget"] or state.step_count >= self.max_steps
+        return state
+
+    def _account(self, state: State) -> dict[str, Any]:
+        """The State's metadata, with an account of its own, whoever made the State."""
+        for name, value in {"budget": self.budget, "spent": 0.0, "max_steps": self.max_steps}.items():
+            state.metadata.setdefault(name, value)
+        state.metadata.setdefault("tool_calls", [])
+        state.metadata.setdefault("final_answer", None)
+        return state.metadata
+
+    def _call(self, name: str, given: str, left: float) -> dict[str, Any]:
+        """The record of one call, made if it exists and is not too dear."""
+        tool = self.tools.get(name)
+        if tool is None:
+            return _record(name, given, f"there is no such tool, only {', '.join(self.tools)}")
+        if tool.cost > left:
+            return _record(name, given, f"not made: it costs {tool.cost:g}, {left:g} is left", skipped=True)
+        try:
+            with user_code(name, RolloutRejectedError):
+                ok, result = True, str(tool.call(given))
+        except (ToolFailedError, RolloutRejectedError) as error:
+            ok, result = False, f"failed: {error}"
+        return _record(name, given, result, ok=ok, cost=tool.cost)
+
+
+def arithmetic_task(index: int, split: Split = "train", seed: int = 0) -> dict[str, str]:
+    """Task `index`: two numbers of two digits multiplied, and one of three digits added or taken away."""
+    rng = random.Random(f"arithmetic/{seed if split == 'train' else 'heldout'}/{index}")
+    while True:
+        a, b, c = rng.randrange(12, 100), rng.randrange(12, 100), rng.randrange(100, 1000)
+        sign = rng.choice("+-")
+        expression = f"{a} * {b} {sign} {c}"
+        if split_of(f"arithmetic:{expression}") == split:
+            return {"prompt": f"What is {expression}?", "answer": str(a * b + (c if sign == "+" else -c))}
+
+
+def _make_tools(
+    given: Sequence[str | Tool | Callable[[str], str]] | None,
+    facts: Mapping[str, str] | str | Path | None,
+    costs: Mapping[str, float],
+) -> list[Tool]:
+    built_in: dict[str, Callable[[], Tool]] = {"verify_calculation": calculator, "run_code": code_runner}
+    if facts is not None:
+        built_in["check_facts"] = lambda: fact_table(facts)
+    tools = []
+    for entry in list(built_in) if given is None else given:
+        if isinstance(entry, Tool):
+            tools.append(entry)
+        elif isinstance(entry, str) and not is_reference(entry):
+            if entry not in built_in:
+                why = ": it needs facts" if entry == "check_facts" else did_you_mean(entry, list(built_in))
+                raise ConfigError(f"svrl: tools has no {entry!r}{why}")
+            tools.append(built_in[entry]())
+        else:
+            call = load_function_of(("text",), entry, "svrl: tools") if isinstance(entry, str) else entry
+            description = (call.__doc__ or "").strip().partition("\n")[0]
+            tools.append(Tool(name_of(call), call, description=description, blocking=True))
+    names = [tool.name for tool in tools]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"svrl: two tools are called {twice[0]!r}")
+    if unknown := [name for name in costs if name not in names]:
+        raise ConfigError(
+            f"svrl: costs has {unknown[0]!r}, which is none of the tools{did_you_mean(unknown[0], names)}"
+        )
+    tools = [dataclasses.replace(tool, cost=float(costs.get(tool.name, tool.cost))) for tool in tools]
+    if free := [tool.name for tool in tools if not tool.cost >= 0]:
+        raise ConfigError(f"svrl: the cost of {free[0]!r} has to be at least 0")
+    return tools
+
+
+def _record(
+    name: str, given: str, result: str, *, ok: bool = False, cost: float = 0.0, skipped: bool = False
+) -> dict[str, Any]:
+    return {"name": name, "arguments": given, "ok": ok, "cost": cost, "skipped": skipped, "result": result}
+
+
+def _written(call: Mapping[str, Any]) -> str:
+    return f"USE_TOOL[{call['name']}]({call['arguments']})" if call["name"] else str(call["arguments"])
+
+
+def _input_of(call: str) -> str:
+    """What stands between the parentheses of `USE_TOOL[name](…)`, without quotation marks around it."""
+    text = call[call.index("(", call.index("]")) + 1 :].removesuffix(")").strip()
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
+
+
+def _with(prompt: Prompt, about: str) -> Prompt:
+    """The text below a prompt, or below the last of its messages."""
+    if isinstance(prompt, str):
+        return f"{prompt}\n\n{about}"
+    *earlier, last = prompt
+    return [*earlier, {**last, "content": f"{last['content']}\n\n{about}"}]

@@ -1,0 +1,245 @@
+"""Plays the episodes of groups against the engine: `Task` → one `Request` of n completions → `RolloutGroup`.
+
+The completions of a group's first turn come from one request, so they share one prefill (but where an environment's own
+`step` decides what it asks). Every other turn is a request of its own that holds the whole transcript (`episode.py`).
+Whatever goes wrong in an episode is a recorded result: `run` returns a `GroupResult` with the reason, and with the
+rollouts as far as they came.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient, Task
+from mlx_parallm.environments.current_episode import CURRENT, EpisodeOver
+from mlx_parallm.environments.episode import Episode, Opening, Policy, no_room
+from mlx_parallm.environments.kinds.problems import Split
+from mlx_parallm.errors import EndpointError, ParallmError, RolloutRejectedError
+from mlx_parallm.rewards.base import Trajectory, score_group
+from mlx_parallm.types import Completion, Request, RequestOutput, Rollout, RolloutGroup, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """Everything that decides a group but for the weights it is sampled with."""
+
+    group_id: str
+    source: EnvironmentSource
+    task_index: int
+    size: int
+    seed: int
+    index: int | None = None
+    split: Split = "train"
+    task: Task | None = None  # given: instead of the source's number `task_index`
+    max_steps: int | None = None  # of each episode; None: as many as there is room for
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """A finished group. `failure` says why it may not be trained on; its rollouts are then as far as they came."""
+
+    plan: GroupPlan
+    group: RolloutGroup
+    trajectories: tuple[Trajectory, ...] = ()  # of the group's rollouts
+    task: Task | None = None
+    failure: str | None = None
+    may_pass: bool = False  # it has failed because another server was away or busy
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Last answer of each rollout."""
+        return tuple(trajectory.text for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    plan: GroupPlan
+    task: Task
+    deadline: float
+    request: Request | None  # of the opening, for all members; None: each asks for itself
+
+
+class EpisodeRunner:
+    def __init__(
+        self,
+        client: PolicyClient,
+        tokenizer: ChatTokenizer,
+        *,
+        temperature: float,
+        max_token_length: int,
+        adapter: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        top_p: float = 1.0,
+        priority: int = 0,
+    ) -> None:
+        """The arguments are those of `episode.Policy`."""
+        self._policy = Policy(
+            client, tokenizer, temperature, max_token_length, adapter, dict(template_kwargs or {}), top_p, priority
+        )
+
+    def use_adapter(self, adapter: str | None) -> None:
+        """For the groups that start from now on."""
+        self._policy = dataclasses.replace(self._policy, adapter=adapter, since=time.monotonic())
+
+    async def run(self, plans: Sequence[GroupPlan]) -> list[GroupResult]:
+        """Plays groups; two or more are submitted atomically. Results in the order of `plans`. Raises nothing but
+        CancelledError, which aborts the requests in the engine."""
+        prepared = [self._prepare(plan) for plan in plans]
+        jobs = [item for item in prepared if isinstance(item, _Job)]
+        finished = iter(await self._play(jobs) if jobs else [])
+        return [next(finished) if isinstance(item, _Job) else item for item in prepared]
+
+    def _prepare(self, plan: GroupPlan) -> _Job | GroupResult:
+        source, config = plan.source, plan.source.config
+        with attempt() as outcome:
+            task = plan.task or source.task(plan.task_index, plan.split)
+            if not isinstance(task, Task):
+                raise RolloutRejectedError(f"{type(source).__name__}.task returned {task!r}, not a Task")
+            request = self._opening(plan, task) if source.opens_together else None
+        if outcome.failure is not None:
+            return _failed(plan, outcome)
+        return _Job(plan, task, asyncio.get_running_loop().time() + config.timeout_s, request)
+
+    def _opening(self, plan: GroupPlan, task: Task) -> Request:
+        policy, config = self._policy, plan.source.config
+        prompt = policy.ids(task.opening, config, {})
+        room = policy.longest - len(prompt)
+        if room < 1:
+            raise RolloutRejectedError(no_room(len(prompt), policy.longest))
+        params = SamplingParams(
+            temperature=policy.temperature,
+            top_p=policy.top_p,
+            max_tokens=min(config.max_tokens, room),
+            n=plan.size,
+            seed=plan.seed,
+            stop=config.stop,
+        )
+        return policy.request(plan.group_id, prompt, params)
+
+    def render_prompt(self, task: Task, config: EnvironmentConfig) -> list[int]:
+        """Token ids that open every episode of `task`. Raises RequestError."""
+        return self._policy.ids(task.opening, config, {})
+
+    async def _play(self, jobs: Sequence[_Job]) -> list[GroupResult]:
+        together = [job for job in jobs if job.request is not None]
+        outputs: dict[str, RequestOutput] = {}
+        with attempt() as outcome:
+            if together:
+                async with _deadline(max(together, key=lambda job: job.deadline)):
+                    names = [job.plan.group_id for job in together]
+                    outputs = dict(zip(names, await self._ask(together), strict=True))
+
+        async def finish(job: _Job) -> GroupResult:
+            if outcome.failure is not None and job.request is not None:
+                return _failed(job.plan, outcome, job.task)
+            return await self._finish(job, outputs.get(job.plan.group_id))
+
+        return list(await asyncio.gather(*map(finish, jobs)))
+
+    async def _ask(self, jobs: Sequence[_Job]) -> list[RequestOutput]:
+        requests = [job.request for job in jobs if job.request is not None]
+        if len(requests) == 1:
+            return [await self._policy.client.generate(requests[0])]
+        return await self._policy.client.generate_many(requests)
+
+    async def _finish(self, job: _Job, output: RequestOutput | None) -> GroupResult:
+        first: Sequence[Completion | None] = output.completions if output else [None] * job.plan.size
+        episodes = (self._episode(job, number, completion) for number, completion in enumerate(first))
+        played = await asyncio.gather(*episodes)
+        trajectories, may_pass = tuple(each for each, _ in played), any(may_pass for _, may_pass in played)
+        failure = next((each.error for each in trajectories if each.error is not None), None)
+        if failure is None and job.task.reward is not None:
+            with attempt() as outcome:
+                async with _deadline(job):
+                    scored = await score_group(job.task.reward, trajectories)
+                trajectories = tuple(
+                    dataclasses.replace(trajectory, rollout=rollout)
+                    for trajectory, rollout in zip(trajectories, scored, strict=True)
+                )
+            failure, may_pass = outcome.failure and f"reward: {outcome.failure}", outcome.may_pass
+        rollouts = tuple(trajectory.rollout for trajectory in trajectories)
+        group = _group(job.plan, rollouts, job.task, out_of_room=sum(each.out_of_room for each in trajectories))
+        return GroupResult(job.plan, group, trajectories, job.task, failure, may_pass)
+
+    async def _episode(self, job: _Job, number: int, first: Completion | None) -> tuple[Trajectory, bool]:
+        """One rollout from its beginning to its end; errors are in the rollout. And whether its failure may pass."""
+        plan, opening = job.plan, None
+        if first is not None and job.request is not None:
+            opening = Opening(job.task.opening, job.request.prompt_token_ids, first)
+        episode = Episode(
+            self._policy, plan.source, group_id=plan.group_id, seed=plan.seed, number=number, opening=opening
+        )
+        CURRENT.set(episode)  # of this task only: gather gives each episode a context of its own
+        with attempt() as outcome:
+            try:
+                async with _deadline(job):
+                    with suppress(EpisodeOver):
+                        await plan.source.play(episode, job.task, plan.max_steps or self._policy.longest)
+                episode.check()
+            finally:
+                episode.close()
+        return episode.trajectory(outcome.failure), outcome.may_pass
+
+
+@dataclass(slots=True)
+class Outcome:
+    failure: str | None = None
+    may_pass: bool = False  # another server was away or busy
+
+
+@contextmanager
+def attempt() -> Iterator[Outcome]:
+    """The boundary around everything that is not ours: environments, rewards, the engine's refusal of a request."""
+    outcome = Outcome()
+    try:
+        yield outcome
+    except (Exception, SystemExit) as error:  # noqa: BLE001  boundary: a failed episode is a recorded result
+        outcome.failure, outcome.may_pass = describe(error), _may_pass(error)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        outcome.failure = describe(error)  # foreign code's own: nobody has cancelled this episode
+
+
+def describe(error: BaseException) -> str:
+    """One line: our own errors speak for themselves, foreign ones are named."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ParallmError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    for _ in range(16):  # `raise error from error` has no end
+        if isinstance(error, ConnectionError) or (isinstance(error, EndpointError) and error.may_pass):
+            return True
+        error = error and (error.__cause__ or error.__context__)
+    return False
+
+
+@asynccontextmanager
+async def _deadline(job: _Job) -> AsyncIterator[None]:
+    limit = asyncio.timeout_at(job.deadline)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if limit.expired():  # and not some other time-out inside the environment
+            allowed = f"timeout_s = {job.plan.source.config.timeout_s:g} s"
+            raise RolloutRejectedError(f"not finished within {allowed}") from error
+        raise
+
+
+def _failed(plan: GroupPlan, outcome: Outcome, task: Task | None = None) -> GroupResult:
+    return GroupResult(plan, _group(plan, (), task), (), task, outcome.failure, outcome.may_pass)
+
+
+def _group(plan: GroupPlan, rollouts: tuple[Rollout, ...], task: Task | None, *, out_of_room: int = 0) -> RolloutGroup:
+    metadata: dict[str, Any] = {"task_index": plan.task_index, "out_of_room": out_of_room}
+    if task is not None:
+        metadata |= {"key": task.key, "answer": task.answer}
+    return RolloutGroup(plan.group_id, plan.source.name, rollouts, index=plan.index, metadata=metadata)

@@ -1,0 +1,171 @@
+"""The user's own functions and classes, named `python:file.py:name` or `python:package.module:name`. No MLX.
+
+`load` imports one, `check_call` looks at its parameters before anything is built from it, `user_code` is the boundary
+around every later call: whatever foreign code raises becomes one line that names the function, its file and the line.
+
+A relative file is looked for beside the configuration file, then in the working directory (`absolute`, called when a
+configuration is read, so that a saved one does not depend on either).
+"""
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mlx_parallm.errors import ConfigError, ParallmError
+
+PREFIX = "python:"
+FORM = '"python:file.py:name" or "python:package.module:name"'
+PACKAGE = str(Path(__file__).parents[1] / "_").removesuffix("_")  # with the separator: not mlx_parallm_rewards/
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
+
+def is_reference(text: str) -> bool:
+    return text.startswith(PREFIX)
+
+
+def absolute(text: str, directories: Sequence[Path]) -> str:
+    """A path, or the path inside a reference, made absolute by the first of `directories` that has the file."""
+    prefix, path, name = "", text, ""
+    if is_reference(text):
+        prefix = PREFIX
+        path, colon, name = text.removeprefix(PREFIX).rpartition(":")
+        if not path.endswith(".py"):
+            return text
+        name = colon + name
+    found = next((d / Path(path).expanduser() for d in directories if (d / Path(path).expanduser()).is_file()), None)
+    return text if found is None else f"{prefix}{found.resolve()}{name}"
+
+
+def load(reference: str, key: str) -> Any:
+    """What `reference` names. `key` is the configuration key that holds it.
+
+    Raises ConfigError: not of the right form, no such file, module or name, or whatever running the file raises.
+    """
+    where, _, name = reference.removeprefix(PREFIX).rpartition(":")
+    if not is_reference(reference) or not where or not name.isidentifier():
+        raise ConfigError(f"{key}: {reference!r} does not have the form {FORM}")
+    module = _run_file(Path(where), f"{key}: {reference}") if where.endswith(".py") else _import(where, key, reference)
+    if not hasattr(module, name):
+        own = [entry for entry, value in vars(module).items() if not entry.startswith("_") and callable(value)]
+        raise ConfigError(f"{key}: {reference}: there is no {name!r} in {module.__file__}{did_you_mean(name, own)}")
+    return getattr(module, name)
+
+
+def name_of(function: Any) -> str:
+    """A function's own name; a callable object's class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def is_async(function: Any) -> bool:
+    """Whether a call returns a coroutine; objects carry the `async` on their `__call__`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def load_function(reference: str, key: str) -> tuple[Callable[..., Any], inspect.Signature]:
+    """A function or a callable object, and its signature. Raises ConfigError."""
+    function = load(reference, key)
+    if isinstance(function, type) or not callable(function):
+        kind = "a class" if isinstance(function, type) else f"{type(function).__name__} {function!r}"
+        raise ConfigError(f"{key}: {reference} is {kind}, not a function")
+    try:
+        return function, inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}: the parameters of {reference} cannot be read: {error}") from error
+
+
+def load_function_of(arguments: Sequence[str], reference: str, key: str) -> Callable[..., Any]:
+    """A plain function that can be called with so many positional arguments. Raises ConfigError."""
+    function, signature = load_function(reference, key)
+    check_call(signature, arguments, f"{key}: {reference}")
+    if is_async(function):
+        raise ConfigError(f"{key}: {reference} is async; it has to be a plain function")
+    return function
+
+
+def check_call(signature: inspect.Signature, arguments: Sequence[str], what: str, keywords: Sequence[str] = ()) -> None:
+    """Raises ConfigError when a call with these positional arguments and keywords would not fit."""
+    try:
+        signature.bind(*arguments, **dict.fromkeys(keywords))
+    except TypeError as error:
+        called = ", ".join([*arguments, *(f"{name}=…" for name in keywords)])
+        raise ConfigError(f"{what} takes {signature}, but it is called with ({called}): {error}") from error
+
+
+@contextmanager
+def user_code(what: str, error_type: type[ParallmError] = ConfigError) -> Iterator[None]:
+    """Turns what the user's code raises into `error_type`, in one line with file and line. Our own errors pass."""
+    try:
+        yield
+    except ParallmError:
+        raise
+    except (Exception, SystemExit) as error:  # boundary: foreign code may raise anything
+        raise error_type(f"{what}: {_fault(error)}") from error
+
+
+def _run_file(path: Path, what: str) -> ModuleType:
+    if not path.is_file():
+        looked = "" if path.is_absolute() else " (looked for beside the configuration and in the working directory)"
+        raise ConfigError(f"{what}: there is no file {path}{looked}")
+    path = path.resolve()
+    name = f"user_code:{path}"  # one module a file, however many of its functions are named
+    if name in sys.modules:
+        return sys.modules[name]
+    specification = importlib.util.spec_from_file_location(name, path)
+    assert specification is not None and specification.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(specification)
+    _search_in(path.parent)
+    sys.modules[name] = module
+    try:
+        with user_code(what):
+            specification.loader.exec_module(module)
+    except ParallmError:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import(module: str, key: str, reference: str) -> ModuleType:
+    _search_in(Path.cwd())
+    if "/" in module or not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(f"{key}: {reference!r} does not have the form {FORM}")
+    with user_code(f"{key}: {reference}"):
+        return importlib.import_module(module)
+
+
+def _search_in(directory: Path) -> None:
+    """Lets user code import its neighbours. Last, so that a file of theirs hides no installed package."""
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))
+
+
+def _fault(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    said = f"{type(error).__name__}: {text}".removesuffix(": ")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
+    # The deepest line of the user's own files, not of the library that it called.
+    return f"{frames[-1].filename}, line {frames[-1].lineno}: {said}" if frames else said
+
+
+def _is_theirs(filename: str) -> bool:
+    return not filename.startswith((PACKAGE, STANDARD_LIBRARY, "<")) and "site-packages" not in filename
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,259 @@
+"""The Atropos API under `/atropos`: a drop-in for environments that derive from atroposlib's `BaseEnv`, and
+for trainers.
+
+`app.create_app` includes the router; `AtroposQueue` (integrations/atropos/queue.py) does the work, or `HandOutQueue`,
+which has /batch hand groups out. Paths, bodies and replies are atroposlib 0.4.0's; docs/atropos_queue.md lists what
+differs. Errors have FastAPI's shape ({"detail": …}), as there, not the OpenAI shape of the other routes.
+
+Handlers are plain functions: FastAPI runs them in its thread pool, because each touches the database.
+"""
+
+import contextlib
+import gzip
+import io
+import json
+import uuid
+import zlib
+from collections.abc import Callable, Coroutine
+from itertools import chain
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exception_handlers import http_exception_handler
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
+from pydantic import AfterValidator, BaseModel, NonNegativeInt, ValidationError
+from starlette.exceptions import HTTPException
+
+from mlx_parallm.errors import RolloutRejectedError, StoreError
+from mlx_parallm.integrations.atropos.queue import AtroposQueue, AtroposSettings
+from mlx_parallm.integrations.atropos.wire import ScoredData
+
+MAX_UNPACKED_BYTES = 64 << 20  # a gzip body may unpack to this; the app limits what comes over the wire
+_NO_EXAMPLE = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs")
+_JSON = Body()
+_BAD_GZIP = "Invalid gzip payload"
+
+
+class Registration(BaseModel):
+    """What a trainer tells."""
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+
+
+def _whole(name: str) -> str:
+    name.encode()  # half a character (a lone surrogate) is a ValueError, so a 422; it can be neither kept nor answered
+    return name
+
+
+class EnvironmentRegistration(BaseModel):
+    max_token_length: int
+    desired_name: Annotated[str, AfterValidator(_whole)]
+    weight: float
+    group_size: int
+    min_batch_allocation: float | None = None
+
+
+class EnvironmentId(BaseModel):
+    env_id: NonNegativeInt
+
+
+class _UnpackedRequest(Request):
+    """Unpacks gzip bodies (environments send every group of more than 1 KB so) and parses JSON, off the loop."""
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_unpacked"):
+            body = await super().body()
+            if "gzip" in self.headers.get("content-encoding", "").lower() and body:
+                body = await run_in_threadpool(_gunzip, body)
+            self._unpacked = body
+        return self._unpacked
+
+    async def json(self) -> Any:
+        return await run_in_threadpool(json.loads, await self.body())
+
+
+def _route_class(queue: AtroposQueue) -> type[APIRoute]:
+    class AtroposRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handler = super().get_route_handler()
+            brings_groups = self.path.rpartition("/")[2].startswith("scored_data")
+
+            async def answering(request: Request) -> Response:
+                answer: Response
+                try:
+                    return await handler(_UnpackedRequest(request.scope, request.receive))
+                except RequestValidationError as error:
+                    detail = _details(error.errors())
+                    reason, answer = str(detail[0]["msg"]), JSONResponse({"detail": detail}, 422)
+                except HTTPException as error:
+                    in_words = PlainTextResponse(error.detail, error.status_code)
+                    reason = error.detail
+                    answer = in_words if reason == _BAD_GZIP else await http_exception_handler(request, error)
+                except StoreError as error:
+                    return JSONResponse({"detail": str(error)}, 503)
+                if brings_groups:
+                    with contextlib.suppress(StoreError):  # the disk is full: the answer stays what it is
+                        await run_in_threadpool(queue.quarantine, reason)
+                return answer
+
+            return answering
+
+    return AtroposRoute
+
+
+def create_atropos_router(queue: AtroposQueue) -> APIRouter:
+    """The `/atropos` routes over `queue`."""
+    router = APIRouter(prefix="/atropos", tags=["atropos"], route_class=_route_class(queue))
+    _add_trainer_routes(router, queue)
+    _add_environment_routes(router, queue)
+    _add_data_routes(router, queue)
+    return router
+
+
+def _add_trainer_routes(router: APIRouter, queue: AtroposQueue) -> None:
+    @router.get("", include_in_schema=False)
+    @router.get("/")
+    def root() -> dict[str, str]:
+        return {"message": "AtroposLib API"}
+
+    @router.post("/register")
+    def register(registration: Registration) -> dict[str, Any]:
+        settings = AtroposSettings(
+            batch_size=registration.batch_size,
+            max_token_length=registration.max_token_len,
+            checkpoint_dir=registration.checkpoint_dir,
+            checkpoint_interval=registration.save_checkpoint_interval,
+            total_steps=registration.num_steps,
+            wandb_group=registration.wandb_group,
+            wandb_project=registration.wandb_project,
+        )
+        message = queue.register_trainer(settings, registration.starting_step)
+        return {"uuid": uuid.uuid4().int} | ({"message": message} if message else {})
+
+    @router.get("/batch")
+    def batch() -> Response:
+        return JSONResponse(queue.batch())
+
+    @router.get("/info")
+    def info() -> dict[str, int]:
+        return {"batch_size": queue.settings.batch_size, "max_token_len": queue.settings.max_token_length}
+
+    @router.get("/wandb_info")
+    def wandb_info() -> dict[str, str | None]:
+        return {"group": queue.settings.wandb_group, "project": queue.settings.wandb_project}
+
+    @router.get("/status")
+    def status() -> dict[str, int]:
+        return queue.status()
+
+    @router.get("/reset_data", response_class=PlainTextResponse)
+    def reset_data() -> str:
+        queue.reset()
+        return "Reset successful"
+
+
+def _add_environment_routes(router: APIRouter, queue: AtroposQueue) -> None:
+    @router.post("/register-env")
+    def register_environment(registration: EnvironmentRegistration) -> dict[str, Any]:
+        if not queue.started:
+            return {"status": "wait for trainer to start"}
+        settings = queue.settings
+        entry = queue.register_environment(
+            registration.desired_name,
+            max_token_length=registration.max_token_length,
+            weight=registration.weight,
+            group_size=registration.group_size,
+            min_batch_allocation=registration.min_batch_allocation,
+        )
+        return {
+            "status": "success",
+            "env_id": entry.env_id,
+            "wandb_name": entry.name,
+            "checkpoint_dir": settings.checkpoint_dir,
+            "starting_step": queue.current_step,
+            "checkpoint_interval": settings.checkpoint_interval,
+            "num_steps": settings.total_steps,
+        }
+
+    @router.post("/disconnect-env")
+    def disconnect_environment(environment: EnvironmentId) -> dict[str, str]:
+        if queue.disconnect_environment(environment.env_id):
+            return {"status": "success"}
+        return {"status": "failure", "error": f"no environment {environment.env_id}"}
+
+    @router.get("/status-env")  # a GET with a JSON body: so it is called
+    def environment_status(environment: EnvironmentId) -> dict[str, int | float]:  # they slice with the counts
+        status = queue.environment_status(environment.env_id)
+        if status is None:
+            raise HTTPException(404, f"no environment {environment.env_id}: call /atropos/register-env first")
+        return status
+
+
+def _add_data_routes(router: APIRouter, queue: AtroposQueue) -> None:
+    @router.post("/scored_data", openapi_extra=_json_body(ScoredData.model_json_schema()))
+    def scored_data(group: Annotated[Any, _JSON]) -> Response:
+        faults = _submit(queue, group, ["body"])
+        return JSONResponse({"detail": faults}, 422) if faults else JSONResponse({"status": "received"})
+
+    @router.post(
+        "/scored_data_list",
+        openapi_extra=_json_body({"type": "array", "items": ScoredData.model_json_schema()}),
+    )
+    def scored_data_list(groups: Annotated[Any, _JSON]) -> Response:
+        """Each group on its own: what is good is on the disk, what is not is named with its reason."""
+        if not isinstance(groups, list):
+            kind = {"type": "list_type", "loc": ("body",), "msg": "Input should be a valid list"}
+            raise RequestValidationError([kind])
+        faults = [_submit(queue, group, ["body", number]) for number, group in enumerate(groups)]
+        taken = sum(not fault for fault in faults)
+        if taken < len(groups):
+            return JSONResponse({"detail": list(chain(*faults)), "groups_processed": taken}, 422)
+        return JSONResponse({"status": "received", "groups_processed": taken})
+
+    @router.get("/latest_example")
+    def latest_example() -> Response:
+        example = queue.latest_example()
+        return JSONResponse(example or {field: [] for field in (*_NO_EXAMPLE, "messages", "images")})
+
+
+def _submit(queue: AtroposQueue, group: Any, location: list[str | int]) -> list[dict[str, Any]]:
+    """What is wrong with the group, as FastAPI says it; empty when it was kept."""
+    try:
+        queue.submit(group)
+    except RolloutRejectedError as error:
+        if isinstance(error.__cause__, ValidationError):
+            entries = error.__cause__.errors(include_url=False, include_context=False, include_input=False)
+            return _details([{**entry, "loc": (*location, *entry["loc"])} for entry in entries])
+        kind = "rollout_rejected" if isinstance(group, dict) else "model_attributes_type"
+        return [{"type": kind, "loc": location, "msg": str(error)}]
+    return []
+
+
+def _details(entries: Any) -> list[dict[str, Any]]:
+    """FastAPI's, without what was sent: it may be large, or no JSON (NaN)."""
+    return [{key: entry[key] for key in ("type", "loc", "msg")} for entry in entries]
+
+
+def _gunzip(body: bytes) -> bytes:
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(body)) as file:
+            unpacked = file.read(MAX_UNPACKED_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise HTTPException(400, _BAD_GZIP) from error
+    if len(unpacked) > MAX_UNPACKED_BYTES:
+        raise HTTPException(413, f"the body unpacks to more than {MAX_UNPACKED_BYTES} bytes")
+    return unpacked
+
+
+def _json_body(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,0 +1,382 @@
+"""PPOAlgorithm, GRPOAlgorithm, REINFORCEAlgorithm: the daemon's training loop for people who write Python.
+
+    algorithm = GRPOAlgorithm(env, RolloutManager(env), reward_computer, BackpropModule(inference))
+    metrics = algorithm.train(num_iterations=100)
+
+An iteration is a step of `rl_training.loop`: the rollout manager collects trajectories, the reward computer scores
+them, the buffer makes a batch of them, the trainer learns from it, and the InferenceModule answers with new weights.
+Everything happens on the thread that calls `train`.
+"""
+
+import json
+import weakref
+from abc import ABC
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from mlx_parallm.config.library import AlgorithmConfig, AlgorithmName
+from mlx_parallm.config.load import LoggingConfig
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.environments.manager import RolloutManager
+from mlx_parallm.environments.state import BaseEnvironment
+from mlx_parallm.errors import CheckpointError, ConfigError, EnvironmentFailedError, RolloutRejectedError
+from mlx_parallm.inference.module import InferenceModule
+from mlx_parallm.library.backprop import BackpropModule
+from mlx_parallm.library.collected import CollectedGroups
+from mlx_parallm.library.training_metrics import TrainingMetrics
+from mlx_parallm.losses.advantages import Shaping
+from mlx_parallm.rewards.base import Trajectory, scored
+from mlx_parallm.rl_training.checkpoint import Checkpointer
+from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
+from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
+from mlx_parallm.rl_training.publish.versions import VersionSteps
+from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
+from mlx_parallm.rl_training.run_directory import RunDirectory, checkpoint_at
+from mlx_parallm.rl_training.weight_updater import WeightUpdater
+from mlx_parallm.system.files import write_atomically
+from mlx_parallm.types import Rollout, RolloutGroup
+
+ALGORITHM_FILE = "algorithm.json"  # beside config.toml: which of these classes, and its AlgorithmConfig
+REFILLS = 2  # of groups without variance: then the iteration is made of what there is
+
+
+class RewardComputer(Protocol):
+    """Anything with this method, which returns one number for each trajectory; `rewards.computers` has some."""
+
+    def compute_rewards(self, trajectories: Sequence[Trajectory], method: Any = ...) -> Sequence[float]: ...
+
+
+Callback = Callable[["BaseAlgorithm", TrainingMetrics], None]
+
+
+class BaseAlgorithm(ABC):
+    """Args:
+        rollout_manager: it plays `env` with an InferenceModule, the one whose weights `backprop` trains.
+        reward_computer: sees all trajectories that were collected together; those of one prompt have one `group_id`.
+        callbacks: called after every iteration; what they raise ends `train`.
+
+    Raises ConfigError: what was given does not fit together.
+    """
+
+    name: ClassVar[AlgorithmName]
+    usual_group_size: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        env: BaseEnvironment,
+        rollout_manager: RolloutManager,
+        reward_computer: RewardComputer,
+        backprop: BackpropModule,
+        config: AlgorithmConfig | None = None,
+        *,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.env, self.rollout_manager, self.reward_computer = env, rollout_manager, reward_computer
+        self.backprop, self.config = backprop, config or AlgorithmConfig()
+        self.callbacks = list(callbacks)
+        self.group_size = self.config.group_size or self.usual_group_size
+        self._check()
+        if not any(env is played for played in rollout_manager.environments):
+            raise ConfigError("the rollout manager plays another environment than the one given here")
+        inference = rollout_manager.inference
+        if not isinstance(inference, InferenceModule):
+            raise ConfigError("the environment has no InferenceModule: give one to its constructor")
+        backprop.attach(inference)
+        self.inference, self._kind = inference, type(env).__name__
+        self._loop: TrainingLoop | None = None
+        self._directory: RunDirectory | None = None
+        self._groups = 0  # collected so far
+        self._collected: list[Rollout] = []  # for this iteration
+        self._metrics: list[TrainingMetrics] = []  # of this call of `train`
+        self._trackers: Trackers | None = None
+        self._bar: tuple[Progress, TaskID] | None = None
+
+    @property
+    def iteration(self) -> int:
+        """Finished ones."""
+        return self._loop.step if self._loop is not None else 0
+
+    def train(self, num_iterations: int | None = None, progress_bar: bool = True) -> list[TrainingMetrics]:
+        """Goes on for so many iterations. With a checkpoint_dir there is a checkpoint at the end, as `final`.
+
+        Raises EnvironmentFailedError: no episode of a collection came to its end. RolloutRejectedError: what the reward
+        computer returned is not one finite number for each trajectory. CheckpointError: a full disk, …
+        """
+        count = self.config.num_iterations if num_iterations is None else num_iterations
+        if count < 1:
+            raise ConfigError(f"num_iterations = {count}: at least 1")
+        loop, self._metrics, self._collected = self._the_loop(), [], []
+        with self._tracked(), self._shown(count, progress_bar):
+            loop.run(loop.step + count)
+        return self._metrics
+
+    def save_checkpoint(self, iteration: int | None = None, *, best: bool = False) -> Path:
+        """Writes what training has come to, as the daemon does: `mlx_parallm_serve --lora-path` serves it,
+        `mlx_parallm_merge_lora` merges it. `best`: it is what `best` means from now on.
+
+        Raises ConfigError: no checkpoint_dir, or another iteration than the last one. CheckpointError.
+        """
+        loop = self._the_loop()
+        if self.config.checkpoint_dir is None:
+            raise ConfigError("AlgorithmConfig.checkpoint_dir says where checkpoints go: set it")
+        if iteration not in (None, loop.step):
+            raise ConfigError(f"the weights are those after iteration {loop.step}, not {iteration}")
+        return loop.save(best=best)
+
+    def close(self) -> None:
+        """Ends the run: gives its directory free for another process. Also done when the algorithm is forgotten."""
+        if self._directory is not None:
+            self._release()
+            self._directory, self._loop = None, None
+
+    # ------------------------------------------------------------------ parts
+
+    def _check(self) -> None:
+        config, size = self.config, self.group_size
+        if config.batch_size % size:
+            raise ConfigError(f"batch_size ({config.batch_size}) is not a multiple of group_size ({size})")
+        if config.use_wandb:
+            check_installed(LoggingConfig(trackers=("wandb",)))
+
+    def _the_loop(self) -> TrainingLoop:
+        if self._loop is None:
+            self._loop = self._make_loop(None)
+        elif self._trainer is not self.backprop.trainer:
+            raise ConfigError("another algorithm has trained with this BackpropModule since: make a new one")
+        assert self.inference.weights is not None, "attach() has looked"
+        if (version := self.inference.weights.version) > self._versions.newest[0]:  # BackpropModule.update published it
+            self._versions.record(version, self._loop.step)
+            self._updater.begin()
+        return self._loop
+
+    def _make_loop(self, checkpoint: Path | None) -> TrainingLoop:
+        config, backprop, weights = self.config, self.backprop, self.inference.weights
+        assert weights is not None, "attach() has looked"
+        self._trainer = trainer = backprop.configure(self.name, config.over(backprop.config), self._settings())
+        training, store = backprop.run_config.rl_training, CollectedGroups(self._collect)
+        checkpointer, metrics, state = None, None, None
+        if config.checkpoint_dir is not None:
+            self._directory = RunDirectory.open(backprop.run_config, checkpoint)
+            self._release = weakref.finalize(self, self._directory.close)
+            path = self._directory.path
+            metrics = MetricsFile(path / METRICS_FILE)
+            optimizer, keep = trainer.optimizer, config.keep_checkpoints
+            checkpointer = Checkpointer(path, trainer.policy, optimizer, keep=keep, keep_best=True)
+            if checkpoint is not None:
+                backprop.expect_reference(checkpoint)
+                state = checkpointer.resume(checkpoint, store, metrics)
+                backprop.publish()
+            self._write_settings(self._directory)
+        self._versions = versions = VersionSteps(weights.version, state.step if state else 0)
+        buffer = RolloutBuffer(
+            store,
+            versions,
+            trainer.algorithm.advantages,
+            rollout_batch_size=config.batch_size,
+            group_sizes=[self.group_size],
+            request_groups=store.request,
+            max_staleness=config.max_staleness,
+            max_empty_rounds=REFILLS,
+            seed=training.seed,
+            shaping=Shaping.of(training, leave_out_marked=trainer.algorithm.finish is not None),
+        )
+        self._updater = WeightUpdater(weights, trainer, versions, training)
+        parts = Parts(trainer, buffer, versions, self._updater, checkpointer, metrics, {})
+        return TrainingLoop(parts, training, hooks=Hooks(on_step=self._on_step), state=_between_steps(state))
+
+    def _settings(self) -> dict[str, Any]:
+        """Keys of [rl_training] beside BackpropConfig's."""
+        config = self.config
+        keys: dict[str, Any] = {
+            "batch_size": config.mini_batch_size or config.batch_size,
+            "atropos": {"rollout_batch_size": config.batch_size, "max_token_length": self.inference.max_model_len},
+            "total_steps": config.num_iterations,
+            "checkpoint_interval": config.save_every,
+            "keep_checkpoints": config.keep_checkpoints,
+        }
+        if config.learning_rate is not None:
+            keys["learning_rate"] = config.learning_rate
+        if config.checkpoint_dir is not None:
+            keys["checkpoint_dir"] = str(config.checkpoint_dir)
+            keys["run_name"] = config.run_name or f"{self.name}-{datetime.now():%Y%m%d-%H%M%S}"
+        return keys
+
+    def _write_settings(self, directory: RunDirectory) -> None:
+        """What the commands read of a run, and `load_algorithm_from_checkpoint`."""
+        source = self.backprop.source
+        base = source if isinstance(source, str) else self.backprop.loaded.path
+        directory.write_config(self.backprop.run_config.model_copy(update={"model": ModelConfig(base_path=str(base))}))
+        written = {"name": self.name, "config": self.config.model_dump(mode="json")}
+        write_atomically(directory.path / ALGORITHM_FILE, (json.dumps(written, indent=1) + "\n").encode())
+
+    # ------------------------------------------------------------------ an iteration
+
+    def _collect(self, groups: int) -> list[RolloutGroup]:
+        """So many groups, played and scored; those with an episode that failed are left out."""
+        steps = self.config.max_steps_per_rollout
+        limit = {} if steps is None else {"max_steps_per_rollout": steps}
+        size = self.group_size
+        played = self.rollout_manager.collect_rollouts(groups * size, **limit, group_size=size)
+        together: dict[str, list[Trajectory]] = {}
+        for trajectory in played:
+            together.setdefault(trajectory.group_id, []).append(trajectory)
+        whole = [group for group in together.values() if len(group) == size and not any(t.error for t in group)]
+        if not whole:
+            reasons = [trajectory.error for trajectory in played if trajectory.error is not None]
+            raise EnvironmentFailedError(f"none of {len(played)} episodes can be used: {reasons[:1] or 'none came'}")
+        rollouts = self._scored([trajectory for group in whole for trajectory in group])
+        compared = len(rollouts) if size == 1 else size
+        parts = [self._filtered(rollouts[start : start + compared]) for start in range(0, len(rollouts), compared)]
+        members = [rollout for part in parts for rollout in part]
+        first, self._groups = self._groups, self._groups + len(whole)
+        return [
+            RolloutGroup(f"{self.name}-{index}", self._kind, tuple(members[start : start + size]), index=index)
+            for index, start in zip(range(first, self._groups), range(0, len(members), size), strict=True)
+        ]
+
+    def _scored(self, trajectories: Sequence[Trajectory]) -> tuple[Rollout, ...]:
+        method = self.config.reward_method
+        said = {} if method is None else {"method": method}
+        rewards = self.reward_computer.compute_rewards(list(trajectories), **said)
+        try:
+            scores = [{"reward": float(reward)} for reward in rewards]
+        except (TypeError, ValueError) as error:
+            expected = f"expected a list of {len(trajectories)} numbers"
+            raise RolloutRejectedError(f"compute_rewards returned {rewards!r}: {expected}") from error
+        rollouts = scored(trajectories, scores)
+        self._collected += rollouts
+        return rollouts
+
+    def _filtered(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Nothing is learned from those below the percentile; they count in their group's mean."""
+        if not self.config.filter_percentile:
+            return list(rollouts)
+        least = np.percentile([rollout.reward for rollout in rollouts], self.config.filter_percentile)
+        return [replace(r, zero_advantage=r.zero_advantage or r.reward < least) for r in rollouts]
+
+    def _on_step(self, line: dict[str, Any]) -> None:
+        metrics, self._collected = TrainingMetrics.of(line, self._collected), []
+        self._metrics.append(metrics)
+        every = self.config.update_ref_every
+        if every and metrics.iteration % every == 0:
+            self.backprop.update_ref_model()
+        if self._trackers is not None:
+            self._trackers.log(line)
+        if self._bar is not None:
+            progress, task = self._bar
+            progress.update(task, advance=1, reward=f"{metrics.reward_mean:.3f}")
+        for callback in self.callbacks:
+            callback(self, metrics)
+
+    @contextmanager
+    def _tracked(self) -> Iterator[None]:
+        if not self.config.use_wandb or self._directory is None:
+            yield
+            return
+        run = TrackedRun(
+            self._directory.path, self.config.wandb_project, self.backprop.run_config.redacted(), step=self.iteration
+        )
+        self._trackers = Trackers(("wandb",), run)
+        try:
+            yield
+        finally:
+            self._trackers.close()
+            self._trackers = None
+
+    @contextmanager
+    def _shown(self, count: int, progress_bar: bool) -> Iterator[None]:
+        columns = (TextColumn(self.name), BarColumn(), MofNCompleteColumn(), TextColumn("reward {task.fields[reward]}"))
+        with Progress(*columns, TimeRemainingColumn(), disable=not progress_bar) as progress:
+            self._bar = progress, progress.add_task(self.name, total=count, reward="…")
+            try:
+                yield
+            finally:
+                self._bar = None
+
+
+class PPOAlgorithm(BaseAlgorithm):
+    """PPO (arXiv:1707.06347): a value head beside the policy, generalised advantages, a clipped ratio."""
+
+    name = "ppo"
+
+
+class GRPOAlgorithm(BaseAlgorithm):
+    """GRPO (arXiv:2402.03300): each trajectory against the others of its prompt. No value head is needed."""
+
+    name = "grpo"
+    usual_group_size = 8
+
+    def _check(self) -> None:
+        super()._check()
+        if self.group_size < 2:
+            raise ConfigError("GRPO compares the trajectories of one prompt: group_size has to be at least 2")
+
+
+class REINFORCEAlgorithm(BaseAlgorithm):
+    """REINFORCE (Williams 1992): rewards, whitened over the batch, times the log-probability; one pass, no ratio."""
+
+    name = "reinforce"
+
+    def _check(self) -> None:
+        super()._check()
+        if (self.config.ppo_epochs or 1) > 1:
+            raise ConfigError("REINFORCE has no ratio to correct a second pass by: ppo_epochs can only be 1")
+
+
+ALGORITHMS: dict[str, type[BaseAlgorithm]] = {
+    kind.name: kind for kind in (PPOAlgorithm, GRPOAlgorithm, REINFORCEAlgorithm)
+}
+
+
+def create_algorithm(name: str, *parts: Any, **options: Any) -> BaseAlgorithm:
+    """The algorithm "ppo", "grpo" or "reinforce" of these parts, as its constructor takes them. Raises ConfigError."""
+    if name.lower() not in ALGORITHMS:
+        raise ConfigError(f"no algorithm {name!r}: choose one of {', '.join(ALGORITHMS)}")
+    return ALGORITHMS[name.lower()](*parts, **options)
+
+
+def load_algorithm_from_checkpoint(
+    path: str | Path,
+    env: BaseEnvironment,
+    rollout_manager: RolloutManager,
+    reward_computer: RewardComputer,
+    backprop: BackpropModule,
+    *,
+    callbacks: Sequence[Callback] = (),
+) -> BaseAlgorithm:
+    """Goes on where a run stood: a run's directory (its latest checkpoint), or one of its steps, `final`, `best`.
+
+    Weights, value head, reference, optimizer and random states come from the checkpoint, the AlgorithmConfig from the
+    run; the other parts are made by you as they were. Raises CheckpointError: nothing there, or not of an algorithm.
+    """
+    checkpoint = checkpoint_at(Path(path))
+    file = (checkpoint or Path(path)).parent / ALGORITHM_FILE
+    if checkpoint is None or not file.is_file():
+        raise CheckpointError(
+            f"{path}: no checkpoint of an algorithm there (a step_… directory, {ALGORITHM_FILE} above it)"
+        )
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        values = saved["config"] | {"checkpoint_dir": file.parent.parent, "run_name": file.parent.name}
+        config, name = AlgorithmConfig(**values), str(saved["name"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    algorithm = create_algorithm(name, env, rollout_manager, reward_computer, backprop, config, callbacks=callbacks)
+    algorithm._loop = algorithm._make_loop(checkpoint)
+    return algorithm
+
+
+def _between_steps(state: TrainerState | None) -> TrainerState | None:
+    """Raises CheckpointError: of a step whose rollouts only the daemon keeps."""
+    if state is not None and state.in_progress is not None:
+        raise CheckpointError("the checkpoint stands inside a step: go on from the one before it")
+    return state

@@ -1,0 +1,359 @@
+"""BackpropModule: gradients and updates for people who write Python, on the daemon's own trainer.
+
+    advantages = backprop.compute_advantages(rewards, values)
+    loss = backprop.compute_ppo_loss(trajectories, advantages)     a Loss: nothing is computed yet
+    backprop.update(loss)                                          one optimizer update; served at once
+
+MLX differentiates functions and not numbers, so a Loss is a function of the weights: `update` differentiates it,
+`item()` evaluates it. Trajectories are `rewards.base.Trajectory`s (or `types.Rollout`s): tokens, mask and the
+log-probabilities that they were sampled with, which the ratio is against.
+"""
+
+import atexit
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.nn as nn
+import mlx.optimizers
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_parallm.config.library import AlgorithmName, BackpropConfig, RefUpdate, training_keys
+from mlx_parallm.config.load import Config, parse_config
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.inference.module import InferenceModule
+from mlx_parallm.library.losses import Loss, Played, all_segments, sampled_tokens, segments_of, spread
+from mlx_parallm.losses.advantages import group_advantages, whiten
+from mlx_parallm.losses.gae import gae
+from mlx_parallm.losses.kl import KL_ESTIMATORS
+from mlx_parallm.losses.registry import policy_loss
+from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
+from mlx_parallm.losses.value import value_loss
+from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model
+from mlx_parallm.models.threads import release_streams
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.external_optimizer import optimizer_keys
+from mlx_parallm.rl_training.step.loss_trainer import LossTrainer
+from mlx_parallm.rl_training.step.policy import REFERENCE_FILE, TrainedPolicy
+
+NO_VALUES = "this BackpropModule was made with value_head=False: it knows no values"
+
+
+class BackpropModule:
+    """Args:
+        model: an `InferenceModule`, whose weights are then trained, and served after each update; or a path, a hub id,
+            "builtin:tiny", or what `mlx_lm.load` returned first.
+        optimizer: of mlx.optimizers (Adam, AdamW, Lion, Muon), read for its numbers: the update itself is made on
+            float32 copies. Default: AdamW with config.learning_rate.
+        ref_model: the reference of the KL, a model of the same shape (or its path). Default: what training began with,
+            which with an adapter is the model without it.
+        value_head: False: no values, so no PPO; for architectures that do not show their last hidden state.
+
+    One thread's, the one that uses it first. Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        model: InferenceModule | nn.Module | str | Path,
+        optimizer: mlx.optimizers.Optimizer | None = None,
+        ref_model: nn.Module | str | Path | None = None,
+        config: BackpropConfig | None = None,
+        *,
+        value_head: bool = True,
+    ) -> None:
+        self.config = config or BackpropConfig()
+        self.inference: InferenceModule | None = None
+        self.source = model
+        self._ref_model, self._value_head = ref_model, value_head
+        self._optimizer_keys = {} if optimizer is None else optimizer_keys(optimizer)
+        self._loaded: LoadedModel | None = None
+        self._trainer: LossTrainer | None = None
+        self._updates = 0
+        self._last: Mapping[str, float | None] = {}
+        self._run = self._run_config("ppo" if value_head else "grpo", self.config, {})
+        if isinstance(model, InferenceModule):
+            self.attach(model)
+
+    # ------------------------------------------------------------------ what is trained
+
+    @property
+    def trainer(self) -> LossTrainer:
+        """Made when it is first needed."""
+        if self._trainer is None:
+            self._trainer = self._make_trainer()
+        return self._trainer
+
+    @property
+    def policy(self) -> TrainedPolicy:
+        return self.trainer.policy
+
+    @property
+    def run_config(self) -> Config:
+        """The daemon's configuration that means the same."""
+        return self._run
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The base. Raises ModelError."""
+        if self._loaded is None:
+            if self.inference is not None and self.inference.loaded is not None:
+                self._loaded = self.inference.loaded
+            elif isinstance(self.source, nn.Module):
+                self._loaded = adopt_model(self.source)
+            else:
+                self._loaded = load_model(ModelConfig(base_path=str(self.source)))
+        return self._loaded
+
+    def attach(self, inference: InferenceModule) -> None:
+        """The weights of `inference` are what is trained: its requests are answered by them from now on.
+
+        Raises ConfigError: it has no weights of its own, or those of another model.
+        """
+        if self.inference is inference:
+            return
+        if self.inference is not None or not (inference is self.source or _same(inference.source, self.source)):
+            raise ConfigError("the BackpropModule trains another model than the one that the InferenceModule asks")
+        if inference.weights is None or inference.loaded is None:
+            raise ConfigError("an InferenceModule over somebody else's server has no weights that could be trained")
+        self.inference = inference
+        if self._trainer is not None:
+            self.publish()
+
+    def publish(self) -> None:
+        """What is trained now is what the attached InferenceModule answers with; without one nothing happens."""
+        if self.inference is None:
+            return
+        weights, policy = self.inference.weights, self.policy
+        assert weights is not None and weights.policy is not None
+        if policy.lora:
+            weights.publish_adapter(policy.adapter())
+            self.inference.follow_training(weights.policy)
+        else:
+            weights.publish_parameters(policy.full_parameters())
+
+    def configure(self, algorithm: AlgorithmName, config: BackpropConfig, settings: Mapping[str, Any]) -> LossTrainer:
+        """The trainer under an algorithm of the daemon's and further keys of [rl_training]; weights and the optimizer's
+        state stay. Raises ConfigError."""
+        if algorithm == "ppo" and not self._value_head:
+            raise ConfigError(f"PPO learns from values, but {NO_VALUES}")
+        self.config = config
+        self._run = self._run_config(algorithm, config, settings)
+        before, self._trainer = self._trainer, None
+        if before is not None:
+            training = self._run.rl_training
+            self._trainer = LossTrainer(before.policy, training, make_algorithm(training))
+            self._trainer.optimizer.restore(before.optimizer.state())
+        return self.trainer
+
+    def expect_reference(self, directory: Path) -> None:
+        """Before a checkpoint is loaded: it may hold a reference that was updated."""
+        if (directory / REFERENCE_FILE).is_file():
+            self.policy.blend_reference(0.0)
+
+    def _make_trainer(self) -> LossTrainer:
+        _release_streams_at_exit()
+        training, loaded = self._run.rl_training, self.loaded
+        weights = self.inference.weights if self.inference is not None else None
+        served = weights.adapters().get(weights.policy) if weights is not None and weights.policy else None
+        policy = TrainedPolicy(
+            copy.deepcopy(loaded.model),  # a tree of its own; the arrays are shared
+            training,
+            source=loaded.path,
+            model_config=loaded.config,
+            initial_adapter=served.layers if served is not None else None,
+            needs_reference=True,
+            needs_values=self._value_head,
+        )
+        if self._ref_model is not None and not _same(self._ref_model, self.source):
+            given = self._ref_model
+            other = given if isinstance(given, nn.Module) else load_model(ModelConfig(base_path=str(given))).model
+            policy.use_reference(dict(tree_flatten(other.parameters())))
+        self._trainer = LossTrainer(policy, training, make_algorithm(training))
+        self.publish()
+        return self._trainer
+
+    def _run_config(self, algorithm: AlgorithmName, config: BackpropConfig, settings: Mapping[str, Any]) -> Config:
+        training = training_keys(algorithm, config) | self._optimizer_keys | dict(settings)
+        return parse_config({"rl_training": training}, type(self).__name__)
+
+    # ------------------------------------------------------------------ numbers: no gradient, no weights
+
+    def compute_advantages(self, rewards: Any, values: Any) -> Any:
+        """Generalised advantage estimation, normalised over all steps if the configuration says so.
+
+        One episode: rewards [T], values [T], or [T + 1] where the last one stands in for what a cut-off episode would
+        have gone on to earn → [T]. Several: lists of these → a list; there an episode's reward may be one number, which
+        is its last step's (of what `compute_values` gives: its last token's).
+        """
+        several = len(values) > 0 and np.ndim(values[0]) > 0
+        if several and len(rewards) != len(values):
+            raise ConfigError(f"{len(rewards)} episodes of rewards, but {len(values)} of values")
+        pairs = zip(rewards, values, strict=True) if several else [(rewards, values)]
+        found = [self._gae(np.asarray(r, np.float64), np.asarray(v, np.float64)) for r, v in pairs]
+        if self.config.normalize_advantages and found:
+            whole = whiten(np.concatenate(found))
+            found = np.split(whole, np.cumsum([len(part) for part in found])[:-1])
+        return found if several else found[0]
+
+    def _gae(self, rewards: np.ndarray, values: np.ndarray) -> np.ndarray:
+        if rewards.ndim == 0:
+            rewards = np.append(np.zeros(max(len(values) - 1, 0)), rewards)[: len(values)]
+        steps = len(rewards)
+        if len(values) not in (steps, steps + 1):
+            raise ConfigError(f"an episode of {steps} rewards has {steps} values, or one more; these are {len(values)}")
+        if not steps:
+            return np.zeros(0)
+        rewards = rewards.copy()
+        if len(values) > steps:
+            rewards[-1] += self.config.gamma * values[-1]
+        gamma, lam = self.config.gamma, self.config.gae_lambda
+        return gae(rewards, values[:steps], np.array([steps - 1]), gamma=gamma, gae_lambda=lam)
+
+    def compute_returns(self, rewards: Any) -> Any:
+        """Discounted sums from each step on: R_t = r_t + gamma · R_{t+1}. [T] → [T], or a list of episodes → a list."""
+        if len(rewards) > 0 and np.ndim(rewards[0]) > 0:
+            return [self.compute_returns(episode) for episode in rewards]
+        given = np.asarray(rewards, np.float64)
+        last = np.array([len(given) - 1])
+        return gae(given, np.zeros(len(given)), last, gamma=self.config.gamma, gae_lambda=1.0)
+
+    def compute_relative_advantages(self, rewards: Sequence[float], group_size: int) -> np.ndarray:
+        """GRPO: what each of `group_size` neighbours (the answers to one prompt) did better than the group's mean, over
+        its population std if advantages are normalised; 0 where all did the same. [N] → [N].
+
+        Raises ConfigError: a number of rewards that is not whole groups.
+        """
+        values = [float(reward) for reward in rewards]
+        if group_size < 1 or len(values) % group_size:
+            raise ConfigError(f"{len(values)} rewards are not whole groups of {group_size}")
+        kind: Literal["std", "mean"] = "std" if self.config.normalize_advantages else "mean"
+        groups = [values[start : start + group_size] for start in range(0, len(values), group_size)]
+        return np.array([a for group in groups for a in group_advantages(group, kind) or (0.0,) * group_size])
+
+    # ------------------------------------------------------------------ what the weights say of trajectories
+
+    def get_logprobs(self, trajectories: Sequence[Played]) -> list[np.ndarray]:
+        """Under today's weights, of each trajectory's sampled tokens: [n] float32, at the sampling temperature."""
+        return self._scored(trajectories, 0)
+
+    def compute_values(self, trajectories: Sequence[Played]) -> list[np.ndarray]:
+        """What the value head expects where each sampled token is predicted: [n] float32 a trajectory."""
+        if not self._value_head:
+            raise ConfigError(NO_VALUES)
+        return self._scored(trajectories, 2)
+
+    def _scored(self, trajectories: Sequence[Played], column: int) -> list[np.ndarray]:
+        parts = [segments_of(played) for played in trajectories]
+        scores = iter(self.trainer.token_scores([segment for segments in parts for segment in segments]))
+        return [np.concatenate([next(scores)[column] for _ in segments]) for segments in parts]
+
+    # ------------------------------------------------------------------ losses
+
+    def compute_ppo_loss(self, trajectories: Sequence[Played], advantages: Sequence[Any]) -> Loss:
+        """The clipped surrogate (arXiv:1707.06347) + kl_coef · KL - entropy_coef · entropy, mean over tokens. Value
+        loss: add `value_loss_coef * compute_value_loss(…)`.
+
+        `advantages`: a number for each trajectory, or one for each of its sampled tokens.
+        """
+        return self._policy_loss(trajectories, advantages, "clip", clip_ratio=self.config.ppo_clip_range)
+
+    def compute_loss(self, trajectories: Sequence[Played], advantages: Sequence[Any]) -> Loss:
+        """-E[log π · A] + kl_coef · KL - entropy_coef · entropy, mean over tokens (Williams 1992)."""
+        return self._policy_loss(trajectories, advantages, "reinforce")
+
+    def _policy_loss(self, played: Sequence[Played], advantages: Sequence[Any], loss: str, **settings: Any) -> Loss:
+        config = self.config
+        term = partial(
+            policy_loss, loss=loss, kl_estimator=config.kl_estimator, entropy_weight=config.entropy_coef, **settings
+        )
+        needs = frozenset(["reference"] if config.kl_coef else [])
+        rollouts, rows = spread(played, advantages, "advantages")
+        return Loss(self, rollouts, ((1.0, term),), rows, needs=needs)
+
+    def compute_kl(self, trajectories: Sequence[Played]) -> Loss:
+        """KL(policy || reference), nats a token, by config.kl_estimator."""
+        estimator = KL_ESTIMATORS[self.config.kl_estimator]
+
+        def kl(inputs: LossInputs) -> LossOutputs:
+            assert inputs.ref_logprobs is not None
+            values = estimator(masked(inputs.logprobs, inputs.mask), masked(inputs.ref_logprobs, inputs.mask))
+            mean = aggregate(values, inputs)
+            return LossOutputs(mean, {"kl": mean})
+
+        return Loss(self, all_segments(trajectories), ((1.0, kl),), needs=frozenset(["reference"]))
+
+    def compute_entropy(self, trajectories: Sequence[Played]) -> Loss:
+        """Of the whole distribution, nats a token. A bonus is subtracted: `loss + -0.01 * entropy`."""
+
+        def entropy(inputs: LossInputs) -> LossOutputs:
+            assert inputs.entropy is not None
+            mean = aggregate(inputs.entropy, inputs)
+            return LossOutputs(mean, {"entropy": mean})
+
+        return Loss(self, all_segments(trajectories), ((1.0, entropy),))
+
+    def compute_value_loss(self, trajectories: Sequence[Played], returns: Sequence[Any]) -> Loss:
+        """½ (V - R)², clipped if the configuration says so; mean over tokens (losses/value.py).
+
+        `returns`: a number for each trajectory, or one for each of its sampled tokens.
+        """
+        clip = self.config.ppo_clip_range if self.config.clip_value_loss else 0.0
+        rollouts, rows = spread(trajectories, returns, "returns")
+        if not self._value_head:
+            raise ConfigError(NO_VALUES)
+        columns = [np.array(row, np.float32)[sampled_tokens(r)] for row, r in zip(rows, rollouts, strict=True)]
+        whole = np.concatenate([*columns, np.zeros(0, np.float32)])
+        return Loss(
+            self, rollouts, ((1.0, partial(value_loss, clip=clip)),), returns=whole, needs=frozenset(["values"])
+        )
+
+    def evaluate(self, loss: Loss) -> float:
+        """The number, as `loss.item()`."""
+        trainer = self.trainer.under(loss.algorithm(), sequences=len(loss.rollouts))
+        value, loss.metrics, loss.scores = trainer.evaluate(loss.batch(self._updates + 1), loss.scores)
+        return value
+
+    def update(self, loss: Loss) -> Mapping[str, float | None]:
+        """One optimizer update; then the attached InferenceModule answers with the new weights. Returns the metrics:
+        loss, grad_norm (before clipping), learning_rate, and the loss's own."""
+        trainer = self.trainer.under(loss.algorithm(), sequences=len(loss.rollouts))
+        result = trainer.update(loss.batch(self._updates + 1), loss.scores)
+        loss.scores, loss.metrics = result.position.scores, result.metrics
+        self._updates += result.position.updates
+        self._last = result.metrics
+        self.publish()
+        return result.metrics
+
+    def update_ref_model(self, method: RefUpdate | None = None) -> None:
+        """The reference becomes the policy ("copy"), or ema_alpha · reference + (1 - ema_alpha) · policy ("ema")."""
+        method = method or self.config.ref_update_method
+        if method not in ("copy", "ema"):
+            raise ConfigError(f"update_ref_model({method!r}): choose 'copy' or 'ema'")
+        self.policy.blend_reference(0.0 if method == "copy" else self.config.ema_alpha)
+
+    def get_statistics(self) -> dict[str, Any]:
+        """Optimizer updates so far, numbers that are trained, and the metrics of the last update."""
+        own = {"updates": self.trainer.optimizer.updates, "parameters": self.policy.parameters}
+        return own | {name: number for name, number in self._last.items() if number is not None}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether both name, or are, one model."""
+    paths = (str, Path)
+    return one is other or (isinstance(one, paths) and isinstance(other, paths) and str(one) == str(other))
+
+
+@cache
+def _release_streams_at_exit() -> None:
+    """Whoever uses MLX in the main thread owes this (models/threads.py)."""
+
+    def release() -> None:
+        with suppress(RuntimeError):  # it was done already, and then there is no stream any more
+            release_streams()
+
+    atexit.register(release)

@@ -1,0 +1,125 @@
+"""Loss: a loss over some trajectories, not yet computed; and what trajectories become on the way to the trainer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.losses.advantages import raw_rewards
+from mlx_parallm.losses.types import LossInputs, LossOutputs
+from mlx_parallm.rewards.base import Trajectory
+from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.prepare import PreparedBatch, Scores
+from mlx_parallm.rl_training.step.trainer import Algorithm
+from mlx_parallm.types import Rollout
+
+Played = Trajectory | Rollout
+Term = Callable[[LossInputs], LossOutputs]
+Rows = tuple[tuple[float, ...], ...]
+
+
+class Evaluates(Protocol):
+    def evaluate(self, loss: "Loss") -> float: ...
+
+
+@dataclass
+class Loss:
+    """A loss over some trajectories, as a function of the weights. `a + b` and `0.5 * a` are losses too.
+
+    What it is compared with is scored when it is first evaluated, and stays: the reference, the values before, and the
+    log-probabilities of trajectories that came without. So the same Loss may be updated by several times (PPO's
+    epochs). `metrics`: of the last evaluation.
+    """
+
+    module: Evaluates
+    rollouts: tuple[Rollout, ...]
+    terms: tuple[tuple[float, Term], ...]
+    advantages: Rows | None = None  # [B][T]
+    returns: np.ndarray | None = None  # [N] over the trained tokens
+    needs: frozenset[str] = frozenset()  # of "reference", "values"
+    scores: Scores = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+
+    def item(self) -> float:
+        """The number; nothing is differentiated or changed."""
+        return self.module.evaluate(self)
+
+    def __add__(self, other: "Loss") -> "Loss":
+        """Raises ConfigError: the two are of other trajectories, or have other advantages."""
+        same = self.module is other.module and self.rollouts == other.rollouts
+        if not same or (None not in (self.advantages, other.advantages) and self.advantages != other.advantages):
+            raise ConfigError("losses can be added up where they are of the same trajectories and advantages")
+        if self.returns is not None and other.returns is not None and not np.array_equal(self.returns, other.returns):
+            raise ConfigError("losses can be added up where they have the same returns")
+        return replace(
+            self,
+            terms=self.terms + other.terms,
+            advantages=self.advantages or other.advantages,
+            returns=other.returns if self.returns is None else self.returns,
+            needs=self.needs | other.needs,
+            scores={},
+            metrics={},
+        )
+
+    def __mul__(self, factor: float) -> "Loss":
+        return replace(self, terms=tuple((factor * weight, term) for weight, term in self.terms), scores={}, metrics={})
+
+    __rmul__ = __mul__
+
+    def batch(self, step: int) -> TrainBatch:
+        rows = self.advantages or tuple((0.0,) * len(rollout.tokens) for rollout in self.rollouts)
+        sequences = (TrainSequence(r, row, fresh=False) for r, row in zip(self.rollouts, rows, strict=True))
+        return TrainBatch(step, (), tuple(sequences), BatchStatistics())
+
+    def algorithm(self) -> Algorithm:
+        """What the trainer makes an update by."""
+
+        def loss(inputs: LossInputs) -> LossOutputs:
+            outputs = [(weight, term(inputs)) for weight, term in self.terms]
+            metrics = {name: number for _, output in outputs for name, number in output.metrics.items()}
+            return LossOutputs(sum((weight * output.loss for weight, output in outputs), mx.array(0.0)), metrics)
+
+        def with_returns(prepared: PreparedBatch) -> PreparedBatch:
+            return replace(prepared, returns=self.returns)
+
+        values, reference = "values" in self.needs, "reference" in self.needs
+        return Algorithm("loss", loss, raw_rewards, reference, values, finish=with_returns)
+
+
+def segments_of(played: Played) -> tuple[Rollout, ...]:
+    """The sequences of a trajectory, oldest first."""
+    return (played.rollout if isinstance(played, Trajectory) else played).segments
+
+
+def all_segments(trajectories: Sequence[Played]) -> tuple[Rollout, ...]:
+    return tuple(segment for played in trajectories for segment in segments_of(played))
+
+
+def spread(
+    trajectories: Sequence[Played], numbers: Sequence[Any], what: Literal["advantages", "returns"]
+) -> tuple[tuple[Rollout, ...], Rows]:
+    """One number for each trajectory, or for each of its sampled tokens (the first token of a sequence left out) → its
+    sequences, and the numbers of their tokens [T], 0 where not sampled. Raises ConfigError: they do not fit."""
+    if len(numbers) != len(trajectories):
+        raise ConfigError(f"{len(numbers)} {what} for {len(trajectories)} trajectories")
+    rows = []
+    for place, (played, given) in enumerate(zip(trajectories, numbers, strict=True)):
+        sampled = [sampled_tokens(segment) for segment in segments_of(played)]
+        counts = [int(mask.sum()) for mask in sampled]
+        values = np.asarray(given, np.float64)
+        values = np.full(sum(counts), values) if values.ndim == 0 else values
+        if values.shape != (sum(counts),) or not np.isfinite(values).all():
+            raise ConfigError(f"{what}[{place}] is not one finite number, or {sum(counts)}, one for each sampled token")
+        for mask, part in zip(sampled, np.split(values, np.cumsum(counts)[:-1]), strict=True):
+            row = np.zeros(len(mask))
+            row[mask] = part
+            rows.append(tuple(row.tolist()))
+    return all_segments(trajectories), tuple(rows)
+
+
+def sampled_tokens(rollout: Rollout) -> np.ndarray:
+    """[T] bool: what is trained on. The first token of a sequence has nothing before it."""
+    return np.array((0, *rollout.mask[1:]), bool)

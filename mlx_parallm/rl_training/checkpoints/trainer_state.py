@@ -1,0 +1,91 @@
+"""`trainer_state.json`: everything a run needs to go on besides weights and optimizer. No MLX."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import CheckpointError
+from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
+
+STATE_FILE = "trainer_state.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StepInProgress:
+    """The step that a shutdown interrupted: `position` is trainer_base's StepPosition, `statistics` its batch's."""
+
+    step: int
+    group_ids: tuple[str, ...]
+    position: dict[str, Any]
+    statistics: dict[str, Any]
+    time_rollout_s: float = 0.0
+    time_train_s: float = 0.0
+
+    @property
+    def mini_batches(self) -> int:
+        """Finished ones."""
+        return int(self.position["updates"]) + int(self.position["skipped"])
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """`step` steps are finished. `unpublished`: the weights are newer than what `policy_version` served."""
+
+    step: int
+    policy_version: int
+    versions: list[list[int]]  # VersionSteps.state()
+    unpublished: bool = False
+    in_progress: StepInProgress | None = None
+    optimizer_updates: int = 0
+    sources: dict[str, Any] = field(default_factory=dict)  # positions of the environments, by name of the source
+    random_state: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] | None = None  # the last line
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)  # rollback.Rollback of each, oldest first
+    trainer: dict[str, Any] = field(default_factory=dict)  # Trainer.state()
+    score: float | None = None  # checkpoint.score
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def mini_batches(self) -> int:
+        return self.in_progress.mini_batches if self.in_progress else 0
+
+    @property
+    def checkpoint_name(self) -> str:
+        return f"step_{self.step:06d}" + (f"_mb{self.mini_batches:04d}" if self.mini_batches else "")
+
+    def restored_versions(self, numbers: VersionNumbers) -> VersionSteps:
+        """The version table of a resumed run. Weights that were never published get a number of their own."""
+        versions = VersionSteps.restored(self.versions)
+        if self.unpublished:
+            versions.record(numbers.reserve(self.policy_version), self.step)
+            numbers.used()
+        return versions
+
+    def same_moment(self, other: "TrainerState") -> bool:
+        """Same weights: nothing was trained or published between the two. Positions of the environments may differ."""
+        own = (self.step, self.mini_batches, self.policy_version, self.optimizer_updates, self.random_state)
+        return own == (
+            other.step, other.mini_batches, other.policy_version, other.optimizer_updates, other.random_state,
+        )  # fmt: skip
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "TrainerState":
+        """Raises CheckpointError: missing, damaged, or of a newer version."""
+        file = checkpoint / STATE_FILE
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+            if data["schema_version"] > SCHEMA_VERSION:
+                raise CheckpointError(
+                    f"{file}: schema {data['schema_version']} is a newer version's; known: {SCHEMA_VERSION}"
+                )
+            data.pop("config_hash", None)  # of versions that did not compare configurations key by key
+            if (work := data["in_progress"]) is not None:
+                data["in_progress"] = StepInProgress(**work | {"group_ids": tuple(work["group_ids"])})
+            return cls(**data)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error

@@ -1,0 +1,119 @@
+"""Rows of a file in the place of the rollout buffer: step → TrainBatch.
+
+The rows of a step are a function of (seed, step) alone: each epoch is a permutation, cut into batches of nearly equal
+size that never mix epochs. So a resumed run goes on where it was without keeping a position. A step is one optimizer
+update on `batch_size` examples (a pair is one).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mlx_parallm.rl_training.data.tokens import Encoded, Unit
+from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.types import Rollout
+
+Score = Callable[[Sequence[Rollout]], list[float]]
+"""Sequences → log π(y|x) - log π_ref(y|x) of each, under the weights as they are now."""
+
+
+class DataBatches:
+    """Args:
+    units: in the order of the rows.
+    weights: what a KTO row's advantage is: label true, label false (taken negative).
+    log_ratios: for KTO's kl; None = the algorithm needs none.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        batch_size: int,
+        seed: int,
+        weights: tuple[float, float] = (1.0, 1.0),
+        log_ratios: Score | None = None,
+    ) -> None:
+        self._units, self._seed = units, seed
+        self._weights, self._log_ratios = weights, log_ratios
+        self.steps_per_epoch = steps_per_epoch(len(units), batch_size)
+
+    def rows(self, step: int) -> list[int]:
+        """Which units a step trains on."""
+        epoch, number = divmod(step - 1, self.steps_per_epoch)
+        return np.array_split(self._order(epoch), self.steps_per_epoch)[number].tolist()
+
+    def _order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self._seed & 0xFFFFFFFF, epoch]).permutation(len(self._units))
+
+    # ------------------------------------------------------------------ what the loop asks of a buffer
+
+    def request(self, step: int, last: int | None = None) -> None:
+        """Rows need not be asked for."""
+
+    def collect(self, step: int, *, timeout_s: float = 0.0) -> TrainBatch:
+        rows = self.rows(step)
+        units = [self._units[row] for row in rows]
+        constants = {}
+        if self._log_ratios is not None:
+            constants = kto_constants(units, self._mismatched(rows, step), self._log_ratios)
+        sequences = [
+            train_sequence(sequence, self._weights[0] if unit.label else -self._weights[1])
+            for unit in units
+            for sequence in unit.sequences
+        ]
+        lengths = [int(sequence.mask.sum()) for unit in units for sequence in unit.sequences]
+        return TrainBatch(
+            step=step,
+            groups=(),
+            sequences=tuple(sequences),
+            statistics=BatchStatistics(
+                sequences=len(sequences), completion_tokens_mean=sum(lengths) / max(len(lengths), 1)
+            ),
+            constants=constants,
+        )
+
+    def resume(self, step: int, group_ids: Sequence[str]) -> TrainBatch:
+        """The same batch again: a step is one update, so one that was interrupted has not begun."""
+        return self.collect(step)
+
+    def choose_again(self) -> None:
+        """After a rollback the same rows come next."""
+
+    def health(self) -> str | None:
+        """Rows are always there."""
+        return None
+
+    def _mismatched(self, rows: Sequence[int], step: int) -> list[Encoded]:
+        order = self._order((step - 1) // self.steps_per_epoch).tolist()
+        after = dict(zip(order, [*order[1:], order[0]], strict=True))
+        return [mismatched(self._units[row], self._units[after[row]]) for row in rows]
+
+
+def steps_per_epoch(units: int, batch_size: int) -> int:
+    return math.ceil(units / batch_size)
+
+
+def train_sequence(sequence: Encoded, advantage: float) -> TrainSequence:
+    return TrainSequence(sequence.rollout(), (advantage,) * len(sequence.tokens), fresh=False)
+
+
+def mismatched(unit: Unit, other: Unit) -> Encoded:
+    """The prompt of one with the completion of another: what the policy says unasked (KTO, arXiv:2402.01306, §3.3)."""
+    [own], [others] = unit.sequences, other.sequences
+    prompt, completion = own.prompt_length, others.prompt_length
+    return Encoded(
+        np.concatenate([own.tokens[:prompt], others.tokens[completion:]]),
+        np.concatenate([np.zeros(prompt, bool), others.mask[completion:]]),
+    )
+
+
+def kto_constants(units: Sequence[Unit], unasked: Sequence[Encoded], log_ratios: Score) -> dict[str, float]:
+    """Of one mini-batch: "kl" = max(0, mean log-ratio of `unasked`), and how many units are of either label."""
+    ratios = log_ratios([sequence.rollout() for sequence in unasked])
+    desirable = sum(unit.label for unit in units)
+    return {
+        "kl": max(0.0, math.fsum(ratios) / len(ratios)),
+        "desirable": float(desirable),
+        "undesirable": float(len(units) - desirable),
+    }

@@ -1,0 +1,130 @@
+"""Held-out rows: what the algorithm's own loss and metrics say of them, every few steps.
+
+Keys of a metrics line: `eval/<metric>` for the loss and each of its metrics (eval/loss, eval/rewards/accuracies, …),
+for KTO also eval/auc; `heldout_score` is the one number that is better when higher: accuracy of pairs, AUC of labels,
+minus the loss for SFT. The line of step 1 has the same of the untrained model as `eval_before/…`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.config.load import Config
+from mlx_parallm.losses.types import LossInputs
+from mlx_parallm.models.parameters import scalar
+from mlx_parallm.rl_training.data.batches import kto_constants, mismatched
+from mlx_parallm.rl_training.data.tokens import Unit
+from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.types import Rollout
+
+SCORE = "heldout_score"
+ACCURACY = "rewards/accuracies"
+
+
+class HeldOut:
+    """Args:
+    units: held out; the first `data.eval_rows` of them are measured.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], trainer: Trainer, config: Config, *, weights: tuple[float, float]
+    ) -> None:
+        self._units, self._trainer, self._weights = units[: config.data.eval_rows], trainer, weights
+        self._every, self._last = config.data.eval_every, config.rl_training.total_steps
+        self._reference_moves = config.rl_training.reference == "ema"
+        self._rollouts = [sequence.rollout() for unit in self._units for sequence in unit.sequences]
+        self._reference: list[np.ndarray] | None = None
+        self._before: dict[str, float] = {}
+
+    def before(self) -> dict[str, float]:
+        """Of the untrained model; told again with step 1."""
+        found = self.numbers()
+        self._before = {key.replace("eval/", "eval_before/"): value for key, value in found.items() if key != SCORE}
+        return found
+
+    def measure(self, step: int) -> dict[str, float]:
+        """For the metrics line of a step; empty where nothing is due."""
+        due = step == self._last or (self._every > 0 and step % self._every == 0)
+        found = self.numbers() if due else {}
+        return found | (self._before if step == 1 else {})
+
+    def numbers(self) -> dict[str, float]:
+        """Under the weights as they are now; empty without held-out rows."""
+        if not self._units:
+            return {}
+        algorithm = self._trainer.algorithm
+        rows = self._trainer.logprobs(self._rollouts)
+        reference = self._reference_logprobs() if algorithm.needs_reference else None
+        outputs = algorithm.loss(self._inputs(rows, reference))
+        found = {"eval/loss": scalar(outputs.loss)}
+        found |= {f"eval/{name}": scalar(value) for name, value in outputs.metrics.items()}
+        if algorithm.name == "kto" and reference is not None:
+            ratios = [math.fsum(now - then) for now, then in zip(rows, reference, strict=True)]
+            auc = area_under_curve(ratios, [unit.label for unit in self._units])
+            return found | ({} if auc is None else {"eval/auc": auc, SCORE: auc})
+        score = found.get(f"eval/{ACCURACY}", -found["eval/loss"])
+        return found | {SCORE: score}
+
+    def _inputs(self, rows: Sequence[np.ndarray], reference: Sequence[np.ndarray] | None) -> LossInputs:
+        """All held-out rows at once: only their scored tokens, so this is small."""
+        sides = [self._weights[0] if unit.label else -self._weights[1] for unit in self._units for _ in unit.sequences]
+        shape = (len(rows), max(len(row) for row in rows))
+        return LossInputs(
+            logprobs=_padded(rows, shape),
+            rollout_logprobs=mx.zeros(shape),
+            ref_logprobs=None if reference is None else _padded(reference, shape),
+            advantages=mx.broadcast_to(mx.array(sides)[:, None], shape),
+            mask=mx.arange(shape[1])[None] < mx.array([len(row) for row in rows])[:, None],
+            token_normalizer=float(sum(len(row) for row in rows)),
+            sequence_normalizer=float(len(rows)),
+            constants=self._constants(),
+        )
+
+    def _constants(self) -> Mapping[str, float]:
+        if self._trainer.algorithm.name != "kto":
+            return {}
+        after = [*self._units[1:], self._units[0]]
+        unasked = [mismatched(unit, other) for unit, other in zip(self._units, after, strict=True)]
+        return kto_constants(self._units, unasked, lambda rollouts: log_ratios(self._trainer, rollouts))
+
+    def _reference_logprobs(self) -> list[np.ndarray]:
+        if self._reference is None or self._reference_moves:
+            with self._trainer.policy.reference():
+                self._reference = self._trainer.logprobs(self._rollouts)
+        return self._reference
+
+
+def log_ratios(trainer: Trainer, rollouts: Sequence[Rollout]) -> list[float]:
+    """log π(y|x) - log π_ref(y|x) of each sequence's trained tokens."""
+    now = trainer.logprobs(rollouts)
+    with trainer.policy.reference():
+        then = trainer.logprobs(rollouts)
+    return [math.fsum(a.astype(np.float64) - b) for a, b in zip(now, then, strict=True)]
+
+
+def area_under_curve(scores: Sequence[float], labels: Sequence[bool]) -> float | None:
+    """Probability that a row with label true scores above one with false, a tie counting ½. None: one label only.
+
+    Worked: scores [2, 1, 1], labels [true, true, false]: pairs (2, 1) and (1, 1) → (1 + ½) / 2 = 0.75.
+    """
+    values, desirable = np.asarray(scores, np.float64), np.asarray(labels, bool)
+    if desirable.all() or not desirable.any():
+        return None
+    difference = values[desirable][:, None] - values[~desirable][None]
+    return float((0.5 * (1.0 + np.sign(difference))).mean())
+
+
+def _padded(rows: Sequence[np.ndarray], shape: tuple[int, int]) -> mx.array:
+    padded = np.zeros(shape, np.float32)
+    for padded_row, row in zip(padded, rows, strict=True):
+        padded_row[: len(row)] = row
+    return mx.array(padded)
+
+
+def told(numbers: Mapping[str, float]) -> str:
+    """For people: the loss and what the score is made of."""
+    shown = {"eval/loss": "loss", f"eval/{ACCURACY}": "accuracy", "eval/rewards/margins": "margin", "eval/auc": "AUC"}
+    parts = [f"{name} {numbers[key]:.3f}" for key, name in shown.items() if key in numbers]
+    return ", ".join(parts) or "there are none"

@@ -1,0 +1,189 @@
+"""Rows of `[data]`: read, checked one by one, each as an `Example`. An error names file and line. No MLX.
+
+Forms (TRL's): `prompt, chosen, rejected`, or `chosen, rejected` as message lists with a common beginning; KTO:
+`prompt, completion, label`, or pairs, which are split up; SFT: `messages`, `prompt, completion` or `text`. Prompts and
+completions are strings or lists of messages.
+"""
+
+import difflib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_parallm.config.data import PAIRED, DataConfig
+from mlx_parallm.environments.rows import prompt_key, rows_of, split_heldout
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.log import get_logger
+
+SECTION = "data"
+FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "pairs": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    "kto": (("prompt", "completion", "label"), ("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    "sft": (("messages",), ("prompt", "completion"), ("text",)),
+}
+"""Columns of a row; the first form whose columns are all there is the row's."""
+
+Text = str | tuple[Mapping[str, Any], ...]
+"""A piece of a conversation: its messages, or with prompt_format = "text" a string."""
+
+SAME = "chosen and rejected are the same: there is nothing to prefer"
+
+log = get_logger("train")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """`completions`: (chosen, rejected) of a pair, else one. `label`: KTO's. `key`: the prompt's `prompt_key`."""
+
+    where: str
+    prompt: Text
+    completions: tuple[Text, ...]
+    key: str
+    label: bool = True
+
+
+def read_examples(config: DataConfig, algorithm: str) -> tuple[list[Example], list[Example]]:
+    """(trained on, held out). Raises ConfigError: a missing file, a bad row, nothing to train on."""
+    assert config.path is not None
+    examples, heldout = _read(config, config.path, config.split, algorithm), list[Example]()
+    if config.eval_path is not None or config.eval_split is not None:
+        heldout = _read(config, config.eval_path or config.path, config.eval_split or config.split, algorithm)
+        keys = {example.key for example in examples}
+        if both := sum(example.key in keys for example in heldout):
+            log.warning("held-out prompts are trained on too", file=config.eval_path or config.path, prompts=both)
+    elif config.eval_fraction and examples:
+        examples, heldout = split_heldout(examples, config.eval_fraction)
+    if not examples:
+        raise ConfigError(f"{SECTION}: {config.path} has no rows to train on")
+    return examples, heldout
+
+
+def _read(config: DataConfig, file: str, split: str, algorithm: str) -> list[Example]:
+    forms = FORMS["pairs" if algorithm in PAIRED else algorithm]
+    chat, found = config.prompt_format == "chat", []
+    for where, row in rows_of(file, config.subset, split, SECTION):
+        columns = _form(row, forms, algorithm, where)
+        if "chosen" in columns:
+            prompt, chosen, rejected = _pair(row, chat=chat, where=where)
+            sides = ((chosen, True), (rejected, False))
+            if algorithm in PAIRED:
+                found.append(Example(where, prompt, (chosen, rejected), prompt_key(prompt)))
+            else:
+                found += [Example(where, prompt, (side,), prompt_key(prompt), label) for side, label in sides]
+            continue
+        label = row.get("label", True)
+        if "label" in columns and not isinstance(label, bool):
+            raise _bad(where, f"label is {label!r}; expected true (desirable) or false")
+        prompt, completion = _single(row, columns, chat=chat, where=where)
+        found.append(Example(where, prompt, (completion,), prompt_key(prompt or _opening(completion)), label))
+    return found
+
+
+def _form(row: Mapping[str, Any], forms: Sequence[tuple[str, ...]], algorithm: str, where: str) -> tuple[str, ...]:
+    there = [name for name, value in row.items() if value is not None]
+    for columns in forms:
+        if all(name in there for name in columns):
+            return columns
+    missing = min(([name for name in columns if name not in there] for columns in forms), key=len)[0]
+    near = difflib.get_close_matches(missing, row, n=1)
+    hint = f"; is {near[0]!r} meant to be it?" if near else ""
+    wanted = " or ".join(", ".join(columns) for columns in forms)
+    raise _bad(where, f"column {missing!r} is missing{hint}; {algorithm} needs {wanted} (there are: {', '.join(row)})")
+
+
+# ---------------------------------------------------------------------- forms
+
+
+def _pair(row: Mapping[str, Any], *, chat: bool, where: str) -> tuple[Text, Text, Text]:
+    if "prompt" in row and row["prompt"] is not None:
+        prompt = _prompt(row["prompt"], chat=chat, where=where)
+        chosen, rejected = (_completion(row, name, prompt, chat=chat, where=where) for name in ("chosen", "rejected"))
+    else:
+        if not chat:
+            raise _bad(where, "column 'prompt' is missing; data.prompt_format = \"text\" needs it")
+        one, other = (_messages(row[name], name, where) for name in ("chosen", "rejected"))
+        shared = 0
+        while shared < min(len(one), len(other)) and one[shared] == other[shared]:
+            shared += 1
+        prompt = one[:shared]
+        if not prompt:
+            raise _bad(where, "chosen and rejected begin with different messages, and there is no column 'prompt'")
+        if shared == len(one) == len(other):
+            raise _bad(where, SAME)
+        chosen = _answered(one[shared:], "chosen", where)
+        rejected = _answered(other[shared:], "rejected", where)
+    if chosen == rejected:
+        raise _bad(where, SAME)
+    return prompt, chosen, rejected
+
+
+def _single(row: Mapping[str, Any], columns: Sequence[str], *, chat: bool, where: str) -> tuple[Text, Text]:
+    if "text" in columns:
+        return "", _string(row["text"], "text", where)
+    if "messages" in columns:
+        if not chat:
+            raise _bad(where, 'messages need the chat template: set data.prompt_format = "chat"')
+        messages = _messages(row["messages"], "messages", where)
+        if messages[0]["role"] == "assistant":
+            raise _bad(where, "messages begin with the assistant's: what is it an answer to?")
+        return (), _answered(messages, "messages", where)
+    prompt = _prompt(row["prompt"], chat=chat, where=where)
+    return prompt, _completion(row, "completion", prompt, chat=chat, where=where)
+
+
+def _prompt(value: Any, *, chat: bool, where: str) -> Text:
+    if not chat:
+        return _string(value, "prompt", where)
+    if isinstance(value, str):
+        return ({"role": "user", "content": _string(value, "prompt", where)},)
+    messages = _messages(value, "prompt", where)
+    if messages[-1]["role"] == "assistant":
+        raise _bad(where, "prompt ends with an assistant's message: put it into the completion")
+    return messages
+
+
+def _completion(row: Mapping[str, Any], name: str, prompt: Text, *, chat: bool, where: str) -> Text:
+    value = row[name]
+    if isinstance(value, str):
+        if not chat:
+            return _string(value, name, where)
+        return ({"role": "assistant", "content": value},)
+    if not chat:
+        raise _bad(where, f'{name} is a list of messages: set data.prompt_format = "chat"')
+    messages = _messages(value, name, where)
+    if messages[: len(prompt)] == prompt:  # the whole conversation, as many hub data sets have it
+        messages = messages[len(prompt) :]
+    return _answered(messages, name, where)
+
+
+def _answered(messages: tuple[Mapping[str, Any], ...], name: str, where: str) -> Text:
+    if not messages or messages[-1]["role"] != "assistant":
+        raise _bad(where, f"{name} does not end with an assistant's message: there is no answer to learn")
+    return messages
+
+
+def _opening(conversation: Text) -> Text:
+    """What the first answer is an answer to; of a text, all of it."""
+    if isinstance(conversation, str):
+        return conversation
+    return tuple(itertools.takewhile(lambda message: message["role"] != "assistant", conversation))
+
+
+def _messages(value: Any, name: str, where: str) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        raise _bad(where, f"{name} is {value!r}; expected a string or a list of messages")
+    for number, message in enumerate(value):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise _bad(where, f'{name}: message {number} is not {{"role": …, "content": text}}: {message!r}')
+    return tuple(value)
+
+
+def _string(value: Any, name: str, where: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise _bad(where, f"{name} is {value!r}; expected a text that is not empty")
+    return value
+
+
+def _bad(where: str, what: str) -> ConfigError:
+    return ConfigError(f"{SECTION}: {where}: {what}")

@@ -1,0 +1,102 @@
+"""A run that learns from rows of a file: `DataSource` reads them and builds what takes the place of rollouts.
+
+rows checked → tokenised (before anything is written) → DataBatches for the loop, HeldOut for its metrics lines
+"""
+
+import hashlib
+from functools import partial
+from typing import Any
+
+from mlx_parallm.config.load import Config, RLTrainingConfig
+from mlx_parallm.environments.base import ChatTokenizer
+from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.rl_training.data.batches import DataBatches, steps_per_epoch
+from mlx_parallm.rl_training.data.heldout import HeldOut, log_ratios
+from mlx_parallm.rl_training.data.rows import read_examples
+from mlx_parallm.rl_training.data.tokens import Unit, encode_all
+from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.system.log import get_logger
+
+SOURCE = "data"  # in a checkpoint's `sources`
+
+log = get_logger("train")
+
+
+class DataSource:
+    """Main thread only. Raises ConfigError: a bad row, with file and line; too few rows."""
+
+    def __init__(self, config: Config, tokenizer: ChatTokenizer) -> None:
+        self._config, self._algorithm = config, config.rl_training.algorithm
+        train, heldout = read_examples(config.data, self._algorithm)
+        kwargs, segments = config.model.chat_template_kwargs, self._algorithm == "sft"
+        self._train, self._heldout = (
+            encode_all(examples, tokenizer, config.data, kwargs, segments=segments) for examples in (train, heldout)
+        )
+        if len(self._train) < config.rl_training.batch_size:
+            raise ConfigError(
+                f"{SOURCE}: {len(self._train)} rows to train on are fewer than one mini-batch: rl_training.batch_size ="
+                f" {config.rl_training.batch_size}"
+            )
+        self._state = {"rows": len(self._train), "sha256": _fingerprint(self._train)}
+        self.example_prompt = _prompt_text(train[0].prompt)
+        log.info("rows", train=len(self._train), heldout=len(self._heldout), file=config.data.path)
+
+    def total_steps(self, training: RLTrainingConfig) -> int:
+        """As the configuration says; where it does not, one pass over the rows."""
+        given = "total_steps" in training.model_fields_set
+        return training.total_steps if given else steps_per_epoch(len(self._train), training.batch_size)
+
+    def with_total_steps(self) -> Config:
+        """The configuration with `total_steps` said."""
+        training = self._config.rl_training
+        training = training.model_copy(update={"total_steps": self.total_steps(training)})
+        self._config = self._config.model_copy(update={"rl_training": training})
+        return self._config
+
+    def batches(self, trainer: Trainer) -> DataBatches:
+        training, score = self._config.rl_training, partial(log_ratios, trainer)
+        return DataBatches(
+            self._train,
+            batch_size=training.batch_size,
+            seed=training.seed,
+            weights=self._weights,
+            log_ratios=score if self._algorithm == "kto" else None,
+        )
+
+    def heldout(self, trainer: Trainer) -> HeldOut:
+        return HeldOut(self._heldout, trainer, self._config, weights=self._weights)
+
+    @property
+    def _weights(self) -> tuple[float, float]:
+        own = self._config.rl_training.preference
+        return own.desirable_weight, own.undesirable_weight
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What a resume compares: steps are a function of seed and rows, so the rows have to be the same."""
+        return self._state
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError: the checkpoint's rows were others."""
+        if state != self._state:
+            raise CheckpointError(
+                f"data: {self._config.data.path} gives other tokens than when this run began ({state['rows']} rows"
+                f" then, {len(self._train)} now): put file, chat template and data.* back as they were, or start a"
+                " new run from this one's weights (model.lora_path)"
+            )
+
+
+def _fingerprint(units: list[Unit]) -> str:
+    digest = hashlib.sha256()
+    for unit in units:
+        digest.update(b"1" if unit.label else b"0")
+        for sequence in unit.sequences:
+            digest.update(len(sequence.tokens).to_bytes(4, "little"))
+            digest.update(sequence.tokens.tobytes())
+            digest.update(sequence.mask.tobytes())
+    return digest.hexdigest()
+
+
+def _prompt_text(prompt: Any) -> str:
+    return (prompt or "Hello!") if isinstance(prompt, str) else str(prompt[-1]["content"]) if prompt else "Hello!"

@@ -1,0 +1,176 @@
+"""Examples → token ids and what of them is trained on. No MLX.
+
+The prompt is rendered and tokenised alone, as the server does it, and the completion after it, so the prompt's tokens
+are a prefix of the whole by construction. A completion ends with the turn's end token, as a sampled one does; what the
+template puts behind it (a line end, the next turn) is given, not trained on. Where the template closes a turn with no
+end token, one is put there: without it the model would learn never to stop.
+
+A template that rewrites history (Qwen3's leaves out earlier thinking; or it shows no such end) gives each such turn a
+sequence of its own, in the context that it would be sampled in. A preference is between two sequences: there it is an
+error that names the row.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mlx_parallm.config.data import DataConfig
+from mlx_parallm.environments.base import ChatTokenizer
+from mlx_parallm.errors import ConfigError, RequestError
+from mlx_parallm.rl_training.data.rows import SECTION, Example, Text
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import Rollout
+
+UNKNOWN_VERSION = -1
+
+log = get_logger("train")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One sequence."""
+
+    tokens: np.ndarray  # [T] int32
+    mask: np.ndarray  # [T] bool, trained on
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first trained one."""
+        return int(self.mask.argmax())
+
+    def rollout(self) -> Rollout:
+        """As the trainer takes it: nothing has sampled it, so there is no log-probability to compare with."""
+        length = len(self.tokens)
+        return Rollout(
+            tokens=tuple(self.tokens.tolist()),
+            mask=tuple(self.mask.astype(int).tolist()),
+            logprobs=(0.0,) * length,
+            policy_versions=(UNKNOWN_VERSION,) * length,
+            temperature=1.0,
+            scores={},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is drawn as one: the sequences of a pair (chosen, rejected), or one sequence with its label."""
+
+    sequences: tuple[Encoded, ...]
+    label: bool
+
+
+def encode_all(
+    examples: Sequence[Example],
+    tokenizer: ChatTokenizer,
+    config: DataConfig,
+    template_kwargs: Mapping[str, Any],
+    *,
+    segments: bool,
+) -> list[Unit]:
+    """In the order of the rows.
+
+    Args:
+        segments: an example may become several units, one a stretch that the template leaves as it is (SFT).
+
+    Raises ConfigError: a row that the template refuses or rewrites, or that is too long (see `data.too_long`).
+    """
+    render = partial(tokenizer.render_chat_text, template_kwargs=template_kwargs)
+    units, skipped, first = [], 0, ""
+    for example in examples:
+        sides = [_encode(example, completion, tokenizer, render) for completion in example.completions]
+        if not segments and any(len(side) > 1 for side in sides):
+            raise ConfigError(
+                f"{SECTION}: {example.where}: the chat template rewrites earlier turns of a completion, so it is no one"
+                " sequence that could be preferred: keep only its last turn as the completion, the others in the prompt"
+            )
+        candidates = [(part,) for part in sides[0]] if segments else [tuple(side[0] for side in sides)]
+        for sequences in candidates:
+            longest = max(len(sequence.tokens) for sequence in sequences)
+            if longest <= config.max_length:
+                units.append(Unit(sequences, example.label))
+                continue
+            if config.too_long == "error":
+                raise ConfigError(
+                    f"{SECTION}: {example.where}: {longest} tokens are more than data.max_length ="
+                    f' {config.max_length}: raise it, shorten the row, or set data.too_long = "skip"'
+                )
+            skipped, first = skipped + 1, first or example.where
+    if skipped:
+        log.warning("rows longer than data.max_length are left out", rows=skipped, of=len(examples), first=first)
+    return units
+
+
+def _encode(example: Example, completion: Text, tokenizer: ChatTokenizer, render: Any) -> list[Encoded]:
+    if isinstance(completion, str):
+        assert isinstance(example.prompt, str)
+        prompt = tokenizer.encode(example.prompt) if example.prompt else []
+        answer = tokenizer.encode(completion, add_special_tokens=not prompt)
+        end = [] if answer and answer[-1] in tokenizer.eos_token_ids else _end_token(tokenizer, example)
+        return [_joined([(prompt, False), (answer + end, True)], example)]
+    assert not isinstance(example.prompt, str)
+    try:
+        return _turns(example, example.prompt, completion, tokenizer, render)
+    except RequestError as error:
+        raise ConfigError(f"{SECTION}: {example.where}: {error}") from error
+
+
+def _turns(
+    example: Example,
+    prompt: Sequence[Mapping[str, Any]],
+    completion: Sequence[Mapping[str, Any]],
+    tokenizer: ChatTokenizer,
+    render: Any,
+) -> list[Encoded]:
+    """Every assistant turn of the completion. One sequence, or more where the template rewrites history."""
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    messages = [*prompt, *completion]
+    found: list[list[tuple[list[int], bool]]] = []
+    shown: str | None = None
+    for number in range(len(prompt), len(messages)):
+        if messages[number]["role"] != "assistant":
+            continue
+        before = render(messages[:number], add_generation_prompt=True)
+        after = render(messages[: number + 1], add_generation_prompt=False)
+        if not after.startswith(before):
+            raise ConfigError(
+                f"{SECTION}: {example.where}: the chat template does not go on from the prompt that it opens an answer"
+                f" with: {before[-40:]!r} became {after[max(0, len(before) - 40) :][:60]!r}. Another"
+                " model.chat_template, or model.chat_template_kwargs, may"
+            )
+        answer, closed = _without_tail(after[len(before) :], tokenizer)
+        closing = [] if closed else _end_token(tokenizer, example)
+        if shown is not None and before.startswith(shown):
+            found[-1].append((encode(before[len(shown) :]), False))
+        else:
+            found.append([(encode(before), False)])
+        found[-1].append((encode(answer) + closing, True))
+        shown = before + answer if closed else None  # the template's next turn does not show that end
+    return [_joined(spans, example) for spans in found]
+
+
+def _without_tail(answer: str, tokenizer: ChatTokenizer) -> tuple[str, bool]:
+    """Up to the end token that closes the turn, as generation stops there; false: the template has none there."""
+    ends = [
+        cut + len(text)
+        for text in map(tokenizer.token_text, tokenizer.eos_token_ids)
+        if text and (cut := answer.rfind(text)) >= 0
+    ]
+    end = max(ends, default=0)
+    return (answer[:end], True) if end and not answer[end:].strip() else (answer, False)
+
+
+def _end_token(tokenizer: ChatTokenizer, example: Example) -> list[int]:
+    if not tokenizer.eos_token_ids:
+        raise ConfigError(f"{SECTION}: {example.where}: this model has no end token to close a text with")
+    return [min(tokenizer.eos_token_ids)]  # of several, the end of a document comes before those of turns
+
+
+def _joined(spans: Sequence[tuple[list[int], bool]], example: Example) -> Encoded:
+    tokens = np.array([token for ids, _ in spans for token in ids], np.int32)
+    mask = np.array([trained for ids, trained in spans for _ in ids], bool)
+    if not mask[1:].any():
+        raise ConfigError(f"{SECTION}: {example.where}: there is no token to learn in it")
+    return Encoded(tokens, mask)

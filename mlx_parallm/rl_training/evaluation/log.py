@@ -1,0 +1,99 @@
+"""`evaluations.jsonl` of a run: what each evaluation came to, and how good a checkpoint is by them. No MLX."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.config.evaluation import PREFIX
+from mlx_parallm.config.load import Config
+from mlx_parallm.rl_training.metrics import MetricsFile
+
+EVALUATIONS_FILE = "evaluations.jsonl"
+
+Line = dict[str, Any]
+
+
+class EvaluationLog:
+    """One run's. The trainer's thread.
+
+    A line is `{"step", "version", "seconds", "score", "environments": {NAME: Evaluation.to_json()}}`, or
+    `{"step", "skipped": why}`. It is on the disk before the metrics line that tells of it.
+
+    Args:
+        metric: the one of `flat` that checkpoints are compared by; None: they are by something else.
+        hide: takes secrets out of what is written.
+    """
+
+    def __init__(self, run: Path, metric: str | None = None, hide: Callable[[Line], Line] = dict) -> None:
+        self._file, self._metric, self._hide = MetricsFile(run / EVALUATIONS_FILE), metric, hide
+        self.lines: list[Line] = list(self._file.read())
+        self.running: int | None = None  # of which step
+
+    def cut(self, step: int) -> None:
+        """Removes those of later steps: the run goes on from `step`."""
+        self._file.cut(step)
+        self.lines = [line for line in self.lines if line["step"] <= step]
+
+    def add(self, line: Line) -> None:
+        """Raises CheckpointError: a full disk."""
+        line = self._hide(line)
+        self._file.append(line)
+        self.lines.append(line)
+
+    def done(self) -> list[Line]:
+        return [line for line in self.lines if "skipped" not in line]
+
+    @property
+    def skipped(self) -> int:
+        """How many were due and not made."""
+        return len(self.lines) - len(self.done())
+
+    def settled(self, step: int) -> bool:
+        """It is there, or it is known why not."""
+        return any(line["step"] == step for line in self.lines)
+
+    @property
+    def decides(self) -> bool:
+        """Which checkpoint is the best."""
+        return self._metric is not None
+
+    def score(self, step: int, version: int) -> float | None:
+        """Of a checkpoint's weights; None where they were not evaluated."""
+        for line in self.done():
+            if (line["step"], line["version"]) == (step, version):
+                return flat(line).get(self._metric or "")
+        return None
+
+    def awaited(self, step: int) -> bool:
+        """Whether the checkpoint of that step may yet turn out to be the best."""
+        return step == self.running
+
+
+def flat(line: Line) -> dict[str, float]:
+    """An evaluation as keys of metrics.jsonl: eval/step, eval/score, eval/NAME/accuracy, …"""
+    found = {f"{PREFIX}{key}": line[key] for key in ("step", "version", "seconds", "score")}
+    for name, part in line["environments"].items():
+        found |= {f"{PREFIX}{name}/{metric}": value for metric, value in part["numbers"].items()}
+    return found
+
+
+def sentence(line: Line) -> str:
+    """For people."""
+    told = []
+    for name, part in line["environments"].items():
+        numbers = part["numbers"]
+        shown = [metric for metric in numbers if metric in ("accuracy", "reward") or metric.startswith("pass@")]
+        shown = [metric for metric in shown if f"{metric}_low" in numbers]
+        if numbers.get("reward") == numbers.get("accuracy") and "reward" in shown:
+            shown.remove("reward")
+        parts = [f"{m} {numbers[m]:.3f} [{numbers[f'{m}_low']:.3f}, {numbers[f'{m}_high']:.3f}]" for m in shown]
+        told.append(f"{name}: {', '.join(parts) or 'every answer failed'}")
+    return f"evaluation of step {line['step']} (version {line['version']}): {'; '.join(told)}"
+
+
+def best_by(config: Config) -> str | None:
+    """The metric of an evaluation that checkpoints are compared by; None: a score of their own."""
+    keep = config.rl_training.keep_best
+    if isinstance(keep, str):
+        return keep
+    return f"{PREFIX}score" if keep and config.evaluation.problems and config.evaluation.every else None

@@ -1,0 +1,336 @@
+"""`mlx_parallm_explain`: what a run did and why it does not learn, from its directory alone. No MLX.
+
+    run directory → `Record` (metrics lines, what lies in the store, whether it runs) → `Explanation` → text or JSON
+
+Each window of the run goes through `health.find`; windows that show the same are one finding with its steps. What no
+metrics line can show, because no step was made, is told from the store: nothing came, everything was refused or too
+old. The run may be going on, have been killed in the middle of a line, or have made no step.
+"""
+
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli
+from rich.console import Console
+from rich.text import Text
+
+from mlx_parallm.errors import StoreError
+from mlx_parallm.losses.advantages import group_advantages, token_advantages
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, of_rows
+from mlx_parallm.rl_training.monitor import health
+from mlx_parallm.rl_training.monitor.batch_statistics import StatisticsCollector
+from mlx_parallm.rl_training.monitor.display import sparkline
+from mlx_parallm.rl_training.monitor.health import WINDOW, Diagnosis, Evidence
+from mlx_parallm.rl_training.rollout_buffer import TOO_OLD
+from mlx_parallm.rl_training.run_directory import (
+    CONFIG_FILE,
+    FINAL,
+    LATEST,
+    LOCK_FILE,
+    STORE_FILE,
+    RunDirectory,
+    find_run,
+)
+from mlx_parallm.rollout_store.checks import OTHER_MODEL
+from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
+
+Metrics = Mapping[str, Any]
+
+REFUSED = 0.2
+FEWEST_REFUSED = 3
+LOOKED_AT = 256
+"""Groups, rejects: as many of the store's as are read."""
+NOTHING = StoreCounts(0, 0, 0, 0)
+SPANS_SHOWN = 3
+SOME_STEPS = 20
+"""A run that has not gained by then deserves a word."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the rollout database says."""
+
+    counts: StoreCounts = NOTHING
+    refused: tuple[tuple[str, int], ...] = ()  # reason, times among the newest; the most frequent first
+    too_old: int = 0
+    misfits: int = 0
+    last_received: float | None = None
+    statistics: Metrics | None = None  # of its groups, as a metrics line; only of a run without steps
+    unreadable: str | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that is known of a run. Times in Unix seconds; `until`: now, or the last sign of life of a run that ended."""
+
+    path: Path
+    lines: Sequence[Metrics]
+    total_steps: int | None
+    running: bool
+    finished: bool
+    started: float
+    until: float
+    contents: Contents
+
+    @property
+    def steps(self) -> int:
+        return int(self.lines[-1]["step"]) if self.lines else 0
+
+    @property
+    def start(self) -> Sequence[Metrics]:
+        return self.lines[:WINDOW]
+
+    @property
+    def state(self) -> str:
+        if self.running:
+            return "running"
+        return "finished" if self.finished else "stopped or killed"
+
+    @property
+    def waits(self) -> bool:
+        """It has, or had, a further step to make."""
+        return not self.finished and (self.total_steps is None or self.steps < self.total_steps)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`steps`: (first, last) of each stretch that shows it; none = the run as a whole."""
+
+    diagnosis: Diagnosis
+    steps: tuple[tuple[int, int], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self.diagnosis) | {"page": self.diagnosis.page, "steps": self.steps}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    run: str
+    state: str
+    steps: int
+    total_steps: int | None
+    rewards: tuple[float, ...]
+    gained: bool
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = field(default=())
+
+
+def explain(path: Path) -> Explanation:
+    """Raises ConfigError: no run directory; CheckpointError: a damaged metrics file."""
+    record = read_record(path)
+    notes = [f"the rollouts cannot be read: {record.contents.unreadable}"] if record.contents.unreadable else []
+    evidence = Evidence(record.lines[-WINDOW:], record.start)
+    findings = (*over_the_run(record.lines), *(Finding(diagnosis) for diagnosis in of_the_whole(record)))
+    if record.lines and of_rows(record.lines[-1]):
+        scores = [line["heldout_score"] for line in record.lines if line.get("heldout_score") is not None]
+        notes += [f"held-out score: first {scores[0]:.3f}, last {scores[-1]:.3f}"] if scores else []
+    elif not findings and not evidence.gained and record.steps >= SOME_STEPS:
+        rate = max((line.get("learning_rate") or 0.0 for line in record.lines), default=0.0)
+        at = f" at a learning_rate of {rate:.2g}" if rate else ""
+        notes.append(f"but the reward has not risen{at}; what to try: {health.PAGE}#nothing-found")
+    return Explanation(
+        run=record.path.name,
+        state=record.state,
+        steps=record.steps,
+        total_steps=record.total_steps,
+        rewards=tuple(line["reward_mean"] for line in record.lines if line.get("reward_mean") is not None),
+        gained=evidence.gained,
+        findings=findings,
+        notes=tuple(notes),
+    )
+
+
+def over_the_run(lines: Sequence[Metrics]) -> Iterator[Finding]:
+    """What the windows of a run show, one finding for each name, in the order of first appearance."""
+    found: dict[str, Diagnosis] = {}
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for end in range(1, len(lines) + 1):
+        window = lines[max(0, end - WINDOW) : end]
+        first, last = int(window[0]["step"]), int(window[-1]["step"])
+        for diagnosis in health.find(window, lines[: min(end, WINDOW)]):
+            found[diagnosis.name] = diagnosis
+            known = spans.setdefault(diagnosis.name, [])
+            if known and first <= known[-1][1] + 1:
+                known[-1] = (known[-1][0], last)
+            else:
+                known.append((first, last))
+    return (Finding(diagnosis, tuple(spans[name])) for name, diagnosis in found.items())
+
+
+def of_the_whole(record: Record) -> Iterator[Diagnosis]:
+    """What shows outside of the metrics lines."""
+    contents, counts = record.contents, record.contents.counts
+    groups = counts.waiting + counts.taken + counts.dropped + counts.rejected
+    if counts.rejected >= max(FEWEST_REFUSED, REFUSED * groups):
+        reason, times = contents.refused[0]
+        yield Diagnosis(
+            "groups-refused",
+            f"groups refused: {counts.rejected} of {groups}; the most frequent reason: {reason}",
+            "the environment, reward function or sender that the reason names",
+            {"rejected": counts.rejected, "groups": groups, "with_this_reason": times},
+        )
+    if contents.statistics is not None:
+        yield from health.find([contents.statistics])
+    if not record.waits or contents.unreadable:
+        return
+    too_old = contents.too_old - round(sum(line.get("dropped_stale") or 0 for line in record.lines))
+    misfits = contents.misfits - round(sum(line.get("dropped_misfit") or 0 for line in record.lines))
+    dropped = health.misfit_while_waiting(misfits, record.steps + 1)
+    dropped = dropped or health.stale_while_waiting(too_old, counts.waiting, record.steps + 1)
+    if dropped is not None:
+        yield dropped
+    elif (stalled := _stalled(record, groups)) is not None:
+        yield stalled
+
+
+def _stalled(record: Record, groups: int) -> Diagnosis | None:
+    """Nothing has come for long, or ever; a first step that is in training (its groups are taken) is no stall."""
+    written = (record.path / METRICS_FILE).stat().st_mtime if record.lines else record.started
+    since = max(record.started, written, record.contents.last_received or 0.0)
+    silent_s = max(record.until - since, 0.0)
+    seconds = [(line.get("time_rollout_s") or 0.0) + (line.get("time_train_s") or 0.0) for line in record.lines]
+    usual = statistics.median(seconds) if seconds else 0.0
+    never = not groups and not record.lines and not record.running  # how long it waited may not be known
+    training = not record.lines and record.contents.counts.taken
+    if training or (silent_s < max(health.STALLED_AFTER_S, health.STALLED_TIMES * usual) and not never):
+        return None
+    what = f"no group of rollouts came in the last {silent_s:.0f} s" if groups else "no group of rollouts ever came"
+    return Diagnosis(
+        "environment-stalled",
+        f"environment stalled: {what}, step {record.steps + 1} waits for its batch",
+        "see what the environment waits for; timeout_s bounds an episode",
+        {"silent_s": round(silent_s, 1), "groups": groups},
+    )
+
+
+# ---------------------------------------------------------------------- reading a run
+
+
+def read_record(path: Path) -> Record:
+    """The run directory at `path`, or the one that `path` is a step of. Raises ConfigError, CheckpointError."""
+    directory = find_run(path)
+    running = RunDirectory.in_use(directory)
+    until = time.time() if running else _last_sign(directory)
+    lines = list(MetricsFile(directory / METRICS_FILE).read())
+    contents = _read_store(directory / STORE_FILE, whole=not lines)
+    config = directory / CONFIG_FILE
+    return Record(
+        path=directory,
+        lines=lines,
+        total_steps=_total_steps(config),
+        running=running,
+        finished=(directory / FINAL).exists(),
+        started=config.stat().st_mtime if config.exists() else until,
+        until=max(until, contents.last_received or 0.0),
+        contents=contents,
+    )
+
+
+def _last_sign(directory: Path) -> float:
+    """The newest of its files. The database's and the lock's do not count: looking at them changes them."""
+    files = [file for file in directory.iterdir() if not file.name.startswith((STORE_FILE, LOCK_FILE))]
+    return max((file.stat().st_mtime for file in [*files, directory / LATEST] if file.exists()), default=0.0)
+
+
+def _total_steps(config: Path) -> int | None:
+    try:
+        return int(tomli.loads(config.read_text(encoding="utf-8"))["rl_training"]["total_steps"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _read_store(file: Path, *, whole: bool) -> Contents:
+    if not file.is_file():
+        return Contents()
+    try:
+        store = RolloutStore(file, read_only=True)
+    except StoreError as error:
+        return Contents(unreadable=str(error))
+    try:
+        refused = Counter(reject.reason for reject in store.rejects(LOOKED_AT))
+        reasons = store.drop_reasons()
+        return Contents(
+            counts=store.counts(),
+            refused=tuple(refused.most_common()),
+            too_old=reasons.get(TOO_OLD, 0),
+            misfits=reasons.get(OTHER_MODEL, 0),
+            last_received=store.last_received(),
+            statistics=_statistics(store) if whole else None,
+        )
+    except StoreError as error:
+        return Contents(unreadable=str(error))
+    finally:
+        store.close()
+
+
+def _statistics(store: RolloutStore) -> Metrics:
+    collector = StatisticsCollector()
+    for group in store.groups(sorted(store.known_ids())[:LOOKED_AT]):
+        if token_advantages(group, group_advantages) is None:
+            collector.add_without_variance(group)
+        else:
+            collector.add_trained(group, 0)
+    return collector.result().to_json()
+
+
+# ---------------------------------------------------------------------- telling
+
+
+def as_json(explanation: Explanation) -> str:
+    """One object; `diagnoses` is empty when nothing was found."""
+    rewards = explanation.rewards
+    data = {key: getattr(explanation, key) for key in ("run", "state", "steps", "total_steps", "gained", "notes")}
+    data["reward"] = {"first": _mean(rewards[:WINDOW]), "last": _mean(rewards[-WINDOW:])} if rewards else None
+    data["diagnoses"] = [finding.to_json() for finding in explanation.findings]
+    return json.dumps(data, indent=1) + "\n"
+
+
+def as_text(explanation: Explanation) -> str:
+    """For people; coloured on a terminal."""
+    console = Console()
+    with console.capture() as capture:
+        for line in _told(explanation):
+            console.print(line, soft_wrap=True, highlight=False)
+    return capture.get()
+
+
+def _told(explanation: Explanation) -> Iterator[Text]:
+    of = f" of {explanation.total_steps}" if explanation.total_steps is not None else ""
+    yield Text(f"{explanation.run}: {explanation.steps}{of} steps, {explanation.state}", style="bold")
+    rewards = explanation.rewards
+    if rewards:
+        curve = Text("reward ").append(f"{_mean(rewards[:WINDOW]):.3f} ", style="dim")
+        curve.append(sparkline(rewards), style="green").append(f" {_mean(rewards[-WINDOW:]):.3f}")
+        yield curve.append(f" (the numbers: means of {min(WINDOW, len(rewards))} steps)", style="dim")
+    for finding in explanation.findings:
+        diagnosis = finding.diagnosis
+        yield Text("")
+        yield Text(diagnosis.sentence, style="bold red").append(_steps(finding.steps), style="not bold")
+        numbers = "  ".join(f"{name} {value:.4g}" for name, value in diagnosis.numbers.items())
+        yield Text("  numbers  ", style="dim").append(numbers, style="not dim")
+        yield Text("  change   ", style="dim").append(diagnosis.setting, style="not dim")
+        yield Text("  page     ", style="dim").append(diagnosis.page, style="not dim")
+    if not explanation.findings and explanation.steps:
+        yield Text("healthy: nothing found", style="green")
+    elif not explanation.findings:
+        yield Text("no step yet, and nothing found that would keep it from one")
+    for note in explanation.notes:
+        yield Text(note, style="dim")
+
+
+def _steps(spans: Sequence[tuple[int, int]]) -> str:
+    if not spans:
+        return ""
+    shown = ", ".join(f"{first}–{last}" if last > first else str(first) for first, last in spans[:SPANS_SHOWN])
+    more = f" and {len(spans) - SPANS_SHOWN} more" if len(spans) > SPANS_SHOWN else ""
+    return f"  [steps {shown}{more}]"
+
+
+def _mean(rewards: Sequence[float]) -> float:
+    return sum(rewards) / len(rewards)

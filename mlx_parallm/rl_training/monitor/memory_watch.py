@@ -1,0 +1,109 @@
+"""A run's memory against what the preflight says: refused before anything is loaded, compared when it has run."""
+
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from rich.console import Console
+
+from mlx_parallm.config.load import Config
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.fast_math import on_cpu
+from mlx_parallm.rl_training.loop import Hooks
+from mlx_parallm.rl_training.plan.preflight import (
+    Lengths,
+    MemoryEstimate,
+    ModelShape,
+    in_words,
+    predict_memory,
+    too_little_memory,
+)
+from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.system.hardware import memory_present
+from mlx_parallm.system.log import get_logger
+
+log = get_logger("memory")
+
+TIGHT = 0.85
+"""A larger share of the memory is worth a warning: the prediction is good to about 15 %."""
+OFF = 0.15
+SMALL = 64 * 2**20
+"""On top of that, a difference that nobody needs to hear of: that of a small model is made by single arrays."""
+
+
+class MemoryWatch:
+    """One run's."""
+
+    def __init__(self, config: Config, shape: ModelShape) -> None:
+        self._config, self._shape = config, shape
+        self._seen = Lengths(0, 0)
+        self._peak = 0
+
+    @classmethod
+    def checked(cls, config: Config, model_config: Mapping[str, Any]) -> "MemoryWatch":
+        """Raises ConfigError: the longest sequences that the configuration allows need more than this machine has.
+        ModelError, AdapterError: as `ModelShape.of`."""
+        shape = ModelShape.of(model_config, config)
+        needed, (free, whole) = needed_bytes(predict_memory(config, shape)), memory_present()
+        if needed > whole:
+            raise ConfigError(too_little_memory(config, shape, needed, whole))
+        if needed > min(TIGHT * whole, free):
+            log.warning(
+                "little memory to spare: mlx_parallm_train --dry-run measures what the run needs",
+                needed_at_most=in_words(needed),
+                present=in_words(whole),
+                free=in_words(free),
+            )
+        return cls(config, shape)
+
+    def watching(self, hooks: Hooks) -> Hooks:
+        """Hooks that also tell this watch what was trained on, and the peak of each step."""
+
+        def on_batch(batch: TrainBatch) -> None:
+            self._seen = self._seen.with_batch(batch)
+            hooks.on_batch(batch)
+
+        def on_step(line: dict[str, Any]) -> None:
+            self._peak = max(self._peak, measured_bytes([line]))
+            hooks.on_step(line)
+
+        return replace(hooks, on_batch=on_batch, on_step=on_step)
+
+    @property
+    def foretold(self) -> int:
+        """Bytes, with the longest sequences that were seen so far."""
+        return needed_bytes(predict_memory(self._config, self._shape, self._seen))
+
+    def health(self) -> str | None:
+        """That more is used than the preflight foretold; None = not so."""
+        if self._peak <= self.foretold * (1 + OFF) + SMALL:
+            return None
+        peak, foretold = in_words(self._peak), in_words(self.foretold)
+        return f"memory: {peak} at the peak, {foretold} foretold; rl_training.token_budget lowers it"
+
+    def tell(self, console: Console) -> None:
+        """The comparison, at the end of a run."""
+        if not self._peak:
+            return
+        peak, foretold = in_words(self._peak), in_words(self.foretold)
+        if abs(self.foretold - self._peak) > OFF * self._peak + SMALL:
+            log.warning("the preflight was off", peak=peak, foretold=foretold)
+        lengths = f"the longest prompt ({self._seen.prompt} tokens) and completion ({self._seen.completion}) of the run"
+        text = f"memory: {peak} at the peak; {foretold} ({self.foretold / self._peak:.2f}) were foretold for {lengths}"
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def needed_bytes(estimate: MemoryEstimate) -> int:
+    """What has to fit into the memory that `hardware.memory_present` tells of: a GPU's holds MLX's arrays only."""
+    return estimate.total if on_cpu() else estimate.of_mlx
+
+
+def measured_bytes(lines: Sequence[Mapping[str, Any]]) -> int:
+    """The same, measured: the peak so far of this process (resident), or of MLX's arrays in steps with these lines."""
+    if on_cpu():
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return max([mx.get_peak_memory(), *(int(line["memory_gb"] * 1e9) for line in lines)])

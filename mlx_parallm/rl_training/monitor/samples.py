@@ -1,0 +1,169 @@
+"""What the policy writes, for people to read: first, best and worst completion of a step. No MLX.
+
+`samples.jsonl` in the run directory has one line each, `samples.html` shows the last steps of it to a browser; the
+terminal shows a table, trackers get the same.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from mlx_parallm.rewards.base import BETWEEN
+from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.rl_training.monitor.samples_page import Shown, write_page
+from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.types import Rollout, RolloutGroup
+
+SAMPLES_FILE = "samples.jsonl"
+SAMPLES_PAGE = "samples.html"
+STEPS_ON_PAGE = 50
+SHOWN_CHARACTERS = 300  # of a prompt's end and of a completion, in the terminal
+OF_OLD_LINES: dict[str, Any] = {"version": None, "scores": {}, "turns": 1}  # keys that older lines do not have
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """`completion`: everything after the prompt; in ⟦ ⟧ what an environment put between two turns."""
+
+    step: int
+    which: Literal["first", "best", "worst"]
+    environment: str
+    group_id: str
+    reward: float
+    stop_reason: str | None
+    tokens: int  # sampled
+    turns: int  # in which they were
+    version: int | None  # newest policy version that sampled one of them
+    scores: Mapping[str, float]  # parts of the reward
+    prompt: str
+    completion: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def shown(self) -> Shown:
+        version = "version ?" if self.version is None else f"version {self.version}"
+        turns = f" in {self.turns} turns" if self.turns > 1 else ""
+        ended = f"{self.tokens} tokens{turns}, ended by {self.stop_reason or '?'}"
+        notes = (self.environment, version, ended, self.group_id)
+        return Shown(f"step {self.step}", self.which, self.reward, notes, self.prompt, self.completion, self.scores)
+
+
+class SampleLog:
+    """Every `every` steps (0 = never) writes the samples of a batch and hands them on. The trainer's thread.
+
+    Args:
+        path: of samples.jsonl, beside which samples.html lies. Lines of later steps than `step`, from which the run
+            goes on, are removed.
+        told: called with the step and its samples (the display, the trackers).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        decode: Decode,
+        *,
+        every: int,
+        step: int = 0,
+        told: Sequence[Callable[[int, Sequence[Sample]], None]] = (),
+    ) -> None:
+        self._file, self._decode, self._every, self._told = MetricsFile(path), decode, every, told
+        self._file.cut(step)
+        self._page = path.with_name(SAMPLES_PAGE)
+        old = self._file.last(3 * STEPS_ON_PAGE) if every else []
+        self._shown = deque([Sample(**(OF_OLD_LINES | line)) for line in old], maxlen=3 * STEPS_ON_PAGE)
+
+    def on_batch(self, batch: TrainBatch) -> None:
+        """After each step. Raises CheckpointError: a full disk."""
+        if not self._every or batch.step % self._every:
+            return
+        if samples := choose_samples(batch.step, batch.groups, self._decode):
+            for sample in samples:
+                self._file.append(sample.to_json())
+            self._write_page(samples)
+            for tell in self._told:
+                tell(batch.step, samples)
+
+    def _write_page(self, samples: Sequence[Sample]) -> None:
+        """The newest step comes first."""
+        self._shown.extend(samples)
+        newest = sorted(self._shown, key=lambda sample: -sample.step)
+        note = f"First, best and worst answer of every {self._every} steps; the last {STEPS_ON_PAGE} of them."
+        write_page(self._page, self._page.parent.name, [sample.shown() for sample in newest], note=note)
+
+
+def choose_samples(step: int, groups: Sequence[RolloutGroup], decode: Decode) -> list[Sample]:
+    """The first rollout of a step's batch, the one with the highest reward and the one with the lowest."""
+    pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
+    if not pairs:
+        return []
+
+    def reward(pair: tuple[RolloutGroup, Rollout]) -> float:
+        return pair[1].reward
+
+    chosen: list[tuple[Literal["first", "best", "worst"], tuple[RolloutGroup, Rollout]]]
+    chosen = [("first", pairs[0]), ("best", max(pairs, key=reward)), ("worst", min(pairs, key=reward))]
+    return [_sample(step, which, group, rollout, decode) for which, (group, rollout) in chosen]
+
+
+def samples_table(samples: Sequence[Sample]) -> Table:
+    """For a terminal."""
+    table = Table(title=f"samples of step {samples[0].step}", title_justify="left")
+    table.add_column("")
+    table.add_column("reward", justify="right")
+    for name in ("prompt", "completion"):
+        table.add_column(name, overflow="fold")
+    for sample in samples:
+        words = (sample.which, f"{sample.reward:.3g}", *shortened(sample))
+        table.add_row(*(Text(word) for word in words))
+    return table
+
+
+def shortened(sample: Sample) -> tuple[str, str]:
+    """Prompt (its end: the question) and completion (its beginning), each on one line of bounded length."""
+    prompt, completion = " ".join(sample.prompt.split()), " ".join(sample.completion.split())
+    if len(prompt) > SHOWN_CHARACTERS:
+        prompt = "…" + prompt[1 - SHOWN_CHARACTERS :]
+    if len(completion) > SHOWN_CHARACTERS:
+        completion = completion[: SHOWN_CHARACTERS - 1] + "…"
+    return prompt, completion
+
+
+def _sample(
+    step: int, which: Literal["first", "best", "worst"], group: RolloutGroup, rollout: Rollout, decode: Decode
+) -> Sample:
+    sampled = [
+        version
+        for segment in rollout.segments
+        for version, mask in zip(segment.policy_versions, segment.mask, strict=True)
+        if mask and version >= 0
+    ]
+    begins = rollout.mask.index(1) if 1 in rollout.mask else len(rollout.tokens)
+    return Sample(
+        step=step,
+        which=which,
+        environment=group.environment,
+        group_id=group.group_id,
+        reward=rollout.reward,
+        stop_reason=rollout.stop_reason,
+        tokens=rollout.sampled_tokens,
+        turns=sum(sampled for segment in rollout.segments for sampled, _ in groupby(segment.mask)),
+        version=max(sampled, default=None),
+        scores=dict(rollout.scores),
+        prompt=decode(rollout.tokens[:begins]),
+        completion=_marked(rollout.tokens[begins:], rollout.mask[begins:], decode),
+    )
+
+
+def _marked(tokens: Sequence[int], mask: Sequence[int], decode: Decode) -> str:
+    parts = groupby(zip(tokens, mask, strict=True), key=lambda pair: pair[1])
+    texts = ((sampled, decode([token for token, _ in part])) for sampled, part in parts)
+    return "".join(text if sampled else BETWEEN.format(text) for sampled, text in texts)

@@ -1,0 +1,244 @@
+"""Weights & Biases, TensorBoard, trackio: every metrics line and every sample table, under the same names. No MLX.
+
+    Trackers    hands lines to a thread of its own, so that a slow or dead network never holds up a step
+    Tracker     one service's client; whatever it raises becomes one warning, and the run goes on
+
+A resumed run goes on in the same tracker run: `trackers.json` in the run directory keeps its id.
+"""
+
+import contextlib
+import importlib.util
+import json
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mlx_parallm.config.load import LoggingConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl_training.monitor.samples import Sample
+from mlx_parallm.system.files import write_atomically
+from mlx_parallm.system.log import get_logger
+
+PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
+IDS_FILE = "trackers.json"
+WAITING_LINES = 1000  # for a tracker that lags behind; later ones are dropped, with a warning
+CLOSE_SECONDS = 30.0
+
+log = get_logger("trackers")
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of the run. `config`: secrets hidden. `step`: the one that it goes on after."""
+
+    directory: Path
+    project: str
+    config: Mapping[str, Any]
+    step: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+
+class Tracker(Protocol):
+    def log(self, step: int, line: Mapping[str, Any]) -> None: ...
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def check_installed(config: LoggingConfig) -> None:
+    """Raises ConfigError: a tracker whose package is missing."""
+    for name in config.trackers:
+        if importlib.util.find_spec(PACKAGES[name]) is None:
+            raise ConfigError(
+                f"logging.trackers: {name!r} needs the package {PACKAGES[name]}: pip install 'mlx-parallm[{name}]'"
+            )
+
+
+class Trackers:
+    """Single use. `log` and `samples` never wait and never raise; the trainer's thread calls them."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        run: TrackedRun,
+        *,
+        makers: Mapping[str, Callable[[TrackedRun], Tracker]] | None = None,
+    ) -> None:
+        self._makers = {name: (makers or MAKERS)[name] for name in names}
+        self._run = run
+        self._waiting: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(WAITING_LINES)
+        self._told: set[str] = set()
+        self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
+        if names:
+            self._thread.start()
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """One line of metrics.jsonl."""
+        step = int(line["step"])
+        self._put(lambda tracker: tracker.log(step, line))
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        self._put(lambda tracker: tracker.samples(step, samples))
+
+    def close(self) -> None:
+        """Sends what waits, for at most CLOSE_SECONDS. May be called again."""
+        if not self._thread.is_alive():
+            return
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=CLOSE_SECONDS)
+            self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._warn("trackers", f"not finished within {CLOSE_SECONDS:.0f} s: the last lines may be missing there")
+
+    def _put(self, work: Callable[[Tracker], None]) -> None:
+        if not self._thread.is_alive():
+            return
+        try:
+            self._waiting.put_nowait(work)
+        except queue.Full:
+            self._warn("trackers", f"{WAITING_LINES} lines behind: some are left out (metrics.jsonl has them all)")
+
+    def _work(self) -> None:
+        trackers = {}
+        for name, make in self._makers.items():
+            if (tracker := self._attempt(name, lambda make=make: make(self._run))) is not None:  # type: ignore[misc]
+                trackers[name] = tracker
+        while (work := self._waiting.get()) is not None:
+            for name, tracker in trackers.items():
+                self._attempt(name, lambda work=work, tracker=tracker: work(tracker))  # type: ignore[misc]
+        for name, tracker in trackers.items():
+            self._attempt(name, tracker.close)
+
+    def _attempt(self, name: str, action: Callable[[], Any]) -> Any:
+        """The boundary: a tracker that fails must not stop the training."""
+        try:
+            return action()
+        except Exception as error:  # noqa: BLE001
+            self._warn(name, f"{type(error).__name__}: {error}")
+            return None
+
+    def _warn(self, name: str, problem: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            log.warning("tracker failed; training goes on, metrics.jsonl is complete", tracker=name, problem=problem)
+
+
+def flat(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A metrics line without its nulls; nested names are joined by "/": reward_by_environment/reverse."""
+    for key, value in line.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}/{inner}", item) for inner, item in flat(value))
+        elif value is not None:
+            yield key, value
+
+
+class _Wandb:
+    """`step` is an ordinary metric, and the x axis: W&B's own step cannot go back, as a resume does."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self._wandb = wandb
+        offline = wandb.setup().settings.mode in ("offline", "disabled", "dryrun")
+        if not offline and not wandb.login(prompt=False, verify=False):
+            raise RuntimeError("not logged in: run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline")
+        settings = wandb.Settings(console="off", silent=True, x_disable_meta=True, disable_git=True, save_code=False)
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=_kept_id(run.directory, "wandb"),
+            resume="allow",
+            dir=str(run.directory),
+            config=dict(run.config),
+            settings=settings,
+        )
+        self._run.define_metric("*", step_metric="step")
+        log.info("W&B", run=self._run.id, url=None if offline else self._run.url, files=self._run.dir)
+
+    def log(self, step: int, line: Mapping[str, Any]) -> None:
+        self._run.log(dict(flat(line)))
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        rows = [sample.to_json() for sample in samples]
+        columns = list(rows[0])
+        table = self._wandb.Table(columns=columns, data=[[str(row[column]) for column in columns] for row in rows])
+        self._run.log({"step": step, "samples": table})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _TensorBoard:
+    """Event files under `tensorboard/` of the run directory; steps after the one resumed from are hidden."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=run.step + 1, flush_secs=10)
+        if not run.step:
+            self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=1)}\n```", 0)
+
+    def log(self, step: int, line: Mapping[str, Any]) -> None:
+        for name, value in flat(line):
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, value, step)
+            else:
+                self._writer.add_text(name, str(value), step)
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        texts = [
+            f"**{s.which}** · reward {s.reward:g}\n\n```\n{s.prompt}\n```\n```\n{s.completion}\n```" for s in samples
+        ]
+        self._writer.add_text("samples", "\n\n".join(texts), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Trackio:
+    """A local dashboard (`trackio show`), where TRACKIO_DIR says. It keeps `step` as its own axis."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+
+        self._trackio = trackio
+        self._run = trackio.init(
+            project=run.project,
+            name=f"{run.name}-{_kept_id(run.directory, 'trackio')}",
+            resume="allow",
+            config=dict(run.config),
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    def log(self, step: int, line: Mapping[str, Any]) -> None:
+        self._run.log({key: value for key, value in flat(line) if key != "step"}, step=step)
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        rows = [{key: str(value) for key, value in sample.to_json().items()} for sample in samples]
+        self._run.log({"samples": self._trackio.Table(data=rows)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+MAKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"wandb": _Wandb, "tensorboard": _TensorBoard, "trackio": _Trackio}
+
+
+def _kept_id(directory: Path, name: str) -> str:
+    """The tracker's id of this run: made at the first start, found again at every later one."""
+    file = directory / IDS_FILE
+    known: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
+    if name not in known:
+        known[name] = uuid.uuid4().hex[:8]
+        write_atomically(file, json.dumps(known).encode())
+    return known[name]

@@ -1,0 +1,357 @@
+"""`mlx_parallm_train --dry-run`: a real start and a few real steps in a directory that is thrown away.
+
+    memory by formula → load → one group of each environment, shown and scored → probe → Forecast
+
+The probe is the run itself: same engine, environments, trainer and overlap of the two, so what it measures is what the
+run will do. It ends by an exception out of the loop, which saves nothing. A broken environment or reward function ends
+the dry run with EnvironmentFailedError before the probe.
+"""
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
+from mlx_parallm.config.load import Config
+from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, attempt
+from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.errors import EnvironmentFailedError, RequestError
+from mlx_parallm.models.loading import LoadedModel, read_config
+from mlx_parallm.models.lora import LoraPair
+from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
+from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
+from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
+from mlx_parallm.rl_training.metrics import METRICS_FILE
+from mlx_parallm.rl_training.monitor.display import TrainingDisplay
+from mlx_parallm.rl_training.monitor.memory_watch import measured_bytes, needed_bytes
+from mlx_parallm.rl_training.plan.dry_run_display import (
+    Forecast,
+    remarks,
+    shortcomings,
+    show_forecast,
+    show_group,
+    show_memory,
+)
+from mlx_parallm.rl_training.plan.preflight import (
+    Lengths,
+    ModelShape,
+    checkpoint_bytes,
+    longest,
+    predict_memory,
+)
+from mlx_parallm.rl_training.run_directory import RunDirectory
+from mlx_parallm.rl_training.sources import EMBEDDED, POLICY, policy_inference
+from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.rl_training.step.policy import COMPANIONS
+from mlx_parallm.rl_training.train import TrainingRun
+from mlx_parallm.rollout_store.disk import GB
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.system.hardware import memory_present
+
+FEWEST_STEPS = 3
+"""Steps of a probe; the first is not measured: nothing was generated while it trained nothing."""
+MOST_STEPS = 40
+PROBE_S = 8.0
+"""A probe of quick steps goes on for so long."""
+PROMPTS = 64
+"""Tasks of each environment whose prompts are rendered, for their lengths."""
+ALIKE = 0.8
+"""A share of groups without variance that is worth a word."""
+LOG_LINE = 400
+"""Bytes that a step adds to run.log and samples.jsonl."""
+NEVER = 10**9
+STAND_IN = "STAND-IN-FOR-THE-ANSWER"
+
+T = TypeVar("T")
+
+
+@dataclass
+class Probe:
+    """What the probe's steps showed; `on_step` raises `ProbeDone` after the last one."""
+
+    clock: Callable[[], float] = time.monotonic
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    seen: Lengths = Lengths(0, 0)  # noqa: RUF009  frozen
+
+    def on_batch(self, batch: TrainBatch) -> None:
+        self.seen = self.seen.with_batch(batch)
+
+    def saw(self, prompt: int, completion: int) -> None:
+        self.seen = Lengths(max(self.seen.prompt, prompt), max(self.seen.completion, completion))
+
+    def on_step(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        self.times.append(self.clock())
+        long_enough = self.times[-1] - self.times[0] >= PROBE_S or len(self.times) >= MOST_STEPS
+        if line["gave_up"] or (long_enough and len(self.times) >= FEWEST_STEPS):
+            raise ProbeDone
+
+    @property
+    def seconds(self) -> float | None:
+        """A step's, from the end of the first on: then the next step's rollouts are made while one trains."""
+        if len(self.times) < 2 or self.lines[-1]["gave_up"]:
+            return None
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
+
+
+class ProbeDone(Exception):
+    """The way out of a loop that would save a checkpoint at its end."""
+
+
+class DryRun(TrainingRun):
+    """Args:
+        scratch: an empty directory that the caller removes; takes the place of `checkpoint_dir`.
+
+    Raises EnvironmentFailedError: an environment or a reward function is broken. ConfigError, ModelError, …: as a run.
+    """
+
+    def __init__(self, config: Config, *, scratch: Path, stop: threading.Event, console: Console) -> None:
+        super().__init__(probe_config(config, scratch), resume=None, stop=stop, console=console)
+        self._asked = config
+        self._probe = Probe()
+        self._shape: ModelShape | None = None
+        self._store: RolloutStore | None = None
+        self._empty_bytes = 0
+
+    @property
+    def _measurable(self) -> bool:
+        """Whether steps can be made here and now: not with rollouts that come over HTTP."""
+        return bool(self._sources) or self._data is not None
+
+    def execute(self) -> None:
+        self._shape = ModelShape.of(read_config(self._serving.model_path), self._asked)
+        self._console.print(Rule(Text(f"dry run · {self._asked.model.base_path}"), align="left"))
+        self._console.print(show_memory(predict_memory(self._asked, self._shape), memory_present()[0]))
+        super().execute()  # which refuses what does not fit
+
+    def _training_parts(
+        self,
+        loaded: LoadedModel,
+        initial: dict[str, LoraPair] | None,
+        directory: RunDirectory,
+        store: RolloutStore,
+    ) -> tuple[Parts, TrainerState | None]:
+        self._store, self._empty_bytes = store, store.size_bytes()
+        return super()._training_parts(loaded, initial, directory, store)
+
+    def _train(
+        self, parts: Parts, state: TrainerState | None, directory: RunDirectory, display: TrainingDisplay
+    ) -> None:
+        """In the place of the training: samples, probe, forecast."""
+        if self._sources:
+            self._sample()
+        if not self._stop.is_set() and self._measurable:
+            self._console.print(Text("a few real steps, to measure them …", style="dim"))
+            self._run_probe(parts, display)
+        if self._stop.is_set():
+            return
+        self._conclude(directory)
+
+    # ------------------------------------------------------------------ samples
+
+    def _sample(self) -> None:
+        """Plays one group of each environment and shows it. Raises EnvironmentFailedError when one is broken."""
+        tokenizer, training = self._serving.tokenizer(), self._config.rl_training
+        inference = policy_inference(self._config, self._serving)
+        for source in self._sources:
+            source.attach(inference)
+        runner = EpisodeRunner(
+            self._serving.client,
+            tokenizer,
+            temperature=training.temperature,
+            max_token_length=training.atropos.max_token_length,
+            adapter=POLICY if training.lora.enabled else None,
+            template_kwargs=self._config.model.chat_template_kwargs,
+        )
+        plans = [
+            GroupPlan(f"dry-run-{s.name}", s, 0, s.config.group_size, derive_seed("dry-run", training.seed, number))
+            for number, s in enumerate(self._sources)
+        ]
+
+        async def play() -> list[GroupResult]:
+            return [result for [result] in await asyncio.gather(*(runner.run([plan]) for plan in plans))]
+
+        results = asyncio.run(unless_stopped(play(), self._stop)) or []
+        broken = []
+        for number, result in enumerate(results):
+            key = f"environments.{number}"
+            if result.group.rollouts:
+                first = result.group.rollouts[0]
+                prompt = first.tokens[: first.mask.index(1)] if 1 in first.mask else first.tokens
+                self._console.print(show_group(result, prompt, tokenizer))
+                for rollout in result.group.rollouts:
+                    self._probe.saw(len(prompt), len(rollout.tokens) - len(prompt))
+            failure = result.failure or self._look_through(runner, result.plan.source)
+            if failure is not None:
+                broken.append(f"{key} ({result.plan.source.name}): {failure}")
+            template = self._template_fault(result, tokenizer)
+            self._say([*remarks(result, key), *([template] if template else [])])
+        if broken:
+            raise EnvironmentFailedError("; ".join(broken))
+
+    def _look_through(self, runner: EpisodeRunner, source: EnvironmentSource) -> str | None:
+        """Renders some prompts, for their lengths. What is wrong with the environment; None when nothing is."""
+        most, lengths = self._config.rl_training.atropos.max_token_length, []
+        with attempt() as outcome:
+            for index in range(PROMPTS):
+                lengths.append(len(runner.render_prompt(source.task(index), source.config)))
+        if outcome.failure is not None:
+            return outcome.failure
+        fitting = [length for length in lengths if length < most]
+        if not fitting:
+            return f"none of {PROMPTS} prompts is shorter than rl_training.atropos.max_token_length = {most}"
+        self._probe.saw(max(fitting), 0)
+        if len(fitting) < PROMPTS:
+            where = f"{source.name}: {PROMPTS - len(fitting)} of {PROMPTS} prompts are too long"
+            self._say([f"{where} for rl_training.atropos.max_token_length = {most} and will be dropped"])
+        short = sum(length + source.config.max_tokens > most for length in fitting)
+        if short:
+            rest = f"prompt and {source.config.max_tokens} max_tokens exceed max_token_length = {most}"
+            self._say([f"{source.name}: with {short} of {PROMPTS} prompts {rest}: those completions are cut shorter"])
+        return None
+
+    def _template_fault(self, result: GroupResult, tokenizer: Tokenizer) -> str | None:
+        """The mark that ends an assistant's turn in the chat template should be an end token."""
+        if result.task is None or result.task.plain:
+            return None
+        turns = [*result.task.messages, {"role": "assistant", "content": STAND_IN}]
+        options = self._config.model.chat_template_kwargs | result.plan.source.config.chat_template_kwargs
+        try:
+            text = tokenizer.render_chat_text(turns, add_generation_prompt=False, template_kwargs=options)
+        except RequestError:
+            return None  # a template that takes no assistant turn
+        _, found, tail = text.rpartition(STAND_IN)
+        mark = next(iter(tokenizer.encode(tail.lstrip(), add_special_tokens=False)), None) if found else None
+        if mark is None or mark in tokenizer.eos_token_ids or mark not in tokenizer.special_ids:
+            return None
+        ends = ", ".join(repr(tokenizer.token_text(token)) for token in sorted(tokenizer.eos_token_ids)) or "none"
+        return (
+            f"the chat template ends an answer with {tokenizer.token_text(mark)!r}, which is no end token of this model"
+            f" ({ends}): answers will run on to max_tokens; set eos_token_id in its generation_config.json"
+        )
+
+    # ------------------------------------------------------------------ probe
+
+    def _run_probe(self, parts: Parts, display: TrainingDisplay) -> None:
+        hooks = Hooks(
+            should_stop=self._stop.is_set,
+            on_batch=self._probe.on_batch,
+            on_step=self._probe.on_step,
+            on_wait=lambda seconds: self._look_after(display),
+            served_tokens=lambda: self._serving.client.stats().generation_tokens,
+        )
+        self._loop = TrainingLoop(parts, self._config.rl_training, hooks=hooks)
+        try:
+            self._loop.run()
+        except ProbeDone:
+            return
+
+    def _conclude(self, directory: RunDirectory) -> None:
+        assert self._shape is not None
+        probe, asked, (free, whole) = self._probe, self._asked, memory_present()
+        seen = replace(probe.seen, prompt=max(probe.seen.prompt, 1), completion=max(probe.seen.completion, 1))
+        limit = longest(asked)
+        most = Lengths(max(seen.prompt, 1), max(seen.completion, limit.completion)) if self._measurable else limit
+        by_formula = [predict_memory(asked, self._shape, lengths) for lengths in (seen, most)]
+        memory = measured_bytes(probe.lines) if self._measurable else needed_bytes(by_formula[1])
+        training = asked.rl_training
+        steps = training.total_steps if self._data is None else self._data.total_steps(training)
+        kept = training.keep_checkpoints + bool(training.keep_best)
+        forecast = Forecast(
+            memory_seen=memory,
+            memory_most=memory + max(0, by_formula[1].total - by_formula[0].total) * self._measurable,
+            memory_present=min(whole, free + memory),  # what this process has is free again
+            steps=steps,
+            checkpoint=checkpoint_bytes(asked, self._shape) + self._companions(),
+            checkpoints=min(kept, -(-steps // training.checkpoint_interval)),
+            disk_present=shutil.disk_usage(_existing(training.checkpoint_dir)).free,
+            seconds=probe.seconds,
+            measured_steps=max(0, len(probe.times) - 1),
+            disk_step=self._disk_step(directory),
+            rollouts_most=round(asked.rollouts.max_gb * GB),
+        )
+        self._console.print(show_forecast(forecast, asked))
+        self._say([*self._probe_remarks(), *shortcomings(forecast, asked, self._shape, most)])
+
+    def _probe_remarks(self) -> list[str]:
+        if not self._measurable:
+            return ["no in-process environments: rollouts come over HTTP, so nothing was sampled and no step measured"]
+        found, lines = [], self._probe.lines
+        if reason := next((line["gave_up"] for line in lines if line["gave_up"]), None):
+            found.append(f"a step could not be filled: {reason}")
+        alike = [line["groups_without_variance"] for line in lines if line["groups_without_variance"] is not None]
+        if alike and (share := sum(alike) / len(alike)) >= ALIKE:
+            why = "the reward does not tell answers apart, or the task is too hard or too easy for this model"
+            found.append(f"in {share:.0%} of the probe's groups every completion scored alike: {why}")
+        if health := next((words for words in self._rollouts.health() if words), None):
+            found.append(health)
+        return found
+
+    def _disk_step(self, directory: RunDirectory) -> int:
+        """Bytes of one step: its groups in the database, its metrics line, its line in the log."""
+        lines, store = self._probe.lines, self._store
+        if not lines or store is None:
+            return 0
+        counts = store.counts()
+        one_group = (store.size_bytes() - self._empty_bytes) / max(1, counts.waiting + counts.taken + counts.dropped)
+        groups = sum(line["groups"] or 0 for line in lines) / len(lines)
+        metrics = (directory.path / METRICS_FILE).stat().st_size / len(lines)
+        return round(one_group * groups + metrics + LOG_LINE)
+
+    def _companions(self) -> int:
+        """The tokenizer's files, which travel with full weights."""
+        if self._asked.rl_training.lora.enabled:
+            return 0
+        return sum(file.stat().st_size for file in self._serving.model_path.iterdir() if file.suffix in COMPANIONS)
+
+    def _say(self, sentences: list[str]) -> None:
+        for sentence in sentences:
+            self._console.print(Text(f"note: {sentence}", style="yellow"), soft_wrap=True)
+
+
+async def unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) -> T | None:
+    """The result of `work`; None, and `work` is cancelled, when the process is asked to stop first."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        if stop.is_set():
+            task.cancel()
+            await asyncio.wait([task])
+            return None
+        await asyncio.wait([task], timeout=0.1)
+    return task.result()
+
+
+def probe_config(config: Config, scratch: Path) -> Config:
+    """A probe's configuration: a directory and a port of its own, no end, nothing saved, no external API."""
+    given = config.model
+    if given.lora_path is not None and initial_adapter(config) is None:
+        given = given.model_copy(update={"lora_path": None})  # does not exist yet, as far as the run's directory says
+    training = config.rl_training
+    atropos = training.atropos.model_copy(update={"api_url": EMBEDDED})
+    never = {"total_steps": NEVER, "checkpoint_interval": NEVER, "resume": None}
+    place = {"checkpoint_dir": scratch, "run_name": "dry-run", "atropos": atropos}
+    return config.model_copy(
+        update={
+            "model": given,
+            "server": config.server.model_copy(update={"port": 0}),
+            "rl_training": training.model_copy(update=never | place),
+            "evaluation": config.evaluation.model_copy(update={"problems": 0}),
+            "logging": config.logging.model_copy(update={"trackers": ()}),
+        }
+    )
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return next(candidate for candidate in (path, *path.parents) if candidate.exists())

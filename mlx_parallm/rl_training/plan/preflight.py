@@ -1,0 +1,398 @@
+"""What a run will need, computed before anything is loaded: memory by parts, disk, and with which settings it fits.
+
+    ModelShape.of(config.json, Config)        the model's dimensions; builds the architecture, evaluates nothing
+    predict_memory(Config, shape, lengths)    → MemoryEstimate: parts in bytes, and their total
+    what_fits(Config, shape, room, lengths)   settings that bring it below so many bytes
+    checkpoint_bytes(Config, shape)           one step_* directory
+
+The counts of intermediate arrays below were measured with MLX 0.32.4 (`mx.get_peak_memory` around one micro-batch, some
+sixty shapes of Qwen3 with an adapter, hidden 256 to 5,120, 1 to 8 layers): see docs/benchmarks/dry_run.md.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_parallm.config.data import DATA_ALGORITHMS, PAIRED, USES_REFERENCE
+from mlx_parallm.config.load import Config
+from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
+from mlx_parallm.models.fast_math import on_cpu
+from mlx_parallm.models.head import head_rows
+from mlx_parallm.models.lora import LoraSpec, inject_lora
+from mlx_parallm.models.quantized_cpu import UNPACKED
+from mlx_parallm.models.support import blueprint
+from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
+from mlx_parallm.rl_training.step.optimizer_groups import STATE_BYTES
+from mlx_parallm.system.hardware import GIB, prefix_cache_bytes
+
+PROCESS_BYTES = 240 * 2**20
+"""Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny` and served nothing."""
+FLOAT, HALF = 4, 2
+NARROW = 0.82
+"""Activations of a half-precision model against float32: adapters and log-probabilities stay float32."""
+WHOLE_COPIES, PIECE_COPIES = 10, 11
+"""float32 arrays of [tokens, vocabulary] that the head's backward pass holds at its peak: of all tokens in one graph
+with the last block, or of one piece of them."""
+SHARED = 0.85
+"""Activations where prompts are shared: the same operations on smaller arrays, so that fewer wait to be freed."""
+UNPACKED_AHEAD = 12
+"""Slices of unpacked 4-bit weights that MLX holds on a CPU: those in work, and those of operations that wait."""
+LEAST_SAVING = 0.01
+"""Of what is needed: a setting that saves less is not named."""
+SAMPLING_COPIES = 6
+"""The same for one decode step: logits, noise, log-probabilities."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model's dimensions, and its weights as this configuration loads them."""
+
+    weights: int  # bytes
+    trained: int  # numbers that are trained: the adapter's, or all
+    layers: int
+    hidden: int
+    intermediate: int  # of one token: active experts together
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    width: int  # bytes of a floating-point weight that is not quantised
+    quantized: bool = False
+    loading: int = 0  # bytes besides the weights: the largest array, while it is quantised
+
+    @classmethod
+    def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
+        """From a config.json. Raises ModelError: an unknown architecture; AdapterError: targets that match nothing."""
+        training = config.rl_training
+        model = blueprint(model_config)
+        quantizes = training.lora.enabled and training.lora.quantize_base and "quantization" not in model_config
+        largest = max(array.size for _, array in tree_flatten(model.parameters())) * HALF if quantizes else 0
+        _quantize_lazily(model, model_config, quantize=training.lora.enabled and training.lora.quantize_base)
+        dtype = _dtype(config, model_config)
+        model.set_dtype(dtype)
+        arrays = tree_flatten(model.parameters())
+        weights, count = sum(array.nbytes for _, array in arrays), sum(array.size for _, array in arrays)
+        if training.lora.enabled:
+            inject_lora(model, LoraSpec.of(training.lora))
+            count = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
+        text: Mapping[str, Any] = model_config.get("text_config", model_config)
+        heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)
+        hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
+        count += hidden + 1 if training.algorithm == "ppo" else 0  # the value head
+        dense = int(text.get("intermediate_size") or 4 * hidden)
+        experts = int(text.get("moe_intermediate_size") or 0) * int(text.get("num_experts_per_tok") or 0)
+        return cls(
+            weights=weights,
+            trained=count,
+            layers=len(model.layers),
+            hidden=hidden,
+            intermediate=experts or dense,
+            heads=heads,
+            kv_heads=int(text.get("num_key_value_heads") or heads),
+            head_dim=int(text.get("head_dim") or hidden // heads),
+            vocab=int(text["vocab_size"]),
+            width=dtype.size,
+            quantized=any(isinstance(module, nn.QuantizedLinear) for module in model.modules()),
+            loading=largest,
+        )
+
+    @property
+    def kv_token(self) -> int:
+        """Bytes of keys and values of one token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.width
+
+    @property
+    def activation(self) -> float:
+        """Bytes of one number of an activation, on average."""
+        return FLOAT if self.width == FLOAT else FLOAT * NARROW
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the longest prompt and of the longest completion."""
+
+    prompt: int
+    completion: int
+
+    def with_batch(self, batch: TrainBatch) -> "Lengths":
+        """The longest of these and of a batch's."""
+        sequences = [(len(r.tokens), r.sampled_tokens) for group in batch.groups for r in group.rollouts]
+        if not batch.groups:  # rows of a file
+            sequences = [(len(row.rollout.tokens), sum(row.rollout.mask)) for row in batch.sequences]
+        prompts = [whole - completion for whole, completion in sequences]
+        completions = [completion for _, completion in sequences]
+        return Lengths(max([self.prompt, *prompts]), max([self.completion, *completions]))
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes at the peak of a run. `parts` add up to `total`."""
+
+    parts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def of_mlx(self) -> int:
+        """Without the process itself: what `mx.get_peak_memory` counts."""
+        return self.total - self.parts["process"]
+
+
+def longest(config: Config) -> Lengths:
+    """The longest that the configuration allows."""
+    whole = config.data.max_length if config.data.path is not None else config.rl_training.atropos.max_token_length
+    completion = min(max((entry.max_tokens for entry in config.environments), default=whole), whole - 1)
+    return Lengths(whole - completion, completion)
+
+
+def predict_memory(config: Config, shape: ModelShape, lengths: Lengths | None = None) -> MemoryEstimate:
+    """The peak of a training run with server.batch_size sequences being generated meanwhile.
+
+    Args:
+        lengths: longest prompt and completion; default: `longest(config)`.
+
+    On a GPU with memory of its own `of_mlx` is what has to fit there; elsewhere `total`.
+    """
+    training, lengths = config.rl_training, lengths or longest(config)
+    narrow = 0 if shape.width == FLOAT else shape.width
+    lora = training.lora.enabled
+    activations, logits = _micro_batch(config, shape, lengths)
+    # The optimizer's state and the gradients; an adapter's own arrays, and the versions that are kept; a float32 copy
+    # of all weights where they are narrower; what a rollback goes back to; the weights that are the KL's reference.
+    state = STATE_BYTES[training.optimizer]
+    kept = state + FLOAT + ((1 + config.server.keep_versions) * FLOAT if lora else FLOAT * bool(narrow))
+    kept += training.weight_updates.kept_versions(lora=lora) * (FLOAT + state)
+    if training.reference == "ema" or (_needs_reference(config) and (not lora or training.reference != "base")):
+        kept += FLOAT if lora or training.reference == "ema" else shape.width
+    updating = shape.trained * (3 * FLOAT + (0 if lora else narrow))  # new weights beside old ones, clipped gradients
+    engine = {"keys and values": 0, "generating": 0}  # data algorithms: requests of others come on top
+    if training.algorithm not in DATA_ALGORITHMS:
+        prefill = config.server.prefill_chunk * (4 * shape.hidden + 4 * shape.intermediate) * shape.activation
+        decoding = _rows(config) * shape.vocab * FLOAT * SAMPLING_COPIES
+        engine = {"keys and values": _kv_bytes(config, shape, lengths), "generating": int(prefill + decoding)}
+    parts = {
+        "weights": shape.weights,
+        "optimizer and gradients": shape.trained * kept,
+        **engine,
+        "training: activations": int(activations),
+        "training: logits": int(logits),
+        "training: update": max(0, int(updating - activations - logits)),
+    }
+    loading = max(0, shape.weights + shape.loading - sum(parts.values()))
+    return MemoryEstimate(parts | {"loading": loading, "process": PROCESS_BYTES})
+
+
+def what_fits(
+    config: Config, shape: ModelShape, room: int, lengths: Lengths | None = None
+) -> tuple[dict[str, str], MemoryEstimate]:
+    """Settings with which the run needs at most `room` bytes, and what it then needs.
+
+    The one that saves most comes first, halved again where it still is; those that change what is learnt come only
+    after all that do not. Where nothing is enough: all that help.
+    """
+    chosen: dict[str, str] = {}
+    estimate = predict_memory(config, shape, lengths)
+    for costly in (False, True):
+        while estimate.total > room:
+            found = []
+            for key, value, smaller, its_shape in _candidates(config, shape, costly=costly):
+                its_lengths = _no_longer(lengths, longest(smaller))
+                found.append((predict_memory(smaller, its_shape, its_lengths), key, value, smaller, its_shape))
+            if not found:
+                break
+            best, key, value, smaller, its_shape = min(found, key=lambda entry: entry[0].total)
+            if best.total > estimate.total * (1 - LEAST_SAVING):
+                break
+            estimate, config, shape, chosen[key] = best, smaller, its_shape, value
+    return chosen, estimate
+
+
+def too_little_memory(
+    config: Config, shape: ModelShape, needed: int, present: int, lengths: Lengths | None = None, *, may: bool = False
+) -> str:
+    """One sentence: what is needed and there, and with which settings it fits.
+
+    Args:
+        needed: bytes, predicted or measured. `may`: only with the longest sequences.
+    """
+    estimate = predict_memory(config, shape, lengths).total
+    chosen, then = what_fits(config, shape, estimate - needed + present, lengths)
+    settings = ", ".join(f"{key} = {value}" for key, value in chosen.items())
+    left = in_words(then.total - estimate + needed)
+    if then.total - estimate + needed <= present:
+        way = f"it fits with {settings} (then {left})"
+    else:
+        way = f"even {settings} leave it at {left}" if settings else "no setting changes that"
+        way += ": take a smaller model, or more memory"
+    verb = "may need" if may else "needs"
+    return f"the run {verb} {in_words(needed)} of memory and {in_words(present)} are there; {way}"
+
+
+def in_words(size: float) -> str:
+    """Bytes as a person reads them."""
+    if size >= GIB:
+        return f"{size / GIB:.2f} GiB"
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+
+
+def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
+    """One checkpoint without the tokenizer's files: trained weights, the optimizer's state, masters where they differ,
+    the reference where nothing else knows it."""
+    training = config.rl_training
+    state, ema = STATE_BYTES[training.optimizer], training.reference == "ema"
+    if not training.lora.enabled:
+        return shape.trained * (shape.width + state + FLOAT * (shape.width != FLOAT) + FLOAT * ema)
+    reference = ema or (training.reference == "initial" and _needs_reference(config))
+    return shape.trained * (FLOAT + state + FLOAT * reference)
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[float, float]:
+    """Bytes of (activations, logits) at the peak of one micro-batch's backward pass."""
+    training = config.rl_training
+    length = lengths.prompt + lengths.completion
+    if config.data.path is None:
+        length = min(length, training.atropos.max_token_length)
+    span = padded_length(max(length - 1, 1))
+    together = 2 if training.algorithm in PAIRED else 1
+    rows = training.batch_size * together
+    computed, shared = _computed(config, lengths, rows, span)
+    tokens = max(together * span, min(training.token_budget, computed))
+    scored = min(tokens, rows * lengths.completion)
+    size = training.blocks_per_eval or shape.layers
+    groups = -(-shape.layers // size)
+    d, ffn, heads, kv = shape.hidden, shape.intermediate, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    scores = shape.heads * span
+    unpacks = shape.quantized and on_cpu()  # models/quantized_cpu.py: what ends waits for fewer operations
+    in_mlp = 13 * d + (10 if unpacks else 15) * ffn + 4 * heads + 6 * kv + scores
+    in_attention = 12 * d + 7 * ffn + 11 * heads + 8 * kv + 3.4 * scores
+    stays = 4.2 * d + 5 * ffn + 3.2 * heads + 2.5 * kv + 1.3 * scores  # of a block that waits for its backward pass
+    block = (size - 1) * stays + max(in_mlp, in_attention)
+    piece = head_rows(scored, shape.vocab, costly=unpacks or not training.lora.enabled)
+    logits = (WHOLE_COPIES if piece >= scored else PIECE_COPIES) * piece * shape.vocab * FLOAT
+    if unpacks:
+        logits += min(UNPACKED_AHEAD * UNPACKED, shape.vocab * d) * FLOAT
+    unit = tokens * (FLOAT if shape.width == FLOAT or unpacks else FLOAT * NARROW) * (SHARED if shared else 1)
+    # The head's peak comes while the last group waits; where it goes in pieces, before any block is computed again.
+    above = max(block * unit - logits, size * stays * unit if piece >= scored else 0.0)
+    return groups * d * unit + above, logits
+
+
+def _computed(config: Config, lengths: Lengths, rows: int, span: int) -> tuple[int, bool]:
+    """Tokens of a mini-batch of the longest rows, and whether a group's prompt is computed once: where that pays, as
+    rl_training/step/collate.py has it."""
+    group = min((entry.group_size for entry in config.environments), default=1)
+    once = -(-rows // group) * padded_length(lengths.prompt) + rows * padded_length(max(lengths.completion - 1, 1))
+    shared = config.data.path is None and group > 1 and once <= PAYS_BELOW * rows * span
+    return (once if shared else rows * span), shared
+
+
+def _kv_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
+    """The slot cache at its capacity (`engine/cache/rectangle.py`): a power of two of rows, positions by doubling. And
+    the prefix cache, with all that one step's sequences leave in it: each publish empties it."""
+    rows = min(config.server.batch_size, 1 << (_rows(config) - 1).bit_length())
+    wanted, positions = lengths.prompt + lengths.completion, FIRST_CAPACITY
+    while positions < wanted:
+        positions = min(2 * positions, positions + DOUBLING_LIMIT)
+    if config.server.max_model_len is not None:
+        positions = min(positions, config.server.max_model_len)
+    growing = shape.kv_token // shape.layers  # one layer exists twice while the cache grows
+    running = rows * positions * (shape.kv_token + growing) + config.server.prefill_chunk * shape.kv_token
+    stored = config.rl_training.atropos.rollout_batch_size * wanted * shape.kv_token
+    return running + min(stored, prefix_cache_bytes(config.server, deterministic=config.rl_training.deterministic))
+
+
+def _needs_reference(config: Config) -> bool:
+    return config.rl_training.kl_beta > 0 or config.rl_training.algorithm in USES_REFERENCE
+
+
+def _rows(config: Config) -> int:
+    """Sequences that decode together: of one step, as far as the engine takes them."""
+    return min(config.server.batch_size, config.rl_training.atropos.rollout_batch_size)
+
+
+def _candidates(config: Config, shape: ModelShape, *, costly: bool) -> Iterator[tuple[str, str, Config, ModelShape]]:
+    """(key, smaller value, configuration with it, its model). `costly`: those that change what is learnt."""
+    training, server = config.rl_training, config.server
+
+    def with_training(**changes: Any) -> Config:
+        return config.model_copy(update={"rl_training": training.model_copy(update=changes)})
+
+    if not costly:
+        if training.blocks_per_eval != 1:
+            yield "rl_training.blocks_per_eval", "1", with_training(blocks_per_eval=1), shape
+        budget, rows = max(1, training.token_budget // 2), max(1, server.batch_size // 2)
+        yield "rl_training.token_budget", str(budget), with_training(token_budget=budget), shape
+        smaller = server.model_copy(update={"batch_size": rows})
+        yield "server.batch_size", str(rows), config.model_copy(update={"server": smaller}), shape
+        return
+    if config.data.path is not None:
+        length = max(2, config.data.max_length // 2)
+        shorter = config.data.model_copy(update={"max_length": length})
+        yield "data.max_length", str(length), config.model_copy(update={"data": shorter}), shape
+    else:
+        length = max(2, training.atropos.max_token_length // 2)
+        atropos = training.atropos.model_copy(update={"max_token_length": length})
+        yield "rl_training.atropos.max_token_length", str(length), with_training(atropos=atropos), shape
+    if not training.lora.enabled:
+        lora = training.lora.model_copy(update={"enabled": True})
+        yield "rl_training.lora.enabled", "true", with_training(lora=lora), replace(shape, trained=shape.trained // 100)
+        return
+    if training.lora.rank > 1:
+        half = training.lora.model_copy(update={"rank": training.lora.rank // 2})
+        fewer = replace(shape, trained=shape.trained // 2)
+        yield "rl_training.lora.rank", str(half.rank), with_training(lora=half), fewer
+    if not shape.quantized:
+        packed = int(shape.weights * (4 + 16 * shape.width / 64) / 8 / shape.width)  # with a scale and a bias for 64
+        fewer = replace(shape, weights=packed, quantized=True)
+        lora = training.lora.model_copy(update={"quantize_base": True})
+        yield "rl_training.lora.quantize_base", "true", with_training(lora=lora), fewer
+
+
+def _no_longer(lengths: Lengths | None, limit: Lengths) -> Lengths | None:
+    if lengths is None:
+        return None
+    whole = limit.prompt + limit.completion
+    prompt = min(lengths.prompt, whole - 1)
+    return Lengths(prompt, min(lengths.completion, whole - prompt))
+
+
+def _dtype(config: Config, model_config: Mapping[str, Any]) -> mx.Dtype:
+    """As `models.loading` chooses it."""
+    if config.model.dtype != "auto":
+        found: mx.Dtype = getattr(mx, config.model.dtype)
+        return found
+    text = model_config.get("text_config", model_config)
+    name = str(model_config.get("dtype") or model_config.get("torch_dtype") or text.get("torch_dtype") or "bfloat16")
+    own = getattr(mx, name.removeprefix("torch."), mx.bfloat16)
+    return mx.float32 if on_cpu() else own
+
+
+def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quantize: bool) -> None:
+    """Gives the blueprint the layers that a quantised checkpoint, or `quantize_base`, will have."""
+    given = model_config.get("quantization")
+    if not isinstance(given, Mapping):
+        if not quantize:
+            return
+        given = {"group_size": 64, "bits": 4}
+    group_size, bits = int(given.get("group_size", 64)), int(given.get("bits", 4))
+    own = getattr(model, "quant_predicate", None)
+
+    def choice(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
+            return False
+        if path in given:
+            found: bool | dict[str, Any] = given[path]
+            return found
+        return True if own is None else bool(own(path, module))
+
+    nn.quantize(model, group_size, bits, class_predicate=choice)

@@ -1,0 +1,267 @@
+"""TrainedPolicy: the trainer's own module tree, what in it is trained, and the reference hidden in it.
+
+    adapter        `inject_lora` around the targets; reference = the same tree with the adapter taken out ("base"), or
+                   with the adapter as it was when the run started ("initial")
+    full weights   everything is trained; the reference is a frozen copy (arrays are immutable: it costs memory only
+                   once training has moved the weights away from it)
+    "ema"          either way: the moving average of what is trained, begun where the run began, kept in float32
+
+The tree shares its frozen arrays with the serving one (`copy.deepcopy` before either was wrapped), so parameters are
+only ever rebound.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.models.fast_math import use_fast_swiglu
+from mlx_parallm.models.lora import (
+    LoraPair,
+    LoraSpec,
+    adapter_layers,
+    inject_lora,
+    load_adapter,
+    load_into_trainer,
+    save_adapter,
+    trainer_lora_layers,
+)
+from mlx_parallm.models.mlx_lm_api import save_config, save_model
+from mlx_parallm.models.parameters import ParameterSlots
+from mlx_parallm.models.value_head import VALUE_HEAD_FILE, attach_value_head, is_value_head, without_value_head
+from mlx_parallm.weights import parameter_slots
+
+REFERENCE_FILE = "reference.safetensors"
+COMPANIONS = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")  # tokenizer, template, generation_config
+
+
+class TrainedPolicy:
+    """Args:
+        model: a tree of its own, frozen and evaluated.
+        source: the base checkpoint's directory (tokenizer and configuration travel with saved full weights).
+        model_config: the base's config.json.
+        initial_adapter: arrays to start the adapter from, as `models.lora.load_adapter` reads them.
+        needs_reference: whether `reference` will be asked for; default: a KL to it is wanted.
+        needs_values: whether the tree gets a value head (models/value_head.py), trained beside the rest.
+
+    Raises ConfigError: full-weight training of a quantised base, no hidden state for a value head. AdapterError:
+    targets or shapes that do not fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: RLTrainingConfig,
+        *,
+        source: Path,
+        model_config: Mapping[str, Any],
+        initial_adapter: Mapping[str, LoraPair] | None = None,
+        needs_reference: bool | None = None,
+        needs_values: bool = False,
+    ) -> None:
+        self.model, self._source, self._model_config = model, source, dict(model_config)
+        self.lora = config.lora.enabled
+        use_fast_swiglu(model)
+        if self.lora:
+            mx.random.seed(config.seed)
+            inject_lora(model, LoraSpec.of(config.lora))
+            for layer in trainer_lora_layers(model).values():
+                mx.eval(layer)  # one by one: DoRA's norms unpack a quantised layer
+            if initial_adapter is not None:
+                load_into_trainer(model, initial_adapter)
+        else:
+            if any(isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding) for module in model.modules()):
+                raise ConfigError("rl_training.lora.enabled = false trains all weights, but this base is quantised")
+            model.unfreeze()
+        if needs_values:
+            attach_value_head(model)
+        model.train()  # gated-delta layers have a gradient in this mode only; every dropout is 0
+        mx.eval(model.parameters())
+        self.slots = ParameterSlots(model)
+        self._value_slots = [slot for slot, name in enumerate(self.slots.names) if is_value_head(name)]
+        self.reference_arrays: list[mx.array] | None = None  # float32 where it is an average
+        self._reference_base: dict[str, mx.array] | None = None  # another model's arrays, by path
+        self._reference_said = False  # by `use_reference` or `blend_reference`
+        self._ema = (config.reference_decay, config.reference_update_every) if config.reference == "ema" else None
+        if needs_reference is None:
+            needs_reference = config.kl_beta > 0
+        if self._ema or (needs_reference and not (self.lora and config.reference == "base")):
+            self.reference_arrays = self.slots.read()
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(array.size for array in self.slots.read())
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """The tree is the reference policy for the length of the block."""
+        if self.reference_arrays is not None:
+            own = self.slots.read()
+            with self.slots.bound([array.astype(p.dtype) for array, p in zip(self.reference_arrays, own, strict=True)]):
+                yield
+            return
+        with self._without_adapter(), self._base_bound(self._reference_base or {}):
+            yield
+
+    @contextmanager
+    def _without_adapter(self) -> Iterator[None]:
+        adapted = trainer_lora_layers(self.model)
+        self.model.update_modules(tree_unflatten([(path, layer.linear) for path, layer in adapted.items()]))
+        try:
+            yield
+        finally:
+            self.model.update_modules(tree_unflatten(list(adapted.items())))
+
+    @contextmanager
+    def _base_bound(self, arrays: Mapping[str, mx.array]) -> Iterator[None]:
+        """The base's arrays are these for the length of the block. Without the adapter."""
+        places = parameter_slots(self.model) if arrays else {}
+        own = {path: places[path][0][places[path][1]] for path in arrays}
+        try:
+            for path, array in arrays.items():
+                places[path][0][places[path][1]] = array
+            yield
+        finally:
+            for path, array in own.items():
+                places[path][0][places[path][1]] = array
+
+    def use_reference(self, parameters: Mapping[str, mx.array]) -> None:
+        """The reference is another model of this shape: its arrays, by path. Raises ConfigError: they do not fit."""
+        with self._without_adapter(), without_value_head(self.model):
+            own = {path: module[key] for path, (module, key) in parameter_slots(self.model).items()}
+        for path, array in own.items():
+            if path not in parameters or parameters[path].shape != array.shape:
+                found = parameters[path].shape if path in parameters else "nothing"
+                raise ConfigError(f"the reference is not of this model's shape: {path} is {array.shape}, there {found}")
+        arrays = {path: parameters[path].astype(array.dtype) for path, array in own.items()}
+        mx.eval(arrays)
+        if self.lora:
+            self.reference_arrays, self._reference_base = None, arrays
+        else:
+            slots = zip(self.slots.names, self.slots.read(), strict=True)
+            self.reference_arrays, self._reference_said = [arrays.get(name, array) for name, array in slots], True
+
+    def blend_reference(self, decay: float) -> None:
+        """Now: reference = decay · reference + (1 - decay) · policy; 0 copies the policy.
+
+        Adapter off is B = 0. Raises ConfigError: what is no adapter of this base cannot be averaged with one.
+        """
+        if self.reference_arrays is None:
+            if decay and (self._reference_base is not None or any(name.endswith(".m") for name in self.slots.names)):
+                kind = "DoRA without its adapter" if self._reference_base is None else "another model"
+                raise ConfigError(f"the reference is {kind}: no average of it and an adapter; use copy, or all weights")
+            slots = zip(self.slots.names, self.slots.read(), strict=True)
+            self.reference_arrays = [mx.zeros_like(a) if name.endswith(".lora_b") else a for name, a in slots]
+        self._reference_base, self._reference_said = None, True
+        self._blend(decay)
+
+    def update_reference(self, step: int) -> None:
+        """After a finished step: reference = decay · reference + (1 - decay) · policy, every so many steps ("ema")."""
+        if self._ema is None or step % self._ema[1]:
+            return
+        self._blend(self._ema[0])
+
+    def _blend(self, decay: float) -> None:
+        own = self.slots.read()
+        assert self.reference_arrays is not None
+        self.reference_arrays = [
+            decay * mean.astype(mx.float32) + (1.0 - decay) * array.astype(mx.float32)
+            for mean, array in zip(self.reference_arrays, own, strict=True)
+        ]
+        mx.eval(self.reference_arrays)
+
+    # ------------------------------------------------------------------ what leaves the trainer
+
+    def adapter(self) -> dict[str, LoraPair]:
+        """The adapter as it is now; shares the arrays. All are evaluated but the gains of DoRA."""
+        return adapter_layers(self.model)
+
+    def served_arrays(self) -> list[mx.array]:
+        """What of the trained weights answers requests: all but the value head, as they are now."""
+        arrays = zip(self.slots.names, self.slots.read(), strict=True)
+        return [array for name, array in arrays if not is_value_head(name)]
+
+    def full_parameters(self) -> dict[str, mx.array]:
+        """All weights as they are now, by path, the value head left out; shares the arrays."""
+        arrays = zip(self.slots.names, self.slots.read(), strict=True)
+        return {name: array for name, array in arrays if not is_value_head(name)}
+
+    @property
+    def _saved_reference(self) -> list[mx.array]:
+        """Empty where it is known anyway: the base, or the weights that the run began with."""
+        return (self.reference_arrays or []) if self.lora or self._ema or self._reference_said else []
+
+    def saved_bytes(self) -> int:
+        """What `save` writes, but for its configuration file."""
+        arrays = [*self.slots.read(), *self._saved_reference]
+        copied = [] if self.lora else [file for file in self._source.iterdir() if file.suffix in COMPANIONS]
+        return sum(array.nbytes for array in arrays) + sum(file.stat().st_size for file in copied)
+
+    def save(self, directory: Path) -> None:
+        """Writes an adapter in mlx-lm's format, or a Hugging Face model directory, into an existing directory."""
+        if self.lora:
+            save_adapter(directory, self.adapter(), num_layers=len(self.model.layers))
+        else:
+            with without_value_head(self.model):
+                save_model(directory, self.model)
+            save_config(dict(self._model_config), directory / "config.json")
+            for file in self._source.iterdir():
+                if file.suffix in COMPANIONS and not (directory / file.name).exists():
+                    shutil.copyfile(file, directory / file.name)
+        if self._value_slots:
+            head = zip(self._value_slots, self.slots.read(self._value_slots), strict=True)
+            arrays = {self.slots.names[slot]: array for slot, array in head}
+            mx.save_safetensors(str(directory / VALUE_HEAD_FILE), arrays)
+        if saved := self._saved_reference:
+            mx.save_safetensors(str(directory / REFERENCE_FILE), dict(zip(self.slots.names, saved, strict=True)))
+
+    def load(self, directory: Path) -> None:
+        """Takes over what `save` wrote. Raises AdapterError, CheckpointError."""
+        if self._value_slots and not (directory / VALUE_HEAD_FILE).is_file():
+            raise CheckpointError(f"{directory} has no value head ({VALUE_HEAD_FILE}): it is not of a PPO run")
+        tensors = read_tensors(directory / VALUE_HEAD_FILE) if self._value_slots else {}
+        slots: Sequence[int] = range(len(self.slots))
+        if self.lora:
+            load_into_trainer(self.model, load_adapter(directory).layers)
+            slots = self._value_slots
+        else:
+            for file in sorted(directory.glob("model*.safetensors")):
+                tensors |= read_tensors(file)
+        self.slots.write(self._arranged(tensors, directory, slots), slots)
+        mx.eval(self.slots.read())
+        reference = directory / REFERENCE_FILE
+        if self._ema or (self._saved_reference and reference.is_file()):  # without it: kl_beta was 0 until now
+            dtype = mx.float32 if self._ema else None
+            self.reference_arrays = self._arranged(read_tensors(reference), reference, range(len(self.slots)), dtype)
+
+    def _arranged(
+        self, tensors: Mapping[str, mx.array], where: Path, slots: Sequence[int], dtype: mx.Dtype | None = None
+    ) -> list[mx.array]:
+        """These slots' arrays out of a file, in `dtype` or their own. Raises CheckpointError."""
+        arranged = []
+        for slot, own in zip(slots, self.slots.read(slots), strict=True):
+            name = self.slots.names[slot]
+            if name not in tensors or tensors[name].shape != own.shape:
+                found = tensors[name].shape if name in tensors else "nothing"
+                raise CheckpointError(f"{where}: {name}: the model has {own.shape}, the checkpoint {found}")
+            arranged.append(tensors[name].astype(dtype or own.dtype))
+        mx.eval(arranged)
+        return arranged
+
+
+def read_tensors(file: Path) -> dict[str, mx.array]:
+    """The arrays of one safetensors file of a checkpoint, not yet read from disk. Raises CheckpointError."""
+    try:
+        tensors = mx.load(str(file))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    assert isinstance(tensors, dict)
+    return tensors

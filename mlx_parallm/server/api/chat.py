@@ -1,0 +1,182 @@
+"""/v1/chat/completions: messages in, streamed or not; ids and log-probabilities of exactly what was sampled."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.server.answering import Answer, respond
+from mlx_parallm.server.context import Context, ServerContext
+from mlx_parallm.server.generation import (
+    EncodedPrompt,
+    build_requests,
+    new_id,
+    render_conversation,
+    resolve_model,
+)
+from mlx_parallm.server.protocol.answer_parts import AnswerFormat, AnswerSplitter
+from mlx_parallm.server.protocol.answers import (
+    chat_logprobs,
+    openai_head,
+    processed_logprobs,
+    prompt_logprob_entries,
+    version_spans,
+)
+from mlx_parallm.server.protocol.openai import ChatBody, ChatTokensBody
+from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
+from mlx_parallm.types import Completion, CompletionDelta, FinishReason, RequestOutput, SamplingParams, ServedModel
+
+_TAIL_TOKENS = 16  # enough for the markers with which a template opens an answer
+
+
+def chat_router() -> APIRouter:
+    router = APIRouter(route_class=StrictJSONRoute, tags=["openai"])
+    router.add_api_route("/v1/chat/completions", create_chat_completion, methods=["POST"], response_class=JSONResponse)
+    router.add_api_route("/v1/chat/completions/tokens", continue_tokens, methods=["POST"], response_class=JSONResponse)
+    return router
+
+
+async def create_chat_completion(body: ChatBody, request: Request, context: Context) -> Response:
+    model = resolve_model(context, body.model)
+    prompt = EncodedPrompt(body.given_tokens or render_conversation(context, body)).last(body.truncate_prompt_tokens)
+    response_id = new_id("chatcmpl")
+    params = body.to_params()
+    form = answer_format(context, body, params, prompt.token_ids)
+    params = replace(params, skip_special_tokens=params.skip_special_tokens and not form.needs_special_tokens)
+    requests = build_requests(response_id, [prompt], params, model, body, stream=body.stream)
+    answer = _ChatAnswer(context, model, response_id, body, form, prompt.token_ids)
+    return await respond(answer, request, requests, streamed=body.stream, include_usage=body.include_usage)
+
+
+async def continue_tokens(body: ChatTokensBody, request: Request, context: Context) -> Response:
+    """A chat whose prompt is `tokens`, as they are; multi-turn RL clients keep what was sampled that way."""
+    return await create_chat_completion(body, request, context)
+
+
+def answer_format(
+    context: ServerContext, body: ChatBody, params: SamplingParams, prompt_token_ids: Sequence[int]
+) -> AnswerFormat:
+    """How to read the answers to this prompt. Raises RequestError: tools, and no parser of this model's tool calls."""
+    tokenizer, tools = context.tokenizer, body.callable_tools
+    if body.must_call:
+        return AnswerFormat(parse=_json_calls, forced=True, parallel=body.parallel_tool_calls)
+    if params.structure is not None:
+        return AnswerFormat()  # the whole answer is what was asked for
+    if tools and tokenizer.tool_markers is None:
+        raise RequestError(
+            "this server cannot read this model's tool calls: set model.tool_parser to their format, "
+            'or send tool_choice = "none"',
+            param="tools",
+        )
+    think = tokenizer.think_markers if body.separate_reasoning else None
+    opened = False
+    if think is not None:
+        # What a user's message says of thinking must not count: only the prompt's end does, or the text gone on with.
+        tail = tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+        if body.continues_final_message:
+            tail = str(body.template_messages()[-1]["content"])
+            opened = tail.rfind(think[0]) > tail.rfind(think[1])
+        else:
+            opened = tail.rstrip().endswith(think[0])
+    return AnswerFormat(
+        think_markers=think,
+        tool_markers=tokenizer.tool_markers if tools else None,
+        structural_markers=tokenizer.structural_markers if think else (),
+        parse=tokenizer.parse_tool_call,
+        tools=tools,
+        parallel=body.parallel_tool_calls,
+        starts_reasoning=opened,
+        # Inside tool markers any special token may stand.
+        needs_special_tokens=bool(tools) or (think is not None and any(map(tokenizer.hides, think))),
+        on_malformed=context.metrics.malformed_tool_calls.inc,
+    )
+
+
+def _json_calls(text: str, tools: Any) -> Any:
+    return json.loads(text)
+
+
+def openai_reason(reason: FinishReason | None, called: bool) -> str | None:
+    """An answer that its model ended with tool calls in it ends with them."""
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+class _ChatAnswer(Answer):
+    """One prompt's answer. Of a streamed choice a role comes first, then content, the reason last."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        model: ServedModel,
+        response_id: str,
+        body: ChatBody,
+        form: AnswerFormat,
+        prompt_token_ids: tuple[int, ...],
+    ) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(context, model, openai_head(kind, response_id, model, usage_follows=body.include_usage))
+        self._body = body
+        self._form = form
+        self._prompt_token_ids = prompt_token_ids
+        self._splitters: dict[int, AnswerSplitter] = {}
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        [output] = outputs
+        response: dict[str, Any] = {"choices": [self._choice(completion) for completion in output.completions]}
+        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            response["prompt_logprobs"] = prompt_logprob_entries(
+                self.context.texts, output.prompt_token_ids, output.prompt_logprobs
+            )
+        if self._body.return_token_ids:
+            response["prompt_token_ids"] = output.prompt_token_ids
+        return response
+
+    def _choice(self, completion: Completion) -> dict[str, Any]:
+        parts = self._form.read(completion.text, completion.finish_reason)
+        choice: dict[str, Any] = {
+            "index": completion.index,
+            "message": parts.message(),
+            "logprobs": self._logprobs(completion),
+            "finish_reason": openai_reason(completion.finish_reason, bool(parts.tool_calls)),
+            "stop_reason": completion.stop_reason,
+            "weight_versions": version_spans(completion.policy_versions),
+        }
+        if self._body.logprobs:
+            choice |= processed_logprobs(completion)
+        if self._body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+    def _logprobs(self, part: Completion | CompletionDelta) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        # The engine gives the alternatives that were asked for; with top_logprobs = 0 none are shown.
+        tops = part.top_logprobs if self._body.top_logprobs else None
+        as_ids = self._body.return_tokens_as_token_ids
+        return chat_logprobs(self.context.texts, part.token_ids, part.logprobs, tops, as_ids)
+
+    def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
+        opening = [] if index in self._splitters else [self._role_chunk(index)]
+        splitter = self._splitters[index]
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": splitter.delta(delta.text, delta.finish_reason),
+            "logprobs": self._logprobs(delta),
+            "finish_reason": openai_reason(delta.finish_reason, splitter.calls_made > 0),
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return [*opening, {"choices": [choice]}]
+
+    def _role_chunk(self, index: int) -> dict[str, Any]:
+        first = not self._splitters
+        self._splitters[index] = AnswerSplitter(self._form)
+        delta = {"role": "assistant", "content": ""}
+        chunk: dict[str, Any] = {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
+        if first and self._body.return_token_ids:
+            chunk["prompt_token_ids"] = self._prompt_token_ids
+        return chunk

@@ -1,0 +1,124 @@
+"""/v1/completions: text or token ids in, one or many prompts, streamed or not, and prompt scoring (echo)."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from mlx_parallm.server.answering import Answer, respond
+from mlx_parallm.server.context import Context, ServerContext
+from mlx_parallm.server.generation import (
+    EncodedPrompt,
+    build_requests,
+    encode_prompts,
+    new_id,
+    resolve_model,
+)
+from mlx_parallm.server.protocol.answers import (
+    CompletionLogprobs,
+    joined,
+    openai_head,
+    processed_logprobs,
+    prompt_logprob_entries,
+    version_spans,
+)
+from mlx_parallm.server.protocol.openai import CompletionBody
+from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
+from mlx_parallm.types import Completion, CompletionDelta, RequestOutput, ServedModel
+
+
+def completions_router() -> APIRouter:
+    router = APIRouter(route_class=StrictJSONRoute, tags=["openai"])
+    router.add_api_route("/v1/completions", create_completion, methods=["POST"], response_class=JSONResponse)
+    return router
+
+
+async def create_completion(body: CompletionBody, request: Request, context: Context) -> Response:
+    model = resolve_model(context, body.model)
+    prompts = [prompt.last(body.truncate_prompt_tokens) for prompt in encode_prompts(context, body.prompt)]
+    response_id = new_id("cmpl")
+    requests = build_requests(response_id, prompts, body.to_params(), model, body, stream=body.stream)
+    answer = _CompletionsAnswer(context, model, response_id, body, prompts)
+    return await respond(answer, request, requests, streamed=body.stream, include_usage=body.include_usage)
+
+
+class _CompletionsAnswer(Answer):
+    def __init__(
+        self,
+        context: ServerContext,
+        model: ServedModel,
+        response_id: str,
+        body: CompletionBody,
+        prompts: list[EncodedPrompt],
+    ) -> None:
+        head = openai_head("text_completion", response_id, model, usage_follows=body.include_usage)
+        super().__init__(context, model, head)
+        self._body = body
+        self._prompts = prompts
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # by streamed choice
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        choices = [
+            self._choice(position, output, completion)
+            for position, output in enumerate(outputs)
+            for completion in output.completions
+        ]
+        return {"choices": choices}
+
+    def _choice(self, position: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
+        asked = self._body.logprobs is not None
+        choice: dict[str, Any] = {
+            "index": position * self._body.n + completion.index,
+            "text": self._echoed(position) + completion.text,
+            "logprobs": self._all_logprobs(output, completion) if asked else None,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "weight_versions": version_spans(completion.policy_versions),
+        }
+        if asked:
+            choice |= processed_logprobs(completion)
+        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprob_entries(
+                self.context.texts, output.prompt_token_ids, output.prompt_logprobs
+            )
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = output.prompt_token_ids
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+    def _echoed(self, position: int) -> str:
+        """The prompt's text, with `echo`."""
+        prompt = self._prompts[position]
+        if not self._body.echo:
+            return ""
+        if prompt.text is not None:
+            return prompt.text
+        return self.context.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+    def _all_logprobs(self, output: RequestOutput, completion: Completion) -> dict[str, list[Any]]:
+        """Of the completion; with `echo` of the prompt before it."""
+        lists = self._new_logprobs()
+        prompt_part = lists.take((), (), None)
+        if self._body.echo and output.prompt_logprobs is not None:
+            scores = output.prompt_logprobs
+            prompt_part = lists.take(output.prompt_token_ids, scores.logprobs, scores.top_logprobs)
+        return joined(prompt_part, lists.take(completion.token_ids, completion.logprobs, completion.top_logprobs))
+
+    def _new_logprobs(self) -> CompletionLogprobs:
+        return CompletionLogprobs(self.context.texts, self._body.return_tokens_as_token_ids)
+
+    def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
+        choice: dict[str, Any] = {"index": index, "text": delta.text}
+        if index not in self._logprobs:
+            self._logprobs[index] = self._new_logprobs()
+            position = index // self._body.n
+            choice["text"] = self._echoed(position) + delta.text
+            if self._body.return_token_ids:
+                choice["prompt_token_ids"] = self._prompts[position].token_ids
+        choice["logprobs"] = None
+        if self._body.logprobs is not None:
+            choice["logprobs"] = self._logprobs[index].take(delta.token_ids, delta.logprobs, delta.top_logprobs)
+        if self._body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        choice["finish_reason"] = delta.finish_reason
+        return [{"choices": [choice]}]

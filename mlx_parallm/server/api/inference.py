@@ -1,0 +1,109 @@
+"""/inference/v1/generate: token ids in, token ids and log-probabilities out, in vLLM's shape.
+
+RL clients (verifiers' TrainClient) check it strictly: `logprobs.content` has one entry a token id, its `token` is
+"token_id:<id>". Unknown fields are ignored, as vLLM's are; a sampling field that is known and missing here is not.
+"""
+
+from typing import Any, ClassVar, Self
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import ConfigDict, Field, model_validator
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.server.answering import Answer, respond
+from mlx_parallm.server.context import Context, ServerContext
+from mlx_parallm.server.generation import EncodedPrompt, build_requests, new_id, resolve_model
+from mlx_parallm.server.protocol.answers import chat_logprobs, processed_logprobs, prompt_logprob_entries, version_spans
+from mlx_parallm.server.protocol.fields import Body, LogprobCount, QueueFields, SamplingFields, StreamOptions, TokenId
+from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
+from mlx_parallm.server.protocol.structured_outputs import StructureFields
+from mlx_parallm.types import Completion, CompletionDelta, RequestOutput, SamplingParams, ServedModel
+
+
+class InferenceSampling(StructureFields, SamplingFields):
+    """vLLM's SamplingParams. Without `max_tokens` an answer may be as long as a chat's."""
+
+    model_config = ConfigDict(extra="ignore")
+    max_tokens: int | None = Field(None, ge=1)
+    logprobs: LogprobCount | None = None
+    spaces_between_special_tokens: bool = True  # in a text that is not sent
+
+    def to_params(self) -> SamplingParams:
+        return self.sampling_params(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+class InferenceBody(QueueFields, Body):
+    model_config = ConfigDict(extra="ignore")
+    screened: ClassVar[bool] = False
+    model: str | None = None
+    token_ids: list[TokenId] = Field(min_length=1)
+    sampling_params: InferenceSampling = Field(default_factory=InferenceSampling)
+    request_id: str | None = Field(None, min_length=1, max_length=256)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    features: Any = None
+    content_parts: Any = None
+
+    @model_validator(mode="after")
+    def _text_only(self) -> Self:
+        for name in ("features", "content_parts"):
+            if getattr(self, name):
+                raise RequestError(f"{name!r} carries images or sound; this server takes only token ids", param=name)
+        if self.stream and self.sampling_params.prompt_logprobs is not None:
+            param = "sampling_params.prompt_logprobs"
+            raise RequestError(f"{param!r} is not available when stream = true", param=param)
+        return self
+
+
+def inference_router() -> APIRouter:
+    router = APIRouter(route_class=StrictJSONRoute, tags=["tokens"])
+    router.add_api_route("/inference/v1/generate", generate_tokens, methods=["POST"], response_class=JSONResponse)
+    return router
+
+
+async def generate_tokens(body: InferenceBody, request: Request, context: Context) -> Response:
+    model = resolve_model(context, body.model)
+    response_id = new_id("generate-tokens")
+    answer = _TokensAnswer(context, model, body.request_id or response_id, body)
+    prompts = [EncodedPrompt(tuple(body.token_ids))]
+    params = body.sampling_params.to_params()
+    requests = build_requests(response_id, prompts, params, model, body, stream=body.stream)
+    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    return await respond(
+        answer, request, requests, streamed=body.stream, include_usage=include_usage, client_id=body.request_id
+    )
+
+
+class _TokensAnswer(Answer):
+    def __init__(self, context: ServerContext, model: ServedModel, request_id: str, body: InferenceBody) -> None:
+        super().__init__(context, model, {"request_id": request_id, "model": model.id})
+        self._logprobs = body.sampling_params.logprobs
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        [output] = outputs
+        scores = None
+        if output.prompt_logprobs is not None:
+            scores = prompt_logprob_entries(self.context.texts, output.prompt_token_ids, output.prompt_logprobs)
+        choices = [
+            self._choice(completion) | {"weight_versions": version_spans(completion.policy_versions)}
+            for completion in output.completions
+        ]
+        return {"choices": choices, "prompt_logprobs": scores}
+
+    def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
+        return [{"choices": [self._choice(delta)]}]
+
+    def _choice(self, part: Completion | CompletionDelta) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": part.index,
+            "token_ids": part.token_ids,
+            "logprobs": None,
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
+        if self._logprobs is not None:
+            tops = part.top_logprobs if self._logprobs else None
+            choice["logprobs"] = chat_logprobs(self.context.texts, part.token_ids, part.logprobs, tops, as_ids=True)
+            choice |= processed_logprobs(part)
+        return choice

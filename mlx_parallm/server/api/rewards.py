@@ -1,0 +1,73 @@
+"""POST /v1/rewards: rewards for answers that were given before, by their ids. An ordinary client trains the model.
+
+rollout_store/completions.py keeps the answers and makes the groups; this is its HTTP face, in every server: one that
+trains nothing says so.
+"""
+
+import asyncio
+from typing import Annotated, Any, Self
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field, model_validator
+
+from mlx_parallm.engine.validation import MAX_CHOICES
+from mlx_parallm.errors import RequestError, RewardRefusedError
+from mlx_parallm.server.context import Context
+from mlx_parallm.server.protocol.fields import Body
+from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
+
+_ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    404: {"description": "No such completion", "content": _ERROR},
+    409: {"description": "Rewarded already, still running, aborted, or not the trained policy's", "content": _ERROR},
+    410: {"description": "Too late: the completion is kept no longer", "content": _ERROR},
+}
+
+CompletionId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class RewardsBody(Body):
+    """One of `id` and `ids`; a reward for each choice, in the order of the ids, then of the choices' indices."""
+
+    id: CompletionId | None = None
+    ids: list[CompletionId] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
+    rewards: list[float | None] = Field(min_length=1)
+    environment: str = Field("rewards", pattern=r"^[\w.:-]{1,64}$")
+
+    @model_validator(mode="after")
+    def _one_kind_of_id(self) -> Self:
+        if (self.id is None) == (self.ids is None):
+            raise RequestError("send either 'id' (one completion) or 'ids' (several of the same prompt)", param="id")
+        if len(set(self.all_ids)) < len(self.all_ids):
+            raise RequestError("an id stands twice in 'ids'", param="ids")
+        return self
+
+    @property
+    def all_ids(self) -> list[str]:
+        return [self.id] if self.id is not None else self.ids or []
+
+
+def rewards_router() -> APIRouter:
+    router = APIRouter(route_class=StrictJSONRoute, tags=["training"])
+    router.add_api_route(
+        "/v1/rewards", reward_completions, methods=["POST"], response_class=JSONResponse, responses=_REFUSALS
+    )
+    return router
+
+
+async def reward_completions(body: RewardsBody, context: Context) -> Response:
+    """The scored groups are on the disk when this answers."""
+    kept = context.deps.completions
+    if kept is None:
+        raise RewardRefusedError("this server trains nothing: rewards are for mlx_parallm_train", 409)
+    if not kept.enabled:
+        raise RewardRefusedError("completions are not kept: server.kept_completions_bytes is 0", 409)
+    try:
+        groups = await asyncio.to_thread(kept.reward, body.all_ids, body.rewards, body.environment)
+    except RewardRefusedError as error:
+        if error.status == 404 and context.in_flight.find(body.all_ids):
+            raise RewardRefusedError("a completion is still being generated: reward it when it ends", 409) from error
+        raise
+    listed = [{"id": group.group_id, "rollouts": len(group.rollouts)} for group in groups]
+    return JSONResponse({"object": "rewards", "environment": body.environment, "groups": listed})

@@ -1,0 +1,45 @@
+"""/tokenize and /detokenize, vLLM's shapes, at the root and under /v1."""
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.server.context import Context
+from mlx_parallm.server.generation import check_size, check_text, render_conversation, resolve_model
+from mlx_parallm.server.protocol.openai import DetokenizeBody, TokenizeBody
+from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
+
+
+def tokenize_router() -> APIRouter:
+    router = APIRouter(route_class=StrictJSONRoute, tags=["tokens"])
+    for prefix in ("", "/v1"):
+        router.add_api_route(f"{prefix}/tokenize", tokenize, methods=["POST"], response_class=JSONResponse)
+        router.add_api_route(f"{prefix}/detokenize", detokenize, methods=["POST"], response_class=JSONResponse)
+    return router
+
+
+async def tokenize(body: TokenizeBody, context: Context) -> Response:
+    resolve_model(context, body.model)
+    if body.prompt is None:
+        token_ids = list(render_conversation(context, body))
+    else:
+        check_text(body.prompt, "prompt")
+        check_size(context, body.prompt, "prompt")
+        special = True if body.add_special_tokens is None else body.add_special_tokens
+        token_ids = context.tokenizer.encode(body.prompt, add_special_tokens=special)
+    return JSONResponse(
+        {
+            "count": len(token_ids),
+            "max_model_len": context.engine.max_model_len,
+            "tokens": token_ids,
+            "token_strs": [context.texts.text(token_id) for token_id in token_ids] if body.return_token_strs else None,
+        }
+    )
+
+
+async def detokenize(body: DetokenizeBody, context: Context) -> Response:
+    resolve_model(context, body.model)
+    size = context.tokenizer.vocab_size
+    if max(body.tokens, default=0) >= size:
+        raise RequestError(f"'tokens' holds {max(body.tokens)}, but the vocabulary has {size} tokens", param="tokens")
+    return JSONResponse({"prompt": context.tokenizer.decode(body.tokens, skip_special_tokens=False)})

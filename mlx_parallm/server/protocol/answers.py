@@ -1,0 +1,154 @@
+"""Answers of the OpenAI routes as plain dictionaries, built once and dumped once (no response models to validate).
+
+Token-exact: ids and log-probabilities are what the engine sampled, EOS included; every choice carries the spans of
+policy versions it was sampled under.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mlx_parallm.server.protocol.token_texts import TokenTexts
+from mlx_parallm.types import (
+    Completion,
+    CompletionDelta,
+    PromptLogprobs,
+    RequestOutput,
+    ServedModel,
+    TopLogprob,
+    weight_spans,
+)
+
+MINIMUM_LOGPROB = -9999.0  # JSON has no -inf; vLLM's stand-in
+
+
+def finite(logprob: float) -> float:
+    """A number that JSON can hold."""
+    return logprob if logprob > MINIMUM_LOGPROB else MINIMUM_LOGPROB
+
+
+def openai_head(kind: str, response_id: str, model: ServedModel, *, usage_follows: bool) -> dict[str, Any]:
+    """`usage_follows`: a stream whose last chunk has the usage; OpenAI's others say null then."""
+    head = {"id": response_id, "object": kind, "created": int(time.time()), "model": model.id}
+    return head | {"usage": None} if usage_follows else head
+
+
+def processed_logprobs(part: Completion | CompletionDelta) -> dict[str, Any]:
+    """The field of that name, where sampling reshaped the distribution."""
+    values = part.processed_logprobs
+    return {} if values is None else {"processed_logprobs": [finite(logprob) for logprob in values]}
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+    """`cached_tokens`: of the prompts, found in the prefix cache."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def usage_of(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+    """Each prompt counts once, every choice's tokens count."""
+    outputs = list(outputs)
+    return usage(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(len(completion.token_ids) for output in outputs for completion in output.completions),
+        sum(output.completions[0].cached_tokens for output in outputs),
+    )
+
+
+def version_spans(policy_versions: tuple[int, ...]) -> list[dict[str, int]]:
+    """vLLM's `weight_versions`: which tokens [start, end) each policy version sampled."""
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in weight_spans(policy_versions)]
+
+
+def last_version(outputs: Iterable[RequestOutput], default: int) -> int:
+    """The version that sampled the last token; `default` when there is none."""
+    versions = [c.policy_versions[-1] for output in outputs for c in output.completions if c.policy_versions]
+    return max(versions, default=default)
+
+
+def chat_logprobs(
+    texts: TokenTexts,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    top_logprobs: Sequence[Sequence[TopLogprob]] | None,
+    as_ids: bool,
+) -> dict[str, Any]:
+    """Chat's form: one entry a token; `token` is "token_id:<id>" when `as_ids`."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": texts.text(token_id, as_ids), "logprob": finite(logprob), "bytes": texts.bytes(token_id)}
+
+    tops: Sequence[Sequence[TopLogprob]] = top_logprobs or [()] * len(token_ids)
+    content = [
+        {**entry(token_id, logprob), "top_logprobs": [entry(t.token_id, t.logprob) for t in top]}
+        for token_id, logprob, top in zip(token_ids, logprobs, tops, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """The completions route's form: four parallel lists. Grows over a stream, keeping the text offset."""
+
+    def __init__(self, texts: TokenTexts, as_ids: bool) -> None:
+        self._texts = texts
+        self._as_ids = as_ids
+        self._offset = 0
+
+    def take(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float | None],
+        top_logprobs: Sequence[Sequence[TopLogprob] | None] | None,
+    ) -> dict[str, list[Any]]:
+        """The lists of these tokens. A token without a log-probability (a prompt's first) shows null."""
+        tops: Sequence[Sequence[TopLogprob] | None] = top_logprobs or [()] * len(token_ids)
+        tokens, offsets, alternatives = [], [], []
+        for token_id, logprob, top in zip(token_ids, logprobs, tops, strict=True):
+            text = self._texts.text(token_id)
+            tokens.append(self._texts.text(token_id, self._as_ids))
+            offsets.append(self._offset)
+            self._offset += len(text)
+            alternatives.append(None if logprob is None else self._alternatives(token_id, logprob, top or ()))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if logprob is None else finite(logprob) for logprob in logprobs],
+            "top_logprobs": alternatives,
+            "text_offset": offsets,
+        }
+
+    def _alternatives(self, token_id: int, logprob: float, top: Sequence[TopLogprob]) -> dict[str, float]:
+        """The top ones and the sampled one, which may not be among them."""
+        shown = {self._texts.text(t.token_id, self._as_ids): finite(t.logprob) for t in top}
+        shown.setdefault(self._texts.text(token_id, self._as_ids), finite(logprob))
+        return shown
+
+
+def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Concatenates two outputs of `CompletionLogprobs.take`."""
+    return {key: first[key] + second[key] for key in first}
+
+
+def prompt_logprob_entries(
+    texts: TokenTexts, token_ids: Sequence[int], scores: PromptLogprobs
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: a position's given token and its top-k, each {logprob, rank, decoded_token}.
+
+    `rank` is 1-based; null for a given token outside the top-k, whose rank is not computed.
+    """
+    entries: list[dict[str, Any] | None] = []
+    for token_id, logprob, top in zip(token_ids, scores.logprobs, scores.top_logprobs, strict=True):
+        if logprob is None:
+            entries.append(None)
+            continue
+        entry: dict[str, Any] = {
+            str(token_id): {"logprob": finite(logprob), "rank": None, "decoded_token": texts.text(token_id)}
+        }
+        for rank, t in enumerate(top or (), 1):
+            shown = {"logprob": finite(t.logprob), "rank": rank, "decoded_token": texts.text(t.token_id)}
+            entry[str(t.token_id)] = shown
+        entries.append(entry)
+    return entries

@@ -1,0 +1,240 @@
+"""Request bodies of the OpenAI routes and of /tokenize and /detokenize (vLLM's shapes)."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.server.protocol.fields import Body, LogprobCount, QueueFields, SamplingFields, StreamOptions, TokenId
+from mlx_parallm.server.protocol.structured_outputs import StructureFields
+from mlx_parallm.server.protocol.tools import (
+    Tool,
+    ToolChoice,
+    check_choice,
+    forced_calls,
+    name_results,
+    template_fields,
+)
+from mlx_parallm.types import SamplingParams, Structure
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's and vLLM's default of the completions route
+
+Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
+
+
+class GenerationBody(QueueFields, StructureFields, SamplingFields):
+    """What completions and chat share beyond sampling."""
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=1)  # the prompt's last so many tokens are the prompt
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("'stream_options' needs stream = true", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("'prompt_logprobs' is not available when stream = true", param="prompt_logprobs")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(GenerationBody):
+    prompt: Prompt
+    max_tokens: int = Field(COMPLETION_MAX_TOKENS, ge=0)
+    logprobs: LogprobCount | None = None
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise RequestError("'max_tokens' must be at least 1 (0 is for scoring: echo = true)", param="max_tokens")
+        if self.max_tokens == 0 and self.stream:
+            raise RequestError("'stream' has nothing to send with max_tokens = 0", param="stream")
+        if self.echo and self.logprobs is not None and self.stream:
+            raise RequestError("'echo' with 'logprobs' is not available when stream = true", param="echo")
+        return self
+
+    def to_params(self) -> SamplingParams:
+        """`echo` with `logprobs` wants the prompt scored too; with max_tokens = 0 that is all there is."""
+        scored = self.logprobs if self.echo else None
+        asked = [count for count in (scored, self.prompt_logprobs) if count is not None]
+        return self.sampling_params(
+            max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=max(asked, default=None)
+        )
+
+
+class Message(BaseModel):
+    """One chat message. Fields a template may read (reasoning_content, name, …) pass through."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str
+    content: str | list[Any] | None = None
+
+
+class Conversation(Body):
+    """The part of a chat request that becomes the prompt."""
+
+    messages: list[Message] = Field(min_length=1)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: list[Tool] = Field(default_factory=list)
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools as the client wrote them."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
+    @property
+    def continues_final_message(self) -> bool:
+        """`continue_final_message`, or `prefix` in that message (DeepSeek's and Mistral's name for it)."""
+        return self.continue_final_message or (self.messages[-1].model_extra or {}).get("prefix") is True
+
+    def render_options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of `Tokenizer.render_chat`. A trailing assistant message is gone on with only when
+        `continue_final_message` says so; `defaults` are the configuration's template arguments."""
+        continued = self.continues_final_message
+        if continued and self.add_generation_prompt:
+            raise RequestError(
+                "'continue_final_message' and 'add_generation_prompt' exclude each other", param="add_generation_prompt"
+            )
+        if continued and self.messages[-1].role != "assistant":
+            raise RequestError(
+                "'continue_final_message' needs a last message of role assistant", param="continue_final_message"
+            )
+        if "chat_template" in self.chat_template_kwargs:  # a program that could keep the server busy for ever
+            raise RequestError(
+                "'chat_template_kwargs' cannot set 'chat_template': the server's is used", param="chat_template_kwargs"
+            )
+        generation_prompt = not continued
+        if self.add_generation_prompt is not None:
+            generation_prompt = self.add_generation_prompt
+        return {
+            "add_generation_prompt": generation_prompt,
+            "continue_final_message": continued,
+            "tools": self.callable_tools or None,
+            "template_kwargs": {**defaults, **self.chat_template_kwargs},
+        }
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """Messages as templates take them: content is one string."""
+        messages = [
+            {
+                **template_fields(message.model_extra or {}, position),
+                "role": message.role,
+                "content": _flat_text(message.content, position),
+            }
+            for position, message in enumerate(self.messages)
+        ]
+        name_results(messages)
+        return messages
+
+
+def _flat_text(content: str | list[Any] | None, position: int) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) and kind == "text" else None
+        if isinstance(part, str):
+            text = part
+        if not isinstance(text, str):
+            where = f"messages.{position}.content.{index}"
+            raise RequestError(
+                f"{where}: this server takes only text parts (got {kind or type(part).__name__!r})",
+                param=where,
+                code="unsupported_content",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+class ChatBody(Conversation, GenerationBody):
+    tool_choice: ToolChoice | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: LogprobCount | None = None
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = True  # SGLang's; False: the reasoning stays in the content
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("'top_logprobs' needs logprobs = true", param="top_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _choice_among_tools(self) -> Self:
+        check_choice(self.tools, self.tool_choice)
+        return self
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """As above; none with tool_choice = "none"."""
+        return [] if self.tool_choice == "none" else super().callable_tools
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in (None, "none", "auto")
+
+    def structure(self) -> Structure | None:
+        """What the answer must match, be it a tool call. Raises RequestError: more than one thing."""
+        asked = super().structure()
+        calls = forced_calls(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
+        if asked is not None and calls is not None:
+            raise RequestError(f"{asked.param!r} and a tool call cannot both be the answer", param="tool_choice")
+        return calls or asked
+
+    def to_params(self) -> SamplingParams:
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return self.sampling_params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    @property
+    def given_tokens(self) -> tuple[int, ...]:
+        """The prompt, where the client has rendered it itself; else ()."""
+        return ()
+
+
+class ChatTokensBody(ChatBody):
+    """/v1/chat/completions/tokens: `messages` are only what the tokens were made of; unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+    tokens: list[TokenId] = Field(min_length=1)
+
+    @property
+    def given_tokens(self) -> tuple[int, ...]:
+        return tuple(self.tokens)
+
+
+class TokenizeBody(Conversation):
+    """Either `prompt` or `messages`, as in vLLM."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] = Field(default_factory=list, min_length=1)
+    add_special_tokens: bool | None = None  # default: true for a prompt; a rendered chat has its special tokens
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.prompt is None) == (not self.messages):
+            raise RequestError("give either 'prompt' or 'messages'", param="prompt")
+        if self.messages and self.add_special_tokens:
+            raise RequestError("'add_special_tokens' is for 'prompt' only", param="add_special_tokens")
+        return self
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,150 @@
+"""structlog set-up: one line an event on stderr, for people or as JSON; the libraries' `logging` goes the same way.
+
+`configure_logging` is called once by the daemon; `get_logger` anywhere. Fields bound with `structlog.contextvars` (the
+server binds `request_id`) appear on every line of that task. A `RunLog` gets every line as JSON too. Secrets are hidden
+in both (`redaction`).
+"""
+
+import json as jsonlib
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import MutableMapping
+from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import structlog
+
+from mlx_parallm.system.redaction import Redactor
+
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+RUN_LOG_FILE = "run.log"
+MAX_BYTES, KEPT_FILES = 16 << 20, 3  # of run.log: at most 64 MiB with run.log.1 … .3
+HELD_LINES = 1000
+
+
+class _StandardError:
+    """Looks `sys.stderr` up at each write: the live display and pytest put their own there."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+class _File(RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk must not flood the terminal with tracebacks: metrics.jsonl ends the run with a message."""
+
+
+class RunLog:
+    """`run.log`: every line of the process as a JSON object, in files of bounded size. Any thread may write.
+
+    Lines that come before `open` are held. As a context manager it records the exception that ends the block.
+    """
+
+    def __init__(self, redactor: Redactor | None = None, *, max_bytes: int = MAX_BYTES) -> None:
+        self.redactor, self._max_bytes = redactor or Redactor(), max_bytes
+        self._held: deque[str] = deque(maxlen=HELD_LINES)
+        self._lock = threading.Lock()
+        self._file: _File | None = None
+
+    def open(self, directory: Path) -> None:
+        """Goes on in `directory`/run.log; a file that cannot be opened is not written."""
+        try:
+            file = _File(directory / RUN_LOG_FILE, maxBytes=self._max_bytes, backupCount=KEPT_FILES, encoding="utf-8")
+        except OSError:
+            return
+        with self._lock:
+            self._file = file
+            while self._held:
+                self._emit(file, self._held.popleft())
+
+    def write(self, level: str, event: str, **fields: Any) -> None:
+        now = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = {"timestamp": now, "level": level, "event": event} | fields
+        text = jsonlib.dumps(self.redactor.value(line), default=lambda value: self.redactor.text(repr(value)))
+        with self._lock:
+            if self._file is None:
+                self._held.append(text)
+            else:
+                self._emit(self._file, text)
+
+    def processor(self, _: Any, level: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        """For structlog: writes a copy of the event and hands the event on."""
+        copy = structlog.processors.format_exc_info(None, level, dict(event))
+        fields = {
+            key: value for key, value in copy.items() if not key.startswith("_") and key not in ("level", "event")
+        }
+        self.write(str(copy.get("level", level)), str(copy.get("event", "")), **fields)
+        return event
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            self.write("error", f"ended by {type(error).__name__}: {error}")
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            self._file = None
+
+    def _emit(self, file: _File, text: str) -> None:
+        file.handle(logging.makeLogRecord({"msg": "%s", "args": (text,)}))
+
+
+def configure_logging(
+    json: bool = False, level: str = "info", *, redactor: Redactor | None = None, run_log: RunLog | None = None
+) -> None:
+    """Sends events of at least `level` (debug, info, warning, error) to stderr, as JSON objects or aligned text.
+
+    Third-party `logging` records pass from "warning" on ("debug" shows all of them). May be called again.
+    """
+    threshold = LEVELS[level]
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        *([run_log.processor] if run_log else []),
+        structlog.processors.TimeStamper(fmt="iso" if json else "%H:%M:%S", utc=json),
+    ]
+    colors = not json and sys.stderr.isatty()
+    hide = redactor or Redactor()
+    renderer: list[Any] = (
+        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+        if json
+        else [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)]
+    )
+    renderer.insert(0, lambda _, __, event: {key: _hidden(hide, key, value) for key, value in event.items()})
+    renderer.append(lambda _, __, text: hide.text(text))  # tracebacks
+    structlog.configure(
+        processors=[*shared, *renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.WriteLoggerFactory(file=_StandardError()),  # type: ignore[arg-type]
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(_StandardError())
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.DEBUG if threshold == logging.DEBUG else max(threshold, logging.WARNING))
+
+
+def _hidden(redactor: Redactor, key: str, value: Any) -> Any:
+    return value if key.startswith("_") or key == "exc_info" else redactor.named(key, value)
+
+
+def get_logger(name: str) -> Any:
+    """A structlog logger; `name` says which part speaks."""
+    return structlog.get_logger(part=name)

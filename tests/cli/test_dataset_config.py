@@ -1,0 +1,148 @@
+"""`mlx_parallm_train --model M --data D --reward R`: what it amounts to, and what is said when it cannot work."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.cli import commands as cli
+from mlx_parallm.cli.dataset_config import find_hidden_size, learning_rate_for, toml_for
+from mlx_parallm.config.load import load_config
+from tests.cli.test_cli import call
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 1024}}))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 3)
+    (tmp_path / "score.py").write_text("def correct(completions, answer):\n    return [0.0 for _ in answer]\n")
+    return tmp_path
+
+
+def test_the_flags_amount_to_a_configuration(here: Path) -> None:
+    flags = ("--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct")
+    given = call("train", *flags, "--set", "rl_training.total_steps=7", cwd=here)
+    config = given["config"]
+    [entry] = config["environments"]
+    assert config["model"]["base_path"] == str(here / "model")
+    assert (entry["kind"], entry["name"], entry["data"]) == ("dataset", "rows", str(here / "rows.jsonl"))
+    assert entry["rewards"] == [f"python:{here / 'score.py'}:correct"]
+    training = config["rl_training"]
+    assert (training["total_steps"], training["learning_rate"], training["blocks_per_eval"]) == (7, 4e-5, 1)
+    assert training["run_name"].startswith("rows-2")
+    assert given["resume"] is None
+
+
+def test_resume_auto_finds_the_run_again(here: Path) -> None:
+    flags = ("--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct", "--resume", "auto")
+    assert call("train", *flags, cwd=here)["config"]["rl_training"]["run_name"] == "rows"
+
+
+def test_resume_auto_keeps_what_the_run_was_started_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hub model's size is guessed from its name until it is here; the run must not change its rate then."""
+    flags = ["--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct"]
+    run = here / "checkpoints" / "rows"
+    run.mkdir(parents=True)
+    assert cli.train([*flags, "--write-config", str(run / "config.toml")]) == 0
+    text = (run / "config.toml").read_text()
+    assert "learning_rate = 4.0e-05" in text
+    (run / "config.toml").write_text(text.replace("4.0e-05", "1.3e-05").replace("steps = 200", "steps = 90"))
+    given = call("train", *flags, "--resume", "auto", "--set", "rl_training.total_steps=91", cwd=here)
+    training = given["config"]["rl_training"]
+    assert (training["learning_rate"], training["total_steps"], training["run_name"]) == (1.3e-5, 91, "rows")
+    (here / "score.py").write_text((here / "score.py").read_text().replace("correct", "other"))
+    assert cli.train([*flags[:-1], "score.py:other", "--resume", "auto"]) == 2
+    assert "--reward is " in capsys.readouterr().err
+
+
+def test_the_written_file_is_the_same_configuration(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct"]
+    assert cli.train([*flags, "--write-config", "run.toml"]) == 0
+    assert "mlx_parallm_train --config run.toml" in capsys.readouterr().out
+    assert load_config("run.toml") == load_config(None, text=toml_for("model", "rows.jsonl", ["score.py:correct"]))
+    assert cli.train([*flags, "--write-config", "run.toml"]) == 2
+    assert "File exists" in capsys.readouterr().err
+
+
+def test_the_command_in_the_file_can_be_run_again(here: Path) -> None:
+    assert "--data 'my rows.jsonl' --reward score.py:correct\n" in toml_for(
+        "model", "my rows.jsonl", ["score.py:correct"]
+    )
+
+
+def test_model_beside_a_configuration_replaces_its_model(here: Path) -> None:
+    given = call("train", "--config", "quickstart", "--model", "model", cwd=here)
+    assert given["config"]["model"]["base_path"] == "model"
+    assert len(given["config"]["environments"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "rows.jsonl"], "--model is missing"),
+        (["--model", "model", "--reward", "score.py:correct"], "--data is missing"),
+        (["--model", "model", "--data", "rows.jsonl"], "needs a reward function: --reward score.py:function"),
+        (["--config", "quickstart", "--data", "rows.jsonl"], "two ways to say one thing"),
+        (["--resume", "x", "--data", "rows.jsonl"], "brings its own configuration"),
+        (["--model", "model", "--data", "r", "--reward", "s.py:f", "--write-config", "x", "--set", "a.b=1"], "--set"),
+        (["--model", "model"], "--config is required"),
+    ],
+)
+def test_flags_that_do_not_fit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.train(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "hidden_size"),
+    [
+        ("builtin:tiny", 128),
+        ("model", 1024),
+        ("Qwen/Qwen3-0.6B-not-in-the-cache", 1022),
+        ("mlx-community/nothing-4B-4bit", 2640),
+        ("someone/of-no-known-size", 2560),
+    ],
+)
+def test_the_size_of_a_model(model: str, hidden_size: int) -> None:
+    assert find_hidden_size(model) == hidden_size
+
+
+def test_smaller_steps_for_larger_models() -> None:
+    rates = [learning_rate_for(size) for size in (16, 128, 1024, 2560, 4096)]
+    assert rates == pytest.approx([1e-3, 9.05e-4, 4e-5, 1.01e-5, 5e-6], rel=0.01)
+
+
+@pytest.mark.parametrize(("algorithm", "rate", "rows"), [("dpo", 4e-5, 32), ("sft", 4e-4, 16)])
+def test_an_algorithm_that_learns_from_the_rows_needs_no_reward(
+    here: Path, algorithm: str, rate: float, rows: int
+) -> None:
+    flags = ("--model", "model", "--data", "rows.jsonl", "--algorithm", algorithm)
+    config = call("train", *flags, "--set", "rl_training.total_steps=7", cwd=here)["config"]
+    assert (config["data"]["path"], config["environments"]) == (str(here / "rows.jsonl"), [])
+    training = config["rl_training"]
+    assert (training["algorithm"], training["total_steps"]) == (algorithm, 7)
+    assert (training["learning_rate"], training["batch_size"]) == (pytest.approx(rate), rows)
+
+
+def test_resume_auto_knows_an_algorithm_on_rows_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "model", "--data", "rows.jsonl", "--algorithm", "dpo"]
+    run = here / "checkpoints" / "rows"
+    run.mkdir(parents=True)
+    assert cli.train([*flags, "--write-config", str(run / "config.toml")]) == 0
+    assert call("train", *flags, "--resume", "auto", cwd=here)["config"]["rl_training"]["algorithm"] == "dpo"
+    assert cli.train([*flags[:-1], "kto", "--resume", "auto"]) == 2
+    assert "--algorithm is kto" in capsys.readouterr().err
+
+
+def test_rows_are_learned_from_or_scored_not_both(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "model", "--data", "rows.jsonl", "--algorithm", "dpo", "--reward", "score.py:correct"]
+    assert cli.train(flags) == 2
+    assert "--algorithm dpo learns from the rows alone: leave out --reward" in capsys.readouterr().err

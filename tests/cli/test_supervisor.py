@@ -1,0 +1,199 @@
+"""The parent of `--restarts N`, with children that are a few lines of Python."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm import daemon
+from mlx_parallm.cli import commands as cli
+from mlx_parallm.cli import supervisor
+from mlx_parallm.cli.supervisor import Supervisor
+from mlx_parallm.config.load import Config, parse_config
+from mlx_parallm.system.log import configure_logging
+from tests.signals_reset import default_signals
+
+# A child that appends its arguments to `starts` and then does line n of `deeds` at start n. `saves` makes a checkpoint.
+CHILD = """
+import os, pathlib, signal, sys
+here = pathlib.Path(sys.argv[1])
+with (here / "starts").open("a") as file:
+    print(*sys.argv[2:], file=file)
+count = len((here / "starts").read_text().splitlines())
+deed = (here / "deeds").read_text().splitlines()[count - 1]
+for word in deed.split():
+    if word == "saves":
+        (here / "run").mkdir(exist_ok=True)
+        (here / "run" / "latest").unlink(missing_ok=True)
+        (here / "run" / "latest").symlink_to(f"step_{count:06d}")
+    elif word == "waits":
+        numbers = {signal.SIGTERM, signal.SIGINT}
+        (here / "ready").touch()
+        for _ in range(2):
+            number = signal.sigwait(numbers)
+            with (here / "got").open("a") as file:
+                print(signal.Signals(number).name, file=file)
+    elif word.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, word))
+    else:
+        sys.exit(int(word))
+"""
+PARENT = """
+import pathlib, sys
+from mlx_parallm.system.log import RunLog, configure_logging
+from mlx_parallm.cli.supervisor import Supervisor
+here, restarts, resume = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None
+run_log = RunLog()
+configure_logging(run_log=run_log)
+own = ["--resume", resume] if resume else []
+command = [sys.executable, "-S", "-c", (here / "child.py").read_text(), str(here)]
+parent = Supervisor(own, here / "run", restarts=restarts, resume=resume, command=command, pause_s=0.01, run_log=run_log)
+assert "mlx.core" not in sys.modules
+sys.exit(parent.run())
+"""
+
+
+def start(here: Path, *deeds: str, restarts: int, resume: str = "") -> subprocess.Popen[str]:
+    (here / "deeds").write_text("\n".join(deeds))
+    (here / "child.py").write_text(CHILD)
+    command = [sys.executable, "-c", PARENT, str(here), str(restarts), *([resume] if resume else [])]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals)
+
+
+def starts(here: Path) -> list[str]:
+    return (here / "starts").read_text().splitlines()
+
+
+def test_an_abort_is_answered_by_a_start_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    parent = start(tmp_path, "SIGABRT", "saves SIGSEGV", "0", restarts=2)
+    _, said = parent.communicate(timeout=30)
+    assert parent.returncode == 0, said
+    assert starts(tmp_path) == ["", "--resume auto", "--resume auto"]
+    assert "the daemon died of SIGABRT (aborted, as the macOS GPU watchdog" in said
+    assert "from step_000002; restart 1 of 2" in said, "a new checkpoint gives the full number back"
+    [line] = [json.loads(text) for text in (tmp_path / "run" / "run.log").read_text().splitlines()][-1:]
+    assert "SIGSEGV" in line["event"]
+
+
+def test_a_crash_loop_ends(tmp_path: Path) -> None:
+    parent = start(tmp_path, "saves SIGKILL", "SIGKILL", "SIGKILL", "0", restarts=2)
+    _, said = parent.communicate(timeout=30)
+    assert parent.returncode == 128 + signal.SIGKILL
+    assert len(starts(tmp_path)) == 3
+    assert "not started again: 2 restarts brought no new checkpoint" in said
+
+
+def test_an_exit_code_is_passed_on(tmp_path: Path) -> None:
+    parents = []
+    for code in range(3):
+        (tmp_path / str(code)).mkdir()
+        parents.append(start(tmp_path / str(code), str(code), restarts=5))
+    for code, parent in enumerate(parents):
+        parent.communicate(timeout=30)
+        assert parent.returncode == code
+        assert len(starts(tmp_path / str(code))) == 1
+
+
+def test_the_older_step_that_was_asked_for_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "latest").symlink_to("step_000009")
+    parent = start(tmp_path, "SIGABRT", "saves SIGABRT", "0", restarts=1, resume="run/step_000001")
+    parent.communicate(timeout=30)
+    assert parent.returncode == 0
+    first = "--resume run/step_000001"
+    assert starts(tmp_path) == [first, first, f"{first} --resume {tmp_path}/run"]
+
+
+def test_signals_are_passed_on_each_one_and_end_it(tmp_path: Path) -> None:
+    parent = start(tmp_path, "waits SIGKILL", "0", restarts=5)
+    for number, count in ((signal.SIGTERM, 0), (signal.SIGINT, 1)):
+        wait_for(tmp_path / "got" if count else tmp_path / "ready")
+        parent.send_signal(number)
+    _, said = parent.communicate(timeout=30)
+    assert (tmp_path / "got").read_text().split() == ["SIGTERM", "SIGINT"]
+    assert parent.returncode == 128 + signal.SIGKILL, said
+    assert len(starts(tmp_path)) == 1, "a death after a request to stop is no reason to start again"
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("resume", "named"), [(None, True), ("auto", True), ("some/run", False)])
+def test_every_start_has_the_name_and_the_port_of_the_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, resume: str | None, named: bool
+) -> None:
+    made: list[Supervisor] = []
+
+    def run(self: Supervisor) -> int:
+        made.append(self)
+        return 7
+
+    monkeypatch.setattr(Supervisor, "run", run)
+    config = parse_config({"server": {"port": 0}})
+    try:
+        own = ["--config", "x", "--restarts", "3"]
+        assert supervisor.supervise(own, config, tmp_path / "a run", resume=resume, restarts=3) == 7
+    finally:
+        configure_logging(level="error")
+    arguments = made[0]._arguments
+    assert arguments[:6] == ["--config", "x", "--restarts", "3", "--restarts", "0"]
+    assert ('rl_training.run_name="a run"' in arguments) == named
+    assert int(arguments[-1].removeprefix("server.port=")) > 0
+
+
+def test_the_command_hands_over_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(f'[rl_training]\ncheckpoint_dir = "{tmp_path}"\n')
+    given: list[tuple[list[str], Path, str | None, int]] = []
+
+    def supervise(arguments: list[str], config: Config, run: Path, *, resume: str | None, restarts: int) -> int:
+        given.append((arguments, run, resume, restarts))
+        return 0
+
+    monkeypatch.setattr(supervisor, "supervise", supervise)
+    arguments = ["--config", str(tmp_path / "mine.toml"), "--resume", "auto", "--restarts", "2"]
+    assert cli.train(arguments) == 0
+    assert given == [(arguments, tmp_path / "mine", "auto", 2)]
+
+
+def test_own_data_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The arguments of a second start are arguments that `mlx_parallm_train` takes."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "score.py").write_text("def f(completions, **columns): return [0.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    parents: list[Supervisor] = []
+    monkeypatch.setattr(Supervisor, "run", lambda parent: parents.append(parent) or 0)
+    started: list[tuple[str, str | None, str | None]] = []
+
+    def run_training(config: Config, *, resume: str | None) -> int:
+        started.append((config.model.base_path, config.rl_training.run_name, resume))
+        return 0
+
+    monkeypatch.setattr(daemon, "run_training", run_training)
+    monkeypatch.setattr(cli, "_before_mlx", lambda config: None)
+    own = ["--model", "builtin:tiny", "--data", "rows.jsonl", "--reward", "score.py:f"]
+    try:
+        assert cli.train([*own, "--restarts", "2"]) == 0
+    finally:
+        configure_logging(level="error")
+    [parent] = parents
+    assert cli.train([*parent._arguments, *parent._resume(None, "step_000001")]) == 0
+    assert started == [("builtin:tiny", parent._directory.name, "auto")]
+
+
+def test_a_run_without_a_configuration_can_be_supervised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rollouts.sqlite").touch()
+    given: list[Path] = []
+    monkeypatch.setattr(supervisor, "supervise", lambda _, __, run, **more: given.append(run) or 0)
+    arguments = ["--config", str(tmp_path / "mine.toml"), "--resume", str(tmp_path / "run"), "--restarts", "2"]
+    assert cli.train(arguments) == 0
+    assert given == [tmp_path / "run"]

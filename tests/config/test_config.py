@@ -1,0 +1,135 @@
+"""The configuration tree: strict, with errors that say what would be right."""
+
+from pathlib import Path
+
+import pytest
+import tomli
+
+from mlx_parallm.config.load import Config, find_config, load_config, parse_config
+from mlx_parallm.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_specifications_own_configuration_is_read_as_written(tmp_path: Path) -> None:
+    text = (ROOT / "train_configs" / "grpo_qwen3_lora.toml").read_text()
+    config = load_config(ROOT / "train_configs" / "grpo_qwen3_lora.toml")
+    data = tomli.loads(text)
+    assert config.rl_training.kl_beta == data["rl_training"]["kl_beta"] == 0.05
+    assert config.rl_training.lora.target_modules == ("q_proj", "v_proj", "k_proj", "o_proj")
+    assert config.rl_training.weight_updates.lock_timeout_ms == 100
+
+
+def test_unknown_key_names_the_nearest_valid_one() -> None:
+    with pytest.raises(ConfigError, match=r"'rl_training.learningrate'.*'rl_training.learning_rate'"):
+        load_config(None, ["rl_training.learningrate=1e-4"])
+    with pytest.raises(ConfigError, match=r"'environments.0.wieght'.*weight"):
+        parse_config({"environments": [{"kind": "tasks", "name": "sum", "wieght": 2}]})
+    with pytest.raises(ConfigError, match=r"'sever'.*'server'"):
+        parse_config({"sever": {}})
+
+
+def test_override_beats_file_beats_default(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[server]\nport = 9000\nbatch_size = 4\n")
+    config = load_config(file, ["server.port=9001", "model.base_path=builtin:tiny", "rl_training.lora.rank=2"])
+    assert (config.server.port, config.server.batch_size, config.server.prefill_chunk) == (9001, 4, 512)
+    assert (config.model.base_path, config.rl_training.lora.rank) == ("builtin:tiny", 2)
+
+
+def test_override_of_a_list_entry(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[[environments]]\nkind = "tasks"\nname = "sum"\n')
+    assert load_config(file, ["environments.0.weight=3"]).environments[0].weight == 3
+    with pytest.raises(ConfigError, match="not an index below 1"):
+        load_config(file, ["environments.1.weight=3"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rl_training.learning_rate=-1", "rl_training.learning_rate"),
+        ("rl_training.deterministic=true", "max_staleness = 0"),
+        ("rl_training.batch_size=4096", "rollout_batch_size"),
+        ("server", "section.key=value"),
+        ("server.port.x=1", "is a value, not a section"),
+    ],
+)
+def test_bad_values_say_where_and_why(override: str, message: str) -> None:
+    overrides = [override] if "=" not in override or "port" in override else [override, "rl_training.max_staleness=1"]
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, ["server.port=1", *overrides])
+
+
+def test_missing_and_malformed_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not a file.*quickstart"):
+        load_config(tmp_path / "nowhere.toml")
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[server\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(bad)
+
+
+def test_shipped_configurations_resolve_by_name() -> None:
+    assert find_config("quickstart").name == "quickstart.toml"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda p: p.name)
+def test_every_shipped_configuration_parses_and_names_its_command(path: Path) -> None:
+    assert isinstance(load_config(path), Config)
+    first = path.read_text().splitlines()[0]
+    assert first.startswith("# mlx_parallm_train --config")
+    assert path.name in first
+
+
+def test_secrets_are_redacted_and_the_rest_round_trips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLX_PARALLM_API_KEY", raising=False)
+    config = load_config(None, ["server.api_key=hunter2", "rl_training.total_steps=7"])
+    saved = config.to_toml()
+    assert "hunter2" not in saved
+    assert "hunter2" not in repr(config)
+    assert config.resolve_api_key() == "hunter2"
+    again = parse_config(tomli.loads(saved))
+    assert again.rl_training == config.rl_training
+    with pytest.raises(ConfigError, match="MLX_PARALLM_API_KEY"):  # a run must not lose its key in silence
+        again.resolve_api_key()
+
+
+def test_the_key_comes_from_environment_before_file_before_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "key"
+    file.write_text("from-file\n")
+    config = load_config(None, [f"server.api_key_file={file}", "server.api_key=from-config"])
+    monkeypatch.delenv("MLX_PARALLM_API_KEY", raising=False)
+    assert config.resolve_api_key() == "from-file"
+    monkeypatch.setenv("MLX_PARALLM_API_KEY", "from-environment")
+    assert config.resolve_api_key() == "from-environment"
+    file.unlink()
+    monkeypatch.delenv("MLX_PARALLM_API_KEY")
+    with pytest.raises(ConfigError, match="api_key_file"):
+        config.resolve_api_key()
+
+
+def test_minimum_shares_leave_a_place_for_everybody():
+    def config(*shares, batch=32):
+        environments = [
+            {"kind": "tasks", "name": name, "min_share": share, "group_size": 8}
+            for name, share in zip(("sum", "sort", "count"), shares, strict=False)
+        ]
+        return {"environments": environments, "rl_training": {"atropos": {"rollout_batch_size": batch}}}
+
+    assert parse_config(config(0.5, 0.25, 0.0)).environments[0].min_share == 0.5
+    assert parse_config(config(0.5, 0.5)).environments
+    with pytest.raises(ConfigError, match="sum 24, sort 16 of the 32 sequences of rollout_batch_size are more than"):
+        parse_config(config(0.7, 0.5))
+    with pytest.raises(ConfigError, match="leave no place for count"):
+        parse_config(config(0.5, 0.5, 0.0))
+
+
+def test_the_key_of_before_is_read_as_what_it_is_called_now(tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text('[rl_training]\neval_problems = 7\n[[environments]]\nkind = "tasks"\nname = "sum"\n')
+    assert load_config(file).evaluation.problems == 7
+    assert load_config(file, ["evaluation.problems=3"]).evaluation.problems == 3
+    assert load_config(file, ["rl_training.eval_problems=0"]).evaluation.problems == 0

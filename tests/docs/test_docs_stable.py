@@ -1,0 +1,44 @@
+"""docs/stability.md promises names that are there: flags, routes, metrics. (Its signatures are a block that runs.)"""
+
+import re
+
+import mlx_parallm
+from mlx_parallm.integrations.atropos.queue import AtroposQueue
+from mlx_parallm.integrations.atropos.routes import create_atropos_router
+from mlx_parallm.rl_training.metrics import KEYS
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.server.app import create_app
+from mlx_parallm.server.context import ServerDeps, ServerState
+from tests.docs.docs_blocks import COMMANDS, ROOT, blocks, flags_of
+from tests.rollout_store.groups import ATROPOS_SETTINGS
+
+PAGE = ROOT / "docs" / "stability.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_the_version_is_this_one() -> None:
+    assert f"The version is {mlx_parallm.__version__} " in TEXT
+
+
+def test_every_flag_of_every_command_is_promised() -> None:
+    promised = dict(re.findall(r"^\| `mlx_parallm_(\w+)` \| (.*) \|$", TEXT, re.MULTILINE))
+    assert set(promised) == set(COMMANDS)
+    short = {"merge_lora": {"--output"}}  # of --output-path
+    for command, flags in promised.items():
+        said = set(re.findall(r"--[\w-]+", flags))
+        assert said == flags_of(command) - {"--help", "--version"} - short.get(command, set()), command
+
+
+def test_promised_routes_are_there(store: RolloutStore) -> None:
+    queue = AtroposQueue(store, ATROPOS_SETTINGS, current_step=lambda: 0, policy_version=lambda: 0)
+    app = create_app(ServerDeps(state=ServerState()))
+    app.include_router(create_atropos_router(queue))
+    routes = {(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods}
+    promised = re.findall(r"`(GET|POST) (/[\w/-]+)`", TEXT)
+    assert len(promised) >= 10
+    assert set(promised) <= routes
+
+
+def test_promised_metrics_are_there() -> None:
+    [block] = [block for block in blocks(PAGE) if block.language == "text"]
+    assert set(block.text.split()) <= set(KEYS)

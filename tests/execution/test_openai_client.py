@@ -1,0 +1,195 @@
+"""The client of other servers, against a real HTTP server that answers from a script and counts what it receives."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from mlx_parallm.errors import EndpointError
+from mlx_parallm.execution import openai_client
+from mlx_parallm.execution.openai_client import OpenAIEndpoint
+
+OK = (200, {}, {"choices": []})
+Reply = tuple[int, dict[str, str], Any]
+
+
+@contextmanager
+def server(*replies: Reply | None) -> Iterator[tuple[str, list[tuple[str, str | None, Any]]]]:
+    """Answers the i-th request with the i-th reply, and with the last one from then on; None hangs up. Yields its URL
+    and the log of (path, authorization, body)."""
+    received: list[tuple[str, str | None, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            received.append((self.path, self.headers.get("Authorization"), json.loads(body) if body else None))
+            reply = replies[min(len(received), len(replies)) - 1]
+            if reply is None:
+                self.close_connection = True
+                return
+            status, headers, said = reply
+            content = (said if isinstance(said, str) else json.dumps(said)).encode()
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(content)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST
+
+        def log_message(self, *_: Any) -> None: ...
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listening.server_address[1]}/v1", received
+    finally:
+        listening.shutdown()
+        listening.server_close()
+
+
+def post(url: str, **options: Any) -> Any:
+    async def run() -> Any:
+        endpoint = OpenAIEndpoint(url, **options)
+        try:
+            return await endpoint.post("/chat/completions", {"model": "m"})
+        finally:
+            await endpoint.aclose()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_client, "FIRST_PAUSE_S", 0.001)
+
+
+def test_an_answer_and_the_key() -> None:
+    with server(OK) as (url, received):
+        assert post(url + "/", api_key="sk-secret") == {"choices": []}
+    assert received == [("/v1/chat/completions", "Bearer sk-secret", {"model": "m"})]
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_what_is_tried_again(status: int, quick: None) -> None:
+    with server((status, {}, "busy"), None, OK) as (url, received):
+        assert post(url) == {"choices": []}
+    assert len(received) == 3, "a refusal, a lost connection, an answer"
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+def test_retry_after_is_obeyed(form: str) -> None:
+    value = "0.2" if form == "seconds" else formatdate(time.time() + 2, usegmt=True)
+    with server((429, {"Retry-After": value}, ""), OK) as (url, received):
+        started = time.monotonic()
+        post(url)
+        waited = time.monotonic() - started
+    assert len(received) == 2
+    assert waited >= (0.2 if form == "seconds" else 0.7)
+
+
+def test_a_server_that_asks_for_an_hour_is_given_up() -> None:
+    refusal = 429, {"Retry-After": "3600"}, {"error": {"message": "quota"}}
+    words = r"HTTP 429: quota; it asks to wait 3600 s"
+    with server(refusal) as (url, received), pytest.raises(EndpointError, match=words) as refused:
+        post(url)
+    assert (len(received), refused.value.status) == (1, 429)
+
+
+def test_after_the_last_try_the_servers_own_words(quick: None) -> None:
+    refusal = 503, {}, {"error": {"message": "the model is loading"}}
+    words = r"HTTP 503: the model is loading \(tried 3 times\)"
+    with server(refusal) as (url, received), pytest.raises(EndpointError, match=words):
+        post(url, retries=2)
+    assert len(received) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "words"),
+    [
+        (401, {"error": {"message": "no such key"}}, "HTTP 401: no such key"),
+        (404, {"detail": "no such route"}, "HTTP 404: no such route"),
+        (400, "plain words", "HTTP 400: plain words"),
+        (500, "", "HTTP 500: Internal Server Error"),
+        (200, "<html>", "answered '<html>': is this an OpenAI endpoint"),
+        (200, [1], r"answered '\[1\]'"),
+    ],
+)
+def test_a_refusal_is_not_repeated(status: int, said: Any, words: str) -> None:
+    with server((status, {}, said)) as (url, received), pytest.raises(EndpointError, match=words) as refused:
+        post(url)
+    assert len(received) == 1
+    assert refused.value.status == (status if status != 200 else None)
+
+
+def test_nobody_there(quick: None) -> None:
+    with server(OK) as (url, _):
+        pass
+    with pytest.raises(EndpointError, match=r"cannot be reached: .*\(tried 2 times\)"):
+        post(url, retries=1)
+    with pytest.raises(EndpointError, match="is no URL"):
+        OpenAIEndpoint("127.0.0.1:8000")
+
+
+def test_as_many_as_allowed_are_in_flight_and_a_late_answer_is_an_error() -> None:
+    """A server that answers a request only when the next one comes: two in flight are enough, one is not."""
+    arrived, running, most = threading.Event(), [0], [0]
+
+    class Pairing(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            arrived.wait(0.3)
+            running[0] -= 1
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):  # the client has gone
+                self.wfile.write(b"{}")
+
+        def log_message(self, *_: Any) -> None: ...
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Pairing)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{listening.server_address[1]}/v1"
+
+    async def many(**options: Any) -> None:
+        endpoint = OpenAIEndpoint(url, **options)
+        try:
+            await asyncio.gather(*(endpoint.post("/x", {}) for _ in range(5)))
+        finally:
+            await endpoint.aclose()
+
+    try:
+        asyncio.run(many(max_in_flight=2))
+        assert most[0] == 2
+        with pytest.raises(EndpointError, match=r"no answer within 0\.05 s"):
+            asyncio.run(many(timeout_s=0.05))
+    finally:
+        arrived.set()
+        listening.shutdown()
+        listening.server_close()
+
+
+def test_the_names_of_what_is_served() -> None:
+    async def ask(url: str) -> list[str]:
+        endpoint = OpenAIEndpoint(url)
+        try:
+            return await endpoint.models()
+        finally:
+            await endpoint.aclose()
+
+    with server((200, {}, {"data": [{"id": "a"}, {"id": "b"}]})) as (url, received):
+        assert asyncio.run(ask(url)) == ["a", "b"]
+    assert received[0][0] == "/v1/models"
+    with server((503, {}, "loading")) as (url, received), pytest.raises(EndpointError, match="503"):
+        asyncio.run(ask(url))
+    assert len(received) == 1, "asked once: to find out whether it is there"

@@ -1,0 +1,370 @@
+"""Hostile programs in every way of closing the doors that this machine has; the table is scripts/bench/sandbox.py."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.errors import ConfigError, SandboxError
+from mlx_parallm.execution.sandbox import sandbox as module
+from mlx_parallm.execution.sandbox.sandbox import PROTECTIONS, Sandbox
+from scripts.bench import sandbox as bench
+
+TIMEOUT_S = 0.6
+MARGIN_S = 2.0  # the promised second, and one for a machine that is busy otherwise
+
+
+@pytest.fixture(params=module.WAYS)
+def sandbox(request, monkeypatch):
+    """One that must have all protections, by one way only."""
+    monkeypatch.setattr(module, "WAYS", (request.param,))
+    protections, why = module._trial(request.param)
+    if protections is None or set(PROTECTIONS) - protections:
+        pytest.skip(f"{request.param} is not for this machine: {why}")
+    # Many processes: without namespaces those of all other tests of this user count, too.
+    return Sandbox(concurrency=2, processes=256)
+
+
+def test_a_program_has_its_streams_and_its_end(sandbox):
+    run = sandbox.run("import sys\nprint(input()[::-1])\nprint('bad', file=sys.stderr)\nsys.exit(3)", stdin="añb\n")
+    assert (run.outcome, run.returncode, run.ok) == ("ended", 3, False)
+    assert (run.stdout, run.stderr) == ("bña\n", "bad\n")
+    assert run.protections == frozenset(PROTECTIONS) == sandbox.protections
+    assert sandbox.run("import os\nos.abort()").returncode < 0
+    assert sandbox.run("if __name__ == '__main__':\n    exit(4)").returncode == 4
+    failed = sandbox.run("x = 1\ny = unknown")
+    assert failed.returncode == 1 and 'File "main.py", line 2' in failed.stderr
+
+
+def test_bash_runs_too(sandbox):
+    run = sandbox.run('read line; echo "$line" | tr a-z A-Z > file; cat file', language="bash", stdin="hello\n")
+    assert (run.ok, run.stdout) == (True, "HELLO\n"), run.stderr
+
+
+def test_it_starts_in_an_empty_directory_without_an_environment(sandbox):
+    made = f"made_{os.getpid()}"  # another test process may be here too
+    run = sandbox.run(
+        f"import os\nopen('{made}', 'w').close()\nprint(sorted(os.listdir()), os.getcwd())\nprint(sorted(os.environ))",
+    )
+    assert f"['{made}', 'main.py'] " in run.stdout, run.stderr
+    assert "['HOME', 'LANG', 'PATH', 'TMPDIR']" in run.stdout
+    assert not list(Path(tempfile.gettempdir()).glob(f"mlx_parallm_sandbox_*/{made}"))
+    assert made not in sandbox.run("import os\nprint(os.listdir())").stdout
+
+
+@pytest.mark.parametrize("program", [bench.ENDLESS_LOOP, bench.FORK_BOMB], ids=["loop", "bomb"])
+def test_what_never_ends_is_ended(sandbox, program):
+    run = Sandbox(timeout_s=TIMEOUT_S).run(program)
+    assert (run.outcome, run.returncode) == ("timeout", None)
+    assert run.seconds < TIMEOUT_S + MARGIN_S
+    assert bench.left_over() == 0
+
+
+def test_memory_ends_where_the_limit_is(sandbox):
+    run = sandbox.run(bench.FOUR_GIGABYTES)
+    assert "MemoryError" in run.stderr and run.returncode == 1
+
+
+def test_the_home_is_out_of_reach(sandbox):
+    if not os.access(Path.home(), os.W_OK):
+        pytest.skip("this user has no home to write to")
+    with tempfile.TemporaryDirectory(dir=Path.home()) as home:
+        secret = Path(home) / "secret"
+        secret.write_text("secret")
+        secret.chmod(0o644)
+        Path(home).chmod(0o777)
+        run = sandbox.run(bench.read_and_write(secret))
+        assert run.stdout.count("Error") == 2, run.stdout
+        assert [entry.name for entry in Path(home).iterdir()] == ["secret"]
+
+
+def test_nothing_can_be_connected_to(sandbox):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        run = sandbox.run(bench.connect(server.getsockname()[1]))
+        server.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert run.stdout.endswith("Error\n"), run.stdout
+
+
+def test_output_is_cut_while_it_is_read(sandbox):
+    run = sandbox.run(bench.ONE_GIGABYTE_OF_OUTPUT)
+    assert (run.outcome, run.returncode, run.ok) == ("output", None, False)
+    assert set(run.stdout) == {"x"} and len(run.stdout) <= (1 << 20) + 1
+
+
+def test_nothing_that_it_starts_outlives_it(sandbox):
+    run = sandbox.run(bench.SURVIVOR)
+    assert (run.ok, run.stdout) == (True, "left one behind\n"), run.stderr
+    assert bench.left_over() == 0
+
+
+def test_no_other_process_can_be_signalled(sandbox):
+    run = sandbox.run(
+        f"import os\nfor pid in ({os.getpid()}, os.getppid()):\n    try:\n        os.kill(pid, 9)\n        print(pid)\n"
+        "    except OSError as error:\n        print(type(error).__name__)\n"
+    )
+    assert run.ok and str(os.getpid()) not in run.stdout.split()
+
+
+REACHING_OUT = """
+import fcntl, os, resource, signal, socket, struct
+
+def refused(name, function, *arguments):
+    try:
+        function(*arguments)
+    except PermissionError:
+        print(name)
+    except OSError:
+        pass  # it was let through, and there was nothing to do
+
+reading, writing = os.pipe()
+child = os.fork()
+if child == 0:
+    os.close(writing)
+    os.read(reading, 1)
+    os._exit(0)
+for pid in (0, child):
+    refused(f"prlimit {pid == child}", resource.prlimit, pid, resource.RLIMIT_CORE, (0, 0))
+    refused(f"affinity {pid == child}", os.sched_setaffinity, pid, os.sched_getaffinity(0))
+refused("setpriority", os.setpriority, os.PRIO_PROCESS, child, 5)
+refused("F_GETFL", fcntl.fcntl, 1, fcntl.F_GETFL)
+for name in ("F_SETOWN", "F_SETSIG"):
+    refused(name, fcntl.fcntl, 1, getattr(fcntl, name), signal.SIGTERM)
+for name in ("STREAM", "DGRAM", "RAW", "SEQPACKET"):
+    refused(name, socket.socketpair, socket.AF_UNIX, getattr(socket, "SOCK_" + name))
+refused("DGRAM, flags", socket.socketpair, socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+refused("TIPC", socket.socketpair, 30, socket.SOCK_STREAM)
+pair = socket.socketpair()
+refused("FIONREAD", fcntl.ioctl, pair[0], 0x541B, bytes(4))
+for name, request in (("FIOSETOWN", 0x8901), ("SIOCSPGRP", 0x8902)):
+    refused(name, fcntl.ioctl, pair[0], request, struct.pack("i", child))
+own = os.open("own", os.O_CREAT | os.O_RDWR)
+refused("posix_acl", os.setxattr, "own", "system.posix_acl_access", b"x")
+for n, path in enumerate(["own", own]):
+    refused(f"setxattr {n}", os.setxattr, path, "user.name", b"x")
+    refused(f"removexattr {n}", os.removexattr, path, "user.name")
+for name, given in (("chmod", [0o700]), ("chown", [os.getuid(), os.getgid()])):
+    refused(name, getattr(os, name), "own", *given)
+    refused("f" + name, getattr(os, "f" + name), own, *given)
+refused("lchown", os.lchown, "own", os.getuid(), os.getgid())
+"""
+REFUSED = [
+    *("prlimit True", "affinity True", "setpriority", "F_SETOWN", "F_SETSIG", "DGRAM", "RAW", "DGRAM, flags", "TIPC"),
+    *("FIOSETOWN", "SIOCSPGRP", "posix_acl", "setxattr 0", "removexattr 0", "setxattr 1", "removexattr 1"),
+]
+REFUSED_TO_OWNERS = ["chmod", "fchmod", "chown", "fchown", "lchown"]
+
+
+def test_without_namespaces_other_processes_and_files_are_out_of_reach(sandbox):
+    if module.WAYS != ("landlock",):
+        pytest.skip("elsewhere other processes cannot be named, and its files are a file system of their own")
+    run = sandbox.run(REACHING_OUT)
+    assert run.stdout.splitlines() == REFUSED + (REFUSED_TO_OWNERS if os.getuid() else []), run.stderr
+    if os.getuid() == 0:
+        script = "echo 'echo made' > x.sh; chmod +x x.sh; ./x.sh"
+        assert sandbox.run(script, language="bash").stdout == "made\n"
+
+
+def in_a_process(tmp_path, closing, program):
+    """The lines that a program writes in a process that has called `closing` of the launcher."""
+    protections, why = module._trial("landlock")
+    if protections is None or not {"files", "processes"} <= protections:
+        pytest.skip(f"not for this machine: {why}")
+    start = f"import sys\nsys.path.append({module.PACKAGE!r})\nimport sandbox_launcher as l\n"
+    start += "l.call('prctl', l.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)\n"
+    command = [sys.executable, "-c", f"{start}{closing}\n{program}"]
+    run = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=30)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
+@pytest.mark.parametrize("own_user", [False, True])
+def test_modes_belong_to_who_has_other_files(tmp_path, own_user):
+    found = in_a_process(tmp_path, f"l.deny_calls(own_user={own_user})", REACHING_OUT)
+    assert found == REFUSED + ([] if own_user else REFUSED_TO_OWNERS)
+
+
+def test_landlock_keeps_signals_and_abstract_sockets_in_where_it_can(tmp_path):
+    closing = """import os, socket
+if l.call("syscall", l.LANDLOCK_CREATE, None, 0, 1) < 6:
+    print("old")
+    sys.exit()
+receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+receiver.bind("")
+sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+l.restrict_files(["/usr"], os.getcwd())"""
+    program = """
+for act in (lambda: os.kill(os.getppid(), 0), lambda: sender.sendto(b"x", receiver.getsockname())):
+    try:
+        act()
+    except PermissionError:
+        print("refused")
+"""
+    found = in_a_process(tmp_path, closing, program)
+    if found == ["old"]:
+        pytest.skip("Landlock of before Linux 6.12")
+    assert found == ["refused", "refused"]
+
+
+SENDING = """
+import socket
+for kind in (1, 2, 3, 5):
+    for address in {addresses}:
+        try:
+            socket.socketpair(socket.AF_UNIX, kind)[0].sendto(b"out", address)
+        except OSError:
+            pass
+"""
+
+
+def test_no_datagram_reaches_a_socket_outside(sandbox):
+    if module.MACOS:
+        pytest.skip("no abstract sockets")
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as directory,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as abstract,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as named,
+    ):
+        Path(directory).chmod(0o777)
+        abstract.bind("")
+        named.bind(f"{directory}/socket")
+        Path(f"{directory}/socket").chmod(0o777)
+        program = SENDING.format(addresses=[abstract.getsockname(), named.getsockname()])
+        assert sandbox.run(program).ok
+        for receiver in (abstract, named):
+            receiver.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                receiver.recv(9)
+        subprocess.run([sys.executable, "-c", program], check=True)  # the control: without a sandbox both come
+        assert abstract.recv(9) == named.recv(9) == b"out"
+
+
+def test_its_limits_are_set(sandbox):
+    if module.MACOS:
+        pytest.skip("macOS has no limit of memory, and of processes one for all of a user")
+    names = ("CPU", "CORE", "NOFILE", "FSIZE", "AS")
+    run = sandbox.run(
+        f"import resource\nfor name in {(*names, 'NPROC')}:\n    "
+        "print(*resource.getrlimit(getattr(resource, 'RLIMIT_' + name)))"
+    )
+    *limits, processes = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
+    ours = (12, 0, 256, 64 << 20, 512 << 20)
+    assert limits == [(value, value) for value in ours], run.stderr
+    assert processes[0] == processes[1] >= 256
+
+
+def test_all_that_is_written_is_bounded(sandbox):
+    if module.WAYS != ("namespaces",):
+        pytest.skip("only a file system of its own has one limit for all files")
+    assert "written" not in sandbox.run(bench.MANY_FILES).stdout
+
+
+def test_memory_is_watched_where_the_kernel_does_not(monkeypatch):
+    """macOS's way, on processes that stay below their own limit but not together."""
+    monkeypatch.setattr(module, "WATCH_MEMORY", True)
+    fork = "import os, time\nfor _ in range(4):\n    if os.fork() == 0:\n        break\n"
+    program = f"{fork}held = b'x' * (16 << 20)\ntime.sleep(9)"
+    try:
+        run = Sandbox(memory_mb=64, timeout_s=9, processes=256, require=["limits"]).run(program)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    assert (run.outcome, run.returncode) == ("memory", None)
+    assert run.seconds < 5
+
+
+async def test_the_loop_goes_on_meanwhile_and_no_more_run_than_may(sandbox):
+    ticks = 0
+
+    async def tick():
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.005)
+
+    ticking = asyncio.create_task(tick())
+    runs = await asyncio.gather(*(sandbox.arun("import time\ntime.sleep(0.1)\nprint(time.time())") for _ in range(4)))
+    ticking.cancel()
+    assert ticks > 10
+    ends = sorted(float(run.stdout) for run in runs)
+    assert ends[2] - ends[0] >= 0.1, "two at once, so the third starts when the first has ended"
+
+
+def test_what_cannot_be_closed_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "WAYS", ("landlock",))
+    given = frozenset({"limits"})
+    monkeypatch.setattr(module, "_trial", lambda way: (given, "lacks files: no Landlock"))
+    with pytest.raises(ConfigError, match=r"close files, network, processes .*landlock: lacks files: no Landlock"):
+        Sandbox()
+    assert Sandbox(require=["limits"]).protections == given
+    monkeypatch.setattr(module, "_trial", lambda way: (None, "no such program"))
+    with pytest.raises(ConfigError, match=r"can run nothing on this machine \(landlock: no such program\)"):
+        Sandbox(require=[])
+
+
+def test_the_launcher_checks_again_before_the_code_starts(sandbox):
+    sandbox._require = frozenset({"files", "telepathy"})
+    with pytest.raises(SandboxError, match="cannot close telepathy"):
+        sandbox.run("print('ran')")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout_s": 0}, "timeout_s = 0"),
+        ({"memory_mb": 8}, "memory_mb = 8; it has to be 64 or more"),
+        ({"concurrency": 0}, "concurrency = 0"),
+        ({"require": ["netwrok"]}, "there is no 'netwrok'"),
+    ],
+)
+def test_values_that_make_no_sense(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Sandbox(**options)
+
+
+def test_another_language_is_refused(sandbox):
+    with pytest.raises(SandboxError, match="not 'ruby'"):
+        sandbox.run("puts 1", language="ruby")
+
+
+def test_the_profile_for_macos():
+    """Only its text: sandbox-exec is not on Linux."""
+    profile = module._profile('/private/tmp/a "quoted" one', ["/opt/python"], "python")
+    assert "(deny network*)" in profile and "(deny process-fork)" in profile
+    allowed = r'(allow file-write* (subpath "/private/tmp/a \"quoted\" one")'
+    assert profile.index("(deny file-write*)") < profile.index(allowed)
+    assert profile.index("(deny file-read-data") < profile.index("(allow file-read-data")
+    assert "process-fork" not in module._profile("/x", [], "bash")
+
+
+def test_the_way_of_macos_but_for_what_its_kernel_does(monkeypatch, tmp_path):
+    """sandbox-exec's place is taken by a program that closes nothing: start, end and time-out are the parent's."""
+    if os.getuid() == 0:  # another user has to be able to execute it
+        monkeypatch.setattr(module.sys, "_base_executable", "/usr/bin/python3")
+        if not Path("/usr/bin/python3").exists():
+            pytest.skip("no interpreter outside root's home")
+        try:
+            os.chown(tmp_path, 0, 65534)
+            subprocess.run(["/usr/bin/python3", "-I", "-c", ""], user=65534, check=True)
+        except PermissionError as error:
+            pytest.skip(f"this root cannot become another user: {error}")
+    stand_in = tmp_path / "sandbox-exec"
+    stand_in.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(module, "SANDBOX_EXEC", str(stand_in))
+    monkeypatch.setattr(module, "MACOS", True)
+    monkeypatch.setattr(module, "WAYS", ("seatbelt",))
+    module._trial.cache_clear()
+    run = Sandbox().run("print(input())\nexit(3)", stdin="hello\n")
+    assert (run.outcome, run.returncode, run.stdout) == ("ended", 3, "hello\n"), run.stderr
+    with pytest.raises(SandboxError, match="cannot close processes: bash forks"):
+        Sandbox().run("true", language="bash")
+    run = Sandbox(timeout_s=TIMEOUT_S).run(bench.ENDLESS_LOOP)
+    assert (run.outcome, run.returncode) == ("timeout", None)
+    assert run.seconds < TIMEOUT_S + MARGIN_S
+    module._trial.cache_clear()

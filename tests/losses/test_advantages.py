@@ -1,0 +1,108 @@
+"""Group advantages against hand-worked numbers and the values of other trainers."""
+
+import numpy as np
+import pytest
+
+from mlx_parallm.losses.advantages import (
+    AdvantageKind,
+    group_advantages,
+    overlong_penalty,
+    raw_rewards,
+    to_go,
+    token_advantages,
+    whiten,
+)
+from mlx_parallm.types import RolloutGroup
+from tests.rl_training.rollouts import make_group, make_rollout
+
+
+def test_population_std() -> None:
+    assert group_advantages([1, 0, 0]) == pytest.approx([1.414214, -0.707107, -0.707107], abs=1e-6)
+    expected = np.array([0.5, 0.25, 1]) - 7 / 12
+    assert group_advantages([0.5, 0.25, 1]) == pytest.approx(expected / expected.std(), abs=1e-6)
+
+
+def test_mean_only() -> None:
+    assert group_advantages([1, 0, 0], "mean") == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert group_advantages([0.5, 0.25, 1], "mean") == pytest.approx([-0.083333, -0.333333, 0.416667], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "rewards", [[0.5] * 4, [0.1 + 0.2, 0.3, 0.3], [1e9 + 1e-6, 1e9], [0.7]], ids=["equal", "rounding", "large", "one"]
+)
+def test_equal_rewards_have_no_variance(rewards: list[float]) -> None:
+    """0.1 + 0.2 is not 0.3: divided by its own std that difference would be an advantage of 1.4."""
+    assert group_advantages(rewards) is None
+    assert group_advantages(rewards, "mean") is None
+
+
+GROUPS = ([1, 0, 0], [0.5, 0.25, 1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "epsilon", "expected"),
+    [
+        ("std_sample", 1e-6, [1.154699, -0.577349, -0.577349, -0.218217, -0.872869, 1.091087]),  # verl
+        ("std_sample", 1e-4, [1.154501, -0.57725, -0.57725, -0.218161, -0.872643, 1.090804]),  # TRL
+        ("std", 1e-4, [1.413914, -0.706957, -0.706957, -0.267176, -1.068702, 1.335878]),  # mlx-lm-lora
+        ("mean", 0.0, [0.666667, -0.333333, -0.333333, -0.083333, -0.333333, 0.416667]),
+        ("rloo", 0.0, [1, -0.5, -0.5, -0.125, -0.5, 0.625]),
+        ("none", 0.0, [1, 0, 0, 0.5, 0.25, 1]),
+    ],
+)
+def test_other_trainers_numbers(kind: AdvantageKind, epsilon: float, expected: list[float]) -> None:
+    found = [value for rewards in GROUPS for value in group_advantages(rewards, kind, epsilon=epsilon) or ()]
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_rloo_is_each_against_the_mean_of_the_others() -> None:
+    rewards = [0.3, 1.7, -2.0, 0.4]
+    expected = [reward - (sum(rewards) - reward) / 3 for reward in rewards]
+    assert group_advantages(rewards, "rloo") == pytest.approx(expected)
+
+
+def test_raw_rewards_are_never_without_a_word() -> None:
+    assert group_advantages([0, 0], "none") is None
+    assert group_advantages([2, 2], "none") == (2, 2)
+    assert raw_rewards([0, 0]) == (0, 0)
+    zeros = make_group("g", [0, 0])
+    assert token_advantages(zeros, raw_rewards) == ((0.0,) * 5, (0.0,) * 5)
+
+
+def test_whitening() -> None:
+    assert whiten(np.array([1, 0, 0.5])) == pytest.approx([1, -1, 0], abs=1e-6)
+    values = np.random.default_rng(0).normal(3, 7, 1000).astype(np.float32)
+    assert (whiten(values).mean(), whiten(values).std(ddof=1)) == (pytest.approx(0, abs=1e-12), pytest.approx(1))
+    assert whiten(np.array([4.0])).tolist() == [0]
+    noise = np.full(100, 0.3) + 1e-12 * np.arange(100)
+    assert np.abs(whiten(noise)).max() < 1e-6  # rounding noise stays noise
+
+
+def test_to_go() -> None:
+    assert to_go(np.array([1, 2, 3, 4]), [3, 1]).tolist() == [6, 5, 3, 4]
+    assert to_go(np.array([1, 2, 3, 4]), [2, 0, 2]).tolist() == [3, 2, 7, 4]
+
+
+def test_overlong_penalty() -> None:
+    """DAPO's R_length with its sign turned: (L_max - L_cache - L) / L_cache between the two lengths."""
+    found = [overlong_penalty(length, max_length=20, buffer=4) for length in (0, 16, 17, 19, 20, 25)]
+    assert found == [0, 0, 0.25, 0.75, 1, 1]
+
+
+def test_a_small_real_difference_counts() -> None:
+    assert group_advantages([0.001, 0.002]) == pytest.approx([-1, 1], abs=1e-4)
+
+
+def test_advantages_go_to_every_token() -> None:
+    group = make_group("g", [1, 0])
+    assert token_advantages(group, group_advantages) == ((pytest.approx(1.0),) * 5, (pytest.approx(-1.0),) * 5)
+    assert token_advantages(make_group("g", [1, 1]), group_advantages) is None
+
+
+def test_an_environments_own_advantages_win() -> None:
+    rollouts = (make_rollout(reward=1), make_rollout(reward=1))
+    per_rollout = RolloutGroup("g", "test", rollouts, advantages=(0.3, 0.0))
+    assert token_advantages(per_rollout, group_advantages) == ((0.3,) * 5, (0.0,) * 5)
+    per_token = RolloutGroup("g", "test", rollouts, advantages=((0, 0, 0, 1.0, 2.0), (0, 0, 0, 0, 0)))
+    assert token_advantages(per_token, group_advantages) == ((0, 0, 0, 1.0, 2.0), (0, 0, 0, 0, 0))
+    assert token_advantages(RolloutGroup("g", "test", rollouts, advantages=(0.0, 0.0)), group_advantages) is None

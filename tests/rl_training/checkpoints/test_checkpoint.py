@@ -1,0 +1,392 @@
+"""Checkpoints: complete, atomic, found again. Kills and full disks are real ones, in processes of their own."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from mlx_parallm.errors import AdapterError, CheckpointError
+from mlx_parallm.system.log import configure_logging
+from mlx_parallm.models.lora import find_adapter_file, load_adapter
+from mlx_parallm.rl_training import checkpoint as checkpoint_module
+from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
+from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.rl_training.step.step_position import StepPosition
+from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, StepInProgress, TrainerState
+from mlx_parallm.rl_training.publish.versions import VersionNumbers
+from tests.rl_training.making import adapter_arrays, assert_same_training, make_config, make_trainer, weights
+from tests.rl_training.rollouts import make_batch, random_groups
+from tests.rl_training.scoring import assert_same_metrics
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class NoStore:
+    def __init__(self) -> None:
+        self.restored: list[int] = []
+
+    def restore(self, consumed_up_to_step: int, *, keep_drops_of: int | None = None) -> int:
+        self.restored.append(consumed_up_to_step)
+        return 0
+
+
+def make_checkpointer(run: Path, trainer: Trainer, keep: int = 3) -> Checkpointer:
+    return Checkpointer(run, trainer.policy, trainer.optimizer, keep=keep)
+
+
+def state_at(step: int, **values: Any) -> TrainerState:
+    return TrainerState(step=step, policy_version=step, versions=[[0, 0], [step or 1, step]], **values)
+
+
+def trained(steps: int = 2, **values: Any) -> Trainer:
+    trainer = make_trainer(make_config(**values))
+    for step in range(1, steps + 1):
+        trainer.train_step(make_batch(random_groups(4, seed=step), step=step))
+    return trainer
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_everything_comes_back(lora: bool, tmp_path: Path) -> None:
+    """Trained on from the checkpoint = trained on without a break; the same random numbers follow."""
+    trainer = trained(lora=lora)
+    metrics = MetricsFile(tmp_path / "run" / "metrics.jsonl")
+    checkpointer = make_checkpointer(tmp_path / "run", trainer)
+    for step in (1, 2):
+        metrics.append({"step": step})
+    saved = state_at(2, sources={"environments": {"next_group": 17}}, optimizer_updates=4, metrics={"step": 2})
+    mx.random.seed(3)
+    np.random.seed(4)
+    random.seed(5)
+    path = checkpointer.save(saved)
+    drawn = (mx.random.uniform(shape=(3,)).tolist(), np.random.rand(), random.random())
+    metrics.append({"step": 3})
+
+    other = make_trainer(make_config(lora=lora))
+    store = NoStore()
+    configure_logging(level="info")
+    with capture_logs() as logs:
+        state = make_checkpointer(tmp_path / "run", other).resume(path, store, metrics)
+    configure_logging(level="error")
+    assert [(line["event"], line["checkpoint"], line["steps"]) for line in logs] == [("resumed", "step_000002", 2)]
+    assert (mx.random.uniform(shape=(3,)).tolist(), np.random.rand(), random.random()) == drawn
+    assert replace(state, random_state={}) == saved
+    assert store.restored == [2]
+    assert [line["step"] for line in metrics.read()] == [1, 2]
+    batch = make_batch(random_groups(4, seed=9), step=3)
+    for name, array in weights(trainer).items():
+        np.testing.assert_array_equal(weights(other)[name], array)
+    trainer.train_step(batch)
+    other.train_step(batch)
+    assert_same_training(weights(other), weights(trainer))
+
+
+def test_an_initial_reference_comes_back(tmp_path: Path) -> None:
+    values = {"kl_beta": 0.1, "reference": "initial"}
+    trainer = trained(**values)
+    path = make_checkpointer(tmp_path, trainer).save(state_at(2))
+    other = make_trainer(make_config(**values))
+    other.policy.reference_arrays = [mx.ones(array.shape) for array in other.policy.slots.read()]  # another start
+    make_checkpointer(tmp_path, other).resume(path, NoStore(), MetricsFile(tmp_path / "metrics.jsonl"))
+    batch = make_batch(random_groups(4, seed=9), step=3)
+    expected = trainer.train_step(batch).metrics
+    assert expected["kl"] > 1e-4
+    assert_same_metrics(other.train_step(batch).metrics, expected)
+
+
+def test_adapters_are_mlx_lms(tmp_path: Path) -> None:
+    from mlx_lm.tuner.utils import load_adapters
+
+    from tests.rl_training.tiny_models import make_model
+
+    trainer = trained()
+    path = make_checkpointer(tmp_path / "run", trainer).save(state_at(2), final=True)
+    model = load_adapters(make_model(), str(path))
+    tokens = mx.array([[1, 5, 9, 3]])
+    assert mx.allclose(model(tokens), trainer.policy.model(tokens), atol=1e-5).item()
+    for place in ("run/final", "final", "latest"):  # the last two are the specification's
+        read = load_adapter(tmp_path / place / "lora_weights.safetensors")
+        for name, array in adapter_arrays(dict(read.layers)).items():
+            np.testing.assert_array_equal(array, adapter_arrays(trainer.policy.adapter())[name])
+
+
+def test_full_weights_are_a_model_directory(tmp_path: Path) -> None:
+    from mlx_lm.utils import load_model
+
+    trainer = trained(lora=False)
+    path = make_checkpointer(tmp_path / "run", trainer).save(state_at(2), final=True)
+    model, _ = load_model(path)
+    tokens = mx.array([[1, 5, 9, 3]])
+    assert mx.allclose(model(tokens), trainer.policy.model(tokens), atol=1e-6).item()
+    size = (tmp_path / "run" / "final" / "model.safetensors").stat()
+    assert size.st_nlink == 2, "final shares its files with the step"
+
+
+def test_old_ones_go_and_latest_follows(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    checkpointer = make_checkpointer(run, trained(steps=0), keep=2)
+    for step in (9, 99, 1000):
+        checkpointer.save(state_at(step))
+        assert (run / "latest").resolve().name == f"step_{step:06d}"
+    assert sorted(p.name for p in run.iterdir()) == ["latest", "step_000099", "step_001000"]
+    assert (tmp_path / "latest").resolve() == run / "step_001000"
+
+
+def in_progress(mini_batches: int) -> StepInProgress:
+    position = StepPosition(next_mini_batch=mini_batches, updates=mini_batches, order=(1, 0)).to_json()
+    return StepInProgress(3, ("a", "b"), position, {"groups": 2})
+
+
+def test_a_step_in_progress_has_a_name_of_its_own(tmp_path: Path) -> None:
+    checkpointer = make_checkpointer(tmp_path, trained(steps=0))
+    checkpointer.save(state_at(2))
+    path = checkpointer.save(state_at(2, in_progress=in_progress(3)))
+    assert path.name == "step_000002_mb0003"
+    assert find_checkpoint(str(tmp_path), tmp_path.parent, None) == path
+    state = TrainerState.read(path)
+    assert state.in_progress == replace(in_progress(3), position=json.loads(json.dumps(in_progress(3).position)))
+    assert StepPosition.from_json(state.in_progress.position).order == (1, 0)
+
+
+def test_weights_that_were_never_served_get_a_version_of_their_own() -> None:
+    state = state_at(4, unpublished=True)
+    assert state.restored_versions(VersionNumbers()).newest == (5, 4)
+    assert state_at(4).restored_versions(VersionNumbers()).newest == (4, 4)
+
+
+def test_going_back_sets_the_newest_later_checkpoint_aside(tmp_path: Path) -> None:
+    trainer = trained(steps=0)
+    checkpointer = make_checkpointer(tmp_path, trainer)
+    for step in (1, 2, 3):
+        checkpointer.save(state_at(step))
+    checkpointer.resume(tmp_path / "step_000001", NoStore(), MetricsFile(tmp_path / "metrics.jsonl"))
+    assert sorted(p.name for p in tmp_path.glob("*step_*")) == [
+        "step_000001",
+        "superseded_step_000003",
+    ]
+    assert (tmp_path / "latest").resolve().name == "step_000001"
+    assert checkpointer.save(state_at(2)).name == "step_000002"
+
+
+def test_only_the_newest_timeline_that_ended_is_kept(tmp_path: Path) -> None:
+    """… and one that is gone back to, although it had been set aside."""
+    checkpointer = make_checkpointer(tmp_path, trained(steps=0))
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+
+    def go_back(name: str) -> list[str]:
+        checkpointer.resume(tmp_path / name, NoStore(), metrics)
+        return sorted(p.name for p in tmp_path.glob("*step_*"))
+
+    for step in (1, 4):
+        checkpointer.save(state_at(step))
+    assert go_back("step_000001") == ["step_000001", "superseded_step_000004"]
+    assert go_back("step_000001") == ["step_000001", "superseded_step_000004"], "nothing new was set aside"
+    checkpointer.save(state_at(2))
+    assert go_back("step_000001") == ["step_000001", "superseded_step_000002"]
+    for step in (3, 5):
+        checkpointer.save(state_at(step))
+    found = go_back("superseded_step_000002")
+    assert found == ["step_000001", "superseded_step_000002", "superseded_step_000005"]
+
+
+# ---------------------------------------------------------------------- what --resume means
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """checkpoints/old (step 5000) and checkpoints/new (steps 2 and 5000; saved last)."""
+    trainer = trained(steps=0)
+    make_checkpointer(tmp_path / "old", trainer).save(state_at(5000))
+    new = make_checkpointer(tmp_path / "new", trainer)
+    new.save(state_at(2))
+    new.save(state_at(5000), final=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("{}/new", "new/step_005000"),
+        ("{}/new/", "new/step_005000"),
+        ("{}/new/step_000002", "new/step_000002"),
+        ("{}/new/step_2/", "new/step_000002"),
+        ("{}/old/latest", "old/step_005000"),
+        ("{}/new/final", "new/final"),
+        ("{}/latest", "new/step_005000"),
+        ("{}/step_5000/", "new/step_005000"),
+        ("{}/step_2", "new/step_000002"),
+        ("new", "new/step_005000"),
+        ("step_5000", "new/step_005000"),
+    ],
+)
+def test_what_resume_means(runs: Path, text: str, found: str) -> None:
+    assert find_checkpoint(text.format(runs), runs, None) == (runs / found).resolve()
+
+
+def test_the_runs_own_name_comes_first(runs: Path) -> None:
+    assert find_checkpoint(f"{runs}/step_5000/", runs, "old") == runs / "old" / "step_005000"
+    assert find_checkpoint("auto", runs, "old") == runs / "old" / "step_005000"
+    assert find_checkpoint("auto", runs, "another") is None
+    assert find_checkpoint("auto", runs, None) is None
+
+
+def test_auto_survives_a_latest_that_points_nowhere(runs: Path) -> None:
+    shutil.rmtree(runs / "new" / "step_005000")
+    assert find_checkpoint("auto", runs, "new") == runs / "new" / "step_000002"
+
+
+@pytest.mark.parametrize("text", ["{}/nothing", "{}/step_7", "step_7"])
+def test_nothing_there_says_what_there_is(runs: Path, text: str) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint there .*new, old"):
+        find_checkpoint(text.format(runs), runs, None)
+
+
+# ---------------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"step": 1}', '{"schema_version": 99}'])
+def test_a_damaged_state_is_a_clear_error(content: str, tmp_path: Path) -> None:
+    (tmp_path / STATE_FILE).write_text(content)
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
+        TrainerState.read(tmp_path)
+
+
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
+    path = make_checkpointer(tmp_path, make_trainer(make_config(rank=2))).save(state_at(1))
+    other = make_trainer(make_config(rank=4))
+    with pytest.raises(AdapterError, match="the configuration asks for"):
+        make_checkpointer(tmp_path, other).resume(path, NoStore(), MetricsFile(tmp_path / "metrics.jsonl"))
+
+
+def test_a_failed_save_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = make_checkpointer(tmp_path, trained(steps=0))
+    checkpointer.save(state_at(1))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_module.mx, "save_safetensors", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpointer.save(state_at(2))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000001"]
+
+
+SAVE = """
+import sys
+from pathlib import Path
+from tests.rl_training.checkpoints.test_checkpoint import make_checkpointer, state_at, trained
+{prepare}
+checkpointer = make_checkpointer(Path(sys.argv[1]), trained(steps=1))
+{act}
+"""
+
+
+def run_saver(run: Path, *, prepare: str = "", act: str) -> subprocess.CompletedProcess[str]:
+    program = SAVE.format(prepare=prepare, act=act)
+    return subprocess.run(
+        [sys.executable, "-c", program, str(run)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+KILLER = """
+import os, signal
+from mlx_parallm.rl_training import checkpoint
+from mlx_parallm.system import files
+calls = []
+def die(*arguments, at={at}, **keywords):
+    calls.append(1)
+    if len(calls) > at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments, **keywords)
+original = {name}
+{name} = die
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("checkpoint.mx.save_safetensors", 3),  # adapter, optimizer; adapter | optimizer of the second save
+        ("files.sync", 10),  # between two files of the second save
+        ("checkpoint.point", 2),  # renamed, `latest` not yet moved
+    ],
+)
+def test_kill_9_in_the_middle_of_a_save_leaves_the_one_before(name: str, at: int, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = run_saver(
+        run,
+        prepare=KILLER.format(name=name, at=at),
+        act="checkpointer.save(state_at(1)); print('first saved', flush=True); checkpointer.save(state_at(2))",
+    )
+    assert result.returncode == -9, result.stderr
+    assert "first saved" in result.stdout
+    found = find_checkpoint(str(run), tmp_path, None)
+    assert found is not None
+    other = make_trainer(make_config())
+    checkpointer = make_checkpointer(run, other)
+    checkpointer.resume(found, NoStore(), MetricsFile(run / "metrics.jsonl"))
+    assert not list(run.glob("*.tmp-*")), "what was half-written is removed at the next start"
+    assert_same_training(weights(other), weights(trained(steps=1)))
+
+
+def test_kill_9_while_a_checkpoint_is_replaced_leaves_the_old_one(tmp_path: Path) -> None:
+    """Where names cannot be exchanged, there is a moment when neither is there: moved away, not yet replaced."""
+    trainer = trained(steps=0)
+    path = make_checkpointer(tmp_path, trainer).save(state_at(1))
+    path.rename(tmp_path / "step_000001.tmp-old")
+    (tmp_path / "step_000001.tmp-123").mkdir()
+    make_checkpointer(tmp_path, trainer)
+    assert find_checkpoint(str(tmp_path), tmp_path.parent, None) == path
+    assert not (tmp_path / "step_000001.tmp-123").exists()
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_is_a_clear_error(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE makes the kernel refuse the bytes of the second save's optimizer file."""
+    run = tmp_path / "run"
+    result = run_saver(
+        run,
+        prepare="import resource, signal; from mlx_parallm.errors import CheckpointError",
+        act=(
+            "checkpointer.save(state_at(1)); signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+            "try:\n    checkpointer.save(state_at(2))\n"
+            "except CheckpointError as error:\n    print('refused:', error)"
+        ),
+    )
+    assert "refused:" in result.stdout, result.stderr
+    assert "step_000002 cannot be written" in result.stdout
+    assert sorted(p.name for p in run.iterdir()) == ["latest", "step_000001"]
+    assert find_adapter_file(run / "latest").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_small_file_system_that_is_full(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=False)
+    if mounted.returncode:
+        pytest.skip("this container may not mount a tmpfs")
+    try:
+        checkpointer = make_checkpointer(disk / "run", trained(steps=0), keep=9)
+        saved = []
+        with pytest.raises(CheckpointError, match=r"needs 0.00 GB and 0.00 GB are free: it was not begun.*step_000001"):
+            for step in range(1, 9):
+                saved.append(checkpointer.save(state_at(step)).name)
+        assert saved
+        assert sorted(p.name for p in (disk / "run").iterdir()) == ["latest", *saved]
+        assert (disk / "run" / "latest").resolve().name == saved[-1]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,114 @@
+"""Which keys may differ on a resume, and what is said about the others."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_parallm.config.load import Config, load_config
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl_training.checkpoints.resume_keys import MAY_CHANGE, check_resume, refuse_redacted
+
+ROWS = '[[environments]]\nkind = "tasks"\nname = "sort"\n'
+
+
+def config(tmp_path: Path, *settings: str) -> Config:
+    file = tmp_path / "own.toml"
+    file.write_text(ROWS)
+    return load_config(file, list(settings))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    directory = tmp_path / "checkpoints" / "run"
+    directory.mkdir(parents=True)
+    (directory / "config.toml").write_text(config(tmp_path, "model.base_path=/data/Tiny").to_toml())
+    return directory
+
+
+def check(tmp_path: Path, run: Path, *settings: str) -> None:
+    check_resume(config(tmp_path, *(settings or ("model.base_path=/data/Tiny",))), run, run / "config.toml")
+
+
+def base(*settings: str) -> tuple[str, ...]:
+    return ("model.base_path=/data/Tiny", *settings)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "server.port=1",
+        "server.batch_size=4",
+        'logging.trackers=["wandb"]',
+        "rl_training.total_steps=7",
+        "rl_training.learning_rate=1e-6",
+        "rl_training.kl_beta=0.1",
+        "rl_training.checkpoint_dir=/elsewhere",
+        "rl_training.weight_updates.lock_timeout_ms=500",
+        "rl_training.atropos.api_url=http://u:KEY@host",
+        "environments.0.max_tokens=999",
+        "model.quantized_cache=/elsewhere",
+        "model.tool_parser=off",
+    ],
+)
+def test_may_change(tmp_path: Path, run: Path, setting: str) -> None:
+    check(tmp_path, run, *base(setting))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("rl_training.lora.rank=8", r"rl_training\.lora\.rank \(16 → 8\)"),
+        ("rl_training.batch_size=8", r"rl_training\.batch_size \(32 → 8\)"),
+        ("rl_training.seed=1", r"rl_training\.seed \(0 → 1\)"),
+        ("model.revision=main", r"model\.revision \(not set → main\)"),
+        ("environments.0.name=reverse", r"environments\.0\.name \(sort → reverse\)"),
+        ("environments.0.options.length=9", r"environments\.0\.options\.length \(not set → 9\)"),
+        ("environments.0.options.max_tokens=9", r"environments\.0\.options\.max_tokens \(not set → 9\)"),
+    ],
+)
+def test_may_not_change(tmp_path: Path, run: Path, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        check(tmp_path, run, *base(setting))
+    assert f"model.lora_path={run}/latest" in str(caught.value)
+
+
+def test_all_that_are_wrong_are_named_together(tmp_path: Path, run: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lora\.rank.*, rl_training\.lora\.alpha|lora\.alpha.*lora\.rank"):
+        check(tmp_path, run, *base("rl_training.lora.rank=8", "rl_training.lora.alpha=8"))
+
+
+def test_a_model_may_lie_elsewhere(tmp_path: Path, run: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.base_path"):
+        check(tmp_path, run, f"model.base_path={tmp_path}/there/Tiny")  # nothing is there
+    (tmp_path / "there" / "Tiny").mkdir(parents=True)
+    check(tmp_path, run, f"model.base_path={tmp_path}/there/Tiny")
+    (tmp_path / "there" / "Other").mkdir()
+    with pytest.raises(ConfigError, match=r"model\.base_path"):
+        check(tmp_path, run, f"model.base_path={tmp_path}/there/Other")
+
+
+def test_the_list_names_keys_that_there_are() -> None:
+    def leaves(value: Any, key: str = "") -> list[str]:
+        fields = type(value).model_fields if hasattr(type(value), "model_fields") else None
+        if fields is None:
+            return [key]
+        return [leaf for name in fields for leaf in leaves(getattr(value, name), f"{key}.{name}" if key else name)]
+
+    known = set(leaves(Config()))
+    plain = {key for key in MAY_CHANGE if "*" not in key}
+    assert plain <= known
+
+
+def test_a_secret_has_to_be_given_again(tmp_path: Path) -> None:
+    written = config(tmp_path, "rl_training.atropos.api_url=http://env:KEY@host", "server.api_key=x").to_toml()
+    (tmp_path / "saved.toml").write_text(written)
+    with pytest.raises(ConfigError, match=r"rl_training.atropos.api_url is redacted .* --set"):
+        refuse_redacted(load_config(tmp_path / "saved.toml"))
+    refuse_redacted(load_config(tmp_path / "saved.toml", ["rl_training.atropos.api_url=http://env:KEY@host"]))
+
+
+def test_the_documentation_lists_the_same_keys() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    for key in MAY_CHANGE:
+        assert f"`{key.removeprefix('rl_training.')}`" in page or f"`{key}`" in page, key

@@ -1,0 +1,216 @@
+"""Rows of [data]: every form that is read, and errors that name file and line."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mlx_parallm.config.data import DataConfig
+from mlx_parallm.config.load import load_config, parse_config
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl_training.data.rows import Example, read_examples
+
+USER = {"role": "user", "content": "hi"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("good", "bad"))
+
+
+def read(tmp_path: Path, algorithm: str, *rows: Any, **config: Any) -> list[Example]:
+    (tmp_path / "pairs.jsonl").write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    own = DataConfig(path=str(tmp_path / "pairs.jsonl"), **{"eval_fraction": 0.0} | config)
+    return read_examples(own, algorithm)[0]
+
+
+PAIR = {"prompt": "hi", "chosen": "good", "rejected": "bad"}
+FORMS: list[dict[str, Any]] = [
+    PAIR,
+    {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+    {"prompt": [USER], "chosen": "good", "rejected": [BAD]},
+    {"chosen": [USER, GOOD], "rejected": [USER, BAD]},  # TRL's implicit prompt
+    {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD], "source": "x"},  # the hub's UltraFeedback
+]
+
+
+@pytest.mark.parametrize("row", FORMS)
+@pytest.mark.parametrize("algorithm", ["dpo", "orpo", "simpo", "cpo"])
+def test_every_form_of_a_pair_is_the_same_pair(tmp_path: Path, algorithm: str, row: dict[str, Any]) -> None:
+    [example] = read(tmp_path, algorithm, row)
+    assert (example.prompt, example.completions) == ((USER,), ((GOOD,), (BAD,)))
+    assert example.where == f"{tmp_path / 'pairs.jsonl'}:1"
+
+
+def test_kto_takes_labels_and_splits_pairs(tmp_path: Path) -> None:
+    rows = read(tmp_path, "kto", {"prompt": "hi", "completion": "bad", "label": False}, "", PAIR)
+    assert [(row.completions, row.label, row.where[-2:]) for row in rows] == [
+        (((BAD,),), False, ":1"),
+        (((GOOD,),), True, ":3"),
+        (((BAD,),), False, ":3"),
+    ]
+
+
+def test_sft_takes_conversations_completions_and_texts(tmp_path: Path) -> None:
+    rows = read(tmp_path, "sft", {"messages": [USER, GOOD]}, {"prompt": "hi", "completion": "good"}, {"text": "so"})
+    assert [(row.prompt, row.completions) for row in rows] == [
+        ((), ((USER, GOOD),)),
+        ((USER,), ((GOOD,),)),
+        ("", ("so",)),
+    ]
+
+
+def test_text_goes_as_it_is(tmp_path: Path) -> None:
+    [row] = read(tmp_path, "dpo", PAIR, prompt_format="text")
+    assert (row.prompt, row.completions) == ("hi", ("good", "bad"))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "config", "message"),
+    [
+        ("dpo", {"prompt": "a", "chosen": "b"}, {}, r"'rejected' is missing; dpo needs prompt, chosen, rejected or"),
+        ("dpo", {"prompt": "a", "choosen": "b", "rejected": "c"}, {}, "is missing; is 'choosen' meant to be it"),
+        ("dpo", PAIR | {"chosen": 5}, {}, "chosen is 5; expected a string or a list of messages"),
+        ("dpo", PAIR | {"chosen": "bad"}, {}, "chosen and rejected are the same"),
+        ("dpo", {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, {}, "chosen and rejected are the same"),
+        ("dpo", {"chosen": [GOOD], "rejected": [BAD]}, {}, "begin with different messages, and there is no column"),
+        ("dpo", PAIR | {"prompt": [USER, GOOD]}, {}, "prompt ends with an assistant's message"),
+        ("dpo", PAIR | {"prompt": ""}, {}, "prompt is ''; expected a text that is not empty"),
+        ("dpo", PAIR | {"chosen": [GOOD, USER]}, {}, "chosen does not end with an assistant's message"),
+        ("dpo", PAIR | {"chosen": [{"role": "assistant"}]}, {}, r"chosen: message 0 is not .*role"),
+        (
+            "dpo",
+            PAIR | {"chosen": [GOOD]},
+            {"prompt_format": "text"},
+            r"chosen is a list of messages: set data\.prompt_f",
+        ),
+        ("dpo", {"chosen": [GOOD], "rejected": [BAD]}, {"prompt_format": "text"}, "'prompt' is missing"),
+        ("kto", {"prompt": "a", "completion": "b", "label": 1}, {}, "label is 1; expected true .desirable. or false"),
+        (
+            "kto",
+            {"prompt": "a", "completion": "b"},
+            {},
+            "column 'label' is missing; kto needs prompt, completion, label",
+        ),
+        ("sft", {"prompt": "a"}, {}, "is missing; sft needs messages or prompt, completion or text"),
+        ("sft", {"messages": [USER]}, {}, "messages does not end with an assistant's message"),
+        ("sft", {"messages": [GOOD]}, {}, "begin with the assistant's"),
+        ("sft", {"messages": [USER, GOOD]}, {"prompt_format": "text"}, "messages need the chat template"),
+        ("dpo", "{'prompt'", {}, "not JSON: Expecting property name"),
+        ("dpo", "[1]", {}, "expected one JSON object, got list"),
+    ],
+)
+def test_a_bad_row_says_where_it_is_and_what_would_be_right(
+    tmp_path: Path, algorithm: str, row: Any, config: dict[str, Any], message: str
+) -> None:
+    good = {"dpo": PAIR, "kto": PAIR, "sft": {"text": "x"}}[algorithm]
+    with pytest.raises(ConfigError, match=rf"^data: .*pairs\.jsonl:3: .*{message}"):
+        read(tmp_path, algorithm, good, "", row, **config)
+
+
+def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^data: there is no file .*nowhere\.jsonl \(a data set of the hub is "):
+        read_examples(DataConfig(path=str(tmp_path / "nowhere.jsonl")), "dpo")
+    with pytest.raises(ConfigError, match="has no rows to train on"):
+        read(tmp_path, "dpo", "")
+
+
+def test_held_out_rows_share_no_prompt_with_the_others(tmp_path: Path) -> None:
+    rows = [PAIR | {"prompt": f"p{number % 20}", "chosen": f"c{number}"} for number in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train, heldout = read_examples(DataConfig(path=str(tmp_path / "rows.jsonl"), eval_fraction=0.3), "dpo")
+    assert len(train) + len(heldout) == 60
+    assert heldout
+    assert not {row.key for row in train} & {row.key for row in heldout}
+    own = DataConfig(path=str(tmp_path / "rows.jsonl"), eval_path=str(tmp_path / "rows.jsonl"))
+    assert [len(part) for part in read_examples(own, "dpo")] == [60, 60]
+
+
+def test_conversations_that_begin_alike_are_held_out_together(tmp_path: Path) -> None:
+    one, other = read(tmp_path, "sft", {"messages": [USER, GOOD]}, {"messages": [USER, BAD, USER, GOOD]})
+    assert one.key == other.key
+    text, another = read(tmp_path, "sft", {"text": "a"}, {"text": "b"})
+    assert text.key != another.key
+
+
+# ---------------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize(
+    ("training", "others", "message"),
+    [
+        ({"algorithm": "dpo"}, {}, r'algorithm = "dpo" learns from rows of a file: set data\.path'),
+        ({}, {"data": {"path": "x"}}, r"data\.path is set, but grpo learns from rollouts"),
+        ({"algorithm": "dpo", "kl_beta": 0.1}, {"data": {"path": "x"}}, r"rl_training\.kl_beta is about rollouts"),
+        (
+            {"algorithm": "dpo", "atropos": {"rollout_batch_size": 64}},
+            {"data": {"path": "x"}},
+            r"rl_training\.atropos\.rollout_batch_size is about rollouts",
+        ),
+        (
+            {"algorithm": "sft"},
+            {"data": {"path": "x"}, "environments": [{"kind": "tasks", "name": "copy"}]},
+            "learns from data.path alone",
+        ),
+        (
+            {"algorithm": "orpo", "preference": {"gamma": 2.0}},
+            {"data": {"path": "x"}},
+            r"preference\.gamma is an option of simpo: orpo does not use it",
+        ),
+        ({"preference": {"beta": 2.0}}, {}, r"preference\.beta is an option of dpo, .*: grpo does not use it"),
+        ({"algorithm": "kto", "batch_size": 1}, {"data": {"path": "x"}}, "batch_size has to be at least 2"),
+        (
+            {"algorithm": "dpo", "preference": {"loss_type": "robust"}},
+            {"data": {"path": "x"}},
+            "robust.* needs label_smoothing",
+        ),
+        (
+            {"algorithm": "dpo", "preference": {"loss_type": "ipo", "label_smoothing": 0.1}},
+            {"data": {"path": "x"}},
+            "has no label_smoothing",
+        ),
+    ],
+)
+def test_what_does_not_go_together(training: dict[str, Any], others: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"rl_training": training, **others})
+
+
+def test_rows_of_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(name: str, subset: str | None, *, split: str) -> list[dict[str, str]]:
+        asked.append((name, subset, split))
+        return [PAIR | {"prompt": f"{split} {number}"} for number in range(3)] + [{"prompt": "x"}] * (split == "bad")
+
+    package = ModuleType("datasets")
+    package.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    train, heldout = read_examples(DataConfig(path="hf:o/n", subset="main", eval_split="test"), "dpo")
+    assert asked == [("o/n", "main", "train"), ("o/n", "main", "test")]
+    assert [row.prompt[0]["content"] for row in heldout] == ["test 0", "test 1", "test 2"]
+    assert train[1].where == "hf:o/n, train row 1" and train[1].completions == ((GOOD,), (BAD,))
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR))
+    train, heldout = read_examples(DataConfig(path=str(tmp_path / "pairs.jsonl"), eval_path="hf:o/n"), "dpo")
+    assert (len(train), len(heldout)) == (1, 3)
+    with pytest.raises(ConfigError, match="data: hf:o/n, bad row 3: column 'chosen' is missing"):
+        read_examples(DataConfig(path="hf:o/n", split="bad"), "dpo")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="data: 'hf:o/n' needs the package: pip install"):
+        read_examples(DataConfig(path="hf:o/n"), "dpo")
+
+
+@pytest.mark.parametrize("wrong", [{"subset": "main"}, {"split": "test"}, {"eval_split": "test"}])
+def test_a_file_has_no_splits(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is of a data set of the hub"):
+        parse_config({"rl_training": {"algorithm": "sft"}, "data": {"path": "rows.jsonl", **wrong}})
+
+
+def test_a_saved_configuration_is_read_again(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    (tmp_path / "run.toml").write_text(
+        '[rl_training]\nalgorithm = "dpo"\nbatch_size = 256\n[data]\npath = "rows.jsonl"'
+    )
+    config = load_config(tmp_path / "run.toml")
+    assert config.data.path == str(tmp_path / "rows.jsonl")
+    (tmp_path / "saved.toml").write_text(config.to_toml())
+    assert load_config(tmp_path / "saved.toml") == config

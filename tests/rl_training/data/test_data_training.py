@@ -1,0 +1,267 @@
+"""Training on rows with the real trainer and loop, on random tiny models: what the loss sees, resume, held-out rows."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.config.load import Config
+from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.losses.types import LossInputs, LossOutputs
+from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
+from mlx_parallm.rl_training.data.batches import DataBatches
+from mlx_parallm.rl_training.data.heldout import HeldOut, log_ratios
+from mlx_parallm.rl_training.data.source import SOURCE, DataSource
+from mlx_parallm.rl_training.data.tokens import Encoded, Unit
+from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
+from mlx_parallm.rl_training.metrics import TIMES, MetricsFile
+from mlx_parallm.rl_training.publish.versions import VersionSteps
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.rl_training.weight_updater import WeightUpdater
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.weights import SharedWeights
+from tests.rl_training.data.test_data_tokens import Characters
+from tests.rl_training.making import make_policy, perturb_adapter
+from tests.rl_training.tiny_models import make_model
+
+VOCABULARY = 40
+
+
+class Letters(Characters):
+    """Tokens below the tiny models' vocabulary."""
+
+    eos_token_ids = frozenset({ord("$") % VOCABULARY})
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) % VOCABULARY for character in text]
+
+    def token_text(self, token_id: int) -> str:
+        return "$"
+
+
+def make_config(algorithm: str, directory: Path, **values: Any) -> Config:
+    training: dict[str, Any] = {
+        "algorithm": algorithm,
+        "learning_rate": 1e-2,
+        "batch_size": 4,
+        "lora": {"rank": 4, "alpha": 8},
+        "checkpoint_interval": 2,
+        "weight_updates": {"rollback_versions": 0},
+    }
+    data = {"path": str(directory / "rows.jsonl"), "eval_fraction": 0.2, "eval_every": 2}
+    return Config.model_validate({"rl_training": training | values, "data": data})
+
+
+def write_rows(directory: Path, algorithm: str, count: int = 20) -> None:
+    lines = []
+    for number in range(count):
+        prompt, good, bad = f"q{number}", "abcdef"[: 1 + number % 5], "uvwxyz"[: 1 + number % 3]
+        if algorithm == "sft":
+            lines.append(f'{{"prompt": "{prompt}", "completion": "{good}"}}')
+        else:
+            lines.append(f'{{"prompt": "{prompt}", "chosen": "{good}", "rejected": "{bad}"}}')
+    (directory / "rows.jsonl").write_text("\n".join(lines))
+
+
+def make_trainer(config: Config) -> Trainer:
+    training, algorithm = config.rl_training, make_algorithm(config.rl_training)
+    return Trainer(make_policy(training, needs_reference=algorithm.needs_reference), training, algorithm)
+
+
+def open_source(algorithm: str, tmp_path: Path, **values: Any) -> tuple[Config, DataSource]:
+    write_rows(tmp_path, algorithm)
+    source = DataSource(make_config(algorithm, tmp_path, **values), Letters())
+    return source.with_total_steps(), source
+
+
+every_algorithm = pytest.mark.parametrize("algorithm", ["dpo", "orpo", "simpo", "cpo", "kto", "sft"])
+
+
+# ---------------------------------------------------------------------- what the loss sees
+
+
+def test_a_loss_sees_the_completions_sums_as_a_plain_model_gives_them(tmp_path: Path) -> None:
+    """A twin without micro-batches, masks or blocks: one row at a time through the model."""
+    config, source = open_source("dpo", tmp_path)
+    trainer, seen = make_trainer(config), []
+    perturb_adapter(trainer.policy)
+
+    def spy(inputs: LossInputs) -> LossOutputs:
+        rows = mx.where(inputs.mask, inputs.logprobs, 0).sum(-1), mx.where(inputs.mask, inputs.ref_logprobs, 0).sum(-1)
+        seen.append(mx.stop_gradient(mx.stack(rows)))
+        return LossOutputs(inputs.logprobs.sum() * 0.0, {})
+
+    trainer.algorithm = replace(trainer.algorithm, loss=spy)
+    batch = source.batches(trainer).collect(1)
+
+    def plain(tokens: tuple[int, ...], mask: tuple[int, ...]) -> float:
+        logits = trainer.policy.model(mx.array([tokens]))[0].astype(mx.float32)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return sum(logprobs[t - 1, tokens[t]].item() for t in range(1, len(tokens)) if mask[t])
+
+    rollouts = [sequence.rollout for sequence in batch.sequences]
+    policy = [plain(rollout.tokens, rollout.mask) for rollout in rollouts]
+    with trainer.policy.reference():
+        reference = [plain(rollout.tokens, rollout.mask) for rollout in rollouts]
+    trainer.train_step(batch)
+    pairs = {tuple(round(float(x), 3) for x in pair) for part in seen for pair in np.array(part).T.reshape(-1, 4)}
+    expected = np.stack([policy, reference], 1).reshape(-1, 4)
+    assert pairs == {tuple(round(float(x), 3) for x in pair) for pair in expected}
+
+
+@every_algorithm
+def test_how_a_step_is_cut_changes_no_gradient(algorithm: str, tmp_path: Path) -> None:
+    config, source = open_source(algorithm, tmp_path, optimizer="adamw", max_grad_norm=0.0)
+    found = []
+    for budget in (10_000, 40):
+        training = config.rl_training.model_copy(update={"token_budget": budget})
+        trainer = make_trainer(config.model_copy(update={"rl_training": training}))
+        perturb_adapter(trainer.policy)
+        gradients: list[list[mx.array]] = []
+        update = trainer.optimizer.update
+        trainer.optimizer.update = lambda given, rate, update=update, kept=gradients: (
+            kept.append(given),
+            update(given, rate),
+        )[1]
+        result = trainer.train_step(source.batches(trainer).collect(1))
+        assert (result.position.updates, result.position.skipped) == (1, 0)
+        found.append((result.metrics, [np.array(gradient) for gradient in gradients[0]]))
+    size = math.sqrt(sum(float(np.square(gradient).sum()) for gradient in found[0][1]))
+    assert size > 1e-3
+    for metrics, other in found[1:]:
+        assert metrics["loss"] == pytest.approx(found[0][0]["loss"], abs=1e-5)
+        apart = math.sqrt(sum(float(np.square(a - b).sum()) for a, b in zip(found[0][1], other, strict=True)))
+        assert apart < 2e-5 * size
+
+
+def test_the_first_step_of_dpo_is_log_2(tmp_path: Path) -> None:
+    for lora in ({"rank": 4}, {"enabled": False}):
+        config, source = open_source("dpo", tmp_path, lora=lora)
+        trainer = make_trainer(config)
+        batches = source.batches(trainer)
+        first = trainer.train_step(batches.collect(1)).metrics
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert first["rewards/margins"] == pytest.approx(0, abs=1e-6)
+        assert (first["logprob_diff_max"], first["kl"]) == (None, None)
+        assert trainer.train_step(batches.collect(1)).metrics["loss"] < math.log(2) - 1e-3
+
+
+@every_algorithm
+def test_it_learns_what_it_is_shown(algorithm: str, tmp_path: Path) -> None:
+    config, source = open_source(algorithm, tmp_path, total_steps=14)
+    trainer = make_trainer(config)
+    batches, heldout = source.batches(trainer), source.heldout(trainer)
+    before = heldout.before()
+    for step in range(1, 15):
+        trainer.train_step(batches.collect(step))
+    after = heldout.measure(14)
+    assert after["eval/loss"] < before["eval/loss"] - 0.01
+    assert after["heldout_score"] > before["heldout_score"] + (0.3 if algorithm != "sft" else 0.1)
+    if algorithm in ("dpo", "kto"):
+        assert before["heldout_score"] == 0.5  # the policy is the reference: all tied
+
+
+def test_kl_of_kto_is_the_mean_log_ratio_of_what_was_not_asked(tmp_path: Path) -> None:
+    config, source = open_source("kto", tmp_path)
+    trainer = make_trainer(config)
+    perturb_adapter(trainer.policy)
+    batches = source.batches(trainer)
+    batch = batches.collect(1)
+    rows = batches.rows(1)
+    unasked = [encoded.rollout() for encoded in batches._mismatched(rows, 1)]
+    ratios = log_ratios(trainer, unasked)
+    assert batch.constants["kl"] == pytest.approx(max(0.0, sum(ratios) / len(ratios)))
+    metrics = trainer.train_step(batch).metrics
+    assert metrics["kto_kl"] == pytest.approx(batch.constants["kl"], abs=1e-6)
+    assert {sequence.advantages[0] for sequence in batch.sequences} <= {1.0, -1.0}
+
+
+# ---------------------------------------------------------------------- the loop
+
+
+def run(
+    directory: Path, config: Config, source: DataSource, *, resume: bool = False, stop_at: int | None = None
+) -> list[dict[str, Any]]:
+    """A run up to total_steps, or asked to stop in the step after `stop_at`; its metrics lines."""
+    directory.mkdir(exist_ok=True)
+    trainer, store = make_trainer(config), RolloutStore(directory / "rollouts.sqlite")
+    metrics = MetricsFile(directory / "metrics.jsonl")
+    checkpointer = Checkpointer(directory, trainer.policy, trainer.optimizer, keep=3)
+    state = None
+    if resume:
+        found = find_checkpoint(str(directory), directory.parent, None)
+        assert found is not None
+        state = checkpointer.resume(found, store, metrics)
+        source.check(state.sources[SOURCE])
+    versions = VersionSteps.restored(state.versions) if state else VersionSteps()
+    shared = SharedWeights(make_model(), policy="policy", version=versions.newest[0])
+    updater = WeightUpdater(shared, trainer, versions, config.rl_training)
+    heldout = source.heldout(trainer)
+    if state is None or state.step == 0:
+        heldout.before()
+    parts = Parts(trainer, source.batches(trainer), versions, updater, checkpointer, metrics, {SOURCE: source})
+    steps: list[int] = []
+    hooks = Hooks(
+        should_stop=lambda: stop_at is not None and len(steps) >= stop_at,
+        on_step=lambda line: steps.append(line["step"]),
+        measure=heldout.measure,
+    )
+    TrainingLoop(parts, config.rl_training, hooks=hooks, state=state).run()
+    store.close()
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in metrics.read()]
+
+
+@pytest.mark.parametrize(("algorithm", "stop_at"), [("dpo", 3), ("kto", 2), ("sft", 0)])
+def test_a_run_that_was_stopped_goes_on_exactly(algorithm: str, stop_at: int, tmp_path: Path) -> None:
+    config, source = open_source(algorithm, tmp_path, total_steps=5)
+    whole = run(tmp_path / "whole", config, source)
+    assert [line["step"] for line in whole] == list(range(1, 6))
+    run(tmp_path / "cut", config, source, stop_at=stop_at)
+    again = run(tmp_path / "cut", config, source, resume=True)
+    assert again == whole
+    assert [line["step"] for line in again if line.get("heldout_score") is not None] == [2, 4, 5]
+    assert "eval_before/loss" in again[0]
+    assert [line["policy_version"] for line in again] == list(range(1, 6))
+
+
+def test_one_pass_over_the_rows_is_the_default(tmp_path: Path) -> None:
+    config, source = open_source("dpo", tmp_path)
+    made = source.batches(make_trainer(config))
+    assert isinstance(made, DataBatches)
+    assert config.rl_training.total_steps == made.steps_per_epoch < 6
+    assert open_source("dpo", tmp_path, total_steps=77)[0].rl_training.total_steps == 77
+
+
+def test_other_rows_than_at_the_start_are_refused(tmp_path: Path) -> None:
+    _, source = open_source("dpo", tmp_path)
+    state = source.state()
+    write_rows(tmp_path, "dpo", count=21)
+    other = DataSource(make_config("dpo", tmp_path), Letters())
+    with pytest.raises(CheckpointError, match=r"rows\.jsonl gives other tokens than when this run began"):
+        other.check(state)
+
+
+def test_fewer_rows_than_a_mini_batch_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rows to train on are fewer than one mini-batch: .*batch_size = 64"):
+        open_source("dpo", tmp_path, batch_size=64)
+
+
+def test_held_out_numbers_are_those_of_the_loss(tmp_path: Path) -> None:
+    """Of SFT: the mean over tokens; nothing is due between two measurements."""
+    config, _ = open_source("sft", tmp_path)
+    trainer = make_trainer(config)
+    units = [
+        Unit((Encoded(np.array([1, 2, *range(3, 3 + n)], np.int32), np.arange(2 + n) >= 2),), True) for n in (1, 4, 2)
+    ]
+    heldout = HeldOut(units, trainer, config, weights=(1.0, 1.0))
+    logprobs = np.concatenate(trainer.logprobs([unit.sequences[0].rollout() for unit in units]))
+    assert len(logprobs) == 7
+    assert heldout.numbers()["eval/loss"] == pytest.approx(-logprobs.mean(), rel=1e-5)
+    assert heldout.numbers()["heldout_score"] == -heldout.numbers()["eval/loss"]
+    assert heldout.measure(1) == {}
+    assert heldout.measure(2)

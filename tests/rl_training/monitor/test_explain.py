@@ -1,0 +1,204 @@
+"""`mlx_parallm_explain` on run directories in every state: going on, killed, without a step, none at all."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.cli import commands as cli
+from mlx_parallm.config.load import Config
+from mlx_parallm.rl_training.metrics import METRICS_FILE, complete
+from mlx_parallm.rl_training.monitor.explain import explain
+from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD
+from mlx_parallm.rl_training.run_directory import STORE_FILE, RunDirectory
+from mlx_parallm.rollout_store.store import RolloutStore
+from tests.rl_training.rollouts import make_group
+
+AGO = 600.0
+WELL = {"reward_mean": 0.5, "reward_std": 0.5, "groups": 16, "groups_without_variance": 0.2, "time_rollout_s": 1.0}
+
+
+def line(step, **changed):
+    return json.dumps(complete(WELL | {"step": step} | changed)) + "\n"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A run of 50 steps, ten minutes ago, that is not held by a process."""
+    config = Config.model_validate({"rl_training": {"total_steps": 50, "checkpoint_dir": tmp_path, "run_name": "run"}})
+    opened = RunDirectory.open(config, None)
+    opened.write_config(config)
+    opened.close()
+    age(opened.path / "config.toml", AGO)
+    return opened.path
+
+
+def age(path, seconds):
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+def write(directory, text):
+    (directory / METRICS_FILE).write_text(text)
+
+
+def names(explanation):
+    return [finding.diagnosis.name for finding in explanation.findings]
+
+
+def test_steps_are_named_and_stretches_joined(directory):
+    lines = [line(step, truncated_fraction=0.5 if 10 <= step < 20 or step >= 40 else 0.0) for step in range(1, 51)]
+    write(directory, "".join(lines))
+    (finding,) = explain(directory).findings
+    assert finding.diagnosis.name == "truncation"
+    assert finding.steps == ((7, 22), (37, 50))
+
+
+def test_a_half_written_line_is_no_harm(directory, capsys):
+    write(directory, line(1) + line(2) + '{"step": 3, "rew')
+    assert cli.explain([str(directory)]) == 0
+    told = capsys.readouterr().out
+    assert " (the numbers: means of " in told
+    assert "run: 2 of 50 steps, stopped or killed" in told
+    assert "healthy: nothing found" in told
+
+
+def test_a_run_that_goes_on_is_left_alone(directory):
+    config = Config.model_validate({"rl_training": {"checkpoint_dir": directory.parent, "run_name": "run"}})
+    write(directory, line(1))
+    held = RunDirectory.open(config, directory / "step_000001")
+    try:
+        assert explain(directory).state == "running"
+        age(directory / METRICS_FILE, AGO)
+        assert names(explain(directory)) == ["environment-stalled"]
+        write(directory, line(50))
+        assert names(explain(directory)) == []  # its last step is made: it waits for nothing
+    finally:
+        held.close()
+    assert explain(directory).state == "stopped or killed"
+
+
+def test_a_step_of_the_run_means_the_run(directory):
+    write(directory, line(1))
+    (directory / "step_000001").mkdir()
+    (directory / "latest").symlink_to("step_000001")
+    assert explain(directory / "latest").run == "run"
+
+
+@pytest.fixture
+def store(directory):
+    opened = RolloutStore(directory / STORE_FILE)
+    yield opened
+    opened.close()
+
+
+def test_without_a_step_and_a_group_it_was_the_environment(directory):
+    (finding,) = explain(directory).findings
+    assert finding.diagnosis.name == "environment-stalled"
+    assert "no group of rollouts ever came, step 1 waits for its batch" in finding.diagnosis.sentence
+
+
+def test_without_a_step_the_refused_groups_say_why(directory, store):
+    for number in range(4):
+        store.reject({"n": number}, source="environments", reason="reward: KeyError: 'answer'")
+    store.close()
+    first, *_ = explain(directory).findings
+    assert first.diagnosis.name == "groups-refused"
+    assert "4 of 4; the most frequent reason: reward: KeyError: 'answer'" in first.diagnosis.sentence
+
+
+def test_without_a_step_the_dropped_groups_are_looked_at(directory, store):
+    groups = [make_group(f"g{number}", [0.5] * 4) for number in range(40)]
+    for group in groups:
+        store.add(group, source="environments")
+    store.drop([group.group_id for group in groups], 1, NO_VARIANCE)
+    store.close()
+    assert names(explain(directory)) == ["reward-constant"]
+
+
+def test_without_a_step_groups_that_are_too_old_are_told(directory, store):
+    for number in range(6):
+        store.add(make_group(f"g{number}", [0.0, 1.0]), source="atropos:0")
+    store.drop([f"g{number}" for number in range(6)], 1, TOO_OLD)
+    store.close()
+    assert "stale-rollouts" in names(explain(directory))
+
+
+def test_a_first_step_that_is_in_training_is_no_stall(directory, store):
+    store.add(make_group("g", [0.0, 1.0]), source="environments")
+    store.take(["g"], 1)
+    store.close()
+    assert names(explain(directory)) == []
+
+
+def test_a_damaged_database_does_not_hide_the_rest(directory):
+    write(directory, "".join(line(step) for step in range(1, 51)))
+    (directory / STORE_FILE).write_bytes(b"rubbish" * 100)
+    explanation = explain(directory)
+    assert names(explanation) == []
+    assert "not a database" in explanation.notes[0]
+
+
+def test_nothing_found_and_nothing_gained_is_said(directory):
+    write(directory, "".join(line(step, learning_rate=1e-3) for step in range(1, 31)))
+    assert explain(directory).notes == (
+        "but the reward has not risen at a learning_rate of 0.001; what to try: docs/troubleshooting.md#nothing-found",
+    )
+    write(directory, "".join(line(step, reward_mean=0.5 + step / 60) for step in range(1, 31)))
+    assert explain(directory).notes == ()
+
+
+def test_a_run_on_rows_tells_its_held_out_score_and_speaks_of_no_reward(directory):
+    rows = {"reward_mean": None, "groups": 0, "sequences": 64}
+    lines = [line(n, **rows, heldout_score=0.1 * n if n % 3 == 0 else None) for n in range(1, 11)]
+    write(directory, "".join(lines))
+    assert explain(directory).notes == ("held-out score: first 0.300, last 0.900",)
+
+
+def test_json_is_for_machines(directory, capsys):
+    write(directory, "".join(line(step, skipped_steps=1) for step in range(1, 6)))
+    assert cli.explain([str(directory), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["run"], told["steps"], told["total_steps"]) == ("run", 5, 50)
+    (diagnosis,) = told["diagnoses"]
+    assert diagnosis["name"] == "not-finite"
+    assert diagnosis["numbers"] == {"skipped_steps": 5}
+    assert diagnosis["steps"] == [[1, 5]]
+    assert diagnosis["page"] == "docs/troubleshooting.md#not-finite"
+
+
+def test_what_is_no_run_is_one_line(directory, capsys):
+    for path in (directory.parent / "nothing", directory.parent):
+        assert cli.explain([str(path)]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert told[0].startswith("error: ") and "is no run directory" in told[0]
+    assert told[1].endswith("; runs in it: run")
+
+
+def test_it_loads_no_mlx(directory):
+    write(directory, line(1))
+    program = (
+        "import sys\nfrom mlx_parallm.cli.commands import explain\nexplain([sys.argv[1]])\n"
+        "assert not {'mlx', 'mlx.core', 'mlx_lm'} & set(sys.modules), 'mlx'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(directory)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_shipped_old_run_can_be_explained(tmp_path):
+    old = Path(__file__).parents[2] / "data" / "run_schema_1"
+    (tmp_path / METRICS_FILE).write_bytes((old / METRICS_FILE).read_bytes())
+    explanation = explain(tmp_path)
+    assert (explanation.steps, explanation.total_steps, explanation.findings) == (3, None, ())
+
+
+def test_rollouts_that_cannot_be_read_are_not_said_to_be_missing(directory):
+    (directory / STORE_FILE).write_bytes(b"no database" * 100)
+    found = explain(directory)
+    assert names(found) == []
+    assert found.notes[0].startswith("the rollouts cannot be read: ")

@@ -1,0 +1,258 @@
+"""The checks one by one, at their edges. What provokes each in a real run is in tests/integration/test_diagnoses.py."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mlx_parallm.rl_training.metrics import KEYS
+from mlx_parallm.rl_training.monitor import health
+from mlx_parallm.rl_training.monitor.display import TrainingDisplay
+from mlx_parallm.rl_training.monitor.health import HEALTHY, PAGE, WINDOW, Diagnosis, diagnose, find
+
+ROOT = Path(__file__).parents[3]
+WELL = {
+    "step": 1,
+    "reward_mean": 0.5,
+    "reward_std": 0.5,
+    "groups": 16,
+    "groups_without_variance": 0.25,
+    "groups_all_wrong": 0.1,
+    "groups_all_right": 0.15,
+    "truncated_fraction": 0.02,
+    "eos_fraction": 0.98,
+    "entropy": 0.4,
+    "rollout_entropy": 0.4,
+    "ratio_mean": 1.001,
+    "clip_fraction": 0.05,
+    "kl": 0.01,
+    "learning_rate": 1e-4,
+    "update_norm": 0.01,
+    "weight_norm": 5.0,
+    "weights_moved": 0.9,
+    "logprob_diff_max": 2e-5,
+    "logprob_diff_mean": 2e-7,
+    "skipped_steps": 0,
+    "publish_timeouts": 0,
+    "dropped_stale": 0,
+    "dropped_misfit": 0,
+    "groups_without_logprobs": 0,
+    "time_rollout_s": 2.0,
+}
+LEARNED = WELL | {"reward_mean": 0.97, "reward_std": 0.15, "groups_without_variance": 0.95, "groups_all_right": 0.9}
+SOLVED = LEARNED | {"reward_mean": 1.0, "reward_std": 0.0, "groups_without_variance": 1.0, "groups_all_right": 1.0}
+CONSTANT = {"groups_without_variance": 1.0, "reward_std": 0.0, "groups_all_right": 0.0}
+
+
+def window(steps=WINDOW, **changed):
+    return [WELL | changed for _ in range(steps)]
+
+
+def names(lines, start=()):
+    return [diagnosis.name for diagnosis in find(lines, start)]
+
+
+def test_nothing_wrong_is_healthy():
+    assert diagnose(window()) == HEALTHY
+    assert diagnose([]) == HEALTHY
+    assert diagnose([{"step": 1}], [None, None]) == HEALTHY
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "sentence"),
+    [
+        (CONSTANT, "reward-constant", "reward constant: every answer earned 0.5 in 5 steps"),
+        (
+            {"groups_without_variance": 1.0},
+            "no-variance",
+            "no variance: in all groups every answer to a prompt earns the same",
+        ),
+        (
+            {"groups_without_variance": 0.85},
+            "no-variance",
+            "no variance: in 85% of the groups every answer to a prompt earns the same",
+        ),
+        (
+            CONSTANT | {"groups_all_wrong": 1.0, "reward_mean": 0.0},
+            "too-hard",
+            "too hard: no answer earns more than 0 in all of the groups, or the reward never fires",
+        ),
+        (
+            CONSTANT | {"groups_all_right": 0.9, "groups_all_wrong": 0.0, "reward_mean": 0.95},
+            "too-easy",
+            "too easy: every answer earned 1 in 90% of the groups from the start",
+        ),
+        ({"ratio_mean": 1.34}, "ratio-mismatch", "ratio mismatch: 1.34 on average and 5% of the tokens clipped"),
+        ({"ratio_mean": 0.7}, "ratio-mismatch", "ratio mismatch: 0.70 on average and 5% of the tokens clipped"),
+        ({"clip_fraction": 0.4}, "ratio-mismatch", "ratio mismatch: 1.00 on average and 40% of the tokens clipped"),
+        ({"truncated_fraction": 0.4}, "truncation", "truncation: 40% of the answers hit the length limit (raise"),
+        (
+            {"truncated_fraction": 0.4, "out_of_room_fraction": 0.3},
+            "truncation",
+            "truncation: 40% of the answers hit the length limit of prompt and all turns (raise max_token_length)",
+        ),
+        (
+            {"truncated_fraction": 1.0, "eos_fraction": 0.0},
+            "eos-never-sampled",
+            "EOS never sampled: all of the answers run into the length limit",
+        ),
+        (
+            {"logprob_diff_mean": 0.3, "logprob_diff_max": 0.4},
+            "log-probability-mismatch",
+            "log-probability mismatch: rollouts and trainer differ by 0.3 on average, 0.4 at most, on the same weights",
+        ),
+        ({"kl": 1.3}, "kl-running-away", "KL running away: 1.3 nats a token from the reference (lower learning_rate"),
+        (
+            {"update_norm": 1e-9},
+            "learning-rate-too-small",
+            "learning rate too small: an update moves the weights by 2e-10 of their size (raise learning_rate)",
+        ),
+        (
+            {"weights_moved": 2e-5},
+            "learning-rate-too-small",
+            "learning rate too small: an update moves the weights by 0.002 of their size; 2e-05 of the weights changed",
+        ),
+    ],
+)
+def test_what_lasts_is_told(changed, name, sentence):
+    assert names(window(**changed)) == [name]
+    assert diagnose(window(**changed)).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("skipped_steps", "loss or gradient not finite: 1 updates skipped in 5 steps (lower learning_rate)"),
+        ("publish_timeouts", "weights not published 1 times in 5 steps: the lock was busy (raise lock_timeout_ms)"),
+    ],
+)
+def test_an_event_is_told_while_it_is_in_the_window(key, sentence):
+    event = [WELL, WELL, WELL | {key: 1}, WELL, WELL]
+    assert diagnose(event) == sentence
+    assert diagnose(event + [WELL] * WINDOW) == HEALTHY
+
+
+def test_a_run_that_has_learned_is_not_ill():
+    """Little entropy, groups without variance, a policy far from the reference: all of it is success, too."""
+    start = window()
+    for line in (LEARNED, SOLVED):
+        end = [line | {"rollout_entropy": 0.01, "kl": 1.5}] * WINDOW
+        assert names(end, start) == []
+        assert names([*start, *end], start) == []
+    assert "too-easy" in names([SOLVED] * WINDOW, [SOLVED] * WINDOW)
+
+
+def test_entropy_that_is_gone_without_a_gain_is_a_collapse():
+    start = window()
+    assert names(window(rollout_entropy=0.01), start) == ["entropy-collapse"]
+    assert names(window(rollout_entropy=0.01, entropy=None), start) == ["entropy-collapse"]
+    assert names(window(rollout_entropy=0.01), window(rollout_entropy=0.02)) == []  # it began as sure of itself
+    assert names(window(rollout_entropy=0.1), window(rollout_entropy=2.0)) == []
+
+
+def test_kl_is_forgiven_to_a_run_that_gains_up_to_a_point():
+    better = {"reward_mean": 0.9}
+    assert names(window(kl=1.5, **better), window()) == []
+    assert names(window(kl=3.5, **better), window()) == ["kl-running-away"]
+    assert names([WELL | {"kl": kl} for kl in (0.02, 0.04, 0.08, 0.16, 0.3)]) == []
+    assert names(window(kl=None)) == []  # no reference, nothing to be far from
+
+
+def test_the_small_rates_at_the_ends_of_a_schedule_are_meant():
+    late = window(learning_rate=1e-9, update_norm=1e-8)
+    assert names(late, window()) == []
+    assert names(late, window(learning_rate=1e-9)) == ["learning-rate-too-small"]
+    assert names(window(learning_rate=0.0, update_norm=0.0), window()) == []
+    assert names(window(update_norm=None, weight_norm=None, weights_moved=None)) == []  # nothing was trained
+
+
+def test_a_few_groups_say_nothing():
+    assert names(window(1, groups=4, **CONSTANT)) == []
+    assert names(window(1, groups=32, **CONSTANT)) == ["reward-constant"]
+    assert names(window(3, groups=4, **CONSTANT)) == ["reward-constant"]
+
+
+def test_rewards_that_are_constant_in_a_step_and_move_between_steps_are_not_constant():
+    moving = [WELL | CONSTANT | {"reward_mean": 0.3 + 0.02 * step} for step in range(WINDOW)]
+    assert names(moving) == ["no-variance"]
+
+
+def test_one_stale_group_is_normal_and_many_are_not():
+    assert diagnose([*window(4), WELL | {"dropped_stale": 1}]) == HEALTHY
+    assert diagnose(window(dropped_stale=8)).startswith(
+        "stale rollouts: 40 groups dropped as too old in 5 steps (raise max_staleness"
+    )
+
+
+def test_groups_of_another_model_and_without_logprobs_are_named_with_their_number():
+    assert diagnose([*window(4), WELL | {"dropped_misfit": 1}]) == (
+        "another model's groups: 1 dropped in 5 steps; their log-probabilities are far from this model's"
+        " (let environments ask this server, with its tokenizer, and send its log-probabilities unchanged)"
+    )
+    assert diagnose(window(groups_without_logprobs=4)) == (
+        "no log-probabilities: 20 of 80 groups came without, so the trainer's own stand in and nothing corrects for"
+        " what the policy has learned since (collect through atroposlib's managed_server with server_type vllm, which"
+        " returns them)"
+    )
+
+
+def test_a_long_wait_is_a_stall_unless_every_step_waits_so_or_it_gave_up():
+    waited = [*window(4), WELL | {"time_rollout_s": 75.0}]
+    assert diagnose(waited).startswith("environment stalled: a step waited 75 s for its rollouts, 2 s is usual")
+    assert names(window(time_rollout_s=75.0)) == []
+    assert names([*window(4), WELL | {"time_rollout_s": 75.0, "gave_up": "8 refills in a row"}]) == []
+
+
+def test_sources_speak_first_and_sentences_add_up():
+    stalled = "environment sum stalled: nothing finished for 75 s with 2 groups in flight (oldest: sum-0-0)"
+    line = diagnose(window(truncated_fraction=0.5, skipped_steps=1), [None, stalled])
+    first, second, third = line.split("; ")
+    assert first == stalled
+    assert second.startswith("loss or gradient not finite: 5 updates skipped in 5 steps")
+    assert third.startswith("truncation: 50%")
+    assert diagnose([], [stalled]) == stalled
+
+
+def test_a_resumed_run_knows_how_it_began():
+    def shown(*before):
+        display = TrainingDisplay(Console(file=io.StringIO()), interactive=False)
+        display.recall(before)
+        for _ in range(WINDOW):
+            display.update(SOLVED)
+        return display.health()
+
+    assert shown(*window()) == HEALTHY
+    assert shown().startswith("too easy")
+
+
+def test_a_mean_over_the_window_forgives_one_bad_step():
+    assert diagnose([*window(4), WELL | {"truncated_fraction": 0.5, "ratio_mean": 1.3, "kl": 2.0}]) == HEALTHY
+
+
+def test_numbers_that_are_missing_or_not_finite_are_not_judged():
+    assert diagnose(window(kl=float("nan"), ratio_mean=None, logprob_diff_max="?")) == HEALTHY
+    for key in WELL:
+        without = [{name: value for name, value in WELL.items() if name != key}] * WINDOW
+        assert diagnose(without) == HEALTHY, key
+
+
+def test_every_number_that_is_judged_is_in_the_metrics():
+    judged = set(re.findall(r'(?:values|total|mean|first)\("(\w+)"\)', Path(health.__file__).read_text()))
+    assert judged
+    assert judged <= set(KEYS)
+
+
+def test_a_diagnosis_names_its_section():
+    assert Diagnosis("truncation", "s", "t").page == f"{PAGE}#truncation"
+
+
+def test_nothing_is_named_in_a_run_that_learned():
+    """All 220 steps of quickstart with seed 2: what is judged, to three digits."""
+    table = json.loads((ROOT / "tests/data/quickstart_metrics.json").read_text())
+    lines = [dict(zip(table["keys"], row, strict=True)) for row in table["rows"]]
+    assert lines[-1]["reward_mean"] - lines[0]["reward_mean"] > 0.4
+    for end in range(1, len(lines) + 1):
+        assert names(lines[max(0, end - WINDOW) : end], lines[: min(end, WINDOW)]) == [], f"step {end}"

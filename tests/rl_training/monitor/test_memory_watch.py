@@ -1,0 +1,181 @@
+"""A run that does not fit is refused before it loads anything, with settings that fit; one that ran is compared."""
+
+import io
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+from structlog.testing import capture_logs
+
+from mlx_parallm.config.load import Config, load_config
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.models.fast_math import on_cpu
+from mlx_parallm.rl_training.loop import Hooks
+from mlx_parallm.rl_training.monitor import memory_watch
+from mlx_parallm.rl_training.monitor.memory_watch import MemoryWatch, measured_bytes
+from mlx_parallm.rl_training.plan.preflight import Lengths, ModelShape, predict_memory
+from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.train import TrainingRun
+from mlx_parallm.system.hardware import GIB
+from mlx_parallm.system.log import configure_logging
+from mlx_parallm.types import Rollout, RolloutGroup
+from tests.integration.processes import train
+from tests.rl_training.plan.test_preflight import QWEN3, QWEN3_06B
+
+SETTINGS = ["rl_training.token_budget=8192", "server.prefix_cache_bytes=0"]
+
+
+def config(*overrides: str) -> Config:
+    return load_config(None, [*SETTINGS, *overrides])
+
+
+def needed(config: Config) -> int:
+    return predict_memory(config, ModelShape.of(QWEN3_06B, config)).total
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_seen() -> None:
+    configure_logging(level="warning")
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def holds(whole: float, free: float | None = None) -> None:
+        monkeypatch.setattr(memory_watch, "memory_present", lambda: (int(free or whole), int(whole)))
+
+    return holds
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+def test_what_does_not_fit_is_refused_with_settings_that_do(memory: Any, share: float) -> None:
+    asked = config()
+    room = share * needed(asked)
+    memory(room)
+    with pytest.raises(ConfigError, match=r"needs .* GiB of memory and .* GiB are there; it fits with") as caught:
+        MemoryWatch.checked(asked, QWEN3_06B)
+    message = str(caught.value)
+    assert "\n" not in message and f"{needed(asked) / GIB:.2f} GiB" in message
+    settings = re.findall(r"([\w.]+) = (\w+)", message)
+    assert settings and not any(key in message for key in ("lora", "max_token_length")), "what is learnt stays"
+    fitting = config(*(f"{key}={value}" for key, value in settings))
+    assert needed(fitting) <= room
+    MemoryWatch.checked(fitting, QWEN3_06B)
+
+
+def test_what_changes_the_learning_is_named_last(memory: Any) -> None:
+    asked = config()
+    memory(0.2 * needed(asked))
+    with pytest.raises(ConfigError) as caught:
+        MemoryWatch.checked(asked, QWEN3_06B)
+    order = [str(caught.value).find(key) for key in ("rl_training.token_budget", "quantize_base = true")]
+    assert 0 < order[0] < order[1]
+    memory(0.01 * needed(asked))
+    with pytest.raises(ConfigError, match=r"even .* leave it at .*: take a smaller model, or more memory"):
+        MemoryWatch.checked(asked, QWEN3_06B)
+
+
+def test_little_to_spare_is_a_warning(memory: Any) -> None:
+    size = needed(config())
+    for whole, free, warnings in ((size / 0.9, None, 1), (size / 0.8, None, 0), (size / 0.8, size / 2, 1)):
+        memory(whole, free)
+        with capture_logs() as logs:
+            MemoryWatch.checked(config(), QWEN3_06B)
+        assert [line["log_level"] for line in logs] == ["warning"] * warnings
+
+
+def test_nothing_is_loaded_or_written_before_the_refusal(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory(2**20)
+    overrides = [f"rl_training.checkpoint_dir={tmp_path}/runs", "server.port=0"]
+    run = TrainingRun(load_config(None, overrides), resume=None, stop=threading.Event(), console=Console(quiet=True))
+    monkeypatch.setattr(run._serving, "load", lambda **_: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=r"are there"):
+        run.execute()
+    run.close()
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
+    """A model of a few hundred GB, of which only the configuration is there, and an empty file of weights."""
+    shape = {"hidden_size": 16384, "num_hidden_layers": 126, "intermediate_size": 53248, "num_attention_heads": 128}
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps(QWEN3 | shape))
+    (tmp_path / "large" / "model.safetensors").touch()
+    (tmp_path / "large.toml").write_text(f'[model]\nbase_path = "{tmp_path}/large"\n[server]\nport = 0\n')
+    with train(tmp_path / "large.toml") as daemon:
+        assert daemon.wait() == 2
+    [error] = [line for line in daemon.output.splitlines() if line.startswith("error: ")]
+    assert re.search(r"needs \d{3,}\.\d\d GiB .*quantize_base = true.* take a smaller model", error)
+
+
+# ---------------------------------------------------------------------- foretold and measured
+
+
+def batch(prompt: int, completion: int, *, rows: bool = False) -> TrainBatch:
+    tokens, mask = (1,) * (prompt + completion), (0,) * prompt + (1,) * completion
+    rollout = Rollout(tokens, mask, (0.0,) * len(tokens), (0,) * len(tokens), 1.0, {"reward": 1.0})
+    sequence = TrainSequence(rollout, (0.0,) * len(tokens), fresh=False)
+    groups = () if rows else (RolloutGroup("g", "e", (rollout,)),)
+    return TrainBatch(1, groups, (sequence,), BatchStatistics())
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There MLX's arrays count, which a test can make up, and not the process."""
+    monkeypatch.setattr(memory_watch, "on_cpu", lambda: False)
+
+
+def watched(*peaks: float, prompt: int = 64, completion: int = 128) -> tuple[MemoryWatch, list[Any]]:
+    """A watch after steps with these shares of what is foretold for their lengths as peaks."""
+    asked, told = config(), []
+    shape = ModelShape.of(QWEN3_06B, asked)
+    watch = MemoryWatch(asked, shape)
+    foretold = predict_memory(asked, shape, Lengths(prompt, completion)).of_mlx
+    hooks = watch.watching(Hooks(on_batch=told.append, on_step=told.append))
+    for peak in peaks:
+        hooks.on_batch(batch(prompt, completion))
+        hooks.on_step({"memory_gb": peak * foretold / 1e9})
+    return watch, told
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("peaks", "off", "ill"), [((0.9, 1.1), 0, 0), ((1.0, 1.2, 0.9), 1, 1), ((0.5, 0.8), 1, 0)])
+def test_the_peak_is_compared_with_what_was_foretold_for_the_lengths_seen(
+    peaks: tuple[float, ...], off: int, ill: int
+) -> None:
+    watch, told = watched(*peaks)
+    assert len(told) == 2 * len(peaks), "the run's own hooks are called"
+    out = io.StringIO()
+    with capture_logs() as logs:
+        watch.tell(Console(file=out, width=60))
+    assert f" ({1 / max(peaks):.2f}) were foretold" in out.getvalue() and out.getvalue().count("\n") == 1
+    assert "the longest prompt (64 tokens) and completion (128) of the run" in out.getvalue()
+    assert [line["event"] for line in logs] == ["the preflight was off"] * off
+    assert bool(watch.health()) == bool(ill)
+    if ill:
+        assert re.fullmatch(r"memory: .* GiB at the peak, .* GiB foretold; .*token_budget.*", watch.health() or "")
+
+
+def test_a_run_without_a_step_has_nothing_to_tell() -> None:
+    watch, _ = watched()
+    out = io.StringIO()
+    watch.tell(Console(file=out))
+    assert out.getvalue() == "" and watch.health() is None
+
+
+@pytest.mark.skipif(not on_cpu(), reason="on a GPU its own memory counts")
+def test_on_a_cpu_the_whole_process_counts() -> None:
+    resident = psutil.Process().memory_info().rss
+    assert 0.9 * resident <= measured_bytes([]) <= psutil.virtual_memory().total
+
+
+def test_the_longest_lengths_are_kept() -> None:
+    seen = Lengths(0, 0).with_batch(batch(5, 9)).with_batch(batch(7, 3, rows=True)).with_batch(batch(2, 4))
+    assert seen == Lengths(7, 9)

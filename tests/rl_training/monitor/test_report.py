@@ -1,0 +1,197 @@
+import io
+import math
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from mlx_parallm.rl_training.monitor.report import (
+    accuracy_table,
+    answers_table,
+    compare,
+    next_commands,
+    plain_report,
+    print_report,
+    smooth,
+    write_reward_curve,
+)
+
+
+def lines(count=60):
+    return [
+        {
+            "step": number,
+            "reward_mean": 0.75 - 0.4 * math.exp(-number / 20) + 0.05 * math.sin(number * 1.7),
+            "kl": 0.001 * number,
+            "entropy": 0.5 + 0.4 * math.exp(-number / 15),
+        }
+        for number in range(1, count + 1)
+    ]
+
+
+def colours(path):
+    image = Image.open(path).convert("RGB")
+    assert image.size == (1080, 720)
+    return {colour for count, colour in image.getcolors(1 << 20) if count > 30}
+
+
+def test_the_curve_is_a_picture_with_every_line(tmp_path):
+    path = write_reward_curve(lines(), tmp_path / "reward.png", title="quickstart")
+    drawn = colours(path)
+    for ink in ((0x1B, 0x3A, 0x57), (0x9D, 0xBA, 0xD5), (0xB3, 0x54, 0x1E), (0x4B, 0x7F, 0x52)):
+        assert ink in drawn
+    assert [entry.name for entry in tmp_path.iterdir()] == ["reward.png"]
+
+
+def test_the_curve_shows_what_was_not_measured(tmp_path):
+    only_rewards = [{"step": line["step"], "reward_mean": line["reward_mean"], "kl": None} for line in lines(3)]
+    drawn = colours(write_reward_curve(only_rewards, tmp_path / "reward.png", title="short"))
+    assert (0xB3, 0x54, 0x1E) not in drawn
+
+
+def test_without_rewards_there_is_no_curve(tmp_path):
+    with pytest.raises(ValueError, match="no step has a reward_mean"):
+        write_reward_curve([{"step": 1}], tmp_path / "reward.png", title="x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_curve_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    path = tmp_path / "reward.png"
+    path.write_bytes(b"old")
+
+    def full(self, target, **_):
+        target.write_bytes(b"half a picture")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    with pytest.raises(OSError, match="No space"):
+        write_reward_curve(lines(), path, title="x")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_smoothing_is_a_centred_mean():
+    assert smooth([0.0, 3.0, 6.0, 3.0], 1) == [1.5, 3.0, 4.0, 4.5]
+    assert smooth([1.0, 2.0], 5) == [1.5, 1.5]
+
+
+def record(texts, keys=("a", "b", "c"), rewards=None, sampled=()):
+    """A line of evaluations.jsonl, of one environment."""
+    prompts, expected = ("Add 1 and 2.", "Add 2 and 2.", "Add 9 and 9."), ("3", "4", "18")
+    rewards = rewards or [float(text == right) for text, right in zip(texts, expected, strict=True)]
+    problems, examples = [], []
+    for number, (key, reward) in enumerate(zip(keys, rewards, strict=True)):
+        problems.append({"key": key, "greedy": reward, "sampled": list(sampled)})
+        told = {"text": texts[number], "reward": reward, "error": None}
+        examples.append({"key": key, "prompt": prompts[number], "expected": expected[number], **told})
+    return {"environments": {"sum": {"numbers": {}, "problems": problems, "examples": examples}}}
+
+
+@pytest.fixture
+def comparisons():
+    return compare(record(("3", "5", "8")), record(("3", "4", "8")))
+
+
+def test_the_same_problems_are_compared(comparisons):
+    [row] = comparisons
+    assert row.rewards == ((1.0, 1.0), (0.0, 1.0), (0.0, 0.0))
+    assert list(row.measured) == [("sum", [1.0, 0.0, 0.0], [1.0, 1.0, 0.0])]
+    assert [(then["text"], now["text"]) for then, now in row.examples] == [("3", "3"), ("5", "4"), ("8", "8")]
+    [moved] = compare(record(("3", "4", "18"), keys=("x", "y", "c")), record(("3", "4", "18")))
+    assert [now["prompt"] for _, now in moved.examples] == ["Add 9 and 9."]
+    assert moved.rewards == ((1.0, 1.0),)
+    assert compare({"environments": {}}, record(("3", "4", "18"))) == []
+
+
+def test_tables_show_prompt_expected_before_and_after(comparisons):
+    console = Console(file=io.StringIO(), width=100)
+    console.print(answers_table(comparisons))
+    console.print(accuracy_table(comparisons))
+    text = console.file.getvalue()
+    [line] = [line for line in text.splitlines() if "Add 2 and 2." in line]
+    assert [part.strip() for part in line.strip("│").split("│")] == ["Add 2 and 2.", "4", "✗ 5", "✓ 4"]
+    [line] = [line for line in text.splitlines() if "0.333" in line]
+    cells = [part.strip() for part in line.strip("│").split("│")]
+    assert cells == ["sum", "3", "0.333", "0.667", "+0.333", "+0.000 to +1.000"]
+
+
+def test_an_answer_cannot_smuggle_in_markup():
+    row = compare(record(("[red]", "[/]", "x" * 500)), record(("3", "4", "18")))
+    console = Console(file=io.StringIO(), width=160)
+    console.print(answers_table(row))
+    assert "✗ [red]" in console.file.getvalue()
+    assert "✗ [/]" in console.file.getvalue()
+    assert "xxx…" in console.file.getvalue()
+
+
+def test_of_several_turns_the_beginning_and_the_last_answer_are_shown():
+    talk = record(("1\n⟦No. " + "x" * 500 + "⟧\n3", "4", "18"), rewards=(1.0, 1.0, 1.0))
+    told = plain_report(compare(talk, talk))
+    assert "  Add 1 and 2.  [3]  1 ⟦No. xxx" in told and "x… 3 (right) -> 1 ⟦No." in told
+
+
+def test_the_plain_report_says_the_same(comparisons):
+    assert plain_report(comparisons) == (
+        "sum: 0.333 -> 0.667 (+0.333, 95% interval +0.000 to +1.000) on 3 problems\n"
+        "  Add 1 and 2.  [3]  3 (right) -> 3 (right)\n"
+        "  Add 2 and 2.  [4]  5 (wrong) -> 4 (right)\n"
+        "  Add 9 and 9.  [18]  8 (wrong) -> 8 (wrong)"
+    )
+
+
+def test_commands_that_are_not_on_the_path_are_given_with_theirs(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = Path(shlex.split(next_commands(tmp_path, "b", lora=True)[0])[0])
+    assert command.name == "mlx_parallm_serve"
+    assert command.resolve().is_file()
+
+
+def test_next_commands_are_shell_lines(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    run = tmp_path / "my run"
+    serve, merge = next_commands(run, "builtin:tiny", lora=True)
+    assert shlex.split(serve) == [
+        "mlx_parallm_serve",
+        "--model-path",
+        "builtin:tiny",
+        "--lora-path",
+        str(run / "final"),
+    ]
+    assert shlex.split(merge)[0] == "mlx_parallm_merge_lora"
+    assert shlex.split(merge)[-2:] == ["--output-path", str(run / "merged")]
+    assert next_commands(run, "b", lora=False) == [f"mlx_parallm_serve --model-path {shlex.quote(str(run / 'final'))}"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_report_is_printed(comparisons, tmp_path, terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
+    print_report(console, comparisons, ["command one", "command two"], tmp_path / "reward.png", tmp_path / "s.html")
+    text = console.file.getvalue()
+    assert f"reward curve: {tmp_path / 'reward.png'}" in text
+    assert f"samples: {tmp_path / 's.html'}" in text
+    assert "next: command one\n  or: command two" in text
+    assert ("│" in text) is terminal
+    assert "0.667" in text
+
+
+def test_rewards_that_know_no_full_mark_are_compared_by_their_mean():
+    soft = compare(record(("a", "b", "c"), rewards=(-0.5, 0.0, 0.0)), record(("a", "b", "c"), rewards=(0.25, 0.0, 0.0)))
+    assert list(soft[0].measured) == [("sum (mean reward)", [-0.5, 0.0, 0.0], [0.25, 0.0, 0.0])]
+    both = compare(record(("a", "b", "c"), rewards=(-0.5, 0, 0)), record(("a", "b", "c"), rewards=(1.0, 0.5, 0)))
+    assert list(both[0].measured) == [
+        ("sum", [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]),
+        ("sum (mean reward)", [-0.5, 0, 0], [1.0, 0.5, 0]),
+    ]
+    assert plain_report(soft).startswith("sum (mean reward): -0.167 -> 0.083 (+0.250, 95% interval ")
+    assert "a (-0.5) -> a (0.25)" in plain_report(soft)
+
+
+def test_sampled_answers_are_compared_by_their_mean():
+    only_sampled = record(("3", "4", "8"), rewards=(None, None, None), sampled=(1.0, 0.0))
+    [row] = compare(only_sampled, only_sampled)
+    assert list(row.measured) == [("sum (mean reward)", [0.5] * 3, [0.5] * 3)]

@@ -1,0 +1,153 @@
+"""First, best and worst completion of a step."""
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from structlog.testing import capture_logs
+
+from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.rl_training.monitor import samples as samples_module
+from mlx_parallm.rl_training.monitor.display import RunInfo, TrainingDisplay
+from mlx_parallm.rl_training.monitor.samples import (
+    SAMPLES_PAGE,
+    SHOWN_CHARACTERS,
+    SampleLog,
+    choose_samples,
+    samples_table,
+    shortened,
+)
+from mlx_parallm.rl_training.monitor.samples_page import LONGEST_TEXT
+from mlx_parallm.system.log import configure_logging
+from mlx_parallm.types import RolloutGroup
+from tests.rl_training.rollouts import make_batch, make_group, make_rollout
+
+
+def letters(tokens: tuple[int, ...]) -> str:
+    return "".join(chr(97 + token) for token in tokens)
+
+
+def group(name: str, rewards: list[float]) -> RolloutGroup:
+    """Rollout i of the prompt "abc" answers with its own number as a letter, twice."""
+    rollouts = [make_rollout((i, i), prompt=(0, 1, 2), reward=reward) for i, reward in enumerate(rewards)]
+    return RolloutGroup(name, "test", tuple(rollouts))
+
+
+def test_the_three_that_are_chosen() -> None:
+    found = choose_samples(7, [group("a", [0.5, 0.2]), group("b", [0.1, 0.4, 0.9])], letters)
+    assert [(s.which, s.group_id, s.reward, s.completion) for s in found] == [
+        ("first", "a", 0.5, "aa"),
+        ("best", "b", 0.9, "cc"),
+        ("worst", "b", 0.1, "aa"),
+    ]
+    assert {(s.prompt, s.step, s.tokens, s.environment) for s in found} == {("abc", 7, 2, "test")}
+    assert choose_samples(7, [], letters) == []
+
+
+def test_what_the_environment_said_is_marked() -> None:
+    rollout = make_rollout((3, 4, 5, 6, 7), prompt=(0, 1, 2))
+    turns = dataclasses.replace(rollout, mask=(0, 0, 0, 1, 1, 0, 0, 1))
+    [sample, *_] = choose_samples(7, [RolloutGroup("g", "test", (turns,))], letters)
+    assert (sample.completion, sample.turns) == ("de⟦fg⟧h", 2)
+    assert "3 tokens in 2 turns, ended by ?" in sample.shown().notes
+
+
+def test_every_n_steps_to_the_file_and_to_who_asks(tmp_path: Path) -> None:
+    path, told = tmp_path / "samples.jsonl", []
+    log = SampleLog(path, letters, every=2, told=[lambda step, samples: told.append((step, len(samples)))])
+    for step in range(1, 7):
+        log.on_batch(make_batch([make_group("g", [0.0, 1.0])], step=step))
+    assert told == [(2, 3), (4, 3), (6, 3)]
+    assert [line["which"] for line in MetricsFile(path).read()][:3] == ["first", "best", "worst"]
+    SampleLog(path, letters, every=2, step=3)
+    assert [line["step"] for line in MetricsFile(path).read()] == [2, 2, 2], "later ones than the resumed step go"
+    SampleLog(tmp_path / "none", letters, every=0).on_batch(make_batch([make_group("g", [0.0, 1.0])]))
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_table_shows_the_end_of_a_long_prompt_and_the_beginning_of_a_long_completion() -> None:
+    long = RolloutGroup("g", "test", (make_rollout((1,) * 500, prompt=(0,) * 499 + (25,), reward=0.25),))
+    [sample, *_] = choose_samples(3, [long], letters)
+    prompt, completion = shortened(sample)
+    assert prompt == "…" + "a" * (SHOWN_CHARACTERS - 2) + "z"
+    assert completion == "b" * (SHOWN_CHARACTERS - 1) + "…"
+    paper = io.StringIO()
+    Console(file=paper, width=100).print(samples_table([sample]))
+    assert "samples of step 3" in paper.getvalue() and "0.25" in paper.getvalue()
+
+
+def test_the_table_is_printed_above_the_live_display() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None)
+    display = TrainingDisplay(console)
+    display.start(RunInfo("run", "builtin:tiny", "http://127.0.0.1:1", 10, "hello"))
+    display.samples(2, choose_samples(2, [group("a", [0.5, 0.2])], letters))
+    display.stop()
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    assert 0 < written.index("samples of step 2") < written.rindex("talk to it while it learns")
+
+
+def test_without_a_terminal_it_is_a_line_each() -> None:
+    configure_logging(level="info")
+    try:
+        with capture_logs() as logs:
+            TrainingDisplay(Console(file=io.StringIO())).samples(
+                2, choose_samples(2, [group("a", [0.5, 0.2])], letters)
+            )
+    finally:
+        configure_logging(level="error")
+    assert [(entry["event"], entry["which"], entry["reward"]) for entry in logs] == [
+        ("sample", "first", 0.5),
+        ("sample", "best", 0.5),
+        ("sample", "worst", 0.2),
+    ]
+
+
+def page_of(directory: Path) -> str:
+    return (directory / SAMPLES_PAGE).read_text(encoding="utf-8")
+
+
+def test_the_page_shows_the_newest_step_first_and_a_bounded_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples_module, "STEPS_ON_PAGE", 5)
+    log = SampleLog(tmp_path / "samples.jsonl", letters, every=1)
+    for step in range(1, 8):
+        log.on_batch(make_batch([group(f"g{step}", [0.5, 0.2])], step=step))
+    page = page_of(tmp_path)
+    assert page.index("<h2>step 7</h2>") < page.index("<h2>step 6</h2>") < page.index("<h2>step 3</h2>")
+    assert "<h2>step 2</h2>" not in page
+    assert page.count("<article>") == 3 * 5
+    assert "version 0" in page and "2 tokens, ended by ?" in page
+    SampleLog(tmp_path / "samples.jsonl", letters, every=1, step=4).on_batch(
+        make_batch([group("again", [0.5, 0.2])], step=5)
+    )
+    page = page_of(tmp_path)
+    assert page.count("<h2>") == 5, "a resume shows what was before it, and nothing of the steps that were left"
+    assert list(tmp_path.glob("*.tmp-*")) == []
+
+
+def test_nothing_that_a_model_writes_is_markup_on_the_page(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>\"'&amp;" + "x" * LONGEST_TEXT
+    usual = make_rollout((1, 1), prompt=(0,))
+    rollouts = [dataclasses.replace(usual, scores={"reward": reward, "<b>": 0.25}) for reward in (0.5, 0.75)]
+    batch = make_batch([RolloutGroup("<i>", "<u>", tuple(rollouts))], step=1)
+    SampleLog(tmp_path / "samples.jsonl", lambda tokens: evil, every=1).on_batch(batch)
+    page = page_of(tmp_path)
+    for tag in ("<script", "<i>", "<u>", "<b>0.25", "<b> 0"):
+        assert tag not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&amp;amp;" in page
+    assert "&lt;b&gt; 0.25" in page, "a part of the reward"
+    assert f"… ({len(evil):,} characters)" in page
+    assert len(page) < 10 * LONGEST_TEXT
+
+
+def test_lines_of_an_earlier_version_are_still_shown(tmp_path: Path) -> None:
+    line = choose_samples(1, [group("a", [0.5, 0.2])], letters)[0].to_json()
+    old = {key: value for key, value in line.items() if key not in ("version", "scores")}
+    MetricsFile(tmp_path / "samples.jsonl").append(old)
+    SampleLog(tmp_path / "samples.jsonl", letters, every=2, step=1).on_batch(
+        make_batch([group("b", [0.5, 0.2])], step=2)
+    )
+    assert "version ?" in page_of(tmp_path)

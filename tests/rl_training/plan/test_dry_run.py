@@ -1,0 +1,223 @@
+"""--dry-run: what it says of environments that are broken, of groups that teach nothing, and what it foretells."""
+
+import io
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mlx_parallm.config.load import Config, EnvironmentConfig, load_config, parse_config
+from mlx_parallm.environments.kinds.tasks import TasksSource
+from mlx_parallm.environments.runner import GroupPlan, GroupResult
+from mlx_parallm.errors import ConfigError, EnvironmentFailedError
+from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
+from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.rewards.base import Trajectory, Turn
+from mlx_parallm.rl_training.monitor import memory_watch
+from mlx_parallm.rl_training.plan import dry_run
+from mlx_parallm.rl_training.plan.dry_run import DryRun, Probe, ProbeDone, probe_config
+from mlx_parallm.rl_training.plan.dry_run_display import (
+    OTHER_FILES,
+    Forecast,
+    remarks,
+    shortcomings,
+    show_group,
+    visible,
+)
+from mlx_parallm.rl_training.plan.preflight import Lengths, ModelShape
+from mlx_parallm.system.hardware import GIB
+from mlx_parallm.types import Rollout, RolloutGroup
+
+KEY = "environments.0"
+
+
+def group(*rollouts: tuple[float, str]) -> GroupResult:
+    config = EnvironmentConfig(kind="tasks", name="sum", max_tokens=7)
+    plan = GroupPlan("g", TasksSource(config, seed=0), 0, len(rollouts), seed=0)
+    made = tuple(
+        Rollout((5, 6, 2), (0, 1, 1), (0.0, -1.0, -1.0), (0, 0, 0), 1.0, {"reward": reward}, stop_reason)
+        for reward, stop_reason in rollouts
+    )
+    return GroupResult(plan, RolloutGroup("g", "sum", made), tuple(Trajectory("x", rollout) for rollout in made))
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "words"),
+    [
+        ([(0.0, "stop"), (1.0, "stop")], []),
+        ([(0.5, "stop"), (0.5, "stop")], ["every completion of this group scores 0.5"]),
+        ([(0.0, "length"), (1.0, "length")], ["no completion ended by itself", "max_tokens = 7"]),
+        ([(0.0, "length"), (1.0, "stop")], ["1 of 2 completions were cut off", "raise environments.0.max_tokens"]),
+        ([(0.0, "length"), *[(1.0, "stop")] * 9], []),
+    ],
+)
+def test_remarks_on_a_group(rollouts: list[tuple[float, str]], words: list[str]) -> None:
+    found = remarks(group(*rollouts), KEY)
+    assert len(found) == bool(words)
+    assert all(word in found[0] for word in words)
+
+
+def test_all_turns_of_a_group_are_shown_and_the_limit_that_ended_them_is_named(tokenizer: Tokenizer) -> None:
+    made = group((0.0, "length"), (1.0, "length"))
+    turns = (Turn("Hi", "Ho"), Turn("And?", "No"))
+    talks = tuple(replace(each, text="No", history=turns, out_of_room=True) for each in made.trajectories)
+    out = io.StringIO()
+    Console(file=out, width=100).print(show_group(replace(made, trajectories=talks), (5,), tokenizer))
+    assert all(words in out.getvalue() for words in ("Ho", "⟦And?⟧", "No"))
+    [found] = remarks(replace(made, trajectories=talks), KEY)
+    assert found.startswith("2 of 2 completions were cut off: raise rl_training.atropos.max_token_length")
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    config = parse_config({}).model
+    return load_tokenizer(resolve_model_path(config.base_path), config)
+
+
+def test_special_tokens_stand_out(tokenizer: Tokenizer) -> None:
+    text = visible(tokenizer, tokenizer.render_chat([{"role": "user", "content": "two\nlines"}]))
+    marked = [text.plain[span.start : span.end] for span in text.spans if "magenta" in str(span.style)]
+    assert "<|im_start|>" in marked and "<|im_end|>" in marked
+    assert "two⏎\nlines" in text.plain and not any("two" in part for part in marked)
+
+
+def steps(seconds: list[float], **line: Any) -> Probe:
+    clock: Iterator[float] = iter(seconds)
+    probe = Probe(clock=lambda: next(clock))
+    with pytest.raises(ProbeDone):
+        for _ in seconds:
+            probe.on_step({"gave_up": None, **line})
+    return probe
+
+
+def test_a_probe_measures_from_the_end_of_the_first_step() -> None:
+    probe = steps([100.0, 107.0, 115.0])
+    assert probe.seconds == 7.5
+    quick = steps([float(number) / 2 for number in range(40)])
+    assert len(quick.times) == 17 and quick.seconds == 0.5, "quick steps are measured for 8 s"
+    assert steps([3.0], gave_up="no group with different rewards").seconds is None
+
+
+def test_forecast_adds_up_and_says_what_is_missing() -> None:
+    forecast = Forecast(
+        memory_seen=6 * GIB,
+        memory_most=9 * GIB,
+        memory_present=8 * GIB,
+        steps=100,
+        checkpoint=GIB,
+        checkpoints=3,
+        disk_present=2 * GIB,
+        seconds=36.0,
+        disk_step=1000,
+    )
+    assert forecast.hours == 1.0 and forecast.disk == 3 * GIB + 100_000 + OTHER_FILES
+    pruned = replace(forecast, rollouts_most=40_000)
+    assert pruned.disk == 3 * GIB + 40_000 + OTHER_FILES
+    config = parse_config({})
+    shape = ModelShape.of(read_config(resolve_model_path("builtin:tiny")), config)
+    memory, disk = shortcomings(forecast, config, shape, Lengths(512, 512))
+    assert "may need 9.00 GiB" in memory and "8.00 GiB are there; even " in memory
+    assert "keep_checkpoints" in disk
+
+
+def test_the_probe_has_a_place_of_its_own(tmp_path: Path) -> None:
+    overrides = [
+        f"rl_training.checkpoint_dir={tmp_path}/runs",
+        f"model.lora_path={tmp_path}/runs/latest/adapters.safetensors",
+    ]
+    config = load_config("grpo_qwen3_lora", overrides)
+    probe = probe_config(config, tmp_path / "scratch")
+    assert probe.server.port == 0 and probe.rl_training.atropos.api_url == "embedded"
+    assert probe.rl_training.checkpoint_dir == tmp_path / "scratch" and probe.rl_training.resume is None
+    assert probe.model.lora_path is None, "one that training would make does not exist yet"
+
+
+# ---------------------------------------------------------------------- whole dry runs, in this process
+
+
+def own_data(directory: Path, score: str) -> Config:
+    (directory / "rows.jsonl").write_text("".join(f'{{"prompt": "Sort: {a}cb", "n": 1}}\n' for a in "defghijklm"))
+    (directory / "score.py").write_text(score)
+    (directory / "own.toml").write_text(
+        """
+        [server]
+        port = 0
+        [rl_training]
+        batch_size = 16
+        [rl_training.atropos]
+        rollout_batch_size = 16
+        max_token_length = 64
+        [[environments]]
+        kind = "dataset"
+        data = "rows.jsonl"
+        rewards = ["python:score.py:score"]
+        max_tokens = 6
+        """
+    )
+    return load_config(directory / "own.toml", [f"rl_training.checkpoint_dir={directory}/runs"])
+
+
+def dry(config: Config, scratch: Path) -> str:
+    """What a dry run prints."""
+    out = io.StringIO()
+    scratch.mkdir()
+    run = DryRun(config, scratch=scratch, stop=threading.Event(), console=Console(file=out, width=150))
+    try:
+        run.execute()
+    finally:
+        run.close()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise KeyError('n')", "KeyError"),
+        ("return [1.0]", "1 scores for 8"),
+        ("return [float('nan')] * len(completions)", "nan"),
+    ],
+)
+def test_a_broken_reward_function_is_one_line(tmp_path: Path, body: str, words: str) -> None:
+    config = own_data(tmp_path, f"def score(completions, **columns):\n    {body}\n")
+    with pytest.raises(EnvironmentFailedError) as caught:
+        dry(config, tmp_path / "scratch")
+    assert words in str(caught.value) and "environments.0 (rows)" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_equal_scores_and_no_end_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run, "PROBE_S", 0.0)
+    config = own_data(tmp_path, "def score(completions, **columns):\n    return [0.25] * len(completions)\n")
+    cut = config.environments[0].model_copy(update={"max_tokens": 1})
+    text = dry(config.model_copy(update={"environments": (cut,)}), tmp_path / "scratch")
+    assert "every completion of this group scores 0.25" in text
+    assert "no completion ended by itself" in text and "truncated" in text
+    assert "a step could not be filled" in text and "not known: no step was measured" in text
+
+
+def test_checkpoints_of_rows_are_counted_by_the_passes_over_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "PROBE_S", 0.0)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Say yes.", "completion": "yes"}\n' * 4)
+    overrides = [
+        *("model.base_path=builtin:tiny", f"data.path={tmp_path}/rows.jsonl", "data.eval_fraction=0.0"),
+        *("rl_training.algorithm=sft", "rl_training.batch_size=2", "rl_training.checkpoint_interval=1"),
+        f"rl_training.checkpoint_dir={tmp_path}/runs",
+    ]
+    text = dry(load_config(None, overrides), tmp_path / "scratch")
+    assert "to total_steps = 2" in text and "2 × checkpoint of" in text
+
+
+def test_too_large_for_the_machine_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_watch, "memory_present", lambda: (2**27, 2**27))
+    config = own_data(tmp_path, "def score(completions, **columns):\n    return [0.25] * len(completions)\n")
+    with pytest.raises(
+        ConfigError, match=r"needs .* and 128\.0 MiB are there; no setting changes that: take a smaller model"
+    ):
+        dry(config, tmp_path / "scratch")

@@ -1,0 +1,195 @@
+"""What a run is said to need, before anything is loaded, against what MLX counts and what the shipped files say."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.config.load import Config, load_config, parse_config
+from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
+from mlx_parallm.models.loading import load_model
+from mlx_parallm.models.lora import LoraSpec, inject_lora
+from mlx_parallm.rl_training.plan import preflight
+from mlx_parallm.rl_training.plan.preflight import (
+    Lengths,
+    ModelShape,
+    checkpoint_bytes,
+    predict_memory,
+    what_fits,
+)
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
+from mlx_parallm.system.hardware import GIB
+
+ROOT = Path(__file__).resolve().parents[3]
+QWEN3 = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_4B = QWEN3 | {
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "quantization": {"group_size": 64, "bits": 4},
+}
+QWEN3_06B = QWEN3 | {
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+}
+GPU = ["model.dtype=bfloat16", "server.prefill_chunk=2048"]  # what a Mac has by default
+MAC_24GB = 24e9 * 2 / 3
+
+
+def small(**training: Any) -> Config:
+    data: dict[str, Any] = {
+        "rl_training": {"batch_size": 8, "token_budget": 512, **training},
+        "environments": [{"kind": "tasks", "name": "sum", "max_tokens": 16}],
+    }
+    return parse_config(data)
+
+
+def test_shape_of_a_real_model() -> None:
+    shape = ModelShape.of(QWEN3_4B, load_config("qwen3_4b_dataset", GPU))
+    assert shape.weights == pytest.approx(4.022e9 * 4.5 / 8, rel=0.01)  # 4.02 B weights of 4 bits + scale and bias
+    per_layer = 3 * (2560 + 9728) + (2560 + 4096) * 2 + (2560 + 1024) * 2
+    assert shape.trained == 36 * 16 * per_layer
+    assert shape.kv_token == 36 * 2 * 8 * 128 * 2
+    full = ModelShape.of(QWEN3_06B, parse_config({"rl_training": {"lora": {"enabled": False}}}))
+    assert full.trained == pytest.approx(0.596e9, rel=0.01) and full.weights == 4 * full.trained
+
+
+@pytest.mark.parametrize(
+    ("name", "model_config", "overrides"),
+    [
+        ("qwen3_4b_dataset", QWEN3_4B, GPU),
+        ("qwen3_0.6b_dataset", QWEN3_06B, GPU),
+        ("qwen3_0.6b_dataset", QWEN3_06B, ["model.dtype=float32", "server.prefill_chunk=512"]),
+    ],
+)
+def test_shipped_files_fit_and_their_comments_say_so(
+    name: str, model_config: dict[str, Any], overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "on_cpu", lambda: "model.dtype=float32" in overrides)
+    memory = 8 * GIB if name == "qwen3_0.6b_dataset" else 16 * GIB  # that MLX may use
+    config = load_config(
+        ROOT / "train_configs" / f"{name}.toml", [*overrides, f"server.prefix_cache_bytes={memory // 20}"]
+    )
+    parts = predict_memory(config, ModelShape.of(model_config, config)).parts
+    micro_batch = sum(size for key, size in parts.items() if key.startswith("training"))
+    rest = parts["generating"] + parts["process"]
+    total = sum(parts.values())
+    kept = [parts["weights"], parts["optimizer and gradients"], parts["keys and values"], micro_batch, rest, total]
+    said = [line for line in (ROOT / "train_configs" / f"{name}.toml").read_text().splitlines() if " = " in line]
+    floats = "float32" in str(overrides)
+    [line] = [line for line in said if "+ the rest" in line and (("float32" in line) == floats)]
+    numbers = [float(number) for number in re.findall(r"(?<=\s)\d+\.\d(?=\s|$)", line)]
+    assert numbers == [pytest.approx(size / GIB, abs=0.06) for size in kept]
+    assert total < (8e9 if name == "qwen3_0.6b_dataset" else MAC_24GB)
+
+
+def test_a_micro_batch_takes_what_is_said() -> None:
+    for blocks_per_eval in (0, 1):
+        config = small(blocks_per_eval=blocks_per_eval, token_budget=8 * 64)
+        config = config.model_copy(update={"environments": ()})  # of which it is not known whether they share prompts
+        loaded = load_model(config.model)
+        inject_lora(loaded.model, LoraSpec(16, 32.0))
+        loaded.model.train()
+        mx.eval(loaded.model.parameters())
+        model = BlockwiseModel(loaded.model, blocks_per_eval=blocks_per_eval)
+        positions = mx.arange(0, 8 * 64, 4)  # 16 of 64 are sampled
+        batch = TokenBatch(mx.zeros((8, 64), mx.int32), positions, mx.zeros(positions.shape, mx.int32))
+        mx.eval(batch.inputs, batch.positions, batch.targets)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        model.loss_and_gradients(batch, lambda logprobs, entropy: ((logprobs + 0.1 * entropy).sum(), ()))
+        taken = mx.get_peak_memory() - before
+        parts = predict_memory(config, ModelShape.of(loaded.config, config), Lengths(49, 16)).parts
+        assert parts["training: activations"] + parts["training: logits"] == pytest.approx(taken, rel=0.25)
+
+
+def test_parts_follow_their_settings() -> None:
+    shape = ModelShape.of(QWEN3_06B, small())
+
+    def part(name: str, config: Config, lengths: Lengths) -> int:
+        return predict_memory(config, shape, lengths).parts[name]
+
+    short, long = Lengths(100, 100), Lengths(1000, 1000)
+    kv = "keys and values"
+    assert part(kv, small(), long) > 5 * part(kv, small(), short)
+    assert part("training: activations", small(token_budget=8192), long) > 3 * part(
+        "training: activations", small(token_budget=2048), long
+    )
+    assert predict_memory(small(blocks_per_eval=0), shape, long).total > predict_memory(small(), shape, long).total
+
+
+def test_full_weights_count_masters_moments_and_gradients() -> None:
+    config = small(lora={"enabled": False})
+    narrow = load_config(None, ["rl_training.lora.enabled=false", "model.dtype=bfloat16"])
+    wide_shape, narrow_shape = ModelShape.of(QWEN3_06B, config), ModelShape.of(QWEN3_06B, narrow)
+    assert predict_memory(config, wide_shape).parts["optimizer and gradients"] == 12 * wide_shape.trained
+    assert predict_memory(narrow, narrow_shape).parts["optimizer and gradients"] == 16 * narrow_shape.trained
+    assert checkpoint_bytes(narrow, narrow_shape) == (2 + 8 + 4) * narrow_shape.trained
+    assert checkpoint_bytes(config, wide_shape) == (4 + 8) * wide_shape.trained
+
+
+def test_what_fits_is_in_order_of_effect_and_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "on_cpu", lambda: False)  # there 4-bit weights are unpacked: nothing is won
+    config = load_config("qwen3_4b_dataset", [*GPU, "rl_training.blocks_per_eval=0"])
+    shape = ModelShape.of(QWEN3_4B, config)
+    whole = predict_memory(config, shape).total
+    lowered = predict_memory(load_config("qwen3_4b_dataset", GPU), shape)
+    assert what_fits(config, shape, whole) == ({}, predict_memory(config, shape))
+    assert what_fits(config, shape, lowered.total) == ({"rl_training.blocks_per_eval": "1"}, lowered)
+    chosen, then = what_fits(config, shape, 0)
+    assert next(iter(chosen)) == "rl_training.blocks_per_eval" and then.total > 0, "nothing is enough: all that help"
+    assert not any("quantize_base" in key for key in chosen), "it is quantised already"
+    wide = load_config("qwen3_0.6b_dataset", GPU)
+    assert "rl_training.lora.quantize_base" in what_fits(wide, ModelShape.of(QWEN3_06B, wide), 0)[0]
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {},
+        {"optimizer": "lion"},
+        {"optimizer": "muon"},
+        {"algorithm": "ppo"},
+        {"algorithm": "ppo", "lora": {"enabled": False}},
+        {"reference": "ema"},
+        {"reference": "ema", "lora": {"enabled": False}},
+        {"reference": "initial", "kl_beta": 0.1, "optimizer": "lion"},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_what_the_policy_and_its_optimizer_hold(training: dict[str, Any]) -> None:
+    """Of the shipped model's shape, to the byte."""
+    config = small(**training)
+    loaded = load_model(config.model)
+    algorithm = make_algorithm(config.rl_training)
+    policy = TrainedPolicy(
+        loaded.model,
+        config.rl_training,
+        source=loaded.path,
+        model_config=loaded.config,
+        needs_reference=algorithm.needs_reference,
+        needs_values=algorithm.needs_values,
+    )
+    shape = ModelShape.of(loaded.config, config)
+    assert shape.trained == policy.parameters
+    held = [*policy.slots.read(), *(policy.reference_arrays or [])]
+    state = PolicyOptimizer(policy.slots, config.rl_training).state()
+    held += [array for name, array in state.items() if name != "step"]
+    assert checkpoint_bytes(config, shape) == sum(array.size * 4 for array in held)

@@ -1,0 +1,98 @@
+"""Micro-batches: alignment, budget, order."""
+
+import numpy as np
+import pytest
+
+from mlx_parallm.rl_training.step.batch import TrainSequence
+from mlx_parallm.rl_training.step.collate import collate, epoch_order, padded_length
+from mlx_parallm.types import Rollout
+from tests.rl_training.rollouts import make_batch, make_rollout, random_groups
+
+
+def test_alignment_of_one_sequence() -> None:
+    """Prompt 1 2 3, completion 5 6: 5 is predicted at position 2, 6 at position 3."""
+    rollout = make_rollout((5, 6), logprob=-1.5, temperature=0.5)
+    sequence = TrainSequence(rollout, (0, 0, 0, 7.0, 8.0), True)
+    (micro,) = collate([sequence], [0], token_budget=64).micro_batches
+    assert micro.inputs.tolist() == [[1, 2, 3, 5, 6, 0, 0, 0]]
+    assert micro.mask.tolist() == [[False, False, True, True, False, False, False, False]]
+    assert micro.positions.tolist() == [2, 3]
+    assert micro.targets.tolist() == [5, 6]
+    assert micro.temperatures.tolist() == [0.5, 0.5]
+    assert micro.scatter.tolist() == [[2, 2, 0, 1, 2, 2, 2, 2]]
+    assert (micro.inputs.dtype, micro.targets.dtype) == (np.int32, np.int32)
+
+
+def test_two_turns_of_one_sequence() -> None:
+    """5 → 20 EOS(2) sampled, a second EOS and a tool's answer 30 31 given, then 21 EOS sampled."""
+    tokens, mask = (5, 20, 2, 2, 30, 31, 21, 2), (0, 1, 1, 0, 0, 0, 1, 1)
+    rollout = Rollout(tokens, mask, None, (0,) * 8, 1.0, {"reward": 1.0})
+    (micro,) = collate([TrainSequence(rollout, (1.0,) * 8, False)], [0], token_budget=64).micro_batches
+    assert micro.inputs.tolist() == [[5, 20, 2, 2, 30, 31, 21, 2]]
+    assert (micro.positions.tolist(), micro.targets.tolist()) == ([0, 1, 5, 6], [20, 2, 21, 2])
+    assert micro.scatter.tolist() == [[0, 1, 4, 4, 4, 2, 3, 4]]
+
+
+def test_the_first_token_cannot_be_trained_on() -> None:
+    sequence = TrainSequence(make_rollout((5, 6), prompt=()), (1.0, 1.0), True)
+    mini = collate([sequence], [0], token_budget=64)
+    assert mini.micro_batches[0].targets.tolist() == [6]
+    assert mini.tokens == 1
+
+
+def test_greedy_rollouts_count_as_temperature_1() -> None:
+    sequence = TrainSequence(make_rollout((5,), temperature=0.0), (1.0,) * 4, True)
+    assert collate([sequence], [0], token_budget=64).micro_batches[0].temperatures.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("budget", [1, 24, 64, 10_000])
+def test_every_row_once_within_the_budget(budget: int) -> None:
+    batch = make_batch(random_groups(6))
+    mini = collate(batch.sequences, range(3, 24), token_budget=budget)
+    assert sorted(row for micro in mini.micro_batches for row in micro.rows) == list(range(3, 24))
+    for micro in mini.micro_batches:
+        assert micro.inputs.size <= budget or len(micro.rows) == 1
+        for row, tokens, mask in zip(micro.rows, micro.inputs, micro.mask, strict=True):
+            rollout = batch.sequences[row].rollout
+            assert tuple(tokens[: len(rollout.tokens) - 1]) == rollout.tokens[:-1]
+            assert not tokens[len(rollout.tokens) :].any()
+            assert mask.sum() == sum(rollout.mask[1:])
+    assert mini.tokens == sum(sum(batch.sequences[row].rollout.mask[1:]) for row in range(3, 24))
+    assert mini.sequences == 21
+
+
+def test_sorting_by_length_saves_padding() -> None:
+    short, long = make_rollout((5,) * 2), make_rollout((5,) * 60)
+    sequences = [TrainSequence(r, (1.0,) * len(r.tokens), True) for r in (short, long) * 4]
+    shapes = [micro.inputs.shape for micro in collate(sequences, range(8), token_budget=256).micro_batches]
+    assert shapes == [(4, 8), (4, 64)]
+
+
+def test_buckets() -> None:
+    assert [padded_length(n) for n in (1, 8, 9, 64, 65, 256, 257)] == [8, 8, 16, 64, 80, 256, 320]
+
+
+def test_order_is_a_function_of_seed_step_and_epoch() -> None:
+    order = epoch_order(32, seed=1, step=2, epoch=0)
+    assert sorted(order) == list(range(32))
+    assert order == epoch_order(32, seed=1, step=2, epoch=0)
+    others = [
+        epoch_order(32, seed=seed, step=step, epoch=epoch) for seed, step, epoch in ((1, 2, 1), (1, 3, 0), (2, 2, 0))
+    ]
+    assert order not in others
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_the_rows_of_an_example_stay_together_in_their_order(budget: int) -> None:
+    """Pairs (2i, 2i + 1), whatever their lengths, and the budget decides between pairs only."""
+    batch = make_batch(random_groups(4))
+    rows = [6, 7, 2, 3, 14, 15, 0, 1, 8, 9]
+    mini = collate(batch.sequences, rows, token_budget=budget, together=2)
+    found = [row for micro in mini.micro_batches for row in micro.rows]
+    assert sorted(found) == sorted(rows)
+    for micro in mini.micro_batches:
+        pairs = list(zip(micro.rows[::2], micro.rows[1::2], strict=True))
+        assert all(second == first + 1 for first, second in pairs)
+        assert micro.tokens <= budget or len(pairs) == 1
+    longest = [max(len(batch.sequences[row].rollout.tokens) for row in micro.rows) for micro in mini.micro_batches]
+    assert longest == sorted(longest)

@@ -1,0 +1,147 @@
+"""Columns of a batch: alignment, KL in the reward, the adaptive coefficient, bits in a checkpoint."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mlx_parallm.errors import CheckpointError
+from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.prepare import PreparedBatch, adapted_coefficient, prepare, token_index
+from mlx_parallm.rl_training.step.sampler_correction import SamplerCorrection
+from mlx_parallm.rl_training.step.step_position import StepPosition
+from mlx_parallm.types import Rollout
+from tests.rl_training.rollouts import make_rollout
+
+TWO_TURNS = Rollout(
+    tokens=(5, 20, 2, 30, 21, 2),
+    mask=(0, 1, 1, 0, 1, 1),
+    logprobs=(0.0, -0.1, -0.2, 0.0, -0.3, -0.4),
+    policy_versions=(0,) * 6,
+    temperature=1.0,
+    scores={"reward": 1.0},
+)
+TWO_TOKENS = make_rollout((5, 6), logprob=-1.5)
+
+
+def batch_of(*rollouts: Rollout, fresh: tuple[bool, ...] = (True, False)) -> TrainBatch:
+    sequences = tuple(
+        TrainSequence(rollout, tuple(10.0 * row + t for t in range(len(rollout.tokens))), fresh[row])
+        for row, rollout in enumerate(rollouts)
+    )
+    return TrainBatch(1, (), sequences, BatchStatistics())
+
+
+def test_columns_are_the_trained_tokens_one_sequence_after_the_other() -> None:
+    prepared = prepare(batch_of(TWO_TURNS, TWO_TOKENS), {})
+    assert prepared.lengths == (4, 2)
+    np.testing.assert_allclose(prepared.rollout_logprobs, [-0.1, -0.2, -0.3, -0.4, -1.5, -1.5])
+    assert prepared.advantages.tolist() == [1.0, 2.0, 4.0, 5.0, 13.0, 14.0]
+    assert prepared.fresh.tolist() == [True] * 4 + [False] * 2
+    assert {prepared.rollout_logprobs.dtype, prepared.advantages.dtype} == {np.dtype(np.float32)}
+    assert set(prepared.columns([0])) == {"rollout_logprobs", "advantages"}
+    assert prepared.columns([1, 0])["advantages"].tolist() == [13.0, 14.0, 1.0, 2.0, 4.0, 5.0]
+    assert prepared.fresh_of([1, 0]).tolist() == [0, 0, 1, 1, 1, 1]
+
+
+def test_the_first_token_and_a_row_without_a_trained_one() -> None:
+    none = replace(TWO_TOKENS, mask=(1, 0, 0, 0, 0))
+    prepared = prepare(batch_of(none, TWO_TOKENS), {})
+    assert prepared.lengths == (0, 2)
+    assert prepared.columns([0])["advantages"].tolist() == []
+    assert prepared.columns([1])["advantages"].tolist() == [13.0, 14.0]
+    assert token_index((4, 0, 2), [2, 1, 0]).tolist() == [4, 5, 0, 1, 2, 3]
+
+
+def test_an_empty_batch() -> None:
+    prepared = prepare(batch_of(), {"ref_logprobs": np.zeros(0, np.float32)}, kl_penalty=0.1)
+    assert (prepared.lengths, prepared.kl, len(prepared.advantages)) == ((), None, 0)
+
+
+def test_who_came_without_log_probabilities_counts_as_sampled_now() -> None:
+    own = np.array([-9, -9, -9, -9, -0.7, -0.8], np.float32)
+    batch = batch_of(TWO_TURNS, replace(TWO_TOKENS, logprobs=None))
+    prepared = prepare(batch, {"stand_ins": own})
+    np.testing.assert_allclose(prepared.rollout_logprobs, [-0.1, -0.2, -0.3, -0.4, -0.7, -0.8])
+    assert prepared.old_logprobs is None
+    corrected = prepare(batch, {"old_logprobs": own}, correction=SamplerCorrection("tis", "token", 2.0))
+    assert corrected.old_logprobs is own
+    np.testing.assert_allclose(corrected.weights[4:], 1.0)
+    np.testing.assert_allclose(corrected.weights[:4], np.exp(own[:4] - prepared.rollout_logprobs[:4]), rtol=1e-6)
+
+
+def test_kl_in_the_reward_is_taken_off_centred() -> None:
+    """k1 = 0.1, 0.2, …, against the sampler: β · (mean - k1) is added to each token's advantage, whose sum stays."""
+    batch = batch_of(TWO_TURNS, TWO_TOKENS)
+    k1 = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    plain = prepare(batch, {})
+    ref = (plain.rollout_logprobs - k1).astype(np.float32)
+    prepared = prepare(batch, {"ref_logprobs": ref}, kl_penalty=0.5)
+    assert prepared.kl == pytest.approx(0.35, abs=1e-6)
+    np.testing.assert_allclose(prepared.kl_penalty, 0.5 * k1, atol=1e-6)
+    np.testing.assert_allclose(prepared.advantages - plain.advantages, 0.5 * (0.35 - k1), atol=1e-6)
+    assert prepared.advantages.sum() == pytest.approx(plain.advantages.sum(), abs=1e-5)
+
+
+def test_kl_in_the_reward_is_of_the_policy_that_the_step_starts_from_where_it_was_scored() -> None:
+    batch = batch_of(TWO_TURNS, TWO_TOKENS)
+    scores = {"old_logprobs": np.full(6, -1.0, np.float32), "ref_logprobs": np.full(6, -1.2, np.float32)}
+    prepared = prepare(batch, scores, correction=SamplerCorrection("mis", "token", 2.0, 0.5), kl_penalty=1.0)
+    np.testing.assert_allclose(prepared.kl_penalty, 0.2, atol=1e-6)
+
+
+def test_an_algorithm_finishes_the_batch_itself() -> None:
+    def whitened(prepared: PreparedBatch) -> PreparedBatch:
+        values = prepared.advantages - prepared.kl_penalty
+        return replace(prepared, advantages=(values - values.mean()) / values.std(), metrics={"mine": 1.0})
+
+    batch = batch_of(TWO_TURNS, TWO_TOKENS)
+    ref = prepare(batch, {}).rollout_logprobs - 1
+    prepared = prepare(batch, {"ref_logprobs": ref}, kl_penalty=2.0, finish=whitened)
+    values = np.array([1.0, 2.0, 4.0, 5.0, 13.0, 14.0])
+    np.testing.assert_allclose(prepared.advantages, (values - values.mean()) / values.std(), rtol=1e-5)
+    assert prepared.metrics == {"mine": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (0.3, 0.1 * (1 + 0.2 * 0.0128)),  # 200 % above, clipped to 20 %
+        (0.105, 0.1 * (1 + 0.05 * 0.0128)),
+        (0.1, 0.1),
+        (0.01, 0.1 * (1 - 0.2 * 0.0128)),
+        (-0.2, 0.1 * (1 - 0.2 * 0.0128)),
+    ],
+)
+def test_the_adaptive_coefficient(kl: float, expected: float) -> None:
+    found = adapted_coefficient(0.1, kl, target=0.1, horizon=10_000, sequences=128)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_coefficient_finds_the_target() -> None:
+    """A policy whose KL is 0.05 / coefficient comes to rest at the target 0.1, with the coefficient 0.5."""
+    coefficient = 0.01
+    for _ in range(3_000):
+        coefficient = adapted_coefficient(coefficient, 0.05 / coefficient, target=0.1, horizon=1_000, sequences=64)
+    assert coefficient == pytest.approx(0.5, rel=0.01)
+
+
+def test_scores_keep_their_bits_in_a_checkpoint() -> None:
+    column = np.random.default_rng(0).normal(size=257).astype(np.float32) * np.float32(1e-3)
+    column[:3] = np.nextafter(np.float32(-1), np.float32(0)), -np.inf, -0.0
+    position = StepPosition(updates=1, mismatch=(0.1, 0.2, 0.3), order=(1, 0), scores={"ref_logprobs": column})
+    text = json.dumps(position.to_json())
+    again = StepPosition.from_json(json.loads(text))
+    assert again.scores["ref_logprobs"].tobytes() == column.tobytes()
+    assert (again.order, again.mismatch, again.updates) == ((1, 0), (0.1, 0.2, 0.3), 1)
+    assert len(text) < 6 * len(column) + 500
+
+
+def test_a_step_that_an_older_version_began() -> None:
+    data = StepPosition(updates=1, order=(1, 0)).to_json() | {"recomputed": [], "logprob_diff": [0.1, 0.2]}
+    del data["scores"], data["mismatch"]
+    position = StepPosition.from_json(data)
+    assert (position.mismatch[:2], position.scores, position.order) == ((0.1, 0.2), {}, (1, 0))
+    with pytest.raises(CheckpointError, match="an older version began"):
+        StepPosition.from_json(data | {"recomputed": [[-1.0]]})

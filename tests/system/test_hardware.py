@@ -1,0 +1,63 @@
+"""Defaults that follow from the machine, and their place below the configuration."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mlx_parallm.config.load import load_config
+from mlx_parallm.engine.starting import engine_options
+from mlx_parallm.system.hardware import GIB, Hardware, defaults, detect, memory_present, mlx_device, usable_cores
+
+
+def machine(backend: str = "cpu", memory: int = 64) -> Hardware:
+    return Hardware(backend, "x86_64", 2, memory * GIB, memory * GIB)  # type: ignore[arg-type]
+
+
+def test_a_large_cpu_machine_keeps_the_defaults() -> None:
+    assert defaults(machine()) == {}
+
+
+def test_a_gpu_prefills_in_larger_chunks() -> None:
+    assert defaults(machine("cuda")) == {"server.prefill_chunk": 2048}
+
+
+def test_metal_bounds_an_evaluation_in_time() -> None:
+    """Its watchdog kills work that takes seconds (ml-explore/mlx#3267)."""
+    found = defaults(machine("metal"))
+    assert found == {"server.prefill_chunk": 2048, "rl_training.max_eval_ms": 1000}
+    assert load_config(None, [], found).rl_training.max_eval_ms == 1000
+
+
+@pytest.mark.parametrize(("memory", "tokens"), [(0, 1024), (2, 2048), (7, 7168)])
+def test_a_small_machine_trains_on_fewer_tokens_at_once(memory: int, tokens: int) -> None:
+    assert defaults(machine(memory=memory)) == {"rl_training.token_budget": tokens}
+
+
+def test_hardware_defaults_lie_below_file_and_command_line(tmp_path: Path) -> None:
+    found = defaults(machine("cuda", memory=2))
+    assert load_config(None, [], found).server.prefill_chunk == 2048
+    (tmp_path / "x.toml").write_text("[server]\nprefill_chunk = 64\n")
+    config = load_config(tmp_path / "x.toml", ["rl_training.token_budget=99"], found)
+    assert (config.server.prefill_chunk, config.rl_training.token_budget) == (64, 99)
+
+
+@pytest.mark.parametrize("given", [[], ["server.kv_cache_bytes=8", "server.prefix_cache_bytes=9"]])
+def test_in_deterministic_mode_nothing_depends_on_free_memory_or_earlier_answers(given: list[str]) -> None:
+    loaded = SimpleNamespace(max_model_len=64, vocab_size=300, config={})
+    found = []
+    for mode in ([], ["rl_training.deterministic=true", "rl_training.max_staleness=0"]):
+        config = load_config(None, [*given, *mode])
+        options = engine_options(config, loaded)  # type: ignore[arg-type]
+        found.append((options.kv_cache_bytes, options.prefix_cache_bytes))
+    if given:
+        assert found == [(8, 9)] * 2
+    else:
+        assert found[0][0] > 0 and found[0][1] == memory_present()[1] // 20 and found[1] == (None, 0)
+
+
+def test_this_machine() -> None:
+    hardware = detect()
+    assert hardware.cores == usable_cores() >= 1
+    assert 0 < hardware.available_bytes <= hardware.memory_bytes
+    assert mlx_device().startswith("gpu (" if hardware.backend != "cpu" else "cpu (")

@@ -1,0 +1,110 @@
+"""Shutdown signals in real processes: taken while MLX computes, the second one at once, duplicates counted once."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.signals_reset import default_signals
+
+WATCH = """
+import sys, threading
+from mlx_parallm.system.signals import ShutdownWatcher, block_shutdown_signals
+block_shutdown_signals()
+import mlx.core as mx
+x = mx.ones((512, 512))
+mx.eval(x @ x)
+def first(name):
+    print("first", name, flush=True)
+    {first}
+stop = threading.Event()
+ShutdownWatcher(first, same_request_s={same}).start()
+print("ready", flush=True)
+{main}
+"""
+WAIT = "stop.wait()"
+# One evaluation that outlasts the test, as a training step would.
+COMPUTE = "y = mx.ones((2048, 2048)) / 2048\nfor _ in range(20000): y = y @ y\nmx.eval(y)"
+
+
+def start(
+    *, first: str = "stop.set()", same: float = 0.0, main: str = WAIT, preexec: Callable[[], object] = default_signals
+) -> "subprocess.Popen[str]":
+    program = WATCH.format(first=first, same=same, main=main)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, preexec_fn=preexec)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def next_line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_calls_back(number: signal.Signals) -> None:
+    with start() as process:
+        process.send_signal(number)
+        assert next_line(process) == f"first {number.name}\n"
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_both_signals_are_taken_while_mlx_computes(number: signal.Signals) -> None:
+    with start(main=COMPUTE) as process:
+        process.send_signal(number)
+        assert next_line(process) == f"first {number.name}\n"
+        process.send_signal(number)
+        assert process.wait(10) == 128 + number
+
+
+def test_a_callback_that_hangs_does_not_hide_the_second_signal() -> None:
+    with start(first="threading.Event().wait()") as process:
+        process.send_signal(signal.SIGTERM)
+        assert next_line(process) == "first SIGTERM\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+
+
+def test_one_request_delivered_twice_counts_once() -> None:
+    """`timeout make quickstart` signals the process and its group."""
+    finish = "sys.stdin.readline(); stop.set()"
+    program = WATCH.format(first=finish, same=60.0, main=WAIT)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True) as process:
+        assert next_line(process) == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert next_line(process) == "first SIGTERM\n"
+        process.send_signal(signal.SIGTERM)
+        process.communicate("go on\n", timeout=10)
+        assert process.returncode == 0
+
+
+def test_nohup_keeps_sighup_ignored() -> None:
+    with start(preexec=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert next_line(process) == "first SIGTERM\n"
+        assert process.wait(10) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_every_thread_that_mlx_starts_has_the_signals_blocked() -> None:
+    main = (
+        "from pathlib import Path\n"
+        # sigwait unblocks, inside the kernel, what it waits for
+        "watcher = next(t.native_id for t in threading.enumerate() if t.name == 'shutdown-watcher')\n"
+        "masks = [int(line.split()[1], 16) for status in Path('/proc/self/task').glob('*/status')"
+        " if status.parent.name != str(watcher)"
+        " for line in status.read_text().splitlines() if line.startswith('SigBlk')]\n"
+        "wanted = sum(1 << number - 1 for number in (1, 2, 15))\n"
+        "print(len(masks), all(mask & wanted == wanted for mask in masks), flush=True)"
+    )
+    with start(main=main) as process:
+        threads, blocked = next_line(process).split()
+        assert process.wait(10) == 0
+    assert int(threads) >= 2
+    assert blocked == "True"

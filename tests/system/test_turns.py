@@ -1,0 +1,98 @@
+"""Who stands back for whom, and until when. The clock is the test's."""
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+
+from mlx_parallm.system import turns as module
+from mlx_parallm.system.turns import Turns
+
+SOON, LONG = 0.05, 10.0
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    own = Clock()
+    monkeypatch.setattr(module, "perf_counter", own)
+    return own
+
+
+def started(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def ended(thread: threading.Thread, within: float) -> bool:
+    thread.join(within)
+    return not thread.is_alive()
+
+
+def step_of(turns: Turns, clock: Clock, seconds: float) -> None:
+    with turns.step():
+        clock.now += seconds
+
+
+def test_serve_first_lets_the_trainer_wait_for_an_idle_engine(clock: Clock) -> None:
+    turns = Turns("serve")
+    with turns.training():
+        step_of(turns, clock, 1.0)
+        clock.now += 30.0  # an evaluation; the engine has more to do
+        trainer = started(turns.after_evaluation)
+        assert not ended(trainer, SOON)
+        turns.engine_idle()
+        assert ended(trainer, LONG)
+
+
+def test_train_first_lets_the_engine_wait_for_the_end_of_a_training_step(clock: Clock) -> None:
+    turns = Turns("train")
+    with ExitStack() as training:
+        training.enter_context(turns.training())
+        engine = started(lambda: step_of(turns, clock, 30.0))
+        assert not ended(engine, SOON)
+        training.close()
+        assert ended(engine, LONG)
+
+
+@pytest.mark.parametrize("priority", ["serve", "train"])
+def test_nobody_waits_longer_than_for_its_own_last_piece_of_work(clock: Clock, priority: str) -> None:
+    turns = Turns(priority)  # type: ignore[arg-type]
+    with turns.training(), turns.step():
+        clock.now += 0.01
+        turns.after_evaluation()  # the engine is in its step all the while
+    assert ended(started(lambda: step_of(turns, clock, 0.01)), LONG)
+
+
+@pytest.mark.parametrize(
+    ("priority", "trainer_waits", "engine_waits"),
+    [("balanced", True, False), ("serve", True, False), ("train", False, True)],
+)
+def test_only_the_second_one_stands_back(clock: Clock, priority: str, trainer_waits: bool, engine_waits: bool) -> None:
+    turns = Turns(priority)  # type: ignore[arg-type]
+    with turns.training():
+        engine = started(lambda: step_of(turns, clock, 30.0))
+        assert ended(engine, SOON) is not engine_waits
+        trainer = started(turns.after_evaluation)
+        assert ended(trainer, SOON) is not trainer_waits
+        turns.engine_idle()
+    assert ended(engine, LONG)
+    assert ended(trainer, LONG)
+
+
+@pytest.mark.parametrize("priority", ["balanced", "serve", "train"])
+def test_who_is_alone_never_waits(clock: Clock, priority: str) -> None:
+    turns = Turns(priority)  # type: ignore[arg-type]
+    assert ended(started(lambda: step_of(turns, clock, 30.0)), LONG)
+    turns.engine_idle()
+    with turns.training():
+        clock.now += 30.0
+        assert ended(started(turns.after_evaluation), LONG)
