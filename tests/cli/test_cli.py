@@ -63,7 +63,7 @@ def test_help_is_quick(command: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_loads_no_mlx(command: str) -> None:
     program = (
-        "import sys\nfrom mlx_parallm import cli\n"
+        "import sys\nfrom mlx_parallm.cli import commands as cli\n"
         f"try:\n    cli.{command}(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
         "loaded = {'mlx', 'mlx_lm', 'transformers', 'pydantic', 'rich'} & set(sys.modules)\nassert not loaded, loaded"
     )
