@@ -1,4 +1,4 @@
-"""The part of [rl_training] that makes an algorithm, and `PRESETS`, which fills it in. Part of `config.py`'s tree.
+"""The part of [rl_training] that makes an algorithm, and `PRESETS`, which fills it in. Part of the tree of `load.py`.
 
 An algorithm is a loss, a ratio level, an aggregation and an advantage. Its name sets all of them; each one may be set
 otherwise. A setting that what was chosen does not read is an error. docs/algorithms.md has both tables.
@@ -72,7 +72,7 @@ SETTINGS = tuple(dict.fromkeys(key for settings in LOSS_SETTINGS.values() for ke
 PRESET_KEYS = ("loss", "ratio_level", "loss_aggregation", "advantage", "advantage_whiten", *SETTINGS)
 
 
-class AlgorithmConfig(Section):
+class AlgorithmSection(Section):
     """Inherited by RLTrainingConfig. Where a preset has a value for it, a key that is left out gets that value."""
 
     algorithm: AlgorithmName = "grpo"
@@ -132,7 +132,7 @@ class AlgorithmConfig(Section):
         return filled(data) if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
-    def _fits(self) -> "AlgorithmConfig":
+    def _fits(self) -> "AlgorithmSection":
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         if self.ratio_delta is not None and high is not None and self.ratio_delta <= 1 + high:
             raise ValueError(f"ratio_delta ({self.ratio_delta:g}) has to be above 1 + clip_ratio_high ({1 + high:g})")
@@ -143,6 +143,52 @@ class AlgorithmConfig(Section):
                 f"overlong_buffer ({self.overlong_buffer}) is longer than overlong_length ({self.overlong_length})"
             )
         return self
+
+
+CORRECTION_CAPS = {"token": 2.0, "sequence": 3.0}
+"""verl's bound of one token's weight; TRL's of a whole sequence's."""
+
+
+class PrepareConfig(Section):
+    """Inherited by RLTrainingConfig; `check_prepared` says what does not fit together."""
+
+    sampler_correction: Literal["auto", "none", "tis", "mis"] = "auto"
+    """Weights for what engine and trainer round differently: "tis" cuts, "mis" drops; "auto": "tis" where they do."""
+    sampler_correction_level: Literal["token", "sequence"] = "token"
+    """One weight for each token, or one for each sequence (the product of its tokens')."""
+    sampler_correction_cap: float | None = Field(None, gt=0)
+    """Largest weight: "tis" cuts larger ones to it, "mis" drops them; default: 2 for tokens, 3 for sequences."""
+    sampler_correction_floor: float | None = Field(None, ge=0)
+    """"mis": smaller weights are dropped; default: 1 / cap."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where kl_beta's KL goes: a term of the loss, or -kl_beta · log(policy / reference) in each token's reward."""
+    kl_target: float | None = Field(None, gt=0)
+    """Nats a token: kl_beta is then where the coefficient starts, and it is adapted after each step towards this KL."""
+    kl_horizon: int = Field(10_000, ge=1)
+    """kl_target: sequences over which a KL 20 % or more off changes the coefficient by 20 %."""
+    mask_truncated: bool = False
+    """Answers that the length limit ended are not trained on; they count in their group's mean (DAPO, TRL)."""
+
+
+def check_prepared(config: PrepareConfig, kl_beta: float) -> None:
+    """Raises ValueError."""
+    cap, floor = sampler_bounds(config)
+    if floor >= cap:
+        raise ValueError(f"sampler_correction_floor ({floor:g}) has to be below sampler_correction_cap ({cap:g})")
+    if config.sampler_correction_floor is not None and config.sampler_correction != "mis":
+        raise ValueError(f'sampler_correction_floor is read with "mis" only, not with {config.sampler_correction!r}')
+    for key in ("sampler_correction_cap", "sampler_correction_level"):
+        if config.sampler_correction == "none" and getattr(config, key) not in (None, "token"):
+            raise ValueError(f'{key} is set, but sampler_correction = "none" corrects nothing')
+    for key in ("kl_target", "kl_in"):
+        if kl_beta == 0 and getattr(config, key) not in (None, "loss"):
+            raise ValueError(f"{key} is about the KL to the reference, which kl_beta = 0 leaves out: set kl_beta > 0")
+
+
+def sampler_bounds(config: PrepareConfig) -> tuple[float, float]:
+    """The cap and the floor in force."""
+    cap = config.sampler_correction_cap or CORRECTION_CAPS[config.sampler_correction_level]
+    return cap, 1 / cap if config.sampler_correction_floor is None else config.sampler_correction_floor
 
 
 def filled(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""[data] and [rl_training.preference]: rows of a file in the place of rollouts. Part of `config.py`'s tree."""
+"""[data] and [rl_training.preference]: rows of a file in the place of rollouts. Part of the tree of `load.py`."""
 
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from mlx_parallm.config.algorithm import PrepareConfig
 from mlx_parallm.config.environment import HUB_PREFIX, Section
-from mlx_parallm.config.prepare import PrepareConfig
 
 PAIRED = ("dpo", "orpo", "simpo", "cpo")  # a row is a chosen and a rejected completion
 DATA_ALGORITHMS = (*PAIRED, "kto", "sft")
@@ -26,7 +26,7 @@ ROLLOUT_KEYS = (
     *("kl_beta", "kl_estimator", "entropy_weight", "overlong_buffer", "update_epochs", "temperature"),
     *("buffer_sampling", "max_empty_rounds"),
 )
-"""Keys of [rl_training] about rollouts and their rewards, besides those of the presets (config_algorithm.py)."""
+"""Keys of [rl_training] about rollouts and their rewards, besides those of the presets (algorithm.py)."""
 
 
 class DataConfig(Section):

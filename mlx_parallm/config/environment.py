@@ -1,4 +1,4 @@
-"""[[environments]]: what one entry of the configuration may say. Part of `config.py`'s tree."""
+"""[[environments]]: what one entry of the configuration may say. Part of the tree of `load.py`."""
 
 import math
 from collections import Counter

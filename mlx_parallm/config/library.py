@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from mlx_parallm.config.environment import Section
-from mlx_parallm.config.lora import LoraConfig
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import ConfigError
 
 RefUpdate = Literal["copy", "ema"]

@@ -11,163 +11,24 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tomli
 import tomli_w
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ValidationError, model_validator
 
-from mlx_parallm.config.algorithm import AlgorithmConfig, without_unread
-from mlx_parallm.config.data import DATA_ALGORITHMS, DataConfig, PreferenceConfig, check_data
+from mlx_parallm.config.algorithm import without_unread
+from mlx_parallm.config.data import DataConfig, check_data
 from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig, Section, check_shares
 from mlx_parallm.config.evaluation import EvaluationConfig, check_evaluation, moved_keys
-from mlx_parallm.config.lora import LoraConfig
-from mlx_parallm.config.ppo import PPOConfig
-from mlx_parallm.config.prepare import PrepareConfig, check_prepared
-from mlx_parallm.config.rollouts import RolloutsConfig
 from mlx_parallm.config.server import ModelConfig, ServerConfig
-from mlx_parallm.config.updates import WeightUpdateConfig
+from mlx_parallm.config.training import LoggingConfig, RLTrainingConfig, RolloutsConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import absolute, is_reference
 from mlx_parallm.system.redaction import REDACTED, Redactor, environment_secrets
 
 API_KEY_VARIABLE = "MLX_PARALLM_API_KEY"
 _LIKE_A_FILE = re.compile(r"[^\s:]{1,200}\.(jsonl|json|csv|txt|py|toml)")
-
-
-class AtroposConfig(Section):
-    api_url: str = "embedded"
-    """"embedded" = the queue under /atropos of this server; or the URL of an external Atropos API."""
-    wandb_group: str = ""
-    """Told to environments that ask."""
-    wandb_project: str = ""
-    """Told to environments that ask."""
-    rollout_batch_size: int = Field(128, ge=1)
-    """Sequences of one training step."""
-    max_token_length: int = Field(2048, ge=1)
-    """Longest sequence that is trained on: prompt and all turns, with what the environment says between them."""
-    poll_interval_s: float = Field(1.0, gt=0)
-    """Pause between two polls of an external API that has no batch."""
-    missing_logprobs: Literal["reject", "recompute"] = "reject"
-    """Groups without log-probabilities (server_type openai): refused, or trained on with the trainer's own, ratio 1."""
-
-    @field_validator("api_url")
-    @classmethod
-    def _reachable(cls, value: str) -> str:
-        if value != "embedded" and not value.startswith(("http://", "https://")):
-            raise ValueError(f'{value!r} is neither "embedded" nor a URL that begins with http:// or https://')
-        return value
-
-
-class RLTrainingConfig(AlgorithmConfig, PrepareConfig):
-    learning_rate: float = Field(1e-5, gt=0)
-    """Peak learning rate."""
-    optimizer: Literal["adamw", "muon", "lion", "adafactor"] = "adamw"
-    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest (docs/parameters.md)."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay after warm-up, to `lr_final` one step after total_steps, so that the last step still learns."""
-    lr_final: float = Field(0.0, ge=0)
-    """Learning rate at the end of a linear or cosine schedule."""
-    warmup_steps: int = Field(0, ge=0)
-    """Steps of linear warm-up from 0."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Weight decay: decoupled; Muon adds it to the gradient, as MLX has it."""
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW's beta1."""
-    adam_beta2: float = Field(0.95, ge=0, lt=1)
-    """AdamW's beta2."""
-    max_grad_norm: float = Field(1.0, ge=0)
-    """Clip the global gradient norm; 0 = off."""
-    batch_size: int = Field(32, ge=1)
-    """Sequences of one mini-batch, i.e. of one optimizer update."""
-    update_epochs: int = Field(1, ge=1)
-    """Passes over a step's rollouts."""
-    token_budget: int = Field(8192, ge=1)
-    """Tokens of one micro-batch, padding included."""
-    packing: bool = True
-    """Short sequences share a row, without seeing each other, where that saves padding (docs/training_on_data.md)."""
-    blocks_per_eval: int = Field(1, ge=0)
-    """Transformer blocks evaluated together in training; 1 = checkpoint every block, 0 = the whole graph at once."""
-    max_eval_ms: int | None = Field(None, ge=1)
-    """Micro-batches shrink until one evaluation takes no longer; off in deterministic mode. Default on Metal: 1000."""
-    serve_priority: Literal["balanced", "serve", "train"] = "balanced"
-    """Who comes first on one device: nobody, requests, or training (docs/operations.md)."""
-    reference: Literal["base", "initial", "ema"] = "base"
-    """KL reference: the untouched base, what was trained as the run started, or its moving average."""
-    reference_decay: float = Field(0.99, ge=0, lt=1)
-    """"ema": d of reference = d · reference + (1 - d) · policy; 1 - d is TRL's mixup alpha."""
-    reference_update_every: int = Field(1, ge=1)
-    """"ema": steps between two updates of the reference."""
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature of rollouts; training divides logits by it too."""
-    max_staleness: int = Field(1, ge=0)
-    """Steps that a rollout may lag behind, and that the environments run ahead; 0 = on-policy: publish, then sample."""
-    deterministic: bool = False
-    """Bit-equal repeats; needs max_staleness = 0; slower on CPU."""
-    buffer_sampling: Literal["fifo", "uniform", "priority"] = "fifo"
-    """Which waiting groups a step takes: oldest first, at random, or by |advantage|."""
-    max_empty_rounds: int = Field(8, ge=1)
-    """Refills of a step without one trainable group before the step is given up with a message."""
-    total_steps: int = Field(100, ge=1)
-    """Absolute number of steps, also after a resume."""
-    checkpoint_interval: int = Field(50, ge=1)
-    """Steps between checkpoints; one is always made at the end."""
-    keep_checkpoints: int = Field(3, ge=1)
-    """Newest step_* directories kept."""
-    keep_best: bool | str = True
-    """Keep the best checkpoint too, as `best`: by a number of [evaluation], e.g. "eval/NAME/accuracy"; true = by
-    eval/score, else the score of held-out rows, else the mean reward of its last 10 steps."""
-    checkpoint_dir: Path = Path("checkpoints")
-    """Directory of runs."""
-    run_name: str | None = None
-    """Directory of this run under checkpoint_dir; default: the config file's name and the time."""
-    resume: str | None = None
-    """Run directory, one of its steps, or "auto" (latest of run_name, else a fresh start)."""
-    seed: int = 0
-    """Seed of everything random."""
-    preference: PreferenceConfig = PreferenceConfig()
-    lora: LoraConfig = LoraConfig()
-    atropos: AtroposConfig = AtroposConfig()
-    ppo: PPOConfig = PPOConfig()
-    weight_updates: WeightUpdateConfig = WeightUpdateConfig()
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "RLTrainingConfig":
-        if self.deterministic and self.max_staleness != 0:
-            raise ValueError("deterministic = true needs max_staleness = 0")
-        self._check_read()
-        check_prepared(self, self.kl_beta)
-        self.ppo.check(self.algorithm)
-        self.weight_updates.check(max_staleness=self.max_staleness, lora=self.lora.enabled)
-        if self.algorithm not in DATA_ALGORITHMS and self.batch_size > self.atropos.rollout_batch_size:
-            raise ValueError(
-                f"batch_size ({self.batch_size}) is larger than atropos.rollout_batch_size"
-                f" ({self.atropos.rollout_batch_size}): a mini-batch is part of a step's rollouts"
-            )
-        return self
-
-    def _check_read(self) -> None:
-        """Raises ValueError: a key is set that what was chosen does not read."""
-        readers = {
-            'optimizer = "adamw" or "muon"': (self.optimizer in ("adamw", "muon"), ("adam_beta1", "adam_beta2")),
-            'reference = "ema"': (self.reference == "ema", ("reference_decay", "reference_update_every")),
-            "kl_target": (self.kl_target is not None, ("kl_horizon",)),
-        }
-        for reader, (chosen, keys) in readers.items():
-            for key in keys:
-                if not chosen and getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} is set, but only read with {reader}")
-
-
-class LoggingConfig(Section):
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least grave lines that go to the terminal and to run.log."""
-    trackers: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
-    """Where metrics and samples are sent too; each needs the extra of its name (docs/operations.md)."""
-    project: str = "mlx_parallm"
-    """Project of the run in W&B and trackio."""
-    sample_every: int = Field(10, ge=0)
-    """Steps between two sample tables (first, best, worst completion) in terminal, samples.jsonl, trackers; 0 = off."""
 
 
 class Config(Section):

@@ -1,4 +1,4 @@
-"""[server] and [model]: what is served, and how. Part of `config.py`'s tree."""
+"""[server] and [model]: what is served, and how. Part of the tree of `load.py`."""
 
 import os
 from pathlib import Path

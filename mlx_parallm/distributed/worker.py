@@ -11,7 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.config.load import Config, RLTrainingConfig
+from mlx_parallm.config.load import Config
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import RankLostError
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.parameters import scalar

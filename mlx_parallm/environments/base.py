@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.kinds.problems import Split
 from mlx_parallm.environments.state import Inference, Prompt, State
 from mlx_parallm.errors import RolloutRejectedError

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import ChatTokenizer, Environment, EnvironmentSource, PolicyClient
 from mlx_parallm.environments.current_episode import EpisodeOver
 from mlx_parallm.environments.schedule import derive_seed

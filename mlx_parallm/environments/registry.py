@@ -9,8 +9,7 @@ from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
-from mlx_parallm.config.environment import SCORING_KEYS, unique_names
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import SCORING_KEYS, EnvironmentConfig, unique_names
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.kinds.dataset import DatasetSource
 from mlx_parallm.environments.kinds.reasoning_gym import ReasoningGymSource

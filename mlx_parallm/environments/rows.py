@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from mlx_parallm.config.environment import HUB_PREFIX
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.log import get_logger
 

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient, Task
 from mlx_parallm.environments.current_episode import CURRENT, EpisodeOver
 from mlx_parallm.environments.episode import Episode, Opening, Policy, no_room

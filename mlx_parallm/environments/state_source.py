@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Messages, PolicyInference, Task
 from mlx_parallm.environments.episode import Episode
 from mlx_parallm.environments.kinds.problems import Split

@@ -22,8 +22,8 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from mlx_parallm.config.library import AlgorithmConfig, AlgorithmName
-from mlx_parallm.config.load import LoggingConfig
 from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.config.training import LoggingConfig
 from mlx_parallm.environments.manager import RolloutManager
 from mlx_parallm.environments.state import BaseEnvironment
 from mlx_parallm.errors import CheckpointError, ConfigError, EnvironmentFailedError, RolloutRejectedError

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.types import Rollout, RolloutGroup
 
 STD_EPSILON = 1e-8

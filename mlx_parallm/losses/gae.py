@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.losses.advantages import whiten
 from mlx_parallm.losses.value import with_value_loss
 from mlx_parallm.rl_training.step.prepare import PreparedBatch

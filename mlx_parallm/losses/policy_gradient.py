@@ -4,7 +4,7 @@ The ratio is exp(logprobs - old_logprobs): the policy now against the one that t
 has not scored the step's tokens itself, that is the sampler's own `rollout_logprobs`, so that staleness, several
 updates a batch and the sampler's rounding are corrected by one number.
 
-Parameters are named as the keys of `[rl_training]`, and have the defaults of `config_algorithm.LOSS_SETTINGS`.
+Parameters are named as the keys of `[rl_training]`, and have the defaults of `config.algorithm.LOSS_SETTINGS`.
 """
 
 from dataclasses import dataclass

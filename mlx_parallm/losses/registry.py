@@ -1,7 +1,7 @@
 """`LOSSES`: the policy losses by name, and `policy_loss`, which makes one number of what they say of each token.
 
 Ratio level, aggregation, KL, entropy and sampler correction are options of all of them. A new loss is a function in
-`policy_gradient`, a line here, and its settings in `config_algorithm.LOSS_SETTINGS`.
+`policy_gradient`, a line here, and its settings in `config.algorithm.LOSS_SETTINGS`.
 """
 
 from collections.abc import Callable

@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from mlx_parallm.config.lora import LoraConfig
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError
 from mlx_parallm.models.adapters.dora import DoRALinear
 from mlx_parallm.models.adapters.lora_linear import LoRALinear

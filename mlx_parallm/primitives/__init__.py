@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig
-    from mlx_parallm.config.lora import LoraConfig
+    from mlx_parallm.config.training import LoraConfig
     from mlx_parallm.environments.collecting_config import RolloutConfig
     from mlx_parallm.environments.kinds.conversation import ConversationEnvironment
     from mlx_parallm.environments.kinds.gymnasium import GymnasiumEnvironment

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 import mlx.core as mx
 import structlog
 
-from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ParallmError
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import StepInProgress, TrainerState

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, PublishTimeoutError
 from mlx_parallm.rl_training.publish.guard import PublishGuard, TrainingState, TrainingStates, Verdict, digest
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps

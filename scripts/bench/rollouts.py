@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.config.load import Config, ServerConfig
+from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.primitives import BaseEnvironment, InferenceModule, RolloutConfig, RolloutManager, State, Trajectory
 
 TEMPERATURE = 20.0

@@ -1,7 +1,7 @@
 import pytest
 from structlog.testing import capture_logs
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.collecting_config import RolloutConfig
 from mlx_parallm.environments.manager import RolloutManager
 from mlx_parallm.environments.registry import build_sources

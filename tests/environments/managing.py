@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.registry import build_sources
 
 WAIT_S = 20.0

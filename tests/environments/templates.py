@@ -1,6 +1,6 @@
 """Chat templates that do what models' own do to earlier turns, on the tiny model's tokenizer."""
 
-from mlx_parallm.config.load import ModelConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
 from mlx_parallm.models.tokenizer import Tokenizer
 

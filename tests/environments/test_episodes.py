@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import Environment, EnvironmentSource, Task
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.errors import EngineUnavailableError

@@ -2,8 +2,9 @@ import json
 
 import pytest
 
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
-from mlx_parallm.config.load import EnvironmentConfig, parse_config
+from mlx_parallm.config.load import parse_config
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.evaluate import build_evaluated, draw_problems, evaluate, overall_score, remarks
 from mlx_parallm.environments.registry import build_sources

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments import scheduler as group_manager
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.errors import CheckpointError, EndpointError, EnvironmentFailedError, RolloutRejectedError

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments import queues as lanes
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.errors import EnvironmentFailedError

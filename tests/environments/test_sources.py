@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.kinds.problems import TASKS, split_of
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError, RolloutRejectedError

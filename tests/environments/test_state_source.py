@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.state import State
 from mlx_parallm.environments.state_source import HELDOUT_FIRST, StateSource

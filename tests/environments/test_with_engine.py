@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
-from mlx_parallm.config.load import EnvironmentConfig
 from mlx_parallm.environments.base import Environment
 from mlx_parallm.environments.collecting_config import RolloutConfig
 from mlx_parallm.environments.evaluate import draw_problems, evaluate

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.current_episode import CURRENT
 from mlx_parallm.environments.episode import Episode, Policy
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError

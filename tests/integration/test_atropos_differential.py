@@ -22,7 +22,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from mlx_parallm.config.rollouts import RolloutsConfig
+from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.integrations.atropos.hand_out import HandOutQueue
 from mlx_parallm.integrations.atropos.routes import create_atropos_router

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig
-from mlx_parallm.config.lora import LoraConfig
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.environments.collecting_config import RolloutConfig
 from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
 from mlx_parallm.environments.manager import RolloutManager

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig
-from mlx_parallm.config.lora import LoraConfig
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.library.backprop import BackpropModule
 from mlx_parallm.library.losses import Loss

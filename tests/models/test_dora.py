@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 
-from mlx_parallm.config.lora import LoraConfig
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError
 from mlx_parallm.models.adapters.dora import DoRALinear, gain
 from mlx_parallm.models.lora import (

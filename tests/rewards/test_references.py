@@ -2,7 +2,8 @@
 
 import pytest
 
-from mlx_parallm.config.load import EnvironmentConfig, load_config, parse_config
+from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.config.load import load_config, parse_config
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards import references
 from mlx_parallm.rewards.base import UNSCORED, score_group

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
 from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
 from mlx_parallm.rl_training.metrics import MetricsFile

@@ -56,7 +56,7 @@ def test_loading_a_model_gives_back_what_it_left() -> None:
     load = "load_model(ModelConfig(base_path='builtin:tiny'))"
     code = f"""{COMMON}
 from pathlib import Path
-from mlx_parallm.config.load import ModelConfig
+from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.loading import load_model
 
 def resident():  # pages

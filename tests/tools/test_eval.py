@@ -206,8 +206,8 @@ async def test_a_text_goes_to_completions_as_it_is() -> None:
 
 async def test_a_second_turn_holds_the_first(tmp_path: Path) -> None:
     """Played by the very runner of the engine's environments."""
+    from mlx_parallm.config.environment import EnvironmentConfig
     from mlx_parallm.config.evaluation import EvaluationConfig
-    from mlx_parallm.config.load import EnvironmentConfig
     from mlx_parallm.environments.evaluate import evaluate
 
     (tmp_path / "two_turns.py").write_text(

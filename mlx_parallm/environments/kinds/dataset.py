@@ -5,7 +5,7 @@ import copy
 import functools
 import random
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, PolicyInference, Task
 from mlx_parallm.environments.kinds.problems import Split
 from mlx_parallm.environments.rows import read_rows

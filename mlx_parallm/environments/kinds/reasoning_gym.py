@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.kinds.problems import Split, split_of
 from mlx_parallm.errors import ConfigError, RolloutRejectedError

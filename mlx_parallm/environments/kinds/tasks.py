@@ -2,7 +2,7 @@
 
 import difflib
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.kinds.problems import TASKS, Split, make_problem, score
 from mlx_parallm.errors import ConfigError

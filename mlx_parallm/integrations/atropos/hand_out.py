@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mlx_parallm.config.rollouts import RolloutsConfig
+from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.integrations.atropos.queue import AtroposQueue, AtroposSettings, require_finite
 from mlx_parallm.integrations.atropos.wire import GIVEN, AtroposData, first_faults

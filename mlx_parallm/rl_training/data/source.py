@@ -7,7 +7,8 @@ import hashlib
 from functools import partial
 from typing import Any
 
-from mlx_parallm.config.load import Config, RLTrainingConfig
+from mlx_parallm.config.load import Config
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.environments.base import ChatTokenizer
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.rl_training.data.batches import DataBatches, steps_per_epoch

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mlx_parallm.config.rollouts import RolloutsConfig
+from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.run_directory import checkpoints, moment
 from mlx_parallm.rollout_store.disk import GB, shortage

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mlx_parallm.config.load import LoggingConfig
+from mlx_parallm.config.training import LoggingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.monitor.samples import Sample
 from mlx_parallm.system.files import write_atomically

@@ -1,6 +1,6 @@
 """From the configuration to an `Algorithm`. `ALGORITHMS` is the registry: one function a line.
 
-The algorithms that learn from rollouts differ in what their presets say (`config_algorithm.PRESETS`, filled into the
+The algorithms that learn from rollouts differ in what their presets say (`config.algorithm.PRESETS`, filled into the
 configuration as it is read), so `policy_gradient` makes them all; those that learn from rows of a file are
 `data_algorithms`' own.
 """
@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from mlx_parallm.config.algorithm import LOSS_SETTINGS, PRESETS
-from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.advantages import AdvantageKind, Estimator, group_advantages, raw_rewards, to_go, whiten
 from mlx_parallm.losses.gae import ppo

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from mlx_parallm.config.data import BETAS, PAIRED, USES_REFERENCE, PreferenceConfig
-from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.losses.preference import cpo_loss, dpo_loss, kto_loss, nll_loss, orpo_loss, simpo_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.step.trainer import Algorithm

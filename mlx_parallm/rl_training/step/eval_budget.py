@@ -4,7 +4,7 @@ macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#32
 too large ends the process: so the budget starts small and doubles as long as evaluations take less than half the limit.
 """
 
-from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.system.log import get_logger
 
 FIRST_TOKENS = 512

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.objective import make_objective, token_batch

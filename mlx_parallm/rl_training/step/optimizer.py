@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.parameters import ParameterSlots, scalar
 from mlx_parallm.models.value_head import is_value_head

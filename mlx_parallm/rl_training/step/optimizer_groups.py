@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import mlx.core as mx
 import mlx.optimizers
 
-from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.value_head import is_value_head
 

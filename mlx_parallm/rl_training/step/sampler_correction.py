@@ -20,8 +20,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config.load import RLTrainingConfig
-from mlx_parallm.config.prepare import sampler_bounds
+from mlx_parallm.config.algorithm import sampler_bounds
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.kl import LOG_RATIO_LIMIT
 

@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 import structlog
 
-from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.losses.advantages import Estimator
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.models.blockwise import BlockwiseModel

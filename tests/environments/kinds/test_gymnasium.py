@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mlx_parallm.config.load import EnvironmentConfig
+from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.kinds.gymnasium import GymnasiumEnvironment, episode_return
 from mlx_parallm.environments.registry import create_environment
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan

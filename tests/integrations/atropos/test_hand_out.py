@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.config.rollouts import RolloutsConfig
+from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import ConfigError, RolloutRejectedError, StoreError
 from mlx_parallm.integrations.atropos.hand_out import HandOutQueue, oldest_that_sum_to
 from mlx_parallm.integrations.atropos.queue import SILENT_AFTER_S, AtroposSettings

@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from mlx_parallm.config.load import parse_config
-from mlx_parallm.config.rollouts import RolloutsConfig
+from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
 from mlx_parallm.rl_training.monitor.disk_use import DiskUse
 from mlx_parallm.rollout_store import disk

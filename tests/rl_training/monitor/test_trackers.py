@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from mlx_parallm.config.load import LoggingConfig
+from mlx_parallm.config.training import LoggingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.monitor import trackers as module
 from mlx_parallm.rl_training.monitor.samples import Sample

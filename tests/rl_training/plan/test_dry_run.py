@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mlx_parallm.config.load import Config, EnvironmentConfig, load_config, parse_config
+from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.environments.kinds.tasks import TasksSource
 from mlx_parallm.environments.runner import GroupPlan, GroupResult
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.models import blockwise
 from mlx_parallm.rl_training.step.eval_budget import FIRST_TOKENS, EvalPace
 from mlx_parallm.system.log import configure_logging

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.losses.advantages import raw_rewards
 from mlx_parallm.rl_training.checkpoint import Checkpointer

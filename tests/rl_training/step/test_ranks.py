@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from mlx_parallm.cli.supervisor import supervise
-from mlx_parallm.config.load import Config, RLTrainingConfig
+from mlx_parallm.config.load import Config
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.daemon import run_dry_run
 from mlx_parallm.distributed.collectives import join
 from mlx_parallm.distributed.worker import agree

@@ -8,7 +8,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.config.prepare import sampler_bounds
+from mlx_parallm.config.algorithm import sampler_bounds
 from mlx_parallm.rl_training.step.sampler_correction import (
     MEASURED_MISMATCH,
     MISMATCH_BOUND,

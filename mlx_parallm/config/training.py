@@ -1,0 +1,263 @@
+"""[rl_training] with its parts, [rollouts] and [logging]: how a run learns, and what it keeps and says.
+
+Keys of the loss and the advantage are in `algorithm.py`, those of rows of a file in `data.py`.
+"""
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from mlx_parallm.config.algorithm import AlgorithmSection, PrepareConfig, check_prepared
+from mlx_parallm.config.data import DATA_ALGORITHMS, PreferenceConfig
+from mlx_parallm.config.environment import Section
+
+
+class LoraConfig(Section):
+    enabled: bool = True
+    """Train an adapter; false trains all weights."""
+    rank: int = Field(16, ge=1)
+    """Rank r of the update B·A."""
+    alpha: float = Field(32.0, gt=0)
+    """The update is scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Accepted, and off in RL: every pass yields a compared log-probability. A value > 0 warns once."""
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Module names (last path component, or a dotted suffix) that get an adapter."""
+    quantize_base: bool = False
+    """Quantise the frozen base to 4 bits on load (QLoRA)."""
+    use_rslora: bool = False
+    """Scale the update by alpha / √rank (rsLoRA, arXiv:2312.03732): a larger rank does not learn more slowly."""
+    use_dora: bool = False
+    """Train each output's magnitude too (DoRA, arXiv:2402.09353); its adapters are served like any other."""
+    loraplus_ratio: float = Field(1.0, gt=0)
+    """Learning rate of B in units of A's (LoRA+, arXiv:2402.12354, which suggests 16); 1 = the same."""
+    layers: tuple[int, int] | str = "all"
+    """Transformer blocks that get an adapter: "all", "last 8", or [start, end) counted from 0, e.g. [4, 12]."""
+
+    @field_validator("layers")
+    @classmethod
+    def _range(cls, value: tuple[int, int] | str) -> tuple[int, int] | str:
+        if isinstance(value, str) and not re.fullmatch(r"all|last [1-9]\d*", value):
+            raise ValueError(f'{value!r} is not "all", "last 8" or [start, end)')
+        if not isinstance(value, str) and not 0 <= value[0] < value[1]:
+            raise ValueError(f"{list(value)} holds no block: [start, end) needs 0 <= start < end")
+        return value
+
+    @model_validator(mode="after")
+    def _used(self) -> "LoraConfig":
+        unused = [key for key in ("use_rslora", "use_dora") if getattr(self, key)]
+        unused += ["loraplus_ratio"] if self.loraplus_ratio != 1.0 else []
+        unused += ["layers"] if self.layers != "all" else []
+        if not self.enabled and unused:
+            raise ValueError(f"{unused[0]} is set, but enabled = false trains all weights, not an adapter")
+        return self
+
+
+class AtroposConfig(Section):
+    api_url: str = "embedded"
+    """"embedded" = the queue under /atropos of this server; or the URL of an external Atropos API."""
+    wandb_group: str = ""
+    """Told to environments that ask."""
+    wandb_project: str = ""
+    """Told to environments that ask."""
+    rollout_batch_size: int = Field(128, ge=1)
+    """Sequences of one training step."""
+    max_token_length: int = Field(2048, ge=1)
+    """Longest sequence that is trained on: prompt and all turns, with what the environment says between them."""
+    poll_interval_s: float = Field(1.0, gt=0)
+    """Pause between two polls of an external API that has no batch."""
+    missing_logprobs: Literal["reject", "recompute"] = "reject"
+    """Groups without log-probabilities (server_type openai): refused, or trained on with the trainer's own, ratio 1."""
+
+    @field_validator("api_url")
+    @classmethod
+    def _reachable(cls, value: str) -> str:
+        if value != "embedded" and not value.startswith(("http://", "https://")):
+            raise ValueError(f'{value!r} is neither "embedded" nor a URL that begins with http:// or https://')
+        return value
+
+
+class PPOConfig(Section):
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of what comes a token later; 1 as in InstructGPT, TRL and verl."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """Generalised advantage estimation (arXiv:1506.02438): 0 trusts the value head, 1 the reward. TRL 0.95, verl 1."""
+    normalize_advantages: bool = True
+    """Advantages minus their mean, divided by their std, over all tokens of the step, as TRL and verl do."""
+    value_clip: float = Field(0.2, ge=0)
+    """How far a value may move within a step before its loss stops pulling; in units of the reward. 0 = no limit."""
+    value_coefficient: float = Field(0.1, gt=0)
+    """Weight of the value loss, i.e. how much of it reaches the weights that policy and value head share (TRL: 0.1)."""
+    value_learning_rate: float = Field(0.1, gt=0)
+    """Peak learning rate of the value head, on the schedule of learning_rate: about how far an update moves a value."""
+    target_kl: float | None = Field(None, gt=0)
+    """A mini-batch whose approximate KL to what the ratio is against exceeds 1.5 times this ends the step's updates."""
+
+    def check(self, algorithm: str) -> None:
+        """Raises ValueError: a key is set, and `algorithm` does not read it."""
+        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if algorithm != "ppo" and changed:
+            keys = ", ".join(f"ppo.{name}" for name in changed)
+            raise ValueError(f'{keys}: only read with algorithm = "ppo", not with {algorithm!r}')
+
+
+class WeightUpdateConfig(Section):
+    update_every_n_steps: int = Field(1, ge=1)
+    """Publish to the server after every n training steps."""
+    lock_timeout_ms: float = Field(100.0, gt=0)
+    """Longest wait for the weight lock; when it runs out the old weights keep serving until the next try."""
+    in_flight: Literal["continue", "drain"] = "continue"
+    """What running requests do at a publish: go on under the new weights (each token tagged), or end first."""
+    max_publish_kl: float | None = Field(None, gt=0)
+    """Nats a token from the served version; an update beyond is taken back. Costs a forward pass; default: off."""
+    rollback_versions: int | None = Field(None, ge=0)
+    """Newest versions kept in memory with their optimizer, to go back to; default: 1, or 0 when all weights train."""
+
+    def kept_versions(self, *, lora: bool) -> int:
+        """`rollback_versions`, resolved. One costs an adapter's numbers three times, and all weights' too."""
+        return int(lora) if self.rollback_versions is None else self.rollback_versions
+
+    def check(self, *, max_staleness: int, lora: bool) -> None:
+        """Raises ValueError: what the rest of [rl_training] does not allow."""
+        every = self.update_every_n_steps
+        if max_staleness < every - 1:
+            raise ValueError(
+                f"weight_updates.update_every_n_steps = {every} makes rollouts {every - 1} steps old before the next"
+                f" publish: max_staleness ({max_staleness}) has to be at least that"
+            )
+        if self.max_publish_kl is not None and not self.kept_versions(lora=lora):
+            raise ValueError(
+                "weight_updates.max_publish_kl takes updates back: rollback_versions has to be at least 1"
+                " (it keeps the served weights and their optimizer in memory)"
+            )
+
+
+class RLTrainingConfig(AlgorithmSection, PrepareConfig):
+    learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate."""
+    optimizer: Literal["adamw", "muon", "lion", "adafactor"] = "adamw"
+    """MLX's own; "muon" trains the matrices inside the blocks, AdamW the rest (docs/parameters.md)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay after warm-up, to `lr_final` one step after total_steps, so that the last step still learns."""
+    lr_final: float = Field(0.0, ge=0)
+    """Learning rate at the end of a linear or cosine schedule."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up from 0."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Weight decay: decoupled; Muon adds it to the gradient, as MLX has it."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's beta1."""
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's beta2."""
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Clip the global gradient norm; 0 = off."""
+    batch_size: int = Field(32, ge=1)
+    """Sequences of one mini-batch, i.e. of one optimizer update."""
+    update_epochs: int = Field(1, ge=1)
+    """Passes over a step's rollouts."""
+    token_budget: int = Field(8192, ge=1)
+    """Tokens of one micro-batch, padding included."""
+    packing: bool = True
+    """Short sequences share a row, without seeing each other, where that saves padding (docs/training_on_data.md)."""
+    blocks_per_eval: int = Field(1, ge=0)
+    """Transformer blocks evaluated together in training; 1 = checkpoint every block, 0 = the whole graph at once."""
+    max_eval_ms: int | None = Field(None, ge=1)
+    """Micro-batches shrink until one evaluation takes no longer; off in deterministic mode. Default on Metal: 1000."""
+    serve_priority: Literal["balanced", "serve", "train"] = "balanced"
+    """Who comes first on one device: nobody, requests, or training (docs/operations.md)."""
+    reference: Literal["base", "initial", "ema"] = "base"
+    """KL reference: the untouched base, what was trained as the run started, or its moving average."""
+    reference_decay: float = Field(0.99, ge=0, lt=1)
+    """"ema": d of reference = d · reference + (1 - d) · policy; 1 - d is TRL's mixup alpha."""
+    reference_update_every: int = Field(1, ge=1)
+    """"ema": steps between two updates of the reference."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature of rollouts; training divides logits by it too."""
+    max_staleness: int = Field(1, ge=0)
+    """Steps that a rollout may lag behind, and that the environments run ahead; 0 = on-policy: publish, then sample."""
+    deterministic: bool = False
+    """Bit-equal repeats; needs max_staleness = 0; slower on CPU."""
+    buffer_sampling: Literal["fifo", "uniform", "priority"] = "fifo"
+    """Which waiting groups a step takes: oldest first, at random, or by |advantage|."""
+    max_empty_rounds: int = Field(8, ge=1)
+    """Refills of a step without one trainable group before the step is given up with a message."""
+    total_steps: int = Field(100, ge=1)
+    """Absolute number of steps, also after a resume."""
+    checkpoint_interval: int = Field(50, ge=1)
+    """Steps between checkpoints; one is always made at the end."""
+    keep_checkpoints: int = Field(3, ge=1)
+    """Newest step_* directories kept."""
+    keep_best: bool | str = True
+    """Keep the best checkpoint too, as `best`: by a number of [evaluation], e.g. "eval/NAME/accuracy"; true = by
+    eval/score, else the score of held-out rows, else the mean reward of its last 10 steps."""
+    checkpoint_dir: Path = Path("checkpoints")
+    """Directory of runs."""
+    run_name: str | None = None
+    """Directory of this run under checkpoint_dir; default: the config file's name and the time."""
+    resume: str | None = None
+    """Run directory, one of its steps, or "auto" (latest of run_name, else a fresh start)."""
+    seed: int = 0
+    """Seed of everything random."""
+    preference: PreferenceConfig = PreferenceConfig()
+    lora: LoraConfig = LoraConfig()
+    atropos: AtroposConfig = AtroposConfig()
+    ppo: PPOConfig = PPOConfig()
+    weight_updates: WeightUpdateConfig = WeightUpdateConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RLTrainingConfig":
+        if self.deterministic and self.max_staleness != 0:
+            raise ValueError("deterministic = true needs max_staleness = 0")
+        self._check_read()
+        check_prepared(self, self.kl_beta)
+        self.ppo.check(self.algorithm)
+        self.weight_updates.check(max_staleness=self.max_staleness, lora=self.lora.enabled)
+        if self.algorithm not in DATA_ALGORITHMS and self.batch_size > self.atropos.rollout_batch_size:
+            raise ValueError(
+                f"batch_size ({self.batch_size}) is larger than atropos.rollout_batch_size"
+                f" ({self.atropos.rollout_batch_size}): a mini-batch is part of a step's rollouts"
+            )
+        return self
+
+    def _check_read(self) -> None:
+        """Raises ValueError: a key is set that what was chosen does not read."""
+        readers = {
+            'optimizer = "adamw" or "muon"': (self.optimizer in ("adamw", "muon"), ("adam_beta1", "adam_beta2")),
+            'reference = "ema"': (self.reference == "ema", ("reference_decay", "reference_update_every")),
+            "kl_target": (self.kl_target is not None, ("kl_horizon",)),
+        }
+        for reader, (chosen, keys) in readers.items():
+            for key in keys:
+                if not chosen and getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} is set, but only read with {reader}")
+
+
+class RolloutsConfig(Section):
+    keep: int | Literal["all"] = "all"
+    """Steps whose rollouts are kept whole, counted back from the newest; of older ones a line without tokens stays.
+    "all" = as many as max_gb holds. What waits, or a kept checkpoint may need again, is never pruned."""
+    max_gb: float = Field(4.0, ge=0)
+    """Size of rollouts.sqlite (10^9 bytes) at which the oldest consumed rollouts are pruned; 0 = no bound."""
+    min_free_gb: float | None = Field(None, ge=0)
+    """Space (10^9 bytes) that stays free on the run's disk: below it groups are answered 503 and training stops with a
+    checkpoint. Default: 1, or 5 % of a disk smaller than 20 GB. 0 = off."""
+
+    @field_validator("keep")
+    @classmethod
+    def _not_negative(cls, value: int | Literal["all"]) -> int | Literal["all"]:
+        if value != "all" and value < 0:
+            raise ValueError(f'{value} is neither "all" nor a number of steps')
+        return value
+
+
+class LoggingConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least grave lines that go to the terminal and to run.log."""
+    trackers: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
+    """Where metrics and samples are sent too; each needs the extra of its name (docs/operations.md)."""
+    project: str = "mlx_parallm"
+    """Project of the run in W&B and trackio."""
+    sample_every: int = Field(10, ge=0)
+    """Steps between two sample tables (first, best, worst completion) in terminal, samples.jsonl, trackers; 0 = off."""
