@@ -1,15 +1,21 @@
 """The nouns that travel between the parts. Frozen, no MLX, plain Python values only.
 
-`Task → Environment → Request → Sequence → (token, logprob, policy_version) → Rollout → RolloutGroup → TrainBatch`
+`Task → Environment → Request → Sequence → Completion → Trajectory (Rollout) → RolloutGroup → TrainBatch`
+
+A `Trajectory` is one scored episode: its `Rollout` holds the tokens, masks, log-probabilities, policy versions and
+scores, the rest is what people and rewards read. Both have an exact JSON form (`to_json`, `from_json`).
 
 Log-probabilities: `logprobs` in these types are float32 log-softmax(logits / temperature) of the sampled token *before*
 top_k, top_p, min_p, penalties, bias and grammar (temperature 0 counts as 1). Where any of those was active,
 `processed_logprobs` holds the log-probability under the distribution that was really sampled from.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, Protocol
+
+BETWEEN = "⟦{}⟧"
+"""Around what an environment answered between two turns, where people read both."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -216,6 +222,29 @@ class Rollout:
     zero_advantage: bool = False  # learn nothing from this one (the environment's word); its score counts in the group
     earlier: tuple["Rollout", ...] = ()  # segments, oldest first; no scores and no `earlier` of their own
 
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object from which `from_json` makes an equal rollout; no float is rounded."""
+        return {
+            "tokens": list(self.tokens),
+            "mask": list(self.mask),
+            "logprobs": None if self.logprobs is None else list(self.logprobs),
+            "policy_versions": list(self.policy_versions),
+            "temperature": self.temperature,
+            "scores": dict(self.scores),
+            "stop_reason": self.stop_reason,
+            "processed_logprobs": None if self.processed_logprobs is None else list(self.processed_logprobs),
+            "error": self.error,
+            "zero_advantage": self.zero_advantage,
+            "earlier": [segment.to_json() for segment in self.earlier],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Rollout":
+        """Read what `to_json` wrote. Raises ValueError: a key is unknown or missing."""
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        values["earlier"] = tuple(cls.from_json(segment) for segment in data.get("earlier", ()))
+        return cls(**_checked_keys(cls, values))
+
     @property
     def reward(self) -> float:
         return self.scores["reward"]
@@ -229,6 +258,77 @@ class Rollout:
     def sampled_tokens(self) -> int:
         """Of the whole episode."""
         return sum(sum(segment.mask) for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of an episode, as text."""
+
+    prompt: str  # what the policy was asked: text, or the rendered conversation
+    response: str  # its answer, without the EOS or stop string that ended it
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished episode as a reward sees it, and as `RolloutManager.collect_rollouts` returns it."""
+
+    text: str  # the policy's last answer, without the EOS or stop string that ended it
+    rollout: Rollout  # tokens, mask, log-probabilities, stop reason; its scores are empty until it is scored
+    prompt: str = ""  # text of the opening
+    history: tuple[Turn, ...] = ()  # every turn, the last one included
+    step_count: int = 1
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # the environment's: tool_calls, budget, spent, …
+    group_id: str = ""  # the same for all trajectories of one prompt
+    out_of_room: bool = False  # truncated, and by the limit of the whole sequence (max_token_length)
+    messages: tuple[Mapping[str, Any], ...] = ()  # the last prompt's and the last answer; empty for a prompt of text
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object from which `from_json` makes an equal trajectory, where `metadata` and `messages` hold nothing
+        but what JSON has; no float is rounded."""
+        return {
+            "text": self.text,
+            "rollout": self.rollout.to_json(),
+            "prompt": self.prompt,
+            "history": [{"prompt": turn.prompt, "response": turn.response} for turn in self.history],
+            "step_count": self.step_count,
+            "metadata": dict(self.metadata),
+            "group_id": self.group_id,
+            "out_of_room": self.out_of_room,
+            "messages": [dict(message) for message in self.messages],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Trajectory":
+        """Read what `to_json` wrote. Raises ValueError: a key is unknown or missing."""
+        values = _checked_keys(cls, data)
+        history = tuple(Turn(**_checked_keys(Turn, turn)) for turn in data.get("history", ()))
+        messages = tuple(data.get("messages", ()))
+        return cls(**values | {"rollout": Rollout.from_json(data["rollout"]), "history": history, "messages": messages})
+
+    @property
+    def response(self) -> str:
+        return self.text
+
+    @property
+    def tool_calls(self) -> tuple[Mapping[str, Any], ...]:
+        """The calls that the environment recorded in `metadata`."""
+        return tuple(self.metadata.get("tool_calls", ()))
+
+    @property
+    def conversation(self) -> str:
+        """Every answer, and in ⟦ ⟧ what the policy was asked between two of them. For people."""
+        later = "".join(f"\n{BETWEEN.format(turn.prompt)}\n{turn.response}" for turn in self.history[1:])
+        return (self.history[0].response if self.history else self.text) + later
+
+    @property
+    def truncated(self) -> bool:
+        """Ended by a limit (of tokens or of steps), not by the environment or the policy."""
+        return self.rollout.stop_reason == "length"
+
+    @property
+    def error(self) -> str | None:
+        """Why the episode failed; None: it did not."""
+        return self.rollout.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,3 +352,45 @@ class RolloutGroup:
             for version, sampled in zip(segment.policy_versions, segment.mask, strict=True)
             if sampled
         )
+
+
+class PolicyClient(Protocol):
+    """What environments need of `engine.client.EngineClient`. Cancelling a call aborts its requests in the engine."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    async def generate(self, request: Request) -> RequestOutput: ...
+
+    async def generate_many(self, requests: Sequence[Request]) -> list[RequestOutput]: ...
+
+
+class ChatTokenizer(Protocol):
+    """What environments, rewards and data readers need of `models.tokenizer.Tokenizer`, without its imports."""
+
+    eos_token_ids: frozenset[int]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]: ...
+
+    def render_chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+
+def _checked_keys(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The constructor's arguments. Raises ValueError: a key that the class lacks, or one missing that it needs."""
+    known = {entry.name: entry for entry in fields(cls)}
+    unknown = set(data) - set(known)
+    needed = {name for name, entry in known.items() if entry.default is MISSING and entry.default_factory is MISSING}
+    if unknown or needed - set(data):
+        raise ValueError(f"{cls.__name__}: unknown keys {sorted(unknown)}, missing keys {sorted(needed - set(data))}")
+    return dict(data)

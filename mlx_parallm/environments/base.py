@@ -22,7 +22,7 @@ from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.execution.user_code import user_code
 from mlx_parallm.rewards.base import GroupReward
 from mlx_parallm.rewards.functions import TrainingProgress
-from mlx_parallm.types import Request, RequestOutput
+from mlx_parallm.types import ChatTokenizer, PolicyClient
 
 if TYPE_CHECKING:
     from mlx_parallm.environments.episode import Episode
@@ -31,38 +31,6 @@ Messages = tuple[Mapping[str, str], ...]
 
 DRAWS_PER_HELDOUT_TASK = 20
 """A source whose held-out draws repeat more often than this has no more distinct tasks."""
-
-
-class PolicyClient(Protocol):
-    """What environments need of `engine.client.EngineClient`. Cancelling a call aborts its requests in the engine."""
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    async def generate(self, request: Request) -> RequestOutput: ...
-
-    async def generate_many(self, requests: Sequence[Request]) -> list[RequestOutput]: ...
-
-
-class ChatTokenizer(Protocol):
-    """What environments need of `models.tokenizer.Tokenizer`."""
-
-    eos_token_ids: frozenset[int]
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]: ...
-
-    def render_chat_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str: ...
-
-    def token_text(self, token_id: int) -> str: ...
 
 
 class PolicyInference(Inference, Protocol):

@@ -22,8 +22,8 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from mlx_parallm.environments.collecting_config import CollectionStatistics, RolloutConfig
 from mlx_parallm.environments.episode import failed_trajectories
 from mlx_parallm.environments.runner import GroupPlan, GroupResult
-from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import Trajectory
 
 log = get_logger("environments")
 

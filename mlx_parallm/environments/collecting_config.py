@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rewards.base import Trajectory
+from mlx_parallm.types import Trajectory
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from mlx_parallm.environments.base import PolicyClient
 from mlx_parallm.environments.state import Prompt
-from mlx_parallm.types import Completion
+from mlx_parallm.types import Completion, PolicyClient
 
 
 class EpisodeOver(BaseException):

@@ -14,14 +14,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.base import ChatTokenizer, Environment, EnvironmentSource, PolicyClient
+from mlx_parallm.environments.base import Environment, EnvironmentSource
 from mlx_parallm.environments.current_episode import EpisodeOver
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import Prompt, State, text_of
 from mlx_parallm.environments.transcript import Transcript, continuation
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.rewards.base import Trajectory, Turn
-from mlx_parallm.types import Completion, Request, Rollout, SamplingParams
+from mlx_parallm.types import (
+    ChatTokenizer,
+    Completion,
+    PolicyClient,
+    Request,
+    Rollout,
+    SamplingParams,
+    Trajectory,
+    Turn,
+)
 
 ASKABLE = frozenset({"max_tokens", "stop", "tools"})
 """What an environment may ask for itself; the rest is the run's, or what is trained on would not be its policy."""
@@ -277,7 +285,13 @@ class Episode:
             metadata=dict(self.played.metadata) if self.played is not None else {},
             group_id=self.group_id,
             out_of_room=reason == "length" and (self._full or len(rollout.tokens) >= self._policy.longest),
+            messages=self._messages(),
         )
+
+    def _messages(self) -> tuple[Mapping[str, Any], ...]:
+        if self._last is None or isinstance(self._last.prompt, str):
+            return ()
+        return (*self._last.prompt, {"role": "assistant", "content": self._last.completion.text})
 
 
 def failed_trajectories(group_id: str, size: int, temperature: float, failure: str) -> tuple[Trajectory, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_parallm.config.evaluation import EvaluationConfig, pass_ks
 from mlx_parallm.config.load import Config
-from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient, Task
+from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.estimates import estimate, pass_at_k
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
@@ -23,6 +23,7 @@ from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.execution.user_code import is_reference, user_code
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import TrainingProgress
+from mlx_parallm.types import ChatTokenizer, PolicyClient
 
 ABSOLUTE = "absolute"  # the reward_method that needs no group
 SOLVED = 1.0 - 1e-9

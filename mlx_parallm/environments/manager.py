@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config.environment import unique_names
-from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient, PolicyInference
+from mlx_parallm.environments.base import EnvironmentSource, PolicyInference
 from mlx_parallm.environments.collecting import Collector
 from mlx_parallm.environments.collecting_config import RolloutConfig
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
@@ -20,9 +20,8 @@ from mlx_parallm.environments.state import BaseEnvironment
 from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.environments.worker import SharedTokenizer
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError, RolloutRejectedError
-from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.types import RolloutGroup
+from mlx_parallm.types import ChatTokenizer, PolicyClient, RolloutGroup, Trajectory
 
 log = get_logger("environments")
 

@@ -15,13 +15,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.base import ChatTokenizer, EnvironmentSource, PolicyClient, Task
+from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.current_episode import CURRENT, EpisodeOver
 from mlx_parallm.environments.episode import Episode, Opening, Policy, no_room
 from mlx_parallm.environments.kinds.problems import Split
 from mlx_parallm.errors import EndpointError, ParallmError, RolloutRejectedError
-from mlx_parallm.rewards.base import Trajectory, score_group
-from mlx_parallm.types import Completion, Request, RequestOutput, Rollout, RolloutGroup, SamplingParams
+from mlx_parallm.rewards.base import score_group
+from mlx_parallm.types import (
+    ChatTokenizer,
+    Completion,
+    PolicyClient,
+    Request,
+    RequestOutput,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Trajectory,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from mlx_parallm.environments.base import ChatTokenizer
-from mlx_parallm.types import Completion, Rollout
+from mlx_parallm.types import ChatTokenizer, Completion, Rollout
 
 UNKNOWN_VERSION = -1
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mlx_parallm.environments.base import ChatTokenizer
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
+from mlx_parallm.types import ChatTokenizer
 
 
 class Player:

@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.engine.client import EngineClient
-from mlx_parallm.environments.base import PolicyClient
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import GenerationFailedError, RequestError
 from mlx_parallm.execution.tool_calls import OwnFormat, ParsedCalls, parse_tool_calls
 from mlx_parallm.execution.tool_definitions import openai_tools, with_instructions
 from mlx_parallm.inference.types import MAX_NEW_TOKENS, Answer, Prompt, Response, is_messages
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.types import Request, RequestOutput, SamplingParams
+from mlx_parallm.types import PolicyClient, Request, RequestOutput, SamplingParams
 from mlx_parallm.weights import SharedWeights
 
 CACHED_ANSWERS = 1000

@@ -28,7 +28,6 @@ import numpy as np
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.starting import start_engine
 from mlx_parallm.engine.thread import EngineThread
-from mlx_parallm.environments.base import PolicyClient
 from mlx_parallm.environments.current_episode import CURRENT, CurrentEpisode
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
@@ -52,7 +51,7 @@ from mlx_parallm.models.mlx_lm_api import TokenizerWrapper
 from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.loop_thread import LoopThread
-from mlx_parallm.types import Completion
+from mlx_parallm.types import Completion, PolicyClient
 from mlx_parallm.weights import SharedWeights
 
 Backend = EngineBackend | OpenAIBackend

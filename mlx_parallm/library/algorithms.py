@@ -32,7 +32,7 @@ from mlx_parallm.library.backprop import BackpropModule
 from mlx_parallm.library.collected import CollectedGroups
 from mlx_parallm.library.training_metrics import TrainingMetrics
 from mlx_parallm.losses.advantages import Shaping
-from mlx_parallm.rewards.base import Trajectory, scored
+from mlx_parallm.rewards.base import scored
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
@@ -43,7 +43,7 @@ from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
 from mlx_parallm.rl_training.run_directory import RunDirectory, checkpoint_at
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.system.files import write_atomically
-from mlx_parallm.types import Rollout, RolloutGroup
+from mlx_parallm.types import Rollout, RolloutGroup, Trajectory
 
 ALGORITHM_FILE = "algorithm.json"  # beside config.toml: which of these classes, and its AlgorithmConfig
 REFILLS = 2  # of groups without variance: then the iteration is made of what there is

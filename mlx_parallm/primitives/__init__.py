@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     )
     from mlx_parallm.library.backprop import BackpropModule
     from mlx_parallm.library.training_metrics import TrainingMetrics
-    from mlx_parallm.rewards.base import Trajectory
     from mlx_parallm.rewards.computers import RewardComputer, SVRLRewardComputer
     from mlx_parallm.rewards.weighted import ParetoRewardComputer, WeightedRewardComputer, create_reward_computer
+    from mlx_parallm.types import Trajectory
 
 __all__ = [
     "AlgorithmConfig",
@@ -80,7 +80,7 @@ _HOMES = {
     "environments.kinds.svrl": "SVRLEnvironment",
     "inference.module": "InferenceModule",
     "inference.types": "GenerationResult",
-    "rewards.base": "Trajectory",
+    "types": "Trajectory",
     "rewards.computers": "RewardComputer SVRLRewardComputer",
     "rewards.weighted": "ParetoRewardComputer WeightedRewardComputer create_reward_computer",
     "execution.tool_calls": "ToolCall",

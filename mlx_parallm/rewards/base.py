@@ -8,57 +8,9 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.types import Rollout
-
-BETWEEN = "⟦{}⟧"
-"""Around what an environment said between two answers, where people read both."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of an episode, as text."""
-
-    prompt: str  # what the policy was asked: text, or the rendered conversation
-    response: str  # what it said, without the EOS or stop string that ended it
-
-
-@dataclass(frozen=True, slots=True)
-class Trajectory:
-    """One finished episode as a reward sees it, and as `RolloutManager.collect_rollouts` returns it."""
-
-    text: str  # the policy's last answer, without the EOS or stop string that ended it
-    rollout: Rollout  # tokens, mask, log-probabilities, stop reason; its scores are empty until it is scored
-    prompt: str = ""  # text of the opening
-    history: tuple[Turn, ...] = ()  # every turn, the last one included
-    step_count: int = 1
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # what the environment noted: tool calls, budget, spent …
-    group_id: str = ""  # the same for all trajectories of one prompt
-    out_of_room: bool = False  # truncated, and by the limit of the whole sequence (max_token_length)
-
-    @property
-    def response(self) -> str:
-        return self.text
-
-    @property
-    def conversation(self) -> str:
-        """Every answer, and in ⟦ ⟧ what the policy was asked between two of them. For people."""
-        later = "".join(f"\n{BETWEEN.format(turn.prompt)}\n{turn.response}" for turn in self.history[1:])
-        return (self.history[0].response if self.history else self.text) + later
-
-    @property
-    def truncated(self) -> bool:
-        """Ended by a limit (of tokens or of steps), not by the environment or the policy."""
-        return self.rollout.stop_reason == "length"
-
-    @property
-    def error(self) -> str | None:
-        """Why the episode failed; None: it did not."""
-        return self.rollout.error
-
+from mlx_parallm.types import Rollout, Trajectory
 
 Scores = Sequence[Mapping[str, float]]
 GroupReward = Callable[[Sequence[Trajectory]], Scores | Awaitable[Scores]]

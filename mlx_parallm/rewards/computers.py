@@ -13,8 +13,8 @@ from statistics import fmean, pstdev
 from typing import Any, ClassVar
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.rewards.methods import METHODS, Method, Parts, combine, standardize
+from mlx_parallm.types import Trajectory
 
 Objective = Callable[[Trajectory], float | None]
 

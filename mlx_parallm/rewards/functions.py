@@ -32,10 +32,11 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.errors import ConfigError, ParallmError, RolloutRejectedError
 from mlx_parallm.execution.user_code import is_async, user_code
 from mlx_parallm.rewards import threads
-from mlx_parallm.rewards.base import UNSCORED, GroupReward, Trajectory
+from mlx_parallm.rewards.base import UNSCORED, GroupReward
 from mlx_parallm.rewards.methods import Method, Parts, combine
 from mlx_parallm.rewards.references import Loaded, check_parameters, load_rewards
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import Trajectory
 
 log = get_logger("rewards")
 

@@ -22,7 +22,7 @@ from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.part_tools import Completions, texts_of, to_binary
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.types import Request, RequestOutput, SamplingParams
+from mlx_parallm.types import ChatTokenizer, PolicyClient, Request, RequestOutput, SamplingParams
 
 log = get_logger("rewards")
 
@@ -39,8 +39,8 @@ Messages = list[dict[str, str]]
 class Policy(Protocol):
     """What `judge = "base"` needs of `inference.InferenceModule`, and of its engine client and tokenizer."""
 
-    client: Any  # environments.base.PolicyClient
-    tokenizer: Any  # environments.base.ChatTokenizer
+    client: PolicyClient
+    tokenizer: ChatTokenizer
     adapter: str | None
 
 

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.rewards.part_tools import Scores, to_binary
+from mlx_parallm.types import Trajectory
 
 LEAST_OF_EACH = 10
 LEAST_USES = 3  # of a tool that becomes a feature

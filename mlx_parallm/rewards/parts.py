@@ -13,12 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.rewards.code import code, fenced, syntax
 from mlx_parallm.rewards.judge import judge
 from mlx_parallm.rewards.learned import learned
 from mlx_parallm.rewards.math_check import math
 from mlx_parallm.rewards.part_tools import Completions, Scores, by_column, needs_extra, texts_of, to_binary
+from mlx_parallm.types import Trajectory
 
 Part = Callable[..., Any]
 

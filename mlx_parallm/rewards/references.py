@@ -22,10 +22,10 @@ from mlx_parallm.execution.user_code import (
     name_of,
     user_code,
 )
-from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.rewards.computers import SVRLRewardComputer
 from mlx_parallm.rewards.methods import Method
 from mlx_parallm.rewards.parts import PARTS, WEIGHTS
+from mlx_parallm.types import Trajectory
 
 BUILTIN = "builtin:"
 GIVEN = ("prompts", "completions", "completion_ids", "trajectories", "trainer_state", "log_metric", "log_extra")

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from mlx_parallm.rewards.base import GroupReward, Trajectory
+from mlx_parallm.rewards.base import GroupReward
+from mlx_parallm.types import Trajectory
 
 
 def verifier(check: Callable[[str], float]) -> GroupReward:

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import did_you_mean, name_of, user_code
 from mlx_parallm.rewards import threads
-from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.rewards.computers import Objective, RewardComputer, SVRLRewardComputer
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.rewards.methods import Method, Parts, objectives_of, pareto_ranks
 from mlx_parallm.rewards.references import is_reward_reference
+from mlx_parallm.types import Trajectory
 
 
 class WeightedRewardComputer(RewardComputer):

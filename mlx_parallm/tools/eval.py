@@ -19,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 from mlx_parallm.config.load import Config
-from mlx_parallm.environments.base import PolicyClient
 from mlx_parallm.environments.evaluate import (
     Evaluation,
     ProblemSet,
@@ -38,6 +37,7 @@ from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.tools.eval_compare import RESULTS_FILE
 from mlx_parallm.tools.eval_endpoint import UNBOUNDED, CharacterTokenizer, EndpointPolicy
+from mlx_parallm.types import PolicyClient
 
 RETRIES = 6
 ON_PAGE = 300  # answers; samples.jsonl has all

@@ -20,7 +20,7 @@ SEEDS = 2**31
 
 
 class CharacterTokenizer:
-    """`environments.base.ChatTokenizer`: a token is a character."""
+    """`types.ChatTokenizer`: a token is a character."""
 
     eos_token_ids: frozenset[int] = frozenset()
 
@@ -52,7 +52,7 @@ class CharacterTokenizer:
 
 
 class EndpointPolicy:
-    """`environments.base.PolicyClient`. `completion_tokens`: of all answers, as far as the endpoint says."""
+    """`types.PolicyClient`. `completion_tokens`: of all answers, as far as the endpoint says."""
 
     max_model_len = UNBOUNDED
 

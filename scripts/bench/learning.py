@@ -29,8 +29,7 @@ from rich.table import Table
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.environments.base import Task
 from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.rewards.base import Trajectory
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import Rollout, Trajectory
 
 BIN = Path(sys.executable).parent
 CLIENTS = 16

@@ -8,8 +8,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.kinds.problems import TASKS, split_of
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.rewards.base import Trajectory
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import Rollout, Trajectory
 
 needs_reasoning_gym = pytest.mark.skipif(
     importlib.util.find_spec("reasoning_gym") is None,

@@ -30,8 +30,8 @@ from mlx_parallm.library.algorithms import (
 from mlx_parallm.library.backprop import BackpropModule
 from mlx_parallm.library.training_metrics import TrainingMetrics
 from mlx_parallm.models.lora import load_adapter
-from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.tools.show_checkpoint import describe
+from mlx_parallm.types import Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ("Sort: dbca", "Reverse: hfkdo", "Sum: 1+2")

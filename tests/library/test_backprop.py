@@ -13,8 +13,7 @@ from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.library.backprop import BackpropModule
 from mlx_parallm.library.losses import Loss
-from mlx_parallm.rewards.base import Trajectory
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import Rollout, Trajectory
 from tests.rl_training.rollouts import random_groups
 from tests.rl_training.tiny_models import make_model
 

@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.rewards.base import Trajectory, score_group
+from mlx_parallm.rewards.base import score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import Rollout, Trajectory
 
 ROW = {"prompt": "2+2?", "answer": "4", "level": 3, "completion": "never passed on"}
 PLAIN = "2+2?"

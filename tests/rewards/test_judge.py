@@ -12,11 +12,11 @@ from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
 from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
 from mlx_parallm.rewards import judge as judge_module
 from mlx_parallm.rewards import threads
-from mlx_parallm.rewards.base import UNSCORED, Trajectory, score_group
+from mlx_parallm.rewards.base import UNSCORED, score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.rewards.judge import parse_ranking, parse_score
 from mlx_parallm.rewards.parts import PARTS
-from mlx_parallm.types import Completion, RequestOutput, Rollout
+from mlx_parallm.types import Completion, RequestOutput, Rollout, Trajectory
 from tests.conftest import TINY, running_tiny_engine
 from tests.server.serving import running_server
 

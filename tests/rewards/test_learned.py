@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rewards.base import Trajectory
 from mlx_parallm.rewards.learned import LearnedReward, _newton
 from mlx_parallm.rewards.parts import PARTS
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import Rollout, Trajectory
 
 SENTENCE = "the model looked it up and then wrote what came of that in some other words"
 

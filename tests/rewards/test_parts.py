@@ -6,11 +6,11 @@ import json
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rewards.base import Trajectory, score_group
+from mlx_parallm.rewards.base import score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.rewards.part_tools import to_binary
 from mlx_parallm.rewards.parts import PARTS, WEIGHTS
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import Rollout, Trajectory
 
 needs_math = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is an extra")
 needs_schema = pytest.mark.skipif(importlib.util.find_spec("jsonschema") is None, reason="jsonschema is an extra")

@@ -1,9 +1,9 @@
 import pytest
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.rewards.base import UNSCORED, Trajectory, score_group
+from mlx_parallm.rewards.base import UNSCORED, score_group
 from mlx_parallm.rewards.verifiers import exact_match, verifier
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import Rollout, Trajectory
 
 
 def response(text: str) -> Trajectory:

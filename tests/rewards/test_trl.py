@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_parallm.rewards.base import Trajectory, score_group
+from mlx_parallm.rewards.base import score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import Rollout, Trajectory
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install trl"),

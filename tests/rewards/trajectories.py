@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from mlx_parallm.rewards.base import Trajectory
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import Rollout, Trajectory
 
 ROLLOUT = Rollout((1, 2, 3, 9), (0, 0, 1, 1), (0.0, 0.0, -0.5, -0.1), (0, 0, 3, 3), 1.0, {})
 

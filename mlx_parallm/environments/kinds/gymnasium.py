@@ -17,7 +17,7 @@ from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import load_function_of, user_code
-from mlx_parallm.rewards.base import Trajectory
+from mlx_parallm.types import Trajectory
 
 INSTALL = "pip install 'mlx-parallm[gymnasium]'"
 WHOLE_NUMBER = re.compile(r"-?\d+")

@@ -9,7 +9,6 @@ from typing import Any
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.environments.base import ChatTokenizer
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.rl_training.data.batches import DataBatches, steps_per_epoch
 from mlx_parallm.rl_training.data.heldout import HeldOut, log_ratios
@@ -17,6 +16,7 @@ from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.rl_training.data.tokens import Unit, encode_all
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import ChatTokenizer
 
 SOURCE = "data"  # in a checkpoint's `sources`
 

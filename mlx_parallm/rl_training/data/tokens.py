@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.config.data import DataConfig
-from mlx_parallm.environments.base import ChatTokenizer
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.rl_training.data.rows import SECTION, Example, Text
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import ChatTokenizer, Rollout
 
 UNKNOWN_VERSION = -1
 

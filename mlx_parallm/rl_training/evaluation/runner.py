@@ -20,7 +20,7 @@ from typing import Any
 
 from mlx_parallm.config.evaluation import PREFIX
 from mlx_parallm.config.load import Config
-from mlx_parallm.environments.base import EnvironmentSource, PolicyClient
+from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.evaluate import (
     ABSOLUTE,
     Evaluation,
@@ -40,6 +40,7 @@ from mlx_parallm.rl_training.evaluation.log import EvaluationLog, flat, sentence
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.run_directory import checkpoints, moment
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import PolicyClient
 from mlx_parallm.weights import SharedWeights
 
 BEHIND_ROLLOUTS = 1  # priority of the requests

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from mlx_parallm.environments.estimates import difference
 from mlx_parallm.environments.evaluate import SOLVED
-from mlx_parallm.rewards.base import BETWEEN
+from mlx_parallm.types import BETWEEN
 
 SMOOTHING = 10  # steps on each side of the mean line, fewer in a short run
 SHOWN_CHARACTERS = 60

@@ -14,11 +14,10 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from mlx_parallm.rewards.base import BETWEEN
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.monitor.samples_page import Shown, write_page
 from mlx_parallm.rl_training.step.batch import TrainBatch
-from mlx_parallm.types import Rollout, RolloutGroup
+from mlx_parallm.types import BETWEEN, Rollout, RolloutGroup
 
 SAMPLES_FILE = "samples.jsonl"
 SAMPLES_PAGE = "samples.html"

@@ -12,8 +12,7 @@ from mlx_parallm.environments.registry import create_environment
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.rewards.base import Trajectory
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import Rollout, Trajectory
 from tests.environments.scripted_client import ScriptedClient
 from tests.environments.speaking import Says, play
 

@@ -10,9 +10,9 @@ from mlx_parallm.environments.kinds.verification import Tool, calculate
 from mlx_parallm.environments.registry import build_sources, create_environment
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rewards.base import Trajectory, score_group
+from mlx_parallm.rewards.base import score_group
 from mlx_parallm.rewards.computers import SVRLRewardComputer
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import Rollout, Trajectory
 from tests.environments.speaking import Says, play
 
 TASK = [{"prompt": "What is 6 * 7?", "answer": "42"}]

@@ -17,7 +17,6 @@ from mlx_parallm.environments.runner import GroupPlan, GroupResult
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
 from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rewards.base import Trajectory, Turn
 from mlx_parallm.rl_training.monitor import memory_watch
 from mlx_parallm.rl_training.plan import dry_run
 from mlx_parallm.rl_training.plan.dry_run import DryRun, Probe, ProbeDone, probe_config
@@ -31,7 +30,7 @@ from mlx_parallm.rl_training.plan.dry_run_display import (
 )
 from mlx_parallm.rl_training.plan.preflight import Lengths, ModelShape
 from mlx_parallm.system.hardware import GIB
-from mlx_parallm.types import Rollout, RolloutGroup
+from mlx_parallm.types import Rollout, RolloutGroup, Trajectory, Turn
 
 KEY = "environments.0"
 
