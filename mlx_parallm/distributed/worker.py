@@ -16,9 +16,8 @@ from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import RankLostError
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.parameters import scalar
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.step.batch import TrainBatch
-from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.ranks import Ranks
 from mlx_parallm.rl_training.step.step_position import StepPosition
 from mlx_parallm.rl_training.step.trainer import StepResult, Trainer
@@ -62,23 +61,17 @@ def follow(config: Config, ranks: Ranks, stop: threading.Event) -> None:
     RankLostError, ModelError."""
     quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
     loaded = load_model(config.model, quantize=quantize)
-    trainer: Trainer | None = None
-    while isinstance(work := ranks.told(stop), Step):
-        if trainer is None:
-            algorithm = make_algorithm(work.training)
-            policy = TrainedPolicy(
-                loaded.model,
-                work.training,
-                source=loaded.path,
-                model_config=loaded.config,
-                needs_reference=algorithm.needs_reference,
-                needs_values=algorithm.needs_values,
-            )
-            trainer = Trainer(policy, work.training, algorithm, ranks=ranks)
+    work = ranks.told(stop)
+    if not isinstance(work, Step):
+        return
+    trainer = build_trainer(loaded, work.training, ranks=ranks)
+    del loaded  # arrays that training moves away from are free
+    while isinstance(work, Step):
         trainer.restore(work.state)
         agree(trainer)
         trainer.train_step(work.batch, position=work.position, should_stop=stop.is_set)
         ranks.check()
+        work = ranks.told(stop)
 
 
 def agree(trainer: Trainer) -> None:

@@ -10,7 +10,6 @@ log-probabilities that they were sampled with, which the ratio is against.
 """
 
 import atexit
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -36,6 +35,7 @@ from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
 from mlx_parallm.losses.value import value_loss
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model
 from mlx_parallm.models.threads import release_streams
+from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.external_optimizer import optimizer_keys
 from mlx_parallm.rl_training.step.loss_trainer import LossTrainer
@@ -160,20 +160,20 @@ class BackpropModule:
         training, loaded = self._run.rl_training, self.loaded
         weights = self.inference.weights if self.inference is not None else None
         served = weights.adapters().get(weights.policy) if weights is not None and weights.policy else None
-        policy = TrainedPolicy(
-            copy.deepcopy(loaded.model),  # a tree of its own; the arrays are shared
+        algorithm = make_algorithm(training)
+        policy = build_policy(
+            loaded,
             training,
-            source=loaded.path,
-            model_config=loaded.config,
+            algorithm,
             initial_adapter=served.layers if served is not None else None,
-            needs_reference=True,
-            needs_values=self._value_head,
+            keeps_reference=True,
+            keeps_values=self._value_head,
         )
         if self._ref_model is not None and not _same(self._ref_model, self.source):
             given = self._ref_model
             other = given if isinstance(given, nn.Module) else load_model(ModelConfig(base_path=str(given))).model
             policy.use_reference(dict(tree_flatten(other.parameters())))
-        self._trainer = LossTrainer(policy, training, make_algorithm(training))
+        self._trainer = LossTrainer(policy, training, algorithm)
         self.publish()
         return self._trainer
 

@@ -7,7 +7,6 @@
 failure half way.
 """
 
-import copy
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,6 +32,7 @@ from mlx_parallm.rl_training.data.source import SOURCE as DATA
 from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog, best_by
 from mlx_parallm.rl_training.evaluation.runner import EvaluationHooks, Evaluations, evaluation_sources
+from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.loop import Batches, Hooks, Parts, Source, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor import report
@@ -146,17 +146,16 @@ class TrainingRun:
         store: RolloutStore,
     ) -> tuple[Parts, TrainerState | None]:
         training = self._config.rl_training
-        policy = TrainedPolicy(
-            copy.deepcopy(loaded.model),
+        trainer = build_trainer(
+            loaded,
             training,
-            source=loaded.path,
-            model_config=loaded.config,
+            self._algorithm,
             initial_adapter=initial,
-            needs_reference=self._algorithm.needs_reference,
-            needs_values=self._algorithm.needs_values,
+            between_blocks=self._serving.turns.after_evaluation,
+            ranks=self._ranks,
+            kind=LeadingTrainer,
         )
-        between_blocks = self._serving.turns.after_evaluation
-        trainer = LeadingTrainer(policy, training, self._algorithm, between_blocks=between_blocks, ranks=self._ranks)
+        policy = trainer.policy
         metrics = MetricsFile(directory.path / METRICS_FILE)
         self._evaluation_log = EvaluationLog(directory.path, best_by(self._config), self._run_log.redactor.value)
         checkpointer = Checkpointer(

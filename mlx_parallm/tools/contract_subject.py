@@ -5,7 +5,6 @@ Load               sequences that stream in a thread of their own while the call
 """
 
 import asyncio
-import copy
 import itertools
 import random
 import threading
@@ -24,6 +23,8 @@ from mlx_parallm.errors import ConfigError, ModelError, ParallmError
 from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.models.lora import trainer_lora_layers
 from mlx_parallm.models.support import layer_without_gradient
+from mlx_parallm.rl_training.factory import build_policy
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.serving import Serving
 from mlx_parallm.types import Completion, Request, SamplingParams
@@ -142,9 +143,7 @@ def subject_of(config: Config) -> Iterator[Subject]:
 def _policy(config: Config, loaded: LoadedModel) -> tuple[TrainedPolicy | None, str]:
     """With a random adapter; or None, and why this model cannot be trained here."""
     try:
-        policy = TrainedPolicy(
-            copy.deepcopy(loaded.model), config.rl_training, source=loaded.path, model_config=loaded.config
-        )
+        policy = build_policy(loaded, config.rl_training, make_algorithm(config.rl_training))
     except ParallmError as error:
         return None, str(error)
     if reason := layer_without_gradient(policy.model):

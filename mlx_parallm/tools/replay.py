@@ -6,7 +6,6 @@
 What a variant would have sampled is not known: after its first update it learns from another policy's answers.
 """
 
-import copy
 import math
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,14 +25,14 @@ from mlx_parallm.models.loading import LoadedModel, check_model, load_model
 from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, find_checkpoint, restore_random_state
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
+from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory, find_run
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
-from mlx_parallm.rl_training.step.policy import TrainedPolicy, read_tensors
-from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.rl_training.step.policy import read_tensors
 from mlx_parallm.rollout_store.ledger import Ledger
 from mlx_parallm.system.files import write_directory
 from mlx_parallm.types import RolloutGroup
@@ -116,17 +115,9 @@ class _Player:
         self, loaded: LoadedModel, config: Config, checkpoint: Path | None, saved: Config, ledger: Ledger
     ) -> None:
         self._config, training = config, config.rl_training
-        algorithm = make_algorithm(training)
-        self._policy = TrainedPolicy(
-            copy.deepcopy(loaded.model),
-            training,
-            source=loaded.path,
-            model_config=loaded.config,
-            initial_adapter=None if checkpoint else initial_adapter(config),
-            needs_reference=algorithm.needs_reference,
-            needs_values=algorithm.needs_values,
-        )
-        self._trainer = Trainer(self._policy, training, algorithm)
+        initial = None if checkpoint else initial_adapter(config)
+        self._trainer = build_trainer(loaded, training, initial_adapter=initial)
+        self._policy, algorithm = self._trainer.policy, self._trainer.algorithm
         versions = VersionSteps()
         if checkpoint is not None:
             state = TrainerState.read(checkpoint)

@@ -1,0 +1,65 @@
+"""Assemble the trainer of a run. Train, dry run, replay, the library, the contracts and the other ranks all use this.
+
+loaded base ──► build_policy ──► Trainer, which owns the optimizer ◄── Algorithm ◄── [rl_training]
+                └──────────────── build_trainer: all of it ────────────────┘
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+
+from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.models.loading import LoadedModel
+from mlx_parallm.models.lora import LoraPair
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
+from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
+from mlx_parallm.rl_training.step.trainer import Algorithm, Trainer
+
+
+def build_policy(
+    loaded: LoadedModel,
+    training: RLTrainingConfig,
+    algorithm: Algorithm,
+    *,
+    initial_adapter: Mapping[str, LoraPair] | None = None,
+    keeps_reference: bool = False,
+    keeps_values: bool = False,
+) -> TrainedPolicy:
+    """Make the trained tree: a module tree of its own, which shares the arrays of `loaded`.
+
+    Args:
+        initial_adapter: the arrays that the adapter starts from; default: a new adapter.
+        keeps_reference: keep a reference policy even where `algorithm` needs none.
+        keeps_values: the same of a value head.
+    """
+    return TrainedPolicy(
+        copy.deepcopy(loaded.model),
+        training,
+        source=loaded.path,
+        model_config=loaded.config,
+        initial_adapter=initial_adapter,
+        needs_reference=keeps_reference or algorithm.needs_reference,
+        needs_values=keeps_values or algorithm.needs_values,
+    )
+
+
+def build_trainer(
+    loaded: LoadedModel,
+    training: RLTrainingConfig,
+    algorithm: Algorithm | None = None,
+    *,
+    initial_adapter: Mapping[str, LoraPair] | None = None,
+    between_blocks: Callable[[], None] = lambda: None,
+    ranks: Ranks = ALONE,
+    kind: type[Trainer] = Trainer,
+) -> Trainer:
+    """Make the policy, its optimizer and the trainer that updates it.
+
+    Args:
+        algorithm: default: the configured one.
+        initial_adapter: as in `build_policy`.
+        between_blocks, ranks: as in `Trainer`.
+    """
+    algorithm = algorithm or make_algorithm(training)
+    policy = build_policy(loaded, training, algorithm, initial_adapter=initial_adapter)
+    return kind(policy, training, algorithm, between_blocks=between_blocks, ranks=ranks)
