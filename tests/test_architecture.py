@@ -107,7 +107,7 @@ ENVIRONMENT_READERS = {
     "mlx_parallm/system/redaction.py": "secrets, to hide them",
     "mlx_parallm/system/blas.py": "sets MKL's mode before MKL is used",
     "mlx_parallm/system/heap.py": "leaves malloc to whoever has set it",
-    "mlx_parallm/cli/commands.py": "gives a process without a PATH one",
+    "mlx_parallm/cli/command.py": "gives a process without a PATH one",
     "mlx_parallm/system/hardware.py": "the rank that a launcher gave this process",
 }
 
@@ -322,7 +322,7 @@ def _source(path: str, text: str) -> Source:
         ("mlx_parallm/environments/base.py", "from mlx_parallm.engine.client import EngineClient", False),
         ("mlx_parallm/environments/base.py", "from mlx_parallm.engine.engine import Engine", True),
         ("mlx_parallm/engine/engine.py", "from ..daemon import run_training", True),
-        ("mlx_parallm/cli/commands.py", "from mlx_parallm import __version__", False),
+        ("mlx_parallm/cli/table.py", "from mlx_parallm import __version__", False),
     ],
 )
 def test_the_layer_rule_itself(path: str, text: str, wrong: bool) -> None:

@@ -1,9 +1,28 @@
-"""The commands as functions. Imports no MLX."""
+"""The commands as functions: `main` is `mlx_parallm`, `train` is `mlx_parallm_train`, and so on. Imports no MLX."""
 
-from mlx_parallm.cli.commands import doctor, explain, merge_lora, rollouts, serve, train
-from mlx_parallm.cli.run_commands import convert_adapter, evaluate, replay, show_checkpoint
+from mlx_parallm.cli.table import main, script
+
+train = script("mlx_parallm_train")
+serve = script("mlx_parallm_serve")
+explain = script("mlx_parallm_explain")
+rollouts = script("mlx_parallm_rollouts")
+show_checkpoint = script("mlx_parallm_show_checkpoint")
+evaluate = script("mlx_parallm_eval")
+replay = script("mlx_parallm_replay")
+merge_lora = script("mlx_parallm_merge_lora")
+convert_adapter = script("mlx_parallm_convert_adapter")
+doctor = script("mlx_parallm_doctor")
 
 __all__ = [
-    *("convert_adapter", "doctor", "evaluate", "explain", "merge_lora", "replay", "rollouts", "serve"),
-    *("show_checkpoint", "train"),
+    "convert_adapter",
+    "doctor",
+    "evaluate",
+    "explain",
+    "main",
+    "merge_lora",
+    "replay",
+    "rollouts",
+    "serve",
+    "show_checkpoint",
+    "train",
 ]

@@ -32,7 +32,7 @@ REASONS = {
     signal.SIGSEGV: "a fault in native code",
     signal.SIGBUS: "a fault in native code, or a full disk under a memory map",
 }
-CHILD = "from mlx_parallm.cli.commands import train; raise SystemExit(train())"
+CHILD = "from mlx_parallm.cli import train; raise SystemExit(train())"
 
 log = get_logger("supervisor")
 

@@ -1,25 +1,27 @@
 """The commands: quick help without MLX, errors of one line, and what reaches the daemon."""
 
 import json
+import shutil
 import subprocess
 import sys
-import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mlx_parallm
-from mlx_parallm.cli import commands as cli
+from mlx_parallm import cli
+from mlx_parallm.cli.table import COMMANDS, TASKS, Command
 
 BIN = Path(sys.executable).parent
-COMMANDS = ("train", "serve", "merge_lora", "doctor")
+ROOT = Path(__file__).parents[2]
 
 # Runs a command with a daemon that prints what it was given.
 RECORDER = """
 import json, os, signal, sys, types
 import mlx_parallm
-from mlx_parallm.cli import commands as cli
+from mlx_parallm import cli
 
 def record(config, adapters=None, atropos_queue=None, *, resume=None):
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -49,25 +51,57 @@ def config_file(tmp_path: Path, text: str = "") -> str:
     return str(tmp_path / "mine.toml")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_is_quick(command: str) -> None:
-    seconds = []
-    for _ in range(3):  # the best of three: the machine may be busy
-        started = time.perf_counter()
-        result = subprocess.run([BIN / f"mlx_parallm_{command}", "--help"], capture_output=True, text=True, check=True)
-        seconds.append(time.perf_counter() - started)
-        assert result.stdout.startswith(f"usage: mlx_parallm_{command}")
-    assert min(seconds) < 1.0
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_loads_no_mlx(command: str) -> None:
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_help_is_quick_and_loads_no_mlx(command: Command) -> None:
     program = (
-        "import sys\nfrom mlx_parallm.cli import commands as cli\n"
-        f"try:\n    cli.{command}(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        f"import sys\nfrom mlx_parallm.cli import main\ntry:\n    main([{command.name!r}, '--help'])\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
         "loaded = {'mlx', 'mlx_lm', 'transformers', 'pydantic', 'rich'} & set(sys.modules)\nassert not loaded, loaded"
     )
-    subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith(f"usage: mlx_parallm {command.name}")
+
+
+def test_every_script_is_a_command_of_the_table() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) == {"mlx_parallm"} | {command.script for command in COMMANDS if command.script}
+    for name in set(scripts) - {"mlx_parallm"}:
+        result = subprocess.run([BIN / name, "--help"], capture_output=True, text=True, check=True)
+        assert result.stdout.startswith(f"usage: {name} ")
+        assert getattr(cli, scripts[name].partition(":")[2])
+
+
+def test_alone_it_shows_every_command_by_task(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    titles = [line for line in shown.splitlines() if line in TASKS.values()]
+    assert titles == list(TASKS.values())
+    assert all(f"\n  {command.name} " in shown and command.summary in shown for command in COMMANDS)
+
+
+def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1 and "did you mean 'train'" in output.err
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_commands_and_their_flags(tmp_path: Path) -> None:
+    script = tmp_path / "completion.bash"
+    script.write_bytes(
+        subprocess.run([BIN / "mlx_parallm", "completion", "bash"], capture_output=True, check=True).stdout
+    )
+
+    def completions(*words: str) -> set[str]:
+        program = (
+            f"source {script}; COMP_WORDS=(mlx_parallm {' '.join(map(repr, words))}); COMP_CWORD={len(words)};"
+            ' _shtab_mlx_parallm "" ; printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        result = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+        return set(result.stdout.split())
+
+    assert {command.name for command in COMMANDS} <= completions("")
+    assert {"--resume", "--restarts"} <= completions("train", "--res")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.cli import commands as cli
+from mlx_parallm import cli
 from mlx_parallm.cli.dataset_config import find_hidden_size, learning_rate_for, toml_for
 from mlx_parallm.config.load import load_config
 from tests.cli.test_cli import call

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm import daemon
-from mlx_parallm.cli import commands as cli
+from mlx_parallm import cli, daemon
 from mlx_parallm.cli import supervisor
 from mlx_parallm.cli.supervisor import Supervisor
 from mlx_parallm.config.load import Config, parse_config

@@ -12,7 +12,6 @@ import ast
 import configparser
 import contextlib
 import functools
-import importlib
 import io
 import json
 import plistlib
@@ -24,11 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.parsers.expat import ExpatError
 
-import pytest
 import tomli
 import yaml
 
-from mlx_parallm.cli import commands as cli
+from mlx_parallm.cli import table
 from tests.docs import docs_commands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,10 +35,8 @@ RUN = SHELLS | {"python"}
 PARSED = {"toml", "json", "jsonl", "yaml", "ini", "xml", "dockerfile"}
 TEXT = {"text"}  # said to be nothing that a machine reads
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-COMMANDS = {
-    name.removeprefix("mlx_parallm_"): getattr(importlib.import_module(module), function)
-    for name, (module, _, function) in ((name, path.partition(":")) for name, path in PROJECT["scripts"].items())
-}
+COMMANDS = {command.name: command for command in table.COMMANDS}
+SCRIPTS = {command.script: command.name for command in table.COMMANDS if command.script}
 SEPARATORS = re.compile(r"[|;&]|\$\(")
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<info>[^`]*)$")
@@ -210,9 +206,12 @@ def command_problems(line: str, *, must_be_ours: bool = False) -> Iterator[str]:
         yield from command_problems(inner[2], must_be_ours=must_be_ours)
         return
     for program, words in commands(line):
-        if program.startswith("mlx_parallm_"):
+        if program == "mlx_parallm" and words[1:]:
             ours = True
-            yield from flag_problems(program.removeprefix("mlx_parallm_"), words[1:])
+            yield from flag_problems(words[1], words[2:])
+        elif program.startswith("mlx_parallm"):
+            ours = True
+            yield from flag_problems(SCRIPTS.get(program, program), words[1:])
         elif program == "make":
             yield from _make_problems([word for word in words[1:] if not word.startswith("-") and "=" not in word])
         elif "pip" in words[:3] and "install" in words:
@@ -222,36 +221,23 @@ def command_problems(line: str, *, must_be_ours: bool = False) -> Iterator[str]:
 
 
 def flag_problems(command: str, words: list[str]) -> Iterator[str]:
-    """Words that argparse of `mlx_parallm_<command>` refuses."""
+    """Words that the parser of `mlx_parallm COMMAND` refuses."""
     if command not in COMMANDS:
-        yield f"there is no command mlx_parallm_{command}"
+        yield f"there is no command {command}"
         return
     if {"--help", "--version"} & set(words):
         return
-    said: list[str] = []
-
-    class Parsed(Exception):
-        pass
-
-    def stop(_: object) -> int:
-        raise Parsed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "exit_code", stop)
-        patch.setattr("argparse.ArgumentParser._print_message", lambda _, message, file=None: said.append(message))
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
         try:
-            COMMANDS[command](words)
-        except Parsed:
-            return
+            COMMANDS[command].parser(command)[0].parse_args(words)
         except SystemExit:
-            yield said[-1].strip()
+            yield stderr.getvalue().strip()
 
 
 @functools.cache
 def flags_of(command: str) -> set[str]:
-    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
-        COMMANDS[command](["--help"])
-    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", said.getvalue()))
+    parser, _ = COMMANDS[command].parser(command)
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", parser.format_help()))
 
 
 def _make_problems(targets: list[str]) -> Iterator[str]:

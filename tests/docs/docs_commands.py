@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 OURS = (
     *("mlx_parallm_train", "mlx_parallm_serve", "mlx_parallm_merge_lora", "mlx_parallm_doctor", "mlx_parallm_explain"),
     *("mlx_parallm_rollouts", "mlx_parallm_show_checkpoint", "mlx_parallm_convert_adapter", "mlx_parallm_replay"),
-    "mlx_parallm_eval",
+    *("mlx_parallm_eval", "mlx_parallm"),
 )
 NOT_RUN = (
     *("make", "pip", "pip3", "uv", "brew", "apt-get", "sudo", "docker", "systemctl", "journalctl", "launchctl", "git"),
@@ -46,6 +46,11 @@ MAX_TOKENS, GROUP_SIZE = 16, 8
 
 
 def main(name: str, words: list[str]) -> int:
+    if name == "mlx_parallm":
+        from mlx_parallm.cli.table import COMMANDS
+
+        name = next((c.script for c in COMMANDS if c.script and words and c.name == words[0]), name)
+        words = words if name == "mlx_parallm" else words[1:]
     if name == "mlx_parallm_serve":
         return serve(words)
     if name == "mlx_parallm_train":

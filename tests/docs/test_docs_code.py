@@ -25,7 +25,7 @@ from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import is_reference, load
 from tests.docs import docs_commands
-from tests.docs.docs_blocks import COMMANDS, ROOT, Block, blocks, flag_problems, flags_of, pages, problems
+from tests.docs.docs_blocks import COMMANDS, ROOT, SCRIPTS, Block, blocks, flag_problems, flags_of, pages, problems
 from tests.integration.processes import free_port
 from tests.signals_reset import default_signals
 
@@ -205,10 +205,11 @@ def test_names_in_the_text_exist(page: Path) -> None:
     wrong = []
     for code in _inline(page):
         words = code.replace("\\|", "|").replace("…", "").split()
-        if words and (command := re.fullmatch(r"mlx_parallm_(\w+)", words[0])):
-            known = flags_of(command[1]) if command[1] in COMMANDS else set()
+        if command := re.match(r"mlx_parallm (\w+)|(mlx_parallm_\w+)(?: |$)", code):
+            name = command[1] or SCRIPTS.get(command[2], command[2])
+            known = flags_of(name) if name in COMMANDS else set()
             flags = {flag for word in words[1:] for flag in re.findall(r"^\[?(--[a-z-]+)", word)}
-            wrong += [code] if flags - known or command[1] not in COMMANDS else []
+            wrong += [code] if flags - known or name not in COMMANDS else []
         elif KEY.fullmatch(code.partition("=")[0].strip()) and not code.endswith((".py", ".safetensors")):
             wrong += [] if _is_key(code.partition("=")[0].strip()) else [code]
     assert not wrong

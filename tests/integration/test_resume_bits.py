@@ -16,7 +16,7 @@ STEPS = 3
 TRAINED = ("loss", "kl", "entropy", "grad_norm", "clip_fraction", "ratio_mean", "update_norm", "tokens", "reward_mean")
 REPLAYS = """
 import sys
-from mlx_parallm.cli.run_commands import replay
+from mlx_parallm.cli import replay
 sys.exit(replay([sys.argv[1]]) or replay([sys.argv[1], "--from", "step_000002"]))
 """
 

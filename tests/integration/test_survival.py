@@ -94,7 +94,7 @@ KILL = """
 import sys, threading
 import mlx_parallm
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.cli.commands import {command}
+from mlx_parallm.cli import {command}
 
 step = Engine.step
 

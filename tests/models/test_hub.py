@@ -154,7 +154,7 @@ def test_what_config_json_shows_is_refused_before_the_weights(hub: FakeHub) -> N
 @pytest.mark.slow
 def test_the_command_says_it_in_one_line(hub: FakeHub, tmp_path: Path) -> None:
     hub.content = Refusal(403, "GatedRepo", "Access to model acme/model is restricted.")
-    program = "import sys; from mlx_parallm.cli.commands import train; sys.exit(train(sys.argv[1:]))"
+    program = "import sys; from mlx_parallm.cli import train; sys.exit(train(sys.argv[1:]))"
     arguments = ["--config", "quickstart", "--set", f"model.base_path={REPOSITORY}", "--set", "server.port=0"]
     result = subprocess.run(
         [sys.executable, "-c", program, *arguments],

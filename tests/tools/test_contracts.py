@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import mlx_parallm
-from mlx_parallm.cli import commands as cli
+from mlx_parallm import cli
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ModelError, ParallmError
 from mlx_parallm.models.lora import LoraPair

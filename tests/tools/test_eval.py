@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mlx_parallm.cli import run_commands as cli_tools
+from mlx_parallm import cli as cli_tools
 from mlx_parallm.environments.evaluate import draw_problems
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError

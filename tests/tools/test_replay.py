@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.cli import run_commands as cli_tools
+from mlx_parallm import cli as cli_tools
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.cli import commands as cli
+from mlx_parallm import cli
 from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.rollout_store.groups import make_group, make_rollout

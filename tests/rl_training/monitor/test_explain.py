@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.cli import commands as cli
+from mlx_parallm import cli
 from mlx_parallm.config.load import Config
 from mlx_parallm.rl_training.metrics import METRICS_FILE, complete
 from mlx_parallm.rl_training.monitor.explain import explain
@@ -183,7 +183,7 @@ def test_what_is_no_run_is_one_line(directory, capsys):
 def test_it_loads_no_mlx(directory):
     write(directory, line(1))
     program = (
-        "import sys\nfrom mlx_parallm.cli.commands import explain\nexplain([sys.argv[1]])\n"
+        "import sys\nfrom mlx_parallm.cli import explain\nexplain([sys.argv[1]])\n"
         "assert not {'mlx', 'mlx.core', 'mlx_lm'} & set(sys.modules), 'mlx'\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(directory)], capture_output=True, text=True, check=False)

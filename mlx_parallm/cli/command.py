@@ -1,0 +1,57 @@
+"""What the commands share: `--set`, loading a configuration, errors of one line. Imports no MLX.
+
+An error that is raised on purpose (`ParallmError`) is one line on stderr and exit code 2; anything else is a bug and
+keeps its traceback.
+"""
+
+import json
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mlx_parallm.errors import ParallmError
+from mlx_parallm.system.redaction import Redactor, environment_secrets
+
+if TYPE_CHECKING:
+    from mlx_parallm.config.load import Config
+
+EXIT_ERROR = 2
+
+Run = Callable[[Namespace], int]
+"""Carry out a command and return its exit code. `args.argv` holds the arguments as they were typed."""
+
+
+def add_set(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="override one key of the configuration; may be repeated",
+    )
+
+
+def load(source: str | None, overrides: list[str], text: str = "", *, saved: bool = False) -> "Config":
+    """Return the configuration of a file, a shipped name or a TOML text, with overrides. Raises ConfigError."""
+    from mlx_parallm.config.load import load_config
+    from mlx_parallm.system.hardware import defaults, detect
+
+    return load_config(source, overrides, defaults(detect()), text=text, saved=saved)
+
+
+def toml_value(value: str | int) -> str:
+    return json.dumps(value, ensure_ascii=False)  # a JSON string or integer is a TOML one
+
+
+def exit_code(run: Run, args: Namespace) -> int:
+    # Without a PATH a compiler is found but cannot find its own parts, and MLX's compiled kernels die with it.
+    os.environ["PATH"] = os.environ.get("PATH") or os.defpath
+    try:
+        return run(args)
+    except ParallmError as error:
+        sys.stderr.write(f"error: {Redactor(environment_secrets()).text(str(error))}\n")
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return 130

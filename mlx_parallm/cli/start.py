@@ -1,0 +1,219 @@
+"""`train` and `serve`: flags → configuration → one call of the daemon. Imports no MLX."""
+
+import faulthandler
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlx_parallm.cli.command import Run, add_set, load, toml_value
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.signals import block_shutdown_signals
+
+if TYPE_CHECKING:
+    from mlx_parallm.config.load import Config
+
+
+def train(parser: ArgumentParser) -> Run:
+    """`mlx_parallm_train`: serve a model and train it at the same time."""
+    parser.add_argument("--config", metavar="FILE", help="a TOML file, or the name of a shipped one (quickstart, …)")
+    parser.add_argument(
+        "--resume", metavar="DIR", help='a run directory or one of its steps; "auto": the latest, else a fresh start'
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start again, from the newest checkpoint, when the process is killed or aborts; N times without a new one",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="load, show a scored group of each environment, measure a few steps, say what the run will need; keep"
+        " nothing",
+    )
+    _add_own_data(parser)
+    add_set(parser)
+
+    def run(args: Namespace) -> int:
+        if args.dry_run and args.resume:
+            parser.error("--dry-run starts anew: it takes no --resume")
+        if args.restarts < 0:
+            parser.error("--restarts: at least 0")
+        if args.write_config:
+            return _write_config(args)
+        config = _training_config(args)
+        from mlx_parallm.rl_training.run_directory import directory_of, with_run_name
+
+        resume = args.resume or config.rl_training.resume
+        config = with_run_name(config, args.config or args.data, resume)
+        if args.dry_run:
+            _before_mlx(config)
+            from mlx_parallm.daemon import run_dry_run
+
+            return run_dry_run(config)
+        if args.restarts > 0:
+            from mlx_parallm.cli.supervisor import supervise
+
+            run_directory = directory_of(config, resume)
+            return supervise(args.argv, config, run_directory, resume=resume, restarts=args.restarts)
+        _before_mlx(config)
+        from mlx_parallm.daemon import run_training
+
+        return run_training(config, resume=resume)
+
+    return run
+
+
+def serve(parser: ArgumentParser) -> Run:
+    """`mlx_parallm_serve`: serve a model, with adapters if wanted, without training."""
+    parser.add_argument("--model-path", metavar="M", help="directory, hub id or builtin:tiny")
+    parser.add_argument(
+        "--lora-path",
+        metavar="[NAME=]A",
+        action="extend",
+        nargs="+",
+        default=[],
+        help="adapter file or directory: A alone becomes the served model, NAME=A is served beside it under NAME",
+    )
+    parser.add_argument("--host", help="address to bind; anything but loopback needs an API key")
+    parser.add_argument("--port", type=int, help="0 takes a free one and prints it")
+    parser.add_argument("--api-key-file", metavar="FILE", help="file that holds the API key")
+    parser.add_argument(
+        "--atropos-queue",
+        metavar="DIR",
+        type=Path,
+        help="serve a durable Atropos queue under /atropos, kept in DIR, for an outside trainer",
+    )
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with [server] and [model]")
+    add_set(parser)
+
+    def run(args: Namespace) -> int:
+        if not args.model_path and not args.config:
+            parser.error("--model-path is required (or --config with model.base_path)")
+        own, named = _split_adapters(args.lora_path)
+        given = {
+            "model.base_path": args.model_path,
+            "model.lora_path": own,
+            "server.host": args.host,
+            "server.port": args.port,
+            "server.api_key_file": args.api_key_file,
+        }
+        flags = [f"{key}={toml_value(value)}" for key, value in given.items() if value is not None]
+        config = load(args.config, args.set + flags)
+        _before_mlx(config)
+        from mlx_parallm.daemon import run_server
+
+        return run_server(config, named, args.atropos_queue)
+
+    return run
+
+
+def _before_mlx(config: "Config") -> None:
+    """What must happen while no thread but this one runs and MLX is not loaded (docs/design.md)."""
+    faulthandler.enable()  # a crash in native code says in which thread and where
+    block_shutdown_signals()
+    if config.rl_training.deterministic:
+        from mlx_parallm.system.blas import request_bitwise_reproducible_blas
+
+        request_bitwise_reproducible_blas()
+
+
+def _add_own_data(parser: ArgumentParser) -> None:
+    own = parser.add_argument_group("your model, your data, your reward", "instead of --config; see docs/your_data.md")
+    own.add_argument("--model", metavar="M", help="directory, hub id or builtin:tiny")
+    own.add_argument("--data", metavar="ROWS", help="a JSONL file with a column prompt, or hf:owner/name")
+    own.add_argument(
+        "--reward",
+        metavar="FILE.py:F",
+        action="append",
+        default=[],
+        help="reward function f(prompts, completions, **columns) -> list of numbers; may be repeated, their sum counts",
+    )
+    own.add_argument("--algorithm", metavar="A", help="dpo, sft, …: learn from the rows (docs/training_on_data.md)")
+    own.add_argument("--write-config", metavar="FILE", help="write the TOML that these flags amount to, and stop")
+
+
+def _training_config(args: Namespace) -> "Config":
+    """From the flags of `train`: a file, a run's own configuration, or model, data and reward."""
+    base = [f"model.base_path={toml_value(args.model)}"] if args.model else []
+    if args.data or args.reward or args.algorithm:
+        config = load(None, args.set, text=_own_data(args))
+        return _as_it_began(config, args) if args.resume == "auto" else config
+    source = args.config
+    if source is None:
+        if args.resume is None or args.resume == "auto":
+            raise ConfigError(
+                "--config is required, or --model with --data and --reward"
+                " (a run directory given to --resume brings its own configuration)"
+            )
+        from mlx_parallm.rl_training.run_directory import saved_config
+
+        return load(str(saved_config(Path(args.resume).expanduser())), args.set + base, saved=True)
+    return load(source, args.set + base)
+
+
+def _as_it_began(config: "Config", args: Namespace) -> "Config":
+    """What the run that `--resume auto` finds was started with. Some values that the flags amount to follow from the
+    model's size, and that is a guess until the model has been downloaded: written anew they could differ."""
+    from mlx_parallm.cli.dataset_config import what_flags_said
+    from mlx_parallm.rl_training.run_directory import CONFIG_FILE, directory_of, with_run_name
+
+    saved = directory_of(with_run_name(config, args.data, "auto"), "auto") / CONFIG_FILE
+    if not saved.is_file():
+        return config
+    began = load(str(saved), args.set, saved=True)
+    for (flag, given), (_, found) in zip(what_flags_said(config), what_flags_said(began), strict=False):
+        if given != found:
+            raise ConfigError(f"{flag} is {given}, but {saved.parent} was started with {found}: remove or rename it")
+    return began
+
+
+def _own_data(args: Namespace) -> str:
+    from mlx_parallm.cli.dataset_config import toml_for, toml_for_rows
+
+    if args.config:
+        raise ConfigError(
+            "--config and --data with --reward are two ways to say one thing: give one of them (see --write-config);"
+            " to change a file's: --set environments.0.data=… and --set 'environments.0.rewards=[\"python:…\"]'"
+        )
+    if args.resume not in (None, "auto"):
+        raise ConfigError(f"--resume {args.resume} brings its own configuration: leave out --data and --reward")
+    for flag, value in (("--model", args.model), ("--data", args.data)):
+        if not value:
+            raise ConfigError(f"{flag} is missing: --model M --data ROWS --reward FILE.py:FUNCTION go together")
+    if args.algorithm:
+        return toml_for_rows(args.model, args.data, args.algorithm, args.reward)
+    return toml_for(args.model, args.data, args.reward)
+
+
+def _write_config(args: Namespace) -> int:
+    if args.set:
+        raise ConfigError("--write-config writes what --model, --data and --reward amount to: put --set into the file")
+    text, file = _own_data(args), Path(args.write_config)
+    try:
+        with file.open("x", encoding="utf-8") as handle:
+            handle.write(text)
+    except OSError as error:
+        raise ConfigError(f"--write-config {file}: {error.strerror or error}") from error
+    sys.stdout.write(f"wrote {file}; train with: mlx_parallm_train --config {file}\n")
+    return 0
+
+
+def _split_adapters(given: Sequence[str]) -> tuple[str | None, dict[str, str]]:
+    """`A` (at most one) and `name=A` (any number) → (A, {name: A})."""
+    own: list[str] = []
+    named: dict[str, str] = {}
+    for entry in given:
+        name, separator, path = entry.partition("=")
+        if not separator or Path(entry).exists():
+            own.append(entry)
+        elif not name or not path or name in named:
+            raise ConfigError(f"--lora-path {entry!r}: expected name=path, each name once")
+        else:
+            named[name] = path
+    if len(own) > 1:
+        raise ConfigError(f"--lora-path: {', '.join(own)}: name all but one of them (name=path)")
+    return (own[0] if own else None), named

@@ -1,0 +1,202 @@
+"""The front door: `mlx_parallm COMMAND …`. One table holds every command; a new one is a line in it.
+
+A command is a function that adds its arguments to a parser and returns what carries it out. Its module is imported only
+when the command is called, so `mlx_parallm` alone and every `--help` answer at once and load no MLX.
+"""
+
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from mlx_parallm import __version__
+from mlx_parallm.cli.command import EXIT_ERROR, Run, exit_code
+
+TASKS = {
+    "start": "Start",
+    "look": "Look at a run",
+    "evaluate": "Evaluate and compare",
+    "deploy": "Deploy",
+    "repair": "Repair",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A row of the table. `function`: "module:name"; it takes the parser and returns a `Run`. `script`: the name that
+    `pyproject.toml` installs for it beside `mlx_parallm`."""
+
+    name: str
+    task: str
+    summary: str
+    function: str
+    script: str | None = None
+    details: str = ""
+
+    def parser(self, prog: str) -> tuple[ArgumentParser, Run]:
+        """Return the parser of this command and what carries it out."""
+        module, _, name = self.function.partition(":")
+        parser = ArgumentParser(prog, description=f"{self.summary} {self.details}".strip(), allow_abbrev=False)
+        parser.add_argument("--version", action="version", version=f"mlx-parallm {__version__}")
+        return parser, getattr(import_module(module), name)(parser)
+
+    def call(self, argv: Sequence[str], prog: str) -> int:
+        parser, run = self.parser(prog)
+        args = parser.parse_args(argv)
+        args.argv = list(argv)
+        return exit_code(run, args)
+
+
+COMMANDS = (
+    Command(
+        "train",
+        "start",
+        "Serve a model over an OpenAI-compatible API and train it meanwhile.",
+        "mlx_parallm.cli.start:train",
+        "mlx_parallm_train",
+    ),
+    Command(
+        "serve",
+        "start",
+        "Serve a model over an OpenAI-compatible API.",
+        "mlx_parallm.cli.start:serve",
+        "mlx_parallm_serve",
+    ),
+    Command(
+        "explain",
+        "look",
+        "Say what a run did and why it does not learn.",
+        "mlx_parallm.cli.existing:explain",
+        "mlx_parallm_explain",
+        "The answer has the numbers and the setting to change. Works while the run goes on, too."
+        " Exit code 0: nothing is wrong; 1: a finding is named.",
+    ),
+    Command(
+        "rollouts",
+        "look",
+        "Show what became of every group of rollouts of a run.",
+        "mlx_parallm.cli.existing:rollouts",
+        "mlx_parallm_rollouts",
+        "Counts by state, environment and policy version; one group; or the refused groups."
+        " Reads only, also while the run goes on.",
+    ),
+    Command(
+        "checkpoint",
+        "look",
+        "Show what a checkpoint holds, and whether it is complete.",
+        "mlx_parallm.cli.existing:show_checkpoint",
+        "mlx_parallm_show_checkpoint",
+        "Step, version, metrics, adapter, optimizer and sizes. Exit code 0: complete; 1: damaged.",
+    ),
+    Command(
+        "eval",
+        "evaluate",
+        "Answer held-out problems, and print accuracy and pass@k with 95% intervals.",
+        "mlx_parallm.cli.existing:evaluate",
+        "mlx_parallm_eval",
+        "The problems are those of a configuration's environments; a model on this machine answers them, or any"
+        " OpenAI-compatible endpoint. Or compare two such results.",
+    ),
+    Command(
+        "replay",
+        "evaluate",
+        "Train again on the rollouts of a run, with other settings.",
+        "mlx_parallm.cli.existing:replay",
+        "mlx_parallm_replay",
+        "Nothing is generated. Shows the metrics side by side.",
+    ),
+    Command(
+        "merge",
+        "deploy",
+        "Add an adapter to its base model and save the result as a model.",
+        "mlx_parallm.cli.existing:merge_lora",
+        "mlx_parallm_merge_lora",
+    ),
+    Command(
+        "convert",
+        "deploy",
+        "Write an adapter in another format (npz, mlx-lm, PEFT).",
+        "mlx_parallm.cli.existing:convert_adapter",
+        "mlx_parallm_convert_adapter",
+        "Every format is read: LoRA, rsLoRA, DoRA.",
+    ),
+    Command(
+        "doctor",
+        "repair",
+        "Show device, BLAS and its speed, memory, versions, and what to mend.",
+        "mlx_parallm.cli.existing:doctor",
+        "mlx_parallm_doctor",
+        "Exit code 0: nothing to mend; 1: see the advice.",
+    ),
+    Command(
+        "completion",
+        "repair",
+        "Print the completion script of a shell.",
+        "mlx_parallm.cli.table:completion",
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`mlx_parallm COMMAND …`; alone it shows the commands by task."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.stdout.write(overview())
+        return 0
+    if arguments[0] == "--version":
+        sys.stdout.write(f"mlx-parallm {__version__}\n")
+        return 0
+    command = next((command for command in COMMANDS if command.name == arguments[0]), None)
+    if command is None:
+        from mlx_parallm.execution.user_code import did_you_mean
+
+        hint = did_you_mean(arguments[0], [command.name for command in COMMANDS])
+        sys.stderr.write(f"error: there is no command {arguments[0]!r}{hint}; `mlx_parallm` lists them\n")
+        return EXIT_ERROR
+    return command.call(arguments[1:], f"mlx_parallm {command.name}")
+
+
+def overview() -> str:
+    width = max(len(command.name) for command in COMMANDS)
+    parts = [f"mlx_parallm {__version__}: serve a language model and train it by RL, in one process."]
+    for task, title in TASKS.items():
+        rows = [f"  {c.name:{width}}  {c.summary}" for c in COMMANDS if c.task == task]
+        parts.append("\n".join([title, *rows]))
+    parts.append(
+        "Begin with\n  mlx_parallm train --config quickstart\n\n`mlx_parallm COMMAND --help` shows the options of one."
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def script(name: str) -> Callable[..., int]:
+    """Return the function behind an underscored command, which runs the same code as `mlx_parallm NAME`."""
+    command = next(command for command in COMMANDS if command.script == name)
+
+    def run(argv: Sequence[str] | None = None) -> int:
+        return command.call(sys.argv[1:] if argv is None else argv, name)
+
+    return run
+
+
+def completion(parser: ArgumentParser) -> Run:
+    """Print the completion script of bash, zsh or tcsh."""
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.epilog = (
+        'bash: eval "$(mlx_parallm completion bash)" in ~/.bashrc\n'
+        'zsh:  mlx_parallm completion zsh > "${fpath[1]}/_mlx_parallm"'
+    )
+    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"])
+
+    def run(args: Namespace) -> int:
+        import shtab
+
+        root = ArgumentParser("mlx_parallm")
+        commands = root.add_subparsers()
+        for command in COMMANDS:
+            own, _ = command.parser(f"mlx_parallm {command.name}")
+            commands.add_parser(command.name, parents=[own], add_help=False, help=command.summary)
+        sys.stdout.write(shtab.complete(root, shell=args.shell) + "\n")
+        return 0
+
+    return run
