@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("daemon",),
     ("tools",),
     ("cli",),
-    ("__init__",),
+    ("__init__", "__main__"),
 )
 # Within a layer only these; all others are independent of their neighbours.
 WITHIN_A_LAYER = {

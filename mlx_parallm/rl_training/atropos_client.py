@@ -1,4 +1,4 @@
-"""The name of the Atropos client that stays; it is in the leaf `integrations.atropos`. Nothing else imports this file."""
+"""Keep the promised path of the Atropos client, a leaf: nothing else imports this file."""
 
 from mlx_parallm.integrations.atropos.api import AtroposClient
 from mlx_parallm.integrations.atropos.client import AtroposPoller

@@ -176,7 +176,7 @@ def test_own_data_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         return 0
 
     monkeypatch.setattr(daemon, "run_training", run_training)
-    monkeypatch.setattr(cli, "_before_mlx", lambda config: None)
+    monkeypatch.setattr("mlx_parallm.cli.start._before_mlx", lambda config: None)
     own = ["--model", "builtin:tiny", "--data", "rows.jsonl", "--reward", "score.py:f"]
     try:
         assert cli.train([*own, "--restarts", "2"]) == 0

@@ -36,11 +36,8 @@ def _anchors(page: Path) -> set[str]:
 
 def test_the_tree_in_the_readme_is_the_package() -> None:
     tree = (ROOT / "README.md").read_text(encoding="utf-8").split("\nmlx_parallm/\n")[1].split("```")[0]
-    named = {
-        name
-        for line in re.findall(r"^  (\S.*)", tree, re.MULTILINE)
-        for name in re.findall(r"[\w/]+(?:\.py|/)(?=\s|$)", line[:45])
-    }
+    rows = re.findall(r"^  (\S.*)", tree, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"[\w/]+(?:\.py|/)(?=\s|$)", row[:23])}
     there = {p.name + "/" * p.is_dir() for p in (ROOT / "mlx_parallm").iterdir() if not p.name.startswith(("_", "."))}
     assert there - named - {"py.typed", "assets/"} == set(), "not in the tree"
     assert not [name for name in named if not (ROOT / "mlx_parallm" / name).exists()], "no longer there"
