@@ -50,7 +50,7 @@ REFILLS = 2  # of groups without variance: then the iteration is made of what th
 
 
 class RewardComputer(Protocol):
-    """Anything with this method, which returns one number for each trajectory; `rewards.computers` has some."""
+    """Anything with this method, which returns one number for each trajectory; `rewards/computers.py` has some."""
 
     def compute_rewards(self, trajectories: Sequence[Trajectory], method: Any = ...) -> Sequence[float]: ...
 

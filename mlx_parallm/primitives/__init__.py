@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     )
     from mlx_parallm.library.backprop import BackpropModule
     from mlx_parallm.library.training_metrics import TrainingMetrics
-    from mlx_parallm.rewards.computers import RewardComputer, SVRLRewardComputer
-    from mlx_parallm.rewards.weighted import ParetoRewardComputer, WeightedRewardComputer, create_reward_computer
+    from mlx_parallm.rewards.computers import ParetoRewardComputer, WeightedRewardComputer, create_reward_computer
+    from mlx_parallm.rewards.methods import RewardComputer
+    from mlx_parallm.rewards.parts import SVRLRewardComputer
     from mlx_parallm.types import Trajectory
 
 __all__ = [
@@ -81,8 +82,9 @@ _HOMES = {
     "inference.module": "InferenceModule",
     "inference.types": "GenerationResult",
     "types": "Trajectory",
-    "rewards.computers": "RewardComputer SVRLRewardComputer",
-    "rewards.weighted": "ParetoRewardComputer WeightedRewardComputer create_reward_computer",
+    "rewards.computers": "ParetoRewardComputer WeightedRewardComputer create_reward_computer",
+    "rewards.methods": "RewardComputer",
+    "rewards.parts": "SVRLRewardComputer",
     "execution.tool_calls": "ToolCall",
     "library.training_metrics": "TrainingMetrics",
 }

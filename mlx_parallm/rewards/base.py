@@ -1,4 +1,4 @@
-"""What a reward is: a function, plain or async, from the *whole group* of trajectories to scores, one mapping for each.
+"""A reward is a function, plain or async, from the *whole group* of trajectories to scores, one mapping for each.
 
 Because the group is seen at once, absolute, relative and Pareto rewards have the same shape. Environments make
 `Trajectory`s and call `score_group`; the number that is trained on is the score named "reward".
@@ -21,15 +21,15 @@ mean of the others, so that the group's mean stays what they make it."""
 
 
 async def score_group(reward: GroupReward, trajectories: Sequence[Trajectory]) -> tuple[Rollout, ...]:
-    """`scored` with what the reward, plain or async, says of the group."""
+    """Return the rollouts of the group with the scores of the reward, plain or async. Raises as `scored`."""
     result = reward(trajectories)
     return scored(trajectories, await result if inspect.isawaitable(result) else result)
 
 
 def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollout, ...]:
-    """The rollouts of the group with their scores filled in.
+    """Return the rollouts of the group with their scores filled in.
 
-    Raises RolloutRejectedError: another number of scores than of trajectories, no "reward", a score that is not finite.
+    Raises RolloutRejectedError: the number of scores is not that of trajectories, no "reward", a score not finite.
     """
     if len(scores_G) != len(trajectories):
         raise RolloutRejectedError(f"the reward returned {len(scores_G)} scores for {len(trajectories)} trajectories")
@@ -51,3 +51,17 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
         )
         for trajectory, scores in zip(trajectories, scores_G, strict=True)
     )
+
+
+def verifier(check: Callable[[str], float]) -> GroupReward:
+    """Make a group reward from a function of one answer's text (usually 0 to 1)."""
+
+    def reward(responses: Sequence[Trajectory]) -> list[dict[str, float]]:
+        return [{"reward": float(check(response.text))} for response in responses]
+
+    return reward
+
+
+def exact_match(answer: str) -> GroupReward:
+    """1 where the text is the answer except for surrounding white space, else 0."""
+    return verifier(lambda text: float(text.strip() == answer.strip()))

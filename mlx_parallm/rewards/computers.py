@@ -1,141 +1,122 @@
-"""RewardComputer: scores trajectories once they are collected, from Python or named in a configuration's `rewards`.
+"""Reward computers with parts from functions or references: weighted and Pareto. No MLX."""
 
-Whatever has `compute_rewards(trajectories, method)` and returns one number for each works where one of these does.
-`relative` and `pareto` compare the trajectories of one prompt (`group_id`); those that are alone in their group are
-compared with each other.
-"""
-
-import math
-from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, pstdev
 from typing import Any, ClassVar
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.rewards.methods import METHODS, Method, Parts, combine, standardize
+from mlx_parallm.execution.user_code import did_you_mean, name_of, user_code
+from mlx_parallm.rewards import threads
+from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress, is_reward_reference
+from mlx_parallm.rewards.methods import Method, Objective, Parts, RewardComputer, objectives_of, pareto_ranks
+from mlx_parallm.rewards.parts import SVRLRewardComputer
 from mlx_parallm.types import Trajectory
 
-Objective = Callable[[Trajectory], float | None]
 
+class WeightedRewardComputer(RewardComputer):
+    """A weighted sum of parts.
 
-class RewardComputer(ABC):
-    """Named parts of each trajectory, and their weights. A subclass says what the parts are."""
-
-    default_method: ClassVar[Method] = "absolute"
-
-    def __init__(self, weights: Mapping[str, float], *, normalize: bool = False) -> None:
-        """`normalize`: what `compute_rewards` returns has mean 0 and standard deviation 1 (population), whatever the
-        method. Raises ConfigError: a weight that is not a finite number."""
-        for name, weight in weights.items():
-            if not math.isfinite(weight):
-                raise ConfigError(f"{type(self).__name__}: the weight of {name!r} is {weight}")
-        self.weights = dict(weights)
-        self.normalize = normalize
-
-    @abstractmethod
-    def compute_parts(self, trajectories: Sequence[Trajectory]) -> list[Parts]:
-        """For each trajectory its parts by their names, unweighted; None where a part does not apply."""
-
-    def compute_rewards(self, trajectories: Sequence[Trajectory], method: Method | None = None) -> list[float]:
-        """One number for each trajectory, by `rewards/methods.py`. A trajectory to which no part applies gets the mean
-        of those that it is compared with.
-
-        Raises ConfigError: an unknown method. RolloutRejectedError: a part that is not finite, or none that applies.
-        """
-        method = method or self.default_method
-        if method not in METHODS:
-            raise ConfigError(f"no reward method {method!r}: choose one of {', '.join(METHODS)}")
-        rewards = [0.0] * len(trajectories)
-        parts = self._checked_parts(trajectories)
-        for together in compared_together(trajectories):
-            scores = combine(method, [parts[n] for n in together], self.weights)
-            known = [score for score in scores if score is not None]
-            if not known:
-                raise RolloutRejectedError(f"{type(self).__name__}: no part applies to any trajectory of a group")
-            for n, score in zip(together, scores, strict=True):
-                rewards[n] = fmean(known) if score is None else score
-        return standardize(rewards) if self.normalize else rewards
-
-    def compute_objective_statistics(self, trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
-        """For each part: mean, std (population), min, max over the trajectories that it applies to."""
-        parts = self._checked_parts(trajectories)
-        statistics = {}
-        for name in self.weights:
-            if values := [value for part in parts if (value := part.get(name)) is not None]:
-                spread = {"std": pstdev(values), "min": min(values), "max": max(values)}
-                statistics[name] = {"mean": fmean(values)} | spread
-        return statistics
-
-    def _checked_parts(self, trajectories: Sequence[Trajectory]) -> list[Parts]:
-        parts = self.compute_parts(trajectories)
-        for scores in parts:
-            for name, value in scores.items():
-                if value is not None and not math.isfinite(value):
-                    raise RolloutRejectedError(f"{type(self).__name__}: {name} is {value}")
-        return parts
-
-
-def compared_together(trajectories: Sequence[Trajectory]) -> list[list[int]]:
-    """Positions of the trajectories that are compared with each other."""
-    groups: defaultdict[Any, list[int]] = defaultdict(list)
-    for position, trajectory in enumerate(trajectories):
-        groups[getattr(trajectory, "group_id", "")].append(position)
-    alone = [group[0] for group in groups.values() if len(group) == 1]
-    return [group for group in groups.values() if len(group) > 1] + ([alone] if alone else [])
-
-
-class SVRLRewardComputer(RewardComputer):
-    """Quality of the answer against what its verification has cost (`environments/kinds/svrl.py`):
-
-        task - verification_weight · spent / budget + efficiency_weight · max(0, (max_steps - steps) / max_steps)
-
-    with the parts `task`, `cost` = spent / budget, and `efficiency`. `pareto` has them as objectives, cost as a cost.
+    A part is a function of one trajectory, which returns a number (soft), a bool (binary) or None (it does not apply);
+    or a reference as in a configuration's `rewards` ("builtin:math", "python:score.py:correct"), which is called once
+    for a group, with the metadata of its trajectories as columns.
     """
 
     def __init__(
         self,
-        task_evaluator: Objective | None = None,
-        verification_weight: float = 0.1,
-        efficiency_weight: float = 0.05,
+        objective_functions: Sequence[Objective | str] = (),
+        objective_names: Sequence[str] | None = None,
+        weights: Sequence[float] | None = None,
         *,
+        objectives: Sequence[Objective | str] = (),
+        options: Mapping[str, Mapping[str, Any]] | None = None,
         normalize: bool = False,
     ) -> None:
-        """`task_evaluator`: quality of an answer, by default `final_answer_is_right`."""
-        weights = {"task": 1.0, "cost": -verification_weight, "efficiency": efficiency_weight}
-        super().__init__(weights, normalize=normalize)
-        self._evaluate = task_evaluator or final_answer_is_right
+        """
+        Args:
+            objective_functions: the parts; `objectives` is another name for them.
+            objective_names: unique; default: the functions' own names.
+            weights: default: the same for each, 1 in all.
+            options: keyword arguments of references, by the name at the reference's end.
+
+        Raises ConfigError: no parts, or parts under both names; more or fewer names or weights than parts; a name
+        twice; a reference that cannot be resolved.
+        """
+        what = type(self).__name__
+        if bool(objective_functions) == bool(objectives):
+            raise ConfigError(f"{what}: pass its parts as objective_functions, or as objectives")
+        parts = tuple(objective_functions or objectives)
+        references = [part for part in parts if isinstance(part, str)]
+        if wrong := [reference for reference in references if not is_reward_reference(reference)]:
+            raise ConfigError(f'{what}: {wrong[0]!r} is neither a function nor "builtin:NAME" or "python:file.py:name"')
+        self._by_reference = RewardFunctions(references, (), columns=None, key=what, options=options)
+        loaded = iter(self._by_reference.names)
+        names = list(objective_names or [next(loaded) if isinstance(part, str) else name_of(part) for part in parts])
+        shares = [1 / len(parts)] * len(parts) if weights is None else list(weights)
+        for values, word in ((names, "objective_names"), (shares, "weights")):
+            if len(values) != len(parts):
+                raise ConfigError(f"{what}: {len(values)} {word} for {len(parts)} parts")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"{what}: two parts have the name {twice[0]!r}: pass objective_names")
+        super().__init__(dict(zip(names, shares, strict=True)), normalize=normalize)
+        self._functions = {name: part for name, part in zip(names, parts, strict=True) if not isinstance(part, str)}
 
     def compute_parts(self, trajectories: Sequence[Trajectory]) -> list[Parts]:
-        return [self._parts(trajectory) for trajectory in trajectories]
+        groups: dict[str | int, list[int]] = {}
+        for position, trajectory in enumerate(trajectories):
+            groups.setdefault(getattr(trajectory, "group_id", "") or position, []).append(position)
+        referenced: dict[int, Parts] = {}
+        if self._by_reference.names:
+            for positions in groups.values():
+                scores = self._score_group([trajectories[position] for position in positions])
+                referenced |= dict(zip(positions, scores, strict=True))
+        return [
+            {name: _value(function, name, trajectory) for name, function in self._functions.items()}
+            | dict(referenced.get(position, {}))
+            for position, trajectory in enumerate(trajectories)
+        ]
 
-    def _parts(self, trajectory: Trajectory) -> Parts:
-        noted = trajectory.metadata
-        if missing := sorted({"spent", "budget", "max_steps"} - set(noted)):
-            raise RolloutRejectedError(
-                f"SVRLRewardComputer: the trajectory's metadata has no {', '.join(missing)}: is this SVRL?"
-            )
-        return {
-            "task": self._evaluate(trajectory),
-            "cost": noted["spent"] / noted["budget"],
-            "efficiency": max(0.0, (noted["max_steps"] - trajectory.step_count) / noted["max_steps"]),
-        }
+    def _score_group(self, group: Sequence[Trajectory]) -> list[Parts]:
+        """Return the scores of the references for one group, under their names in this computer."""
+        names = [name for name in self.weights if name not in self._functions]
+        first = group[0]
+        scoring = self._by_reference.parts(first.prompt, first.metadata, group, TrainingProgress)
+        parts, _ = threads.on_loop(scoring).result()
+        return [
+            dict.fromkeys(names) if part is None else dict(zip(names, part.values(), strict=True)) for part in parts
+        ]
 
 
-def final_answer_is_right(trajectory: Trajectory) -> float:
-    """1 where metadata["final_answer"] is metadata["answer"], as a number or as text but for case and white space.
+class ParetoRewardComputer(WeightedRewardComputer):
+    """Several objectives, each to be maximised, or minimised where its weight is negative. The default method is
+    `pareto` (`methods.pareto_rewards`); `absolute` and `relative` use the weighted sum."""
 
-    Raises RolloutRejectedError: the task has no "answer".
+    default_method: ClassVar[Method] = "pareto"
+
+    def get_pareto_frontier_indices(self, trajectories: Sequence[Trajectory]) -> list[int]:
+        """Return the positions of the trajectories that no other dominates, duplicates included."""
+        objectives = objectives_of(self._checked_parts(trajectories), self.weights)
+        ranks = pareto_ranks(list(objectives.values()))
+        return [position for position, rank in zip(objectives, ranks, strict=True) if rank == 0]
+
+
+def _value(function: Objective, name: str, trajectory: Trajectory) -> float | None:
+    with user_code(name, RolloutRejectedError):
+        value = function(trajectory)
+        return None if value is None else float(value)
+
+
+KINDS: Mapping[str, Callable[..., RewardComputer]] = {
+    "svrl": SVRLRewardComputer,
+    "pareto": ParetoRewardComputer,
+    "weighted": WeightedRewardComputer,
+    "custom": WeightedRewardComputer,
+}
+
+
+def create_reward_computer(kind: str, **options: Any) -> RewardComputer:
+    """Create a reward computer by its kind: "svrl", "pareto", or "weighted", which is also called "custom".
+
+    Raises ConfigError: an unknown kind, or as the computer's constructor.
     """
-    answer = trajectory.metadata.get("answer")
-    if answer is None:
-        raise RolloutRejectedError('the task has no "answer" to compare with; give a task_evaluator of your own')
-    given = trajectory.metadata.get("final_answer")
-    return 0.0 if given is None else float(_same(str(given), str(answer)))
-
-
-def _same(given: str, answer: str) -> bool:
-    try:
-        return float(given) == float(answer)
-    except ValueError:
-        return " ".join(given.lower().split()) == " ".join(answer.lower().split())
+    if kind not in KINDS:
+        raise ConfigError(f"there is no reward computer {kind!r}{did_you_mean(kind, list(KINDS))}")
+    return KINDS[kind](**options)

@@ -1,46 +1,63 @@
 """Reward functions of a configuration, called with TRL's signature: `f(prompts, completions, **columns)`. No MLX.
 
 `RewardFunctions` (one for each data set, made before a model is loaded) → `for_row` → the GroupReward of one task.
-They are called as TRL 1.16 calls them (`GRPOTrainer._calculate_rewards`), once for each group:
+An entry of `rewards` names one of these, and its `reward_options` are keyword arguments:
+
+    python:file.py:f         a function with TRL's signature; its options are arguments of every call
+    python:file.py:Computer  a class, or an object, with compute_rewards(trajectories, method); options of the class
+    builtin:NAME             a part of `parts.py`, or the computer "svrl"; options of its factory
+
+Functions are called as TRL 1.16 calls them (`GRPOTrainer._calculate_rewards`), once for each group:
 
     prompts, completions     strings, or lists of messages where the row's prompt is one
     completion_ids           the sampled tokens, EOS included
-    every column of the row  repeated for each completion, but prompt, completion and completion_ids; where an episode
-                             has noted something under its name, or a new one, that
-    trajectories             (not TRL's) the `Trajectory`s: turns, what the environment noted
+    every column of the row  repeated for each completion, except prompt, completion and completion_ids; a value that
+                             the episode put into its metadata replaces the row's, or adds a column
+    trajectories             (not TRL's) the `Trajectory`s: turns, metadata of the environment
     trainer_state            global_step and max_steps
-    log_metric(name, value)  its mean reaches metrics.jsonl as metrics/<name>/mean
+    log_metric(name, value)  its mean appears in metrics.jsonl as metrics/<name>/mean
     log_extra(column, list)  accepted, recorded nowhere
 
-A parameter that a function does not have is not passed. None as a score means that the function does not apply: it is
-left out of the weighted sum. Plain functions run one at a time on a thread of theirs, async ones together on another,
-so neither blocks the environments. `references.py` says what a reference may name, `methods.py` what becomes of the
-parts.
+Parameters that a function does not have are not passed. A score of None means that the function does not apply: it is
+left out of the weighted sum. Plain functions run one at a time on a thread of theirs, async ones together on another
+(`threads.py`), so neither blocks the environments. `methods.py` combines the scores.
 """
 
 import asyncio
 import copy
 import functools
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.errors import ConfigError, ParallmError, RolloutRejectedError
-from mlx_parallm.execution.user_code import is_async, user_code
+from mlx_parallm.execution.user_code import (
+    check_call,
+    did_you_mean,
+    is_async,
+    is_reference,
+    load,
+    load_function,
+    name_of,
+    user_code,
+)
 from mlx_parallm.rewards import threads
 from mlx_parallm.rewards.base import UNSCORED, GroupReward
 from mlx_parallm.rewards.methods import Method, Parts, combine
-from mlx_parallm.rewards.references import Loaded, check_parameters, load_rewards
+from mlx_parallm.rewards.parts import BUILT_IN, WEIGHTS
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import Trajectory
 
 log = get_logger("rewards")
 
+BUILTIN = "builtin:"
 NOT_A_COLUMN = ("prompt", "completion", "completion_ids")  # TRL does not pass these on
+ARGUMENTS = ("prompts", "completions", "completion_ids", "trajectories", "trainer_state", "log_metric", "log_extra")
 
 Prompt = str | Sequence[Mapping[str, Any]]
 Score = float | str | None
@@ -57,17 +74,42 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class RewardFunction:
+    """One entry of `rewards`, ready to be called by keyword."""
+
     name: str  # unique in its data set; the score is called rewards/<name>
     call: Callable[..., Any]
-    weight: float
-    parameters: frozenset[str] | None  # None = takes everything by keyword
-    required: frozenset[str]
-    worker: threads.Worker
+    weight: float  # the built-in default until the configuration's replaces it
+    signature: inspect.Signature
+    worker: threads.Worker = threads.FUNCTIONS
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Keyword arguments that the configuration has set: a column of the same name is not passed."""
-        return self.call.keywords if isinstance(self.call, functools.partial) else {}
+    @functools.cached_property
+    def parameters(self) -> frozenset[str] | None:
+        """Names that may be passed; None: any. Options of the configuration replace columns of the same name."""
+        parameters = self.signature.parameters.values()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return None
+        return frozenset(parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL)
+
+    @functools.cached_property
+    def required(self) -> frozenset[str]:
+        variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        parameters = self.signature.parameters.values()
+        return frozenset(p.name for p in parameters if p.default is p.empty and p.kind not in variable)
+
+    def select(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of one call, its own copies of the lists. Raises RolloutRejectedError: one is missing."""
+        options = self.call.keywords if isinstance(self.call, functools.partial) else {}
+        selected = {
+            name: list(value) if isinstance(value, list) else value
+            for name, value in arguments.items()
+            if (self.parameters is None or name in self.parameters) and name not in options
+        }
+        if missing := sorted(self.required - set(selected)):
+            raise RolloutRejectedError(
+                f"{self.name} needs {missing[0]!r}, which the task does not have; available:"
+                f" {', '.join(sorted(arguments))}"
+            )
+        return selected
 
 
 class RewardFunctions:
@@ -81,30 +123,30 @@ class RewardFunctions:
         method: Method = "absolute",
         options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Loads and checks the functions.
+        """Load and check the functions.
 
         Args:
-            weights: one for each, or none at all for the default ones.
+            weights: one for each, or empty for the default ones.
             columns: of every task; None: not known before there is one.
             key: the configuration key that names the functions.
             options: keyword arguments by the functions' names.
 
-        Raises ConfigError: what `references.load_rewards` refuses, a parameter that is neither TRL's nor a column, or a
-        column with the name of what was sampled.
+        Raises ConfigError: a reference that cannot be loaded or is no reward, wrong options, a parameter that is
+        neither TRL's nor a column, or a column with the name of the sampled completions.
         """
         if "completions" in (columns or ()):
             raise ConfigError(
-                f"{key}: the data has a column 'completions', which is what reward functions are given the sampled"
-                " answers as: rename the column"
+                f"{key}: the data has a column 'completions', but reward functions get the sampled answers under that"
+                " name: rename the column"
             )
-        entries = load_rewards(references, options or {}, method, key)
-        self._method: Method = "absolute" if len(entries) == 1 and entries[0].computer else method
+        functions = load_rewards(references, options or {}, method, key)
+        alone = len(functions) == 1 and functions[0].worker is threads.COMPUTERS
+        self._method: Method = "absolute" if alone else method
         self._functions: list[RewardFunction] = []
-        for reference, entry, weight in zip(references, entries, weights or [e.weight for e in entries], strict=True):
-            parameters = check_parameters(entry, columns, f"{key}: {reference}")
-            worker = threads.COMPUTERS if entry.computer else threads.FUNCTIONS
-            required = frozenset(_required(entry))
-            self._functions.append(RewardFunction(entry.name, entry.call, weight, parameters, required, worker))
+        default_weights = [function.weight for function in functions]
+        for reference, function, weight in zip(references, functions, weights or default_weights, strict=True):
+            _check_parameters(function, columns, f"{key}: {reference}")
+            self._functions.append(replace(function, weight=weight))
 
     @classmethod
     def from_config(
@@ -133,7 +175,7 @@ class RewardFunctions:
         return [function.name for function in self._functions]
 
     def attach(self, inference: Any) -> None:
-        """Hands the policy's engine to the functions that ask a model (`judge = "base"`)."""
+        """Hand the policy's engine to the functions that ask a model (`judge = "base"`)."""
         for function in self._functions:
             if (attach := getattr(function.call, "attach", None)) is not None:
                 attach(inference)
@@ -144,11 +186,10 @@ class RewardFunctions:
 
         async def reward(trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
             parts_G, metrics = await self.parts(prompt, row, trajectories, state)
-            scored = [parts is not None for parts in parts_G]
             rewards = combine(self._method, [parts or {} for parts in parts_G], weights)
             known = [value for value in rewards if value is not None]
             if not known:
-                what = "returned None for every completion" if all(scored) else "left every completion unscored"
+                what = "left every completion unscored" if None in parts_G else "returned None for every completion"
                 raise RolloutRejectedError(f"{', '.join(self.names)} {what}")
             mean = math.fsum(known) / len(known)
             return [
@@ -167,18 +208,18 @@ class RewardFunctions:
         trajectories: Sequence[Trajectory],
         state: Callable[[], TrainingProgress],
     ) -> tuple[list[Parts | None], dict[str, float]]:
-        """For each trajectory what every function said of it (None: one of them said UNSCORED), and the metrics.
+        """For each trajectory the score of every function (None: one of them returned UNSCORED), and the metrics.
 
-        Raises RolloutRejectedError: a function that raised, or returned something else than a number for each.
+        Raises RolloutRejectedError: a function that raised, or did not return a number for each.
         """
-        given = _arguments(prompt, row, trajectories)
         metrics: defaultdict[str, list[float]] = defaultdict(list)
 
         def log_metric(name: str, value: float) -> None:
             metrics[name].append(_number(value, f"log_metric({name!r})"))
 
-        given |= {"trainer_state": state(), "log_metric": log_metric, "log_extra": _log_extra}
-        calls = (_call(function, given, len(trajectories)) for function in self._functions)
+        progress = {"trainer_state": state(), "log_metric": log_metric, "log_extra": _log_extra}
+        arguments = _arguments(prompt, row, trajectories) | progress
+        calls = (_call(function, arguments, len(trajectories)) for function in self._functions)
         scores = await asyncio.gather(*calls)
         parts_G: list[Parts | None] = []
         for column in zip(*scores, strict=True):
@@ -187,13 +228,7 @@ class RewardFunctions:
         return parts_G, {f"metrics/{name}": math.fsum(values) / len(values) for name, values in metrics.items()}
 
 
-def _required(entry: Loaded) -> list[str]:
-    return [
-        name
-        for name, parameter in entry.signature.parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]
+# ---------------------------------------------------------------------- one call
 
 
 def _arguments(prompt: Prompt, row: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
@@ -212,18 +247,8 @@ def _arguments(prompt: Prompt, row: Mapping[str, Any], trajectories: Sequence[Tr
     }
 
 
-async def _call(function: RewardFunction, given: Mapping[str, Any], size: int) -> list[Score]:
-    wanted = {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in given.items()
-        if (function.parameters is None or name in function.parameters) and name not in function.options
-    }
-    if missing := sorted(function.required - set(wanted)):
-        there = ", ".join(sorted(given))
-        raise RolloutRejectedError(
-            f"{function.name} wants {missing[0]!r}, which the task does not have; there is: {there}"
-        )
-    future = _start(function, wanted)
+async def _call(function: RewardFunction, arguments: Mapping[str, Any], size: int) -> list[Score]:
+    future = _start(function, function.select(arguments))
     try:
         result = await asyncio.wrap_future(future)
     except asyncio.CancelledError:
@@ -242,26 +267,6 @@ async def _call(function: RewardFunction, given: Mapping[str, Any], size: int) -
         else _number(value, f"{function.name}, completion {number}")
         for number, value in enumerate(values)
     ]
-
-
-def _number(value: Any, what: str) -> float:
-    """A finite float from a number of any library. Raises RolloutRejectedError."""
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several values
-        number = math.nan
-    if not math.isfinite(number):
-        raise RolloutRejectedError(f"{what}: {value!r} is not a finite number")
-    return number
-
-
-def _log_extra(column: str, values: Sequence[Any]) -> None:
-    _warn_once(column)
-
-
-@functools.cache
-def _warn_once(column: str) -> None:
-    log.warning("what log_extra is given is recorded nowhere", column=column)
 
 
 def _start(function: RewardFunction, arguments: Mapping[str, Any]) -> "Future[Any]":
@@ -289,3 +294,141 @@ def _start(function: RewardFunction, arguments: Mapping[str, Any]) -> "Future[An
 
     function.worker.put(in_thread)
     return future
+
+
+def _number(value: Any, what: str) -> float:
+    """A finite float from a number of any library. Raises RolloutRejectedError."""
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several values
+        number = math.nan
+    if not math.isfinite(number):
+        raise RolloutRejectedError(f"{what}: {value!r} is not a finite number")
+    return number
+
+
+@functools.cache
+def _warn_once(column: str) -> None:
+    log.warning("log_extra records nothing", column=column)
+
+
+def _log_extra(column: str, values: Sequence[Any]) -> None:
+    _warn_once(column)
+
+
+# ---------------------------------------------------------------------- loading
+
+
+def is_reward_reference(text: str) -> bool:
+    return text.startswith(BUILTIN) or is_reference(text)
+
+
+def load_rewards(
+    references: Sequence[str], options: Mapping[str, Mapping[str, Any]], method: Method, key: str
+) -> list[RewardFunction]:
+    """One for each reference. `options` by the name at a reference's end; the second of one name is "name#2".
+
+    A computer that stands alone is asked for `method` itself, one among others for absolute scores.
+
+    Raises ConfigError: a reference that cannot be loaded, is no reward, or does not take its options; options for a
+    name that is none of the rewards.
+    """
+    names = _unique([reference.rpartition(":")[2] for reference in references])
+    if unknown := [name for name in options if name not in names]:
+        raise ConfigError(
+            f"{key}: reward_options has {unknown[0]!r}, which is none of the rewards{did_you_mean(unknown[0], names)}"
+        )
+    functions = []
+    for reference, option_name in zip(references, names, strict=True):
+        what, builtin = f"{key}: {reference}", reference.startswith(BUILTIN)
+        loaded = (_load_builtin if builtin else _load_user)(reference, options.get(option_name, {}), key)
+        name = reference.removeprefix(BUILTIN) if builtin else name_of(loaded)
+        weight = WEIGHTS.get(name, 1.0) if builtin else 1.0
+        if hasattr(loaded, "compute_rewards"):
+            call = _computer_function(loaded, name, method if len(references) == 1 else "absolute", what)
+            functions.append(RewardFunction(name, call, weight, inspect.signature(call), threads.COMPUTERS))
+        else:
+            functions.append(RewardFunction(name, loaded, weight, _signature(loaded, what)))
+    unique = _unique([function.name for function in functions])
+    return [replace(function, name=name) for function, name in zip(functions, unique, strict=True)]
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    return [name if (n := names[:i].count(name)) == 0 else f"{name}#{n + 1}" for i, name in enumerate(names)]
+
+
+def _load_builtin(reference: str, options: Mapping[str, Any], key: str) -> Any:
+    what, name = f"{key}: {reference}", reference.removeprefix(BUILTIN)
+    if name not in BUILT_IN:
+        raise ConfigError(f"{what}: there is no built-in reward of this name{did_you_mean(name, sorted(BUILT_IN))}")
+    return _create(BUILT_IN[name], options, what)
+
+
+def _load_user(reference: str, options: Mapping[str, Any], key: str) -> Any:
+    what, value = f"{key}: {reference}", load(reference, key)
+    if hasattr(value, "compute_rewards"):
+        if isinstance(value, type):
+            return _create(value, options, what)
+        if options:
+            raise ConfigError(f"{what} is an object already: reward_options can only be passed to a class")
+        return value
+    function, signature = load_function(reference, key)
+    if not options:
+        return function
+    if reserved := sorted(set(options) & set(ARGUMENTS)):
+        raise ConfigError(f"{what}: reward_options has {reserved[0]!r}, which every call of the function passes itself")
+    accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    for name in options:
+        if name not in signature.parameters and not accepts_all:
+            accepted = [parameter for parameter in signature.parameters if parameter not in ARGUMENTS]
+            raise ConfigError(f"{what} takes {signature}, which has no option {name!r}{did_you_mean(name, accepted)}")
+    return functools.partial(function, **options)
+
+
+def _create(factory: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
+    check_call(inspect.signature(factory), (), what, keywords=tuple(options))
+    with user_code(what):
+        return factory(**options)
+
+
+def _signature(function: Callable[..., Any], what: str) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what}: its parameters cannot be read: {error}") from error
+
+
+def _computer_function(computer: Any, name: str, method: Method, what: str) -> Callable[..., Any]:
+    """The computer as a reward function; the parts of a `RewardComputer` become metrics."""
+    compute, parts_of = computer.compute_rewards, getattr(computer, "compute_parts", None)
+    check_call(inspect.signature(compute), ("trajectories",), f"{what}.compute_rewards", keywords=("method",))
+    if is_async(compute):
+        raise ConfigError(f"{what}.compute_rewards is async; it has to be a plain method")
+
+    def compute_rewards(trajectories: Sequence[Trajectory], log_metric: Callable[[str, float], None]) -> Any:
+        for parts in parts_of(trajectories) if parts_of is not None else ():
+            for part, value in parts.items():
+                if value is not None:
+                    log_metric(f"{name}/{part}", value)
+        return compute(list(trajectories), method=method)
+
+    return compute_rewards
+
+
+def _check_parameters(function: RewardFunction, columns: Collection[str] | None, what: str) -> None:
+    """Raises ConfigError: a parameter that is neither TRL's nor a column, or a function that sees no answers."""
+    signature = function.signature
+    if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in signature.parameters.values()):
+        raise ConfigError(f"{what} takes {signature}: it is called by keyword, so there can be no / in it")
+    available = {*ARGUMENTS, *(columns or ())} - {"prompt", "completion"}
+    if columns is not None:
+        for name in signature.parameters:
+            if name in function.required and name not in available:
+                raise ConfigError(
+                    f"{what} takes {signature}, but {name!r} is not a column of the data, held-out rows included"
+                    f"{did_you_mean(name, sorted(available))}; available are {', '.join(sorted(available))}"
+                )
+    if function.parameters is not None and not function.parameters & {"completions", "completion_ids", "trajectories"}:
+        raise ConfigError(
+            f"{what} takes {signature}: it sees no completions; expected (prompts, completions, **columns)"
+        )

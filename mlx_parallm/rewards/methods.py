@@ -1,21 +1,29 @@
-"""From the named parts of trajectories that are compared to the one number each that is trained on. No MLX.
+"""Methods that combine the named parts of trajectories to one reward each. No MLX.
 
 absolute   the weighted sum of its parts: each trajectory on its own
 relative   the rank of that sum among the others, equal sums sharing their mean rank, as a z-score
 pareto     every part is an objective of its own: 1 on the first front, less on each further one
+
+`combine` does it for one group; a `RewardComputer` for trajectories of many, from Python or named in `rewards`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import get_args
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 
 from mlx_parallm.config.environment import Method
+from mlx_parallm.errors import ConfigError, RolloutRejectedError
+from mlx_parallm.types import Trajectory
 
 METHODS: tuple[Method, ...] = get_args(Method)
 
 Parts = Mapping[str, float | None]  # None: the part does not apply
+Objective = Callable[[Trajectory], float | None]
 
 
 def average_ranks(values_N: Sequence[float]) -> list[float]:
@@ -64,25 +72,25 @@ def pareto_rewards(objectives_N_K: Sequence[Sequence[float]]) -> list[float]:
 
 
 def objectives_of(parts_N: Sequence[Parts], weights: Mapping[str, float]) -> dict[int, list[float]]:
-    """Pareto objectives by the position of their trajectory: its parts times their weights, so that a part of negative
-    weight is a cost, and one of weight 0 is none. Trajectories without one that others have are left out."""
+    """Return the Pareto objectives by the position of their trajectory: its parts times their weights, so that a part
+    of negative weight is a cost, and one of weight 0 is none. Trajectories that lack one of them are left out."""
     names = [name for name, weight in weights.items() if weight and any(_applies(parts, name) for parts in parts_N)]
     return {
-        position: [weights[name] * value for name, value in _known(parts, names)]
+        position: [weights[name] * value for name, value in _applicable(parts, names)]
         for position, parts in enumerate(parts_N)
         if names and all(_applies(parts, name) for name in names)
     }
 
 
 def combine(method: Method, parts_N: Sequence[Parts], weights: Mapping[str, float]) -> list[float | None]:
-    """One reward for each of the trajectories that are compared with each other; None: nothing could score it."""
+    """Return one reward for each trajectory of a comparison; None: nothing could score it."""
     if method == "pareto":
         objectives = objectives_of(parts_N, weights)
         ranked, rewards = list(objectives), pareto_rewards(list(objectives.values()))
     else:
         ranked = [position for position, parts in enumerate(parts_N) if any(_applies(parts, name) for name in weights)]
-        known = (_known(parts_N[position], weights) for position in ranked)
-        rewards = [math.fsum(weights[name] * value for name, value in parts) for parts in known]
+        applicable = (_applicable(parts_N[position], weights) for position in ranked)
+        rewards = [math.fsum(weights[name] * value for name, value in parts) for parts in applicable]
         if method == "relative":
             rewards = standardize(average_ranks(rewards))
     by_position = dict(zip(ranked, rewards, strict=True))
@@ -93,5 +101,76 @@ def _applies(parts: Parts, name: str) -> bool:
     return parts.get(name) is not None
 
 
-def _known(parts: Parts, names: Sequence[str] | Mapping[str, float]) -> list[tuple[str, float]]:
+def _applicable(parts: Parts, names: Sequence[str] | Mapping[str, float]) -> list[tuple[str, float]]:
     return [(name, value) for name in names if (value := parts.get(name)) is not None]
+
+
+class RewardComputer(ABC):
+    """Scores trajectories after they are collected. A subclass computes named parts; their weights are given here.
+
+    Any object with `compute_rewards(trajectories, method)` that returns one number for each can stand in its place.
+    """
+
+    default_method: ClassVar[Method] = "absolute"
+
+    def __init__(self, weights: Mapping[str, float], *, normalize: bool = False) -> None:
+        """`normalize`: the rewards of one call have mean 0 and standard deviation 1 (population) under any method.
+
+        Raises ConfigError: a weight that is not a finite number."""
+        for name, weight in weights.items():
+            if not math.isfinite(weight):
+                raise ConfigError(f"{type(self).__name__}: the weight of {name!r} is {weight}")
+        self.weights = dict(weights)
+        self.normalize = normalize
+
+    @abstractmethod
+    def compute_parts(self, trajectories: Sequence[Trajectory]) -> list[Parts]:
+        """Return the parts of each trajectory by their names, unweighted; None where a part does not apply."""
+
+    def compute_rewards(self, trajectories: Sequence[Trajectory], method: Method | None = None) -> list[float]:
+        """Return one number for each trajectory. One to which no part applies gets the mean of those it is compared
+        with. `relative` and `pareto` compare the trajectories of one prompt (`group_id`); those that are alone in
+        their group are compared with each other.
+
+        Raises ConfigError: an unknown method. RolloutRejectedError: a part that is not finite, or none that applies.
+        """
+        method = method or self.default_method
+        if method not in METHODS:
+            raise ConfigError(f"no reward method {method!r}: choose one of {', '.join(METHODS)}")
+        rewards = [0.0] * len(trajectories)
+        parts = self._checked_parts(trajectories)
+        for together in compared_together(trajectories):
+            scores = combine(method, [parts[n] for n in together], self.weights)
+            known = [score for score in scores if score is not None]
+            if not known:
+                raise RolloutRejectedError(f"{type(self).__name__}: no part applies to any trajectory of a group")
+            for n, score in zip(together, scores, strict=True):
+                rewards[n] = fmean(known) if score is None else score
+        return standardize(rewards) if self.normalize else rewards
+
+    def compute_objective_statistics(self, trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
+        """Return mean, std (population), min and max of each part over the trajectories that it applies to."""
+        parts = self._checked_parts(trajectories)
+        statistics = {}
+        for name in self.weights:
+            if values := [value for part in parts if (value := part.get(name)) is not None]:
+                spread = {"std": pstdev(values), "min": min(values), "max": max(values)}
+                statistics[name] = {"mean": fmean(values)} | spread
+        return statistics
+
+    def _checked_parts(self, trajectories: Sequence[Trajectory]) -> list[Parts]:
+        parts = self.compute_parts(trajectories)
+        for scores in parts:
+            for name, value in scores.items():
+                if value is not None and not math.isfinite(value):
+                    raise RolloutRejectedError(f"{type(self).__name__}: {name} is {value}")
+        return parts
+
+
+def compared_together(trajectories: Sequence[Trajectory]) -> list[list[int]]:
+    """Positions of the trajectories that are compared with each other."""
+    groups: defaultdict[Any, list[int]] = defaultdict(list)
+    for position, trajectory in enumerate(trajectories):
+        groups[getattr(trajectory, "group_id", "")].append(position)
+    alone = [group[0] for group in groups.values() if len(group) == 1]
+    return [group for group in groups.values() if len(group) > 1] + ([alone] if alone else [])

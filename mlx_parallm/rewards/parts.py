@@ -12,11 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards.code import code, fenced, syntax
 from mlx_parallm.rewards.judge import judge
 from mlx_parallm.rewards.learned import learned
 from mlx_parallm.rewards.math_check import math
+from mlx_parallm.rewards.methods import Objective, Parts, RewardComputer
 from mlx_parallm.rewards.part_tools import Completions, Scores, by_column, needs_extra, texts_of, to_binary
 from mlx_parallm.types import Trajectory
 
@@ -214,6 +215,62 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+class SVRLRewardComputer(RewardComputer):
+    """Quality of the answer against the cost of its verification (`environments/kinds/svrl.py`):
+
+        task - verification_weight · spent / budget + efficiency_weight · max(0, (max_steps - steps) / max_steps)
+
+    with the parts `task`, `cost` = spent / budget, and `efficiency`. `pareto` takes them as objectives, `cost` negated.
+    """
+
+    def __init__(
+        self,
+        task_evaluator: Objective | None = None,
+        verification_weight: float = 0.1,
+        efficiency_weight: float = 0.05,
+        *,
+        normalize: bool = False,
+    ) -> None:
+        """`task_evaluator`: quality of an answer, by default `final_answer_is_right`."""
+        weights = {"task": 1.0, "cost": -verification_weight, "efficiency": efficiency_weight}
+        super().__init__(weights, normalize=normalize)
+        self._evaluate = task_evaluator or final_answer_is_right
+
+    def compute_parts(self, trajectories: Sequence[Trajectory]) -> list[Parts]:
+        return [self._parts(trajectory) for trajectory in trajectories]
+
+    def _parts(self, trajectory: Trajectory) -> Parts:
+        metadata = trajectory.metadata
+        if missing := sorted({"spent", "budget", "max_steps"} - set(metadata)):
+            raise RolloutRejectedError(
+                f"SVRLRewardComputer: the trajectory's metadata has no {', '.join(missing)}: is this SVRL?"
+            )
+        return {
+            "task": self._evaluate(trajectory),
+            "cost": metadata["spent"] / metadata["budget"],
+            "efficiency": max(0.0, (metadata["max_steps"] - trajectory.step_count) / metadata["max_steps"]),
+        }
+
+
+def final_answer_is_right(trajectory: Trajectory) -> float:
+    """1 where metadata["final_answer"] equals metadata["answer"], as a number or as text but for case and white space.
+
+    Raises RolloutRejectedError: the task has no "answer".
+    """
+    answer = trajectory.metadata.get("answer")
+    if answer is None:
+        raise RolloutRejectedError('the task has no "answer" to compare with: pass a task_evaluator')
+    final = trajectory.metadata.get("final_answer")
+    return 0.0 if final is None else float(_equal(str(final), str(answer)))
+
+
+def _equal(final: str, answer: str) -> bool:
+    try:
+        return float(final) == float(answer)
+    except ValueError:
+        return " ".join(final.lower().split()) == " ".join(answer.lower().split())
+
+
 PARTS: Mapping[str, Callable[..., Part]] = MappingProxyType(
     {
         "answer_match": answer_match,
@@ -236,3 +293,5 @@ WEIGHTS: Mapping[str, float] = MappingProxyType(
     dict.fromkeys(PARTS, 1.0) | {"code": 2.0, "tool_success": 2.0, "task_completion": 1.5, "efficiency": 0.5}
 )
 """Of a part where none is configured."""
+BUILT_IN: Mapping[str, Callable[..., Any]] = MappingProxyType({**PARTS, "svrl": SVRLRewardComputer})
+"""Everything that `builtin:NAME` may name."""

@@ -5,7 +5,7 @@ import time
 
 from mlx_parallm.environments.base import Environment, EnvironmentSource, Messages, Task
 from mlx_parallm.environments.kinds.problems import Split, make_problem
-from mlx_parallm.rewards.verifiers import exact_match
+from mlx_parallm.rewards.base import exact_match
 
 FOR_EVER_S = 1e9
 

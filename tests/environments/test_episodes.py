@@ -8,7 +8,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import Environment, EnvironmentSource, Task
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.errors import EngineUnavailableError
-from mlx_parallm.rewards.verifiers import exact_match
+from mlx_parallm.rewards.base import exact_match
 from mlx_parallm.rollout_store.checks import check_group
 from tests.environments.scripted_client import ScriptedClient, finished
 from tests.environments.templates import QWEN3, with_template

@@ -7,7 +7,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments import scheduler as group_manager
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.errors import CheckpointError, EndpointError, EnvironmentFailedError, RolloutRejectedError
-from mlx_parallm.rewards.verifiers import exact_match
+from mlx_parallm.rewards.base import exact_match
 from tests.environments.managing import WAIT_S, Inbox, two_tasks, until
 from tests.environments.scripted_client import ScriptedClient
 

@@ -10,7 +10,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments import queues as lanes
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.errors import EnvironmentFailedError
-from mlx_parallm.rewards.verifiers import exact_match
+from mlx_parallm.rewards.base import exact_match
 from tests.environments.managing import two_tasks, until
 from tests.environments.scripted_client import ScriptedClient
 

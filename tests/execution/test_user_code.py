@@ -118,7 +118,7 @@ def test_relative_files_lie_beside_the_configuration_or_in_the_working_directory
 
 OWN_CLASS = """
 from mlx_parallm.environments.base import EnvironmentSource, Task
-from mlx_parallm.rewards.verifiers import exact_match
+from mlx_parallm.rewards.base import exact_match
 
 class Good(EnvironmentSource):
     def task(self, index, split="train"):

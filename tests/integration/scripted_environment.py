@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_parallm.environments.base import Environment, EnvironmentSource, Messages, SingleTurn, Task
 from mlx_parallm.environments.kinds.problems import Split, make_problem
-from mlx_parallm.rewards.verifiers import verifier
+from mlx_parallm.rewards.base import verifier
 from mlx_parallm.types import Trajectory
 
 GROUPS_BEFORE = 24  # a silence comes after so many groups

@@ -76,7 +76,7 @@ import mlx.core as mx
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.losses.registry import policy_loss
 from mlx_parallm.losses.types import LossOutputs
-from mlx_parallm.rewards.verifiers import verifier
+from mlx_parallm.rewards.base import verifier
 
 class Letters(EnvironmentSource):
     def task(self, index, split="train"):

@@ -5,8 +5,12 @@ import random
 import pytest
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.rewards.computers import SVRLRewardComputer
-from mlx_parallm.rewards.weighted import ParetoRewardComputer, WeightedRewardComputer, create_reward_computer
+from mlx_parallm.rewards.computers import (
+    ParetoRewardComputer,
+    SVRLRewardComputer,
+    WeightedRewardComputer,
+    create_reward_computer,
+)
 from tests.rewards.trajectories import trajectory
 
 
@@ -132,11 +136,11 @@ def test_svrl_wants_the_account_of_its_environment():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: WeightedRewardComputer(), "give its parts"),
-        (lambda: WeightedRewardComputer([right], objectives=[right]), "give its parts"),
+        (lambda: WeightedRewardComputer(), "pass its parts"),
+        (lambda: WeightedRewardComputer([right], objectives=[right]), "pass its parts"),
         (lambda: WeightedRewardComputer([right, brevity], ["a"]), "1 objective_names for 2 parts"),
         (lambda: WeightedRewardComputer([right], weights=[1, 2]), "2 weights for 1 parts"),
-        (lambda: WeightedRewardComputer([right, right]), "two parts are called 'right'"),
+        (lambda: WeightedRewardComputer([right, right]), "two parts have the name 'right'"),
         (lambda: WeightedRewardComputer(["right"]), "neither a function nor"),
         (lambda: WeightedRewardComputer([right], weights=[float("nan")]), "the weight of 'right' is nan"),
         (lambda: create_reward_computer("parreto"), "did you mean 'pareto'"),

@@ -5,13 +5,13 @@ import pytest
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.load import load_config, parse_config
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.rewards import references
+from mlx_parallm.rewards import functions as functions_module
 from mlx_parallm.rewards.base import UNSCORED, score_group
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from tests.rewards.trajectories import trajectory
 
 CODE = """
-from mlx_parallm.rewards.weighted import ParetoRewardComputer
+from mlx_parallm.rewards.computers import ParetoRewardComputer
 
 def size(completions):
     return [float(len(c)) for c in completions]
@@ -95,8 +95,8 @@ async def test_a_built_in_part_is_made_from_its_options(made, monkeypatch):
     def starts_with(letter="a"):
         return lambda completions: [float(c.startswith(letter)) for c in completions]
 
-    monkeypatch.setattr(references, "BUILT_IN", {"starts_with": starts_with})
-    monkeypatch.setattr(references, "WEIGHTS", {"starts_with": 2.0})
+    monkeypatch.setattr(functions_module, "BUILT_IN", {"starts_with": starts_with})
+    monkeypatch.setattr(functions_module, "WEIGHTS", {"starts_with": 2.0})
     functions = made("builtin:starts_with", "size", reward_options={"starts_with": {"letter": "b"}})
     got = await scores(functions, "b", "ab")
     assert got == [
@@ -143,7 +143,7 @@ async def test_one_function_may_say_that_nothing_can_score_an_answer(made):
 async def test_a_column_that_a_task_lacks_is_named(made):
     functions = made("letters", columns=None)
     with pytest.raises(
-        RolloutRejectedError, match=r"^letters wants 'wanted', which the task does not have; there is: .*completions"
+        RolloutRejectedError, match=r"^letters needs 'wanted', which the task does not have; available: .*completions"
     ):
         await scores(functions, "a")
 
@@ -152,11 +152,11 @@ async def test_a_column_that_a_task_lacks_is_named(made):
     ("names", "more", "message"),
     [
         (("size",), {"reward_options": {"sise": {}}}, "'sise', which is none of the rewards; did you mean 'size'"),
-        (("near",), {"reward_options": {"near": {"completions": 1}}}, "given at every call"),
+        (("near",), {"reward_options": {"near": {"completions": 1}}}, "every call of the function passes itself"),
         (("steps",), {"reward_options": {"steps": {"most": 1}}}, "has no option 'most'"),
         (("Longest",), {"reward_options": {"Longest": {"boonus": 1}}}, "boonus"),
-        (("instance",), {"reward_options": {"instance": {"bonus": 1}}}, "made already"),
-        (("builtin:svlr",), {}, "nothing built in has this name; did you mean 'svrl'"),
+        (("instance",), {"reward_options": {"instance": {"bonus": 1}}}, "is an object already"),
+        (("builtin:svlr",), {}, "no built-in reward of this name; did you mean 'svrl'"),
         (("builtin:svrl",), {"reward_options": {"svrl": {"budget": 1}}}, "budget"),
         (("not_one",), {}, "not a function"),
     ],

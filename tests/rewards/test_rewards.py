@@ -1,8 +1,7 @@
 import pytest
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.rewards.base import UNSCORED, score_group
-from mlx_parallm.rewards.verifiers import exact_match, verifier
+from mlx_parallm.rewards.base import UNSCORED, exact_match, score_group, verifier
 from mlx_parallm.types import Rollout, Trajectory
 
 

@@ -16,7 +16,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.kinds.problems import Split, split_of
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.rewards.verifiers import verifier
+from mlx_parallm.rewards.base import verifier
 
 INSTALL = "pip install 'mlx-parallm[reasoning-gym]'"
 HELDOUT_SEED = 3_000_000_000

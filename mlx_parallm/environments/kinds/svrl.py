@@ -3,7 +3,7 @@
     prompt (task, tools, costs, budget, last verifications) → answer → its USE_TOOL calls are made and paid → prompt …
         → FINAL ANSWER, budget spent, or max_steps
 
-What was paid stands in the State's metadata, where the reward reads it (`rewards.computers.SVRLRewardComputer`):
+What was paid stands in the State's metadata, where the reward reads it (`rewards.parts.SVRLRewardComputer`):
 `budget`, `spent`, `max_steps`, `final_answer`, and `tool_calls`, one dictionary for each call with `name`, `arguments`
 (the text that the tool was given), `ok`, `result`, `cost` (0 for a call that was not made) and `skipped` (the budget
 did not allow it). Everything that belongs to an episode is in its State, so that classes may be combined.

@@ -6,7 +6,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.kinds.problems import TASKS, Split, make_problem, score
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rewards.verifiers import verifier
+from mlx_parallm.rewards.base import verifier
 
 HELDOUT_SEED = 0
 """Held-out problems do not depend on the run's seed, so that runs are compared on the same ones."""

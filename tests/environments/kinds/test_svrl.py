@@ -11,7 +11,7 @@ from mlx_parallm.environments.registry import build_sources, create_environment
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rewards.base import score_group
-from mlx_parallm.rewards.computers import SVRLRewardComputer
+from mlx_parallm.rewards.parts import SVRLRewardComputer
 from mlx_parallm.types import Rollout, Trajectory
 from tests.environments.speaking import Says, play
 
