@@ -1,19 +1,25 @@
-"""Rows of a data set: read, checked one by one, each with its prompt. An error names file and line.
+"""Rows of a data set: read, checked one by one, divided into training and held-out rows. An error names file and line.
 
-`read_rows` → `Rows(train, heldout)`. Formats are TRL's: a column `prompt` that holds a string or a list of messages;
-every other column is handed to the reward functions.
+rows_of       (place, row) of a JSONL file or of a data set of the hub: every reader of rows begins here
+read_splits   both splits of anything that is made from rows: prompts here, `[data]`'s examples in rl_training
+read_prompts  rows with their prompts, in TRL's formats: a column `prompt` that holds a string or a list of messages
+read_tasks    rows of an environment's tasks, from a file or from Python
+SplitRows     which row is number `index` of a split
 """
 
 import difflib
+import functools
 import hashlib
 import json
+import random
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig
+from mlx_parallm.environments.kinds.problems import Split
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.log import get_logger
 
@@ -21,47 +27,18 @@ log = get_logger("environments")
 
 INSTALL = "pip install 'mlx-parallm[datasets]'"
 PROMPT_COLUMNS = ("prompt", "messages")
+TASKS_HELDOUT = 0.1  # share of an environment's tasks
 
 Prompt = str | list[dict[str, Any]]
+TaskData = str | Path | Sequence[Mapping[str, Any]]
+"""A JSONL file, or the rows themselves."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    prompt: Prompt
+class DataRow:
+    prompt: Any  # a Prompt; of a task, the value of the column that every row needs
     columns: Mapping[str, Any]  # every column of the data set; None where the row has none
     key: str  # hash of the prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    train: tuple[Row, ...]
-    heldout: tuple[Row, ...]
-    columns: tuple[str, ...]  # that the rows of both splits have
-
-
-def read_rows(config: EnvironmentConfig) -> Rows:
-    """Both splits. Which rows are held out depends on their prompts alone, not on a seed or on their order.
-
-    Raises ConfigError: a file or package that is missing, a bad row (with file and line), no rows to train on.
-    """
-    rows = _read(config, config.data or "", config.data_split)
-    heldout: list[Row] = []
-    if config.heldout_data is not None or config.heldout_split is not None:
-        heldout = _read(config, config.heldout_data or config.data or "", config.heldout_split or config.data_split)
-        keys = {row.key for row in rows}
-        if both := sum(row.key in keys for row in heldout):
-            log.warning("held-out prompts are trained on too", environment=config.name, prompts=both)
-    elif config.heldout_fraction == 1:  # there to be evaluated only
-        rows, heldout = [], rows
-    elif config.heldout_fraction and rows:
-        rows, heldout = split_heldout(rows, config.heldout_fraction)
-    if not (rows or (heldout and config.heldout_fraction == 1)):
-        raise ConfigError(f"environments: {config.data} has no rows to train on")
-    first = (rows or heldout)[0]
-    columns = tuple(name for name in first.columns if not heldout or name in heldout[0].columns)
-    if lacking := sorted(set(first.columns) - set(columns)):
-        log.warning("held-out rows lack columns of the others", environment=config.name, columns=lacking)
-    return Rows(tuple(rows), tuple(heldout), columns)
 
 
 class Keyed(Protocol):
@@ -72,8 +49,115 @@ class Keyed(Protocol):
 K = TypeVar("K", bound=Keyed)
 
 
+class SplitRows(Generic[K]):
+    """Training rows come in a new order each epoch; held-out rows stay in theirs.
+
+    Args:
+        seed: of the orders.
+        what: begins the error of an empty split.
+    """
+
+    def __init__(self, train: Sequence[K], heldout: Sequence[K], *, seed: str, what: str) -> None:
+        self.train, self.heldout = tuple(train), tuple(heldout)
+        self._seed, self._what = seed, what
+        self._order = functools.lru_cache(maxsize=2)(self._shuffled)  # groups of two epochs may be in flight
+
+    def row(self, index: int, split: Split) -> K:
+        """Row `index` of a split; the training rows' epoch is index // rows. Raises ConfigError: an empty split."""
+        rows = self.train if split == "train" else self.heldout
+        if not rows:
+            raise ConfigError(f"{self._what} has no {'training' if split == 'train' else 'held-out'} rows")
+        epoch, position = divmod(index, len(rows))
+        return rows[self._order(epoch)[position] if split == "train" else position]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self.train)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
+def read_prompts(config: EnvironmentConfig, *, seed: int) -> SplitRows[DataRow]:
+    """Read both splits of an [[environments]] entry. Raises ConfigError: as `read_splits`, or a bad row."""
+    data = config.data or ""
+    train, heldout = read_splits(
+        functools.partial(_read_prompts, config),
+        (data, config.data_split),
+        heldout=(config.heldout_data, config.heldout_split),
+        fraction=config.heldout_fraction,
+        key="environments",
+    )
+    return SplitRows(train, heldout, seed=f"{config.name}/{seed}", what=f"environments: {data}")
+
+
+def common_columns(rows: SplitRows[DataRow]) -> tuple[str, ...]:
+    """Return the columns of both splits, with a warning for training columns that the held-out rows lack."""
+    first = (rows.train or rows.heldout)[0].columns
+    columns = tuple(name for name in first if not rows.heldout or name in rows.heldout[0].columns)
+    if lacking := sorted(set(first) - set(columns)):
+        log.warning("held-out rows lack columns of the training rows", columns=lacking)
+    return columns
+
+
+def read_tasks(rows: TaskData, column: str, *, seed: int, what: str) -> SplitRows[DataRow]:
+    """Read tasks. Every row needs `column`, whose hash decides which tenth is held out.
+
+    Raises ConfigError, which begins with `what`: no rows, or one without the column (with file and line).
+    """
+    entries: Iterable[tuple[str, Any]] = (
+        json_lines(Path(rows), what)
+        if isinstance(rows, str | Path)
+        else ((f"task {number}", row) for number, row in enumerate(rows))
+    )
+    tasks = []
+    for where, row in entries:
+        if not isinstance(row, Mapping) or not row.get(column):
+            raise ConfigError(f"{what}: {where} has no {column!r}")
+        tasks.append(DataRow(row[column], dict(row), prompt_key(row[column])))
+    if not tasks:
+        raise ConfigError(f"{what}: there are no tasks in {rows!r}")
+    train, heldout = split_heldout(tasks, TASKS_HELDOUT)
+    return SplitRows(train, heldout, seed=f"tasks/{seed}", what=what)
+
+
+# ---------------------------------------------------------------------- splits
+
+
+def read_splits(
+    read: Callable[[str, str], list[K]],
+    train: tuple[str, str],
+    *,
+    heldout: tuple[str | None, str | None],
+    fraction: float,
+    key: str,
+) -> tuple[list[K], list[K]]:
+    """Return (training rows, held-out rows). Which rows are held out depends on their prompts alone, not on a seed or
+    on their order; a `fraction` of 1 holds out all, for data that is only evaluated.
+
+    Args:
+        read: (file or hub data set, split) → its rows.
+        train: what is read to train on; `heldout`: what is held out instead of a fraction, None for the same.
+        key: begins the errors.
+
+    Raises ConfigError: as `read` does, or there are no rows to train on.
+    """
+    data, split = train
+    rows, others = read(data, split), list[K]()
+    if heldout != (None, None):
+        others = read(heldout[0] or data, heldout[1] or split)
+        keys = {row.key for row in rows}
+        if both := sum(row.key in keys for row in others):
+            log.warning("held-out prompts are trained on too", data=heldout[0] or data, prompts=both)
+    elif fraction == 1:
+        rows, others = [], rows
+    elif fraction and rows:
+        rows, others = split_heldout(rows, fraction)
+    if not (rows or (others and fraction == 1)):
+        raise ConfigError(f"{key}: {data} has no rows to train on")
+    return rows, others
+
+
 def split_heldout(rows: Sequence[K], fraction: float) -> tuple[list[K], list[K]]:
-    """(trained on, held out). Rows of one prompt stay together; which side is theirs depends on the prompt alone."""
+    """Return (training, held-out). Rows of one prompt stay together; the prompt alone decides their side."""
     keys = {int(row.key, 16) for row in rows}
     # A small data set keeps at least one prompt on either side; of a single one, none is held out.
     chosen = ({key for key in keys if key < fraction * 2**64} | {min(keys)}) - {max(keys)}
@@ -84,38 +168,22 @@ def split_heldout(rows: Sequence[K], fraction: float) -> tuple[list[K], list[K]]
     return train, heldout
 
 
-def _read(config: EnvironmentConfig, data: str, split: str) -> list[Row]:
-    source = rows_of(data, config.data_subset, split, "environments")
-    entries = list(source)
-    columns = tuple(dict.fromkeys(name for _, entry in entries for name in entry))
-    pieces = _pieces(config.prompt_template, columns, data) if config.prompt_template is not None else None
-    column = _prompt_column(config, columns, data) if pieces is None else ""
-    rows = []
-    for where, entry in entries:
-        prompt = _from_template(pieces, entry, where) if pieces is not None else _from_column(entry, column, where)
-        if isinstance(prompt, list):
-            _check_messages(prompt, config, where)
-        key = prompt_key(prompt)
-        rows.append(Row(prompt, {name: entry.get(name) for name in columns}, key))
-    return rows
-
-
-# ---------------------------------------------------------------------- sources
-
-
 def prompt_key(prompt: Any) -> str:
     """16 hexadecimal digits of a prompt's hash."""
     text = json.dumps(prompt, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
+# ---------------------------------------------------------------------- sources
+
+
 def rows_of(data: str, subset: str | None, split: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of a JSONL file, or of a data set of the hub. Raises ConfigError, which begins with `key`."""
+    """Yield (place, row) of a JSONL file, or of a data set of the hub. Raises ConfigError, which begins with `key`."""
     return _hub(data, subset, split, key) if data.startswith(HUB_PREFIX) else json_lines(Path(data), key)
 
 
 def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("file:line", row) of every line that is not blank. Raises ConfigError, which begins with `key`."""
+    """Yield ("file:line", row) of every line that is not blank. Raises ConfigError, which begins with `key`."""
     path = path.expanduser()
     if path.suffix in (".csv", ".parquet", ".arrow", ".gz"):
         raise ConfigError(f"{key}: {path} is not JSONL (one JSON object a line): convert it first")
@@ -158,21 +226,38 @@ def _hub(data: str, subset: str | None, split: str, key: str) -> Iterator[tuple[
 # ---------------------------------------------------------------------- prompts
 
 
+def _read_prompts(config: EnvironmentConfig, data: str, split: str) -> list[DataRow]:
+    entries = list(rows_of(data, config.data_subset, split, "environments"))
+    columns = tuple(dict.fromkeys(name for _, entry in entries for name in entry))
+    template = _template(config.prompt_template, columns, data) if config.prompt_template is not None else None
+    column = _prompt_column(config, columns, data) if template is None else ""
+    rows = []
+    for where, entry in entries:
+        if template is not None:
+            prompt: Prompt = _from_template(template, entry, where)
+        else:
+            prompt = _from_column(entry, column, where)
+        if isinstance(prompt, list):
+            _check_messages(prompt, config, where)
+        rows.append(DataRow(prompt, {name: entry.get(name) for name in columns}, prompt_key(prompt)))
+    return rows
+
+
 def _prompt_column(config: EnvironmentConfig, columns: Sequence[str], data: str) -> str:
-    wanted = PROMPT_COLUMNS if config.prompt_column is None else (config.prompt_column,)
-    for name in wanted:
+    names = PROMPT_COLUMNS if config.prompt_column is None else (config.prompt_column,)
+    for name in names:
         if name in columns or not columns:
             return name
     first = columns[0]
     raise ConfigError(
-        f"environments: {data} has no column {' or '.join(map(repr, wanted))}, only {', '.join(columns)}:"
+        f"environments: {data} has no column {' or '.join(map(repr, names))}, only {', '.join(columns)}:"
         f' set prompt_column = "{first}" or prompt_template = "{{{first}}}"'
         f" (beside --data: --set environments.0.prompt_column={first})"
     )
 
 
-def _pieces(template: str, columns: Sequence[str], data: str) -> list[tuple[str, str | None]]:
-    """A template as (literal, column) pairs."""
+def _template(template: str, columns: Sequence[str], data: str) -> list[tuple[str, str | None]]:
+    """Parse a template to (literal, column) pairs."""
     try:
         parsed = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -189,9 +274,9 @@ def _pieces(template: str, columns: Sequence[str], data: str) -> list[tuple[str,
     return [(literal, name) for literal, name, _, _ in parsed]
 
 
-def _from_template(pieces: Sequence[tuple[str, str | None]], entry: Mapping[str, Any], where: str) -> str:
+def _from_template(template: Sequence[tuple[str, str | None]], entry: Mapping[str, Any], where: str) -> str:
     text = ""
-    for literal, name in pieces:
+    for literal, name in template:
         text += literal
         if name is not None:
             if entry.get(name) is None:
@@ -206,19 +291,24 @@ def _from_column(entry: Mapping[str, Any], column: str, where: str) -> Prompt:
         return value
     if isinstance(value, list) and value:
         return [dict(message) if isinstance(message, Mapping) else message for message in value]
-    said = "is missing" if value is None else f"is {value!r}"
-    raise ConfigError(f"environments: {where}: column {column!r} {said}; expected a string or a list of messages")
+    problem = "is missing" if value is None else f"is {value!r}"
+    raise ConfigError(f"environments: {where}: column {column!r} {problem}; expected a string or a list of messages")
 
 
 def _check_messages(messages: Sequence[Any], config: EnvironmentConfig, where: str) -> None:
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ConfigError(
-                f'environments: {where}: message {number} is not {{"role": …, "content": text}}: {message!r}'
-            )
+    if problem := bad_message(messages):
+        raise ConfigError(f"environments: {where}: {problem}")
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"environments: {where}: the last message is the assistant's: leave the answer out")
     if config.system_prompt is not None and messages[0]["role"] == "system":
         raise ConfigError(f"environments: {where}: the row has a system message, and system_prompt is set as well")
     if config.prompt_format == "text":
         raise ConfigError(f'environments: {where}: the prompt is a list of messages, but prompt_format is "text"')
+
+
+def bad_message(messages: Sequence[Any]) -> str | None:
+    """Describe the first entry that is not {"role": text, "content": text}; None: all are."""
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            return f'message {number} is not {{"role": …, "content": text}}: {message!r}'
+    return None

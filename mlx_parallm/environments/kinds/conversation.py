@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlx_parallm.environments.kinds.problems import Split
+from mlx_parallm.environments.rows import TaskData, read_tasks
 from mlx_parallm.environments.state import BaseEnvironment, Inference, State
-from mlx_parallm.environments.task_rows import Rows, TaskRows
 from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.execution.user_code import load_function_of, user_code
@@ -35,7 +35,7 @@ class ConversationEnvironment(BaseEnvironment):
     def __init__(
         self,
         inference: Inference | None = None,
-        conversations: Rows = (),
+        conversations: TaskData = (),
         *,
         user: User | Inference | Mapping[str, Any] | str | None = None,
         max_turns: int = 10,
@@ -56,7 +56,7 @@ class ConversationEnvironment(BaseEnvironment):
         super().__init__(inference)
         if max_turns < 1 or style not in ("chat", "text"):
             raise ConfigError(f"conversation: max_turns = {max_turns}, style = {style!r}: expected ≥ 1, chat or text")
-        self._rows = TaskRows(conversations, "turns", seed=seed, what="conversation: conversations")
+        self._rows = read_tasks(conversations, "turns", seed=seed, what="conversation: conversations")
         self._user = _make_user(user)
         self.blocking = self._user is not None
         self.max_turns, self._style = max_turns, style
@@ -67,7 +67,7 @@ class ConversationEnvironment(BaseEnvironment):
         """Conversation `index` of a split; without an index the next one."""
         if index is None:
             index, self._next = self._next, self._next + 1
-        row = self._rows.row(index, split)
+        row = dict(self._rows.row(index, split).columns)
         turns = row["turns"]
         if not isinstance(turns, list | tuple) or not all(isinstance(turn, str) for turn in turns):
             raise ConfigError(f"conversation: turns are {turns!r}: expected a list of what the user says")

@@ -18,8 +18,8 @@ from typing import Any
 
 from mlx_parallm.environments.kinds.problems import Split, split_of
 from mlx_parallm.environments.kinds.verification import Tool, calculator, code_runner, fact_table
+from mlx_parallm.environments.rows import TaskData, read_tasks
 from mlx_parallm.environments.state import BaseEnvironment, Inference, Prompt, State
-from mlx_parallm.environments.task_rows import Rows, TaskRows
 from mlx_parallm.errors import ConfigError, RolloutRejectedError, ToolFailedError
 from mlx_parallm.execution.tool_calls import parse_tool_calls
 from mlx_parallm.execution.user_code import did_you_mean, is_reference, load_function_of, name_of, user_code
@@ -41,7 +41,7 @@ class SVRLEnvironment(BaseEnvironment):
         budget: float = 10.0,
         *,
         max_steps: int = 50,
-        tasks: Rows | None = None,
+        tasks: TaskData | None = None,
         costs: Mapping[str, float] | None = None,
         facts: Mapping[str, str] | str | Path | None = None,
         seed: int = 0,
@@ -65,14 +65,17 @@ class SVRLEnvironment(BaseEnvironment):
         self.budget, self.max_steps, self._seed = float(budget), max_steps, seed
         self.tools = {tool.name: tool for tool in _make_tools(tools, facts, costs or {})}
         self.blocking = any(tool.blocking for tool in self.tools.values())
-        self._rows = None if tasks is None else TaskRows(tasks, "prompt", seed=seed, what="svrl: tasks")
+        self._rows = None if tasks is None else read_tasks(tasks, "prompt", seed=seed, what="svrl: tasks")
         self._next = 0
 
     def reset(self, *, index: int | None = None, split: Split = "train") -> State:
         """Task `index` of a split; without an index the next one."""
         if index is None:
             index, self._next = self._next, self._next + 1
-        row = arithmetic_task(index, split, self._seed) if self._rows is None else self._rows.row(index, split)
+        if self._rows is None:
+            row = arithmetic_task(index, split, self._seed)
+        else:
+            row = dict(self._rows.row(index, split).columns)
         state = State(prompt=row["prompt"], metadata={k: v for k, v in row.items() if k != "prompt"})
         self._account(state)
         return state

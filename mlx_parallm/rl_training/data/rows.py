@@ -1,4 +1,4 @@
-"""Rows of `[data]`: read, checked one by one, each as an `Example`. An error names file and line. No MLX.
+"""Rows of `[data]`, checked one by one, each as an `Example`. An error names file and line. No MLX.
 
 Forms (TRL's): `prompt, chosen, rejected`, or `chosen, rejected` as message lists with a common beginning; KTO:
 `prompt, completion, label`, or pairs, which are split up; SFT: `messages`, `prompt, completion` or `text`. Prompts and
@@ -6,15 +6,15 @@ completions are strings or lists of messages.
 """
 
 import difflib
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config.data import PAIRED, DataConfig
-from mlx_parallm.environments.rows import prompt_key, rows_of, split_heldout
+from mlx_parallm.environments.rows import bad_message, prompt_key, read_splits, rows_of
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.system.log import get_logger
 
 SECTION = "data"
 FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -29,8 +29,6 @@ Text = str | tuple[Mapping[str, Any], ...]
 
 SAME = "chosen and rejected are the same: there is nothing to prefer"
 
-log = get_logger("train")
-
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -44,52 +42,49 @@ class Example:
 
 
 def read_examples(config: DataConfig, algorithm: str) -> tuple[list[Example], list[Example]]:
-    """(trained on, held out). Raises ConfigError: a missing file, a bad row, nothing to train on."""
+    """Return (training, held-out) examples. Raises ConfigError: a missing file, a bad row, nothing to train on."""
     assert config.path is not None
-    examples, heldout = _read(config, config.path, config.split, algorithm), list[Example]()
-    if config.eval_path is not None or config.eval_split is not None:
-        heldout = _read(config, config.eval_path or config.path, config.eval_split or config.split, algorithm)
-        keys = {example.key for example in examples}
-        if both := sum(example.key in keys for example in heldout):
-            log.warning("held-out prompts are trained on too", file=config.eval_path or config.path, prompts=both)
-    elif config.eval_fraction and examples:
-        examples, heldout = split_heldout(examples, config.eval_fraction)
-    if not examples:
-        raise ConfigError(f"{SECTION}: {config.path} has no rows to train on")
-    return examples, heldout
+    return read_splits(
+        functools.partial(_read, config, algorithm),
+        (config.path, config.split),
+        heldout=(config.eval_path, config.eval_split),
+        fraction=config.eval_fraction,
+        key=SECTION,
+    )
 
 
-def _read(config: DataConfig, file: str, split: str, algorithm: str) -> list[Example]:
+def _read(config: DataConfig, algorithm: str, file: str, split: str) -> list[Example]:
     forms = FORMS["pairs" if algorithm in PAIRED else algorithm]
-    chat, found = config.prompt_format == "chat", []
+    chat = config.prompt_format == "chat"
+    examples = []
     for where, row in rows_of(file, config.subset, split, SECTION):
         columns = _form(row, forms, algorithm, where)
         if "chosen" in columns:
             prompt, chosen, rejected = _pair(row, chat=chat, where=where)
-            sides = ((chosen, True), (rejected, False))
+            key = prompt_key(prompt)
             if algorithm in PAIRED:
-                found.append(Example(where, prompt, (chosen, rejected), prompt_key(prompt)))
+                examples.append(Example(where, prompt, (chosen, rejected), key))
             else:
-                found += [Example(where, prompt, (side,), prompt_key(prompt), label) for side, label in sides]
+                examples += [Example(where, prompt, (chosen,), key), Example(where, prompt, (rejected,), key, False)]
             continue
         label = row.get("label", True)
         if "label" in columns and not isinstance(label, bool):
             raise _bad(where, f"label is {label!r}; expected true (desirable) or false")
         prompt, completion = _single(row, columns, chat=chat, where=where)
-        found.append(Example(where, prompt, (completion,), prompt_key(prompt or _opening(completion)), label))
-    return found
+        examples.append(Example(where, prompt, (completion,), prompt_key(prompt or _opening(completion)), label))
+    return examples
 
 
 def _form(row: Mapping[str, Any], forms: Sequence[tuple[str, ...]], algorithm: str, where: str) -> tuple[str, ...]:
-    there = [name for name, value in row.items() if value is not None]
+    present = [name for name, value in row.items() if value is not None]
     for columns in forms:
-        if all(name in there for name in columns):
+        if all(name in present for name in columns):
             return columns
-    missing = min(([name for name in columns if name not in there] for columns in forms), key=len)[0]
+    missing = min(([name for name in columns if name not in present] for columns in forms), key=len)[0]
     near = difflib.get_close_matches(missing, row, n=1)
-    hint = f"; is {near[0]!r} meant to be it?" if near else ""
-    wanted = " or ".join(", ".join(columns) for columns in forms)
-    raise _bad(where, f"column {missing!r} is missing{hint}; {algorithm} needs {wanted} (there are: {', '.join(row)})")
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    needed = " or ".join(", ".join(columns) for columns in forms)
+    raise _bad(where, f"column {missing!r} is missing{hint}; {algorithm} needs {needed} (it has: {', '.join(row)})")
 
 
 # ---------------------------------------------------------------------- forms
@@ -126,7 +121,7 @@ def _single(row: Mapping[str, Any], columns: Sequence[str], *, chat: bool, where
             raise _bad(where, 'messages need the chat template: set data.prompt_format = "chat"')
         messages = _messages(row["messages"], "messages", where)
         if messages[0]["role"] == "assistant":
-            raise _bad(where, "messages begin with the assistant's: what is it an answer to?")
+            raise _bad(where, "messages begin with the assistant's: there is no prompt before it")
         return (), _answered(messages, "messages", where)
     prompt = _prompt(row["prompt"], chat=chat, where=where)
     return prompt, _completion(row, "completion", prompt, chat=chat, where=where)
@@ -164,7 +159,7 @@ def _answered(messages: tuple[Mapping[str, Any], ...], name: str, where: str) ->
 
 
 def _opening(conversation: Text) -> Text:
-    """What the first answer is an answer to; of a text, all of it."""
+    """Return the messages before the first answer; all of a text."""
     if isinstance(conversation, str):
         return conversation
     return tuple(itertools.takewhile(lambda message: message["role"] != "assistant", conversation))
@@ -173,9 +168,8 @@ def _opening(conversation: Text) -> Text:
 def _messages(value: Any, name: str, where: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list) or not value:
         raise _bad(where, f"{name} is {value!r}; expected a string or a list of messages")
-    for number, message in enumerate(value):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise _bad(where, f'{name}: message {number} is not {{"role": …, "content": text}}: {message!r}')
+    if problem := bad_message(value):
+        raise _bad(where, f"{name}: {problem}")
     return tuple(value)
 
 

@@ -68,7 +68,7 @@ def test_text_goes_as_it_is(tmp_path: Path) -> None:
     ("algorithm", "row", "config", "message"),
     [
         ("dpo", {"prompt": "a", "chosen": "b"}, {}, r"'rejected' is missing; dpo needs prompt, chosen, rejected or"),
-        ("dpo", {"prompt": "a", "choosen": "b", "rejected": "c"}, {}, "is missing; is 'choosen' meant to be it"),
+        ("dpo", {"prompt": "a", "choosen": "b", "rejected": "c"}, {}, "is missing; did you mean 'choosen'"),
         ("dpo", PAIR | {"chosen": 5}, {}, "chosen is 5; expected a string or a list of messages"),
         ("dpo", PAIR | {"chosen": "bad"}, {}, "chosen and rejected are the same"),
         ("dpo", {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, {}, "chosen and rejected are the same"),
