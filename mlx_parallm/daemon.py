@@ -29,8 +29,9 @@ from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.integrations.atropos.hand_out import HandOutQueue
 from mlx_parallm.integrations.atropos.routes import create_atropos_router
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import check_model
-from mlx_parallm.models.lora import ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, LoraPair, load_adapter
+from mlx_parallm.models.lora import ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, load_adapter
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.rl_training.plan.dry_run import DryRun
 from mlx_parallm.rl_training.run_directory import STORE_FILE, RunDirectory

@@ -19,6 +19,7 @@ from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.engine.starting import start_engine
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import EngineUnavailableError, ModelError
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import (
     LoadedModel,
     load_model,
@@ -27,7 +28,6 @@ from mlx_parallm.models.loading import (
     resolve_model_path,
     vocabulary_size,
 )
-from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rollout_store.completions import KeptCompletions
 from mlx_parallm.server.api.training import RollbackDesk

@@ -18,8 +18,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.errors import AdapterError, PublishTimeoutError
-from mlx_parallm.models.adapters.dora import gain
-from mlx_parallm.models.lora import AdapterPlace, AdapterWeights, LoraPair, linear_layers
+from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
+from mlx_parallm.models.adapters.linear import gain
+from mlx_parallm.models.lora import linear_layers
 from mlx_parallm.models.threads import in_mlx_thread
 
 
@@ -106,54 +107,54 @@ class PolicyHistory:
         ready: Callable[[Mapping[str, LoraPair]], dict[str, LoraPair]] = dict,
     ) -> None:
         self._policy, self._limit, self._archive, self._ready = policy, keep, archive, ready
-        self._kept: dict[int, AdapterPlace] = {}  # rebound, never changed: read without a lock
-        self._loaded: dict[int, AdapterPlace] = {}
-        self._held: dict[int, AdapterPlace] = {}
+        self._kept: dict[int, AdapterSlot] = {}  # rebound, never changed: read without a lock
+        self._loaded: dict[int, AdapterSlot] = {}
+        self._held: dict[int, AdapterSlot] = {}
         self._loading = threading.Lock()
 
     def keep(self, adapter: AdapterWeights) -> None:
         """Notes what is published; the newest counts as one of `keep`."""
-        self._kept = _last({**self._kept, adapter.version: self._place(adapter)}, self._limit)
+        self._kept = _last({**self._kept, adapter.version: self._slot(adapter)}, self._limit)
 
     def versions(self) -> list[int]:
         return sorted({*self._kept, *self._held, *(self._archive.versions() if self._archive else ())})
 
-    def in_memory(self, version: int) -> AdapterPlace | None:
+    def in_memory(self, version: int) -> AdapterSlot | None:
         return self._kept.get(version) or self._loaded.get(version) or self._held.get(version)
 
     def hold(self, version: int) -> None:
         """Keeps a version in memory, however many follow it, until `release`. Raises AdapterError: there is none."""
-        place = self.find(version)
-        if place is None:
+        slot = self.find(version)
+        if slot is None:
             raise AdapterError(f"version {version} is not kept; there are {self.versions()}")
-        self._held = {**self._held, version: place}
+        self._held = {**self._held, version: slot}
 
     def release(self, version: int) -> None:
-        self._held = {held: place for held, place in self._held.items() if held != version}
+        self._held = {held: slot for held, slot in self._held.items() if held != version}
 
-    def find(self, version: int) -> AdapterPlace | None:
+    def find(self, version: int) -> AdapterSlot | None:
         """From memory or disk; None when there is no such version."""
-        if place := self.in_memory(version):
-            return place
+        if slot := self.in_memory(version):
+            return slot
         with self._loading:
             if version not in self._loaded:
                 try:
                     if self._archive is None or version not in self._archive.versions():
                         return None
                     layers = self._ready(self._archive.load(version))
-                    place = self._place(AdapterWeights(self._policy or "", version, layers))
+                    slot = self._slot(AdapterWeights(self._policy or "", version, layers))
                 except AdapterError:  # removed meanwhile
                     return None
-                self._loaded = _last({**self._loaded, version: place}, self._limit)
+                self._loaded = _last({**self._loaded, version: slot}, self._limit)
             return self._loaded.get(version)
 
     @property
     def serials(self) -> set[int]:
         """Of all that is in memory."""
-        return {place.weights.serial for place in (*self._kept.values(), *self._loaded.values(), *self._held.values())}
+        return {slot.weights.serial for slot in (*self._kept.values(), *self._loaded.values(), *self._held.values())}
 
-    def _place(self, adapter: AdapterWeights) -> AdapterPlace:
-        return AdapterPlace(f"{self._policy}@{adapter.version}", adapter, pinned=True)
+    def _slot(self, adapter: AdapterWeights) -> AdapterSlot:
+        return AdapterSlot(f"{self._policy}@{adapter.version}", adapter, pinned=True)
 
 
 class SharedWeights:
@@ -180,8 +181,8 @@ class SharedWeights:
         self.lock = ReadWriteLock()
         self.history = PolicyHistory(policy, keep_versions, archive, self._ready)
         self._model = model
-        self._slots = parameter_slots(model)
-        self._places: dict[str, AdapterPlace] = {}
+        self._parameters = parameter_slots(model)
+        self._slots: dict[str, AdapterSlot] = {}
         self._version = version
         self._revision = 0
         self._base_serial = 0
@@ -196,12 +197,12 @@ class SharedWeights:
             yield WeightsView(self._version, self._revision, self._base_serial, self.adapters())
 
     def adapters(self) -> dict[str, AdapterWeights]:
-        return {name: place.weights for name, place in self._places.items()}
+        return {name: slot.weights for name, slot in self._slots.items()}
 
-    def find(self, name: str) -> AdapterPlace | None:
-        """The place of a name, or of POLICY@VERSION, which may be read from disk."""
+    def find(self, name: str) -> AdapterSlot | None:
+        """The slot of a name, or of POLICY@VERSION, which may be read from disk."""
         version = self._version_of(name)
-        return self._places.get(name) if version is None else self.history.find(version)
+        return self._slots.get(name) if version is None else self.history.find(version)
 
     def loader(self, name: str) -> Callable[[], object] | None:
         """What `find` would have to read from disk first: to be called in a thread that may wait; None = nothing."""
@@ -212,7 +213,7 @@ class SharedWeights:
 
     def add_adapter(self, name: str, layers: Mapping[str, LoraPair]) -> AdapterWeights:
         """Adds or replaces an adapter under the present policy version. Raises AdapterError: the policy's own name."""
-        if name == self.policy and name in self._places:
+        if name == self.policy and name in self._slots:
             raise AdapterError(f"{name!r} is the policy being trained: its adapter is replaced by training only")
         adapter = AdapterWeights(name, self._version, self._ready(layers))
         mx.eval(adapter.arrays)
@@ -224,10 +225,10 @@ class SharedWeights:
         """Raises AdapterError: unknown, or the policy's own."""
         if name == self.policy:
             raise AdapterError(f"{name!r} is the policy being trained: it cannot be removed")
-        if name not in self._places:
+        if name not in self._slots:
             raise AdapterError(f"no adapter {name!r}")
         with self.lock.write():
-            self._places = {key: place for key, place in self._places.items() if key != name}
+            self._slots = {key: slot for key, slot in self._slots.items() if key != name}
             self._revision += 1
 
     def publish_adapter(
@@ -252,15 +253,15 @@ class SharedWeights:
     ) -> PublishReport:
         """Rebinds base parameters by path (full-weight training), as `publish_adapter`. Raises PublishTimeoutError."""
         number = self._next(version)
-        bindings = [(*self._slots[path], array) for path, array in parameters.items()]
+        bindings = [(*self._parameters[path], array) for path, array in parameters.items()]
         adapters = self._over(parameters)
 
         def rebind() -> None:
             for module, key, array in bindings:
                 module[key] = array
-            for place, before, adapter in adapters:
-                if place.weights is before:
-                    place.weights = adapter
+            for slot, before, adapter in adapters:
+                if slot.weights is before:
+                    slot.weights = adapter
             self._version = number
             self._base_serial += 1
             self._revision += 1
@@ -279,7 +280,7 @@ class SharedWeights:
                 made[path] = replace(pair, gain=factor)
         return made
 
-    def _over(self, parameters: Mapping[str, mx.array]) -> list[tuple[AdapterPlace, AdapterWeights, AdapterWeights]]:
+    def _over(self, parameters: Mapping[str, mx.array]) -> list[tuple[AdapterSlot, AdapterWeights, AdapterWeights]]:
         """The DoRA adapters that are served, as they are and with their gains over these arrays of the base. Lazy."""
 
         def layer(path: str, linear: nn.Module) -> nn.Linear:
@@ -289,16 +290,16 @@ class SharedWeights:
             return made
 
         found = []
-        for place in self._places.values():
-            doras = {path: pair for path, pair in place.weights.layers.items() if pair.magnitude is not None}
+        for slot in self._slots.values():
+            doras = {path: pair for path, pair in slot.weights.layers.items() if pair.magnitude is not None}
             linear = linear_layers(self._model) if doras else {}
-            made = dict(place.weights.layers)
+            made = dict(slot.weights.layers)
             for path, pair in doras.items():
                 assert pair.magnitude is not None
                 factor = gain(layer(path, linear[path]), pair.a, pair.b, pair.scale, pair.magnitude)
                 made[path] = replace(pair, gain=factor)
             if doras:
-                found.append((place, place.weights, AdapterWeights(place.name, place.weights.version, made)))
+                found.append((slot, slot.weights, AdapterWeights(slot.name, slot.weights.version, made)))
         return found
 
     def _next(self, version: int | None) -> int:
@@ -307,12 +308,12 @@ class SharedWeights:
         return number
 
     def _put(self, adapter: AdapterWeights) -> None:
-        """Under the write lock. Who holds the name's place goes on under the new arrays."""
-        place = self._places.get(adapter.name)
-        if place is None:
-            self._places = {**self._places, adapter.name: AdapterPlace(adapter.name, adapter)}
+        """Under the write lock. Who holds the name's slot goes on under the new arrays."""
+        slot = self._slots.get(adapter.name)
+        if slot is None:
+            self._slots = {**self._slots, adapter.name: AdapterSlot(adapter.name, adapter)}
         else:
-            place.weights = adapter
+            slot.weights = adapter
         if adapter.name == self.policy:
             self.history.keep(adapter)
         self._revision += 1
@@ -335,8 +336,8 @@ class SharedWeights:
         )
 
 
-def _last(places: dict[int, AdapterPlace], count: int) -> dict[int, AdapterPlace]:
-    return dict(list(places.items())[max(len(places) - count, 0) :])
+def _last(slots: dict[int, AdapterSlot], count: int) -> dict[int, AdapterSlot]:
+    return dict(list(slots.items())[max(len(slots) - count, 0) :])
 
 
 def parameter_slots(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

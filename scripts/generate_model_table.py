@@ -286,7 +286,7 @@ def render(found: dict[str, dict[str, Any]], others: dict[str, list[str]]) -> st
         "experts row by row. For 512 tokens and 4 of 32 experts of 512 × 256 (`scripts/bench/experts.py`, one",
         "core) a gradient takes 4.7 times as long as with the same experts in float32, 14 times as long as one",
         "product for each expert, and 20 times as long as a dense layer of as many products, whose weights are",
-        "unpacked (`models/quantized_cpu.py`). One product for each expert would have to know how many tokens each",
+        "unpacked (`models/cpu_kernels.py`). One product for each expert would have to know how many tokens each",
         "gets while the graph is still built: the router would be evaluated in the middle of that, under the lock",
         "that a publish waits for. Where memory allows it, leave such a base unquantised on a CPU.",
         "",

@@ -235,7 +235,7 @@ def test_mlx_lm_is_imported_by_models_only() -> None:
 
 
 def test_mlx_lms_trainer_is_not_imported() -> None:
-    """It imports every tracker that is installed: half a second of every start (models/adapters/lora_linear.py)."""
+    """It imports every tracker that is installed: half a second of every start (models/adapters/linear.py)."""
     assert not [s.path for s in sources("mlx_parallm") for name in imports(s) if name.startswith("mlx_lm.tuner")]
 
 

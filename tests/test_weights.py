@@ -8,8 +8,8 @@ import mlx.nn as nn
 import pytest
 
 from mlx_parallm.errors import AdapterError, PublishTimeoutError
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import evaluate_module
-from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.weights import SharedWeights
 
 

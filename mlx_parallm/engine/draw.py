@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_parallm.models.fast_math import exp_minus
+from mlx_parallm.models.cpu_kernels import exp_minus
 
 BLOCK = 128
 

@@ -33,8 +33,8 @@ from mlx_parallm.engine.scoring import Score, Scorer
 from mlx_parallm.engine.sequence import Sequence, random_stream
 from mlx_parallm.engine.validation import RequestLimits, check_request
 from mlx_parallm.errors import ModelNotFoundError, RequestError
+from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.adapters.served import LoraContext
-from mlx_parallm.models.lora import AdapterPlace
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.types import Request, SamplingParams
 from mlx_parallm.weights import SharedWeights, WeightsView
@@ -149,13 +149,13 @@ class Engine:
         check_request(request, self.limits)
         if request.request_id in self._live:
             raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
-        place = self._place(request.adapter)
+        adapter = self._adapter_slot(request.adapter)
         params = request.params
         scoring = params.prompt_logprobs is not None
-        sequences = self._sequences(request, place)
+        sequences = self._sequences(request, adapter)
         self._live.start(request, sequences, scoring=scoring)
         if scoring:
-            score = Score(request.request_id, request.prompt_token_ids, place, params.prompt_logprobs or 0)
+            score = Score(request.request_id, request.prompt_token_ids, adapter, params.prompt_logprobs or 0)
             self._scores.append(score)
         if params.max_tokens == 0:
             for sequence in sequences:
@@ -217,7 +217,7 @@ class Engine:
     def begin_logits(self, tokens: tuple[int, ...], adapter: str | None) -> Score:
         """A text of two or more tokens for `next_logits`; both are for `EngineClient.call`. Raises RequestError."""
         check_request(Request("logits", tokens, SamplingParams(max_tokens=0), adapter), self.limits)
-        return Score("logits", tokens, self._place(adapter), 0)
+        return Score("logits", tokens, self._adapter_slot(adapter), 0)
 
     def next_logits(self, text: Score) -> np.ndarray:
         """Logits [C, V] float32 of the text's positions up to `text.done`, until it is `finished`."""
@@ -253,14 +253,14 @@ class Engine:
         queued = {id(s) for s in [*self.scheduler.waiting, *self.scheduler.active]}
         assert unfinished == queued, "a sequence is lost or left over"
 
-    def _place(self, adapter: str | None) -> AdapterPlace | None:
+    def _adapter_slot(self, adapter: str | None) -> AdapterSlot | None:
         """Raises ModelNotFoundError: unloaded since the request came in."""
-        place = None if adapter is None else self.weights.find(adapter)
-        if adapter is not None and place is None:
+        slot = None if adapter is None else self.weights.find(adapter)
+        if adapter is not None and slot is None:
             raise ModelNotFoundError(adapter, [*self.weights.adapters()])
-        return place
+        return slot
 
-    def _sequences(self, request: Request, place: AdapterPlace | None) -> list[Sequence]:
+    def _sequences(self, request: Request, adapter: AdapterSlot | None) -> list[Sequence]:
         params, prompt = request.params, request.prompt_token_ids
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         eos = frozenset() if params.ignore_eos else self._tokenizer.eos_token_ids
@@ -275,7 +275,7 @@ class Engine:
                 index=index,
                 prompt=prompt,
                 params=params,
-                place=place,
+                adapter=adapter,
                 max_tokens=longest if params.max_tokens is None else params.max_tokens,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
@@ -307,8 +307,8 @@ class Engine:
     def _weights_of(self, sequence: Sequence) -> Hashable:
         """What reads the sequence now: its adapter's arrays, the base's. A pinned version shares no prefix with the
         requests that had it as the newest: a publish may have come while their prompts were read."""
-        place = sequence.place
-        own = (0, False) if place is None else (place.weights.serial, place.pinned)
+        adapter = sequence.adapter
+        own = (0, False) if adapter is None else (adapter.weights.serial, adapter.pinned)
         return (*own, self._base_serial)
 
     def _take_token(self, sampled: SampledToken, version: int) -> None:

@@ -25,7 +25,7 @@ MOVE_BLOCK = 32  # row moves copy up to a multiple of this many positions
 
 
 @dataclass(frozen=True)
-class InFlight:
+class LaunchedStep:
     """A step's graph: who decodes, under which version, and what the host will read."""
 
     rows: tuple[Sequence, ...]
@@ -81,22 +81,24 @@ class ModelRunner:
             longest = max(sequence.cached for sequence in plan.rows) + 1
             self._slots.reserve(len(plan.rows), longest, plan.max_row_tokens)
 
-    def launch(self, plan: Plan, view: WeightsView) -> InFlight:
+    def launch(self, plan: Plan, view: WeightsView) -> LaunchedStep:
         """Builds the step's graph under the read lock of `view`; nothing is evaluated here."""
         pending: list[mx.array] = []
         for chunk in plan.prefill:
             pending += self._prefill(chunk)
         if not plan.rows:
-            return InFlight((), view.policy_version, None, None, pending)
+            return LaunchedStep((), view.policy_version, None, None, pending)
         batch = self._sampling_batch(plan.rows)
         tokens = mx.array([sequence.next_token for sequence in plan.rows], dtype=mx.int32)
         logits = self._decode(plan.rows, tokens)
         if batch.matchers:
             mx.async_eval(logits)  # the model computes while the grammars' masks are made
         sampled = sample(logits, batch, [len(sequence.tokens) for sequence in plan.rows])
-        return InFlight(plan.rows, view.policy_version, batch, sampled, pending + sampled.arrays + self._slots.unread)
+        return LaunchedStep(
+            plan.rows, view.policy_version, batch, sampled, pending + sampled.arrays + self._slots.unread
+        )
 
-    def collect(self, step: InFlight) -> list[SampledToken]:
+    def collect(self, step: LaunchedStep) -> list[SampledToken]:
         """Waits for the step and reads it: the one host sync. A row's log-probability is NaN when its logits were."""
         mx.eval(step.pending)
         if step.sampled is None or step.batch is None:
@@ -126,7 +128,7 @@ class ModelRunner:
         self._slots.begin_step([sequence.cached for sequence in rows])
         logits = []
         for start, stop, caches in self._slots.batches():
-            self._lora.activate([sequence.place for sequence in rows[start:stop]])
+            self._lora.activate([sequence.adapter for sequence in rows[start:stop]])
             logits.append(self._model(tokens[start:stop, None], cache=caches)[:, -1])
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
@@ -140,10 +142,10 @@ class ModelRunner:
                 row.pieces = ()
         if chunk.stop > chunk.start:
             tokens = np.zeros((len(prefill.rows), chunk.stop - chunk.start), np.int32)
-            for place, row in enumerate(prefill.rows):
+            for index, row in enumerate(prefill.rows):
                 piece = row.tokens[chunk.start : chunk.stop]
-                tokens[place, : len(piece)] = piece
-            self._lora.activate([row.owner.place for row in prefill.rows])
+                tokens[index, : len(piece)] = piece
+            self._lora.activate([row.owner.adapter for row in prefill.rows])
             self._model(mx.array(tokens), cache=prefill.caches)
         if chunk.sources:
             length = max(len(prefill.rows[source].tokens) for source in chunk.sources)

@@ -16,8 +16,8 @@ import mlx.nn as nn
 from mlx_parallm.engine.cache.batch import BatchCache, RowCaches, arrays_of
 from mlx_parallm.engine.sampler import SamplingBatch, sample
 from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.adapters.served import LoraContext
-from mlx_parallm.models.lora import AdapterPlace
 from mlx_parallm.weights import WeightsView
 
 
@@ -50,9 +50,9 @@ class RowRebuilder:
         length = len(known) - 1
         caches = self._slots.new_prefill(len(known))
         for start in range(0, length, self._chunk):
-            self._forward(known[start : min(start + self._chunk, length)], sequence.place, caches)
+            self._forward(known[start : min(start + self._chunk, length)], sequence.adapter, caches)
             mx.eval(arrays_of(caches))
-        logits = self._forward(known[-1:], sequence.place, copy.deepcopy(caches))
+        logits = self._forward(known[-1:], sequence.adapter, copy.deepcopy(caches))
         mx.eval(sample(logits, SamplingBatch((sequence,)), [len(sequence.tokens)]).arrays)
         if length:
             self._slots.write_prefixes(caches, (0,), row, length)
@@ -61,8 +61,8 @@ class RowRebuilder:
         """One token of the base alone. Raises when the model cannot compute at all."""
         mx.eval(self._forward([0], None, self._slots.new_prefill(1)))
 
-    def _forward(self, tokens: list[int], place: AdapterPlace | None, caches: list[Any]) -> mx.array:
+    def _forward(self, tokens: list[int], adapter: AdapterSlot | None, caches: list[Any]) -> mx.array:
         """Logits [1, V] of the last token."""
         with self._read():
-            self._lora.activate([place])
+            self._lora.activate([adapter])
             return self._model(mx.array([tokens], dtype=mx.int32), cache=caches)[:, -1]

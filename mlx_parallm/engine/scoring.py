@@ -15,8 +15,8 @@ import numpy as np
 
 from mlx_parallm.engine.cache.batch import arrays_of
 from mlx_parallm.engine.sampler import ordered_alternatives, top_logprobs
+from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.logprobs import token_logprobs
-from mlx_parallm.models.lora import AdapterPlace
 from mlx_parallm.types import PromptLogprobs, TopLogprob
 
 CHUNK_LOGITS = 1 << 24  # logits of one chunk: 64 MB of float32
@@ -28,11 +28,11 @@ class Score:
 
     request_id: str
     tokens: tuple[int, ...]
-    place: AdapterPlace | None
+    adapter: AdapterSlot | None
     top_count: int
     caches: list[Any] = field(default_factory=list)
     done: int = 0
-    held: AdapterPlace | None = None  # `place` as it was at the first chunk
+    held: AdapterSlot | None = None  # `adapter` as it was at the first chunk
     base_serial: int = -1  # of the base at the first chunk
     logprobs: list[float | None] = field(default_factory=lambda: [None])
     top_logprobs: list[tuple[TopLogprob, ...] | None] = field(default_factory=lambda: [None])
@@ -43,7 +43,7 @@ class Score:
 
     def begin(self, base_serial: int, caches: list[Any]) -> None:
         self.base_serial, self.caches, self.done = base_serial, caches, 0
-        self.held = None if self.place is None else replace(self.place)
+        self.held = None if self.adapter is None else replace(self.adapter)
         self.logprobs, self.top_logprobs = [None], [None]
 
     def result(self) -> PromptLogprobs:
@@ -63,7 +63,7 @@ class Scorer:
         self,
         model: nn.Module,
         new_caches: Callable[[int], list[Any]],
-        activate: Callable[[Sequence[AdapterPlace | None]], None],
+        activate: Callable[[Sequence[AdapterSlot | None]], None],
         chunk: int,
         vocab_size: int,
     ) -> None:

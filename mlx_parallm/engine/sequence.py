@@ -7,12 +7,15 @@
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mlx_parallm.engine.grammar import Matcher
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.types import Completion, FinishReason, SamplingParams, TopLogprob
+
+if TYPE_CHECKING:
+    from mlx_parallm.models.adapters.adapter import AdapterSlot
 
 _MASK64 = (1 << 64) - 1
 
@@ -36,7 +39,7 @@ class Sequence:
     index: int
     prompt: tuple[int, ...]
     params: SamplingParams
-    place: Any  # models.lora.AdapterPlace, None = the base; held to the end, whatever is unloaded meanwhile
+    adapter: "AdapterSlot | None"  # None = the base; held to the end, whatever is unloaded meanwhile
     max_tokens: int
     random_stream: int  # 64 bits; token t of this choice is drawn with f(random_stream, t)
     stop_ids: frozenset[int]  # EOS (unless ignored) and the request's stop ids
@@ -66,7 +69,7 @@ class Sequence:
     @property
     def pinned_version(self) -> int | None:
         """The policy version that was asked for by number; None = whatever is newest."""
-        return self.place.weights.version if self.place is not None and self.place.pinned else None
+        return self.adapter.weights.version if self.adapter is not None and self.adapter.pinned else None
 
     @property
     def next_token(self) -> int:

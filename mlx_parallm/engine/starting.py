@@ -9,9 +9,10 @@ from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.fast_math import use_fast_rope, use_fast_swiglu
+from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.cpu_kernels import use_fast_rope, use_fast_swiglu
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.models.lora import LoraPair, check_adapter, linear_shapes, prepare_for_serving
+from mlx_parallm.models.lora import check_adapter, linear_shapes, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.hardware import kv_cache_bytes, prefix_cache_bytes
 from mlx_parallm.system.turns import Turns

@@ -4,39 +4,56 @@ Evaluating the graph of a whole training step starves the serving thread (docs/d
 leaves gaps, keeps one activation per block instead of all (gradient checkpointing), and gives the same gradients.
 
     LayerStack        (layer_stack.py) the model's own forward, its blocks replaced by callables of ours
-    TokenBatch        (head.py) the tokens, and the positions whose next token is scored: the head sees those only
-    Layout            (packing.py) rows as they are, with the prompts that they share computed once, or packed
+    TokenBatch        (layout.py) the tokens, and the positions whose next token is scored: the head sees those only
+    Layout            (layout.py) rows as they are, with the prompts that they share computed once, or packed
     BlockwiseModel    forward: embedding → blocks, evaluated in groups, group inputs kept → head
                       backward: head → groups from last to first, each recomputed and differentiated alone → embedding
 
-Where the logits of all scored tokens would be large the head goes in pieces (head.py, docs/benchmarks/memory.md).
+The logits are a model's largest array: [scored tokens, vocabulary]. Where they would be large the head goes in pieces:
+once, where neither the head is trained nor the loss looks at the entropy (`scores_and_directions`), else a second time
+for the gradient (`BlockwiseModel._learn_rows_twice`); docs/benchmarks/memory.md has memory and times.
 
-An architecture that does more between its blocks than passing the hidden state on is found out once, at start
-(`check`), and differentiated as one graph.
+A check at start finds the architectures that do more between their blocks than passing the hidden state on; those are
+differentiated as one graph.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
-from mlx_parallm.models.blockwise_checks import ROUNDED, check_stack, compare_layouts, distance
-from mlx_parallm.models.head import (
-    Scores,
-    TokenBatch,
-    head_rows,
-    scores_and_directions,
-    scores_in_pieces,
-    split_pieces,
-    token_scores,
-)
+from mlx_parallm.models.cpu_kernels import unpacks
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
-from mlx_parallm.models.packing import Layout, Rows, SharedRows, layout_of
-from mlx_parallm.models.parameters import ParameterSlots
-from mlx_parallm.models.quantized_cpu import unpacks
+from mlx_parallm.models.layout import (
+    CompactRows,
+    Layout,
+    PlainRows,
+    SharedRows,
+    TokenBatch,
+    layout_of,
+    pack_rows,
+    share_prompts,
+    shareable,
+)
+from mlx_parallm.models.logprobs import token_logprobs_and_entropy
+from mlx_parallm.models.parameters import ParameterSlots, scalar
 from mlx_parallm.models.value_head import is_value_head, value_head_of
+
+WHOLE_HEAD = 1 << 22  # logits that are made at once where that is all of them: 16 MiB of float32
+HEAD_PIECE = 1 << 20  # logits of one piece of the head where it is not …
+FEWEST_HEAD_ROWS = 32  # … and the least number of scored tokens in one, for the speed of the product
+COSTLY = 4  # times as many where a piece costs a pass over the head's weights: to unpack them, or for their gradient
+
+Head = Callable[[mx.array], mx.array]
+"""Rows [n, D] → logits [n, V]."""
+Scores = tuple[mx.array, ...]
+"""(logprobs [N], entropy [N], with a value head values [N]) float32."""
+EXACT, ROUNDED = 1e-3, 0.02
+"""Bounds on relative differences that are only rounding, in float32 and below it (see `distance`)."""
 
 Objective = Callable[..., tuple[mx.array, tuple[mx.array, ...]]]
 """Scores → (scalar loss, further arrays to be evaluated with it)."""
@@ -289,7 +306,7 @@ class BlockwiseModel:
         used = self.shares_prompts if isinstance(batch.compact, SharedRows) else self.packs_rows
         if batch.compact is not None and used:
             return layout_of(batch.compact)
-        return Rows(batch.inputs, batch.positions)
+        return PlainRows(batch.inputs, batch.positions)
 
     def _forward(
         self, batch: TokenBatch, layout: Layout, *, keep_last_group: bool
@@ -378,3 +395,107 @@ def _arrays(calls: Any) -> list[mx.array]:
     if isinstance(calls, BlockCall):
         return _arrays([*calls.args, *calls.kwargs.values()])
     return [array for call in calls for array in _arrays(call)] if isinstance(calls, list | tuple) else []
+
+
+def head_rows(count: int, vocabulary: int, *, costly: bool = False) -> int:
+    """How many of `count` scored tokens one evaluation of the head takes."""
+    if count * vocabulary <= WHOLE_HEAD:
+        return max(count, 1)
+    return max(FEWEST_HEAD_ROWS, HEAD_PIECE // vocabulary) * (COSTLY if costly else 1)
+
+
+def token_scores(logits: mx.array, batch: TokenBatch, chunk: slice) -> Scores:
+    """Of logits [n, V]; `chunk`: which of the scored tokens they are for."""
+    temperature = batch.temperature if isinstance(batch.temperature, float) else batch.temperature[chunk]
+    return token_logprobs_and_entropy(logits, batch.targets[chunk], temperature, entropy_slope=batch.entropy_slope)
+
+
+def scores_and_directions(head: Head, rows: mx.array, batch: TokenBatch, chunk: slice) -> mx.array:
+    """[n, D + 2] of rows [n, D]: the slope of each token's log-probability by its row; log-probability, entropy.
+
+    A loss that sees only log-probabilities reaches a row through one number, its slope by that token's, so one pass
+    over the logits gives scores and gradient: they need not be made again once the slopes are known. One array, so that
+    a piece is finished before the next begins.
+    """
+    count = rows.shape[0]
+    (logprobs, entropy), (directions,) = mx.vjp(
+        lambda rows: list(token_scores(head(rows), batch, chunk)), [rows], [mx.ones((count,)), mx.zeros((count,))]
+    )
+    return mx.concatenate([directions.astype(mx.float32), logprobs[:, None], entropy[:, None]], axis=1)
+
+
+def split_pieces(pieces: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """[N, D + 2] of `scores_and_directions` → directions [N, D], log-probabilities [N], entropies [N]."""
+    return pieces[:, :-2], pieces[:, -2], pieces[:, -1]
+
+
+def scores_in_pieces(head: Head, rows: mx.array, batch: TokenBatch, chunks: Sequence[slice]) -> Scores:
+    """(logprobs, entropy) of rows [N, D] in a graph that is differentiated as a whole, a piece of the logits at a
+    time. The entropy has no slope."""
+
+    @mx.custom_function
+    def scored(rows: mx.array) -> mx.array:
+        return mx.concatenate([scores_and_directions(head, rows[chunk], batch, chunk) for chunk in chunks])
+
+    @scored.vjp
+    def slopes(rows: mx.array, cotangent: mx.array, pieces: mx.array) -> mx.array:
+        directions, _, _ = split_pieces(pieces)
+        return (cotangent[:, -2:-1] * directions).astype(rows.dtype)
+
+    _, logprobs, entropy = split_pieces(cast(mx.array, scored(rows)))
+    return logprobs, entropy
+
+
+def check_stack(stack: LayerStack, tokens: mx.array) -> int:
+    """The vocabulary. Raises ValueError: there is other glue between the blocks than one hidden state, or the head does
+    not look at each row alone, so that it cannot go in pieces."""
+    passed: list[Any] = []
+
+    def visit(index: int, hidden: mx.array, call: BlockCall) -> Any:
+        if passed and hidden is not passed[-1]:
+            raise ValueError(f"the model does more before block {index} than passing the hidden state on")
+        passed.append(stack.blocks[index](hidden, *call.args, **call.kwargs))
+        return passed[-1]
+
+    stack.walk(tokens, visit)
+    if len(passed) != len(stack.blocks) or not all(isinstance(hidden, mx.array) for hidden in passed):
+        raise ValueError("the model's blocks are not called once each with one hidden state")
+    rows = passed[-1].reshape(-1, passed[-1].shape[-1])
+    logits, piece = stack.head(rows), slice(1, 3)
+    if distance(stack.head(rows[piece]), logits[piece]) > ROUNDED:
+        raise ValueError("the model's head does not look at each position alone")
+    return int(logits.shape[-1])
+
+
+def compare_layouts(model: nn.Module, stack: LayerStack, score: Callable[[TokenBatch], Scores]) -> tuple[str, str]:
+    """Why prompts are not shared, and why sequences are not packed ("": they are): the scores of three rows, two of
+    them with one prompt, in each layout. Gradients follow from the same operations."""
+    if reason := shareable(model):
+        return reason, reason
+    tokens = np.array([[1, 2, 3, 4, 5, 6], [1, 2, 3, 5, 4, 0], [2, 4, 6, 1, 3, 5]], np.int32)
+    positions = np.array([2, 4, 5, 8, 9, 13, 15, 17], np.int32)
+    batch = TokenBatch(mx.array(tokens), mx.array(positions), mx.arange(8, dtype=mx.int32) % 7)
+    rows = score(batch)
+    hidden, _ = stack.embed(mx.zeros((1, 4), mx.int32))
+    bound = EXACT if hidden.dtype == mx.float32 else ROUNDED
+
+    def why_not(compact: CompactRows) -> str:
+        try:
+            found = score(replace(batch, compact=compact))
+        except (ValueError, TypeError, IndexError, AttributeError) as error:
+            return f"its blocks do not take such keys, values and masks: {error}"
+        off = max(distance(a, b) for a, b in zip(found, rows, strict=True))
+        return f"scores are off by {off:.2g} (relative)" if off > bound else ""
+
+    unshared = why_not(share_prompts(tokens, positions))
+    if not mx.array_equal(hidden[:, 1:], hidden[:, :-1]).item():
+        return unshared, "what enters its blocks depends on the position"
+    return unshared, why_not(pack_rows(tokens, positions, [1, 2]))
+
+
+def distance(a: mx.array, b: mx.array | None) -> float:
+    """‖a - b‖ / ‖b‖; infinite without a number. float32 models reach 1e-6 here, bfloat16 1e-3, wrong graphs 0.1."""
+    assert b is not None
+    size = scalar(mx.sqrt(mx.square(b).sum()))
+    off = scalar(mx.sqrt(mx.square(a - b).sum()))
+    return off / size if size > 0 else (0.0 if off == 0 else float("inf"))

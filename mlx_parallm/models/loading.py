@@ -18,12 +18,11 @@ import mlx.nn as nn
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.fast_math import on_cpu
+from mlx_parallm.models.cpu_kernels import on_cpu, use_unpacking
 from mlx_parallm.models.formats import check_directory, check_names, check_quantization, gguf_message
 from mlx_parallm.models.hub import download, fetch_config
 from mlx_parallm.models.mlx_lm_api import load_config, load_hf_model, load_hf_tokenizer, tool_parsers
 from mlx_parallm.models.quantize import load_quantized
-from mlx_parallm.models.quantized_cpu import use_unpacking
 from mlx_parallm.models.support import check_config
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.heap import give_back_freed_memory

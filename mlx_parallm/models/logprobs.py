@@ -8,7 +8,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_parallm.models.fast_math import exp_minus
+from mlx_parallm.models.cpu_kernels import exp_minus
 
 
 def token_logprobs(

@@ -12,8 +12,7 @@ The update is y = Wx + scale · (xA)B with scale = alpha / rank (Hu et al. 2021,
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from mlx.utils import tree_unflatten
 
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError
-from mlx_parallm.models.adapters.dora import DoRALinear
-from mlx_parallm.models.adapters.lora_linear import LoRALinear
-from mlx_parallm.models.adapters.peft import Parts, is_peft, read_peft
+from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.adapters.linear import DoRALinear, LoRALinear
+from mlx_parallm.models.adapters.peft import is_peft, read_peft
 from mlx_parallm.models.adapters.served import LoraContext, ServedLinear
 from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, SwitchLinear
@@ -54,47 +53,6 @@ class LoraSpec:
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
-
-
-@dataclass(frozen=True)
-class LoraPair:
-    """One layer's update: a [in, r], b [r, out], both float32, and its factor. With DoRA the magnitude m [out], and
-    where it is served `gain` = m / ‖W + scale · (AB)ᵀ‖ [out] of the base that it was loaded beside."""
-
-    a: mx.array
-    b: mx.array
-    scale: float
-    magnitude: mx.array | None = None
-    gain: mx.array | None = None
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [array for array in (self.a, self.b, self.magnitude, self.gain) if array is not None]
-
-
-@dataclass(frozen=True)
-class AdapterWeights:
-    """An adapter as it is served. Immutable: a publish makes a new one, requests in flight may keep the old."""
-
-    name: str
-    version: int
-    layers: Mapping[str, LoraPair]
-    serial: int = field(default_factory=count(1).__next__)  # tells arrays apart: names and versions may come again
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [array for pair in self.layers.values() for array in pair.arrays]
-
-
-@dataclass(eq=False)
-class AdapterPlace:
-    """A name under which an adapter is served. Publishing and replacing rebind `weights` (weights.py, under the write
-    lock). A request holds its place to its end: one that has left the table keeps what it held. `pinned`: it holds one
-    version of the policy for ever, and its tokens say so."""
-
-    name: str
-    weights: AdapterWeights
-    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,8 +189,7 @@ def load_adapter(path: str | Path, *, as_stored: bool = False) -> AdapterFile:
     if not isinstance(tensors, dict):
         raise AdapterError(f"{file} holds one array: an adapter is a safetensors file")
     try:
-        parts = read_peft(tensors, config, file) if is_peft(tensors) else _from_mlx_lm(tensors, config, file)
-        layers = {path: LoraPair(*each) for path, each in parts.items()}
+        layers = read_peft(tensors, config, file) if is_peft(tensors) else _from_mlx_lm(tensors, config, file)
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise AdapterError(f"{config_file} does not fit {file.name}: {error!r}") from error
     if not layers:
@@ -340,7 +297,7 @@ def _layer_keys(paths: Iterable[str]) -> list[str]:
     return sorted(keys)
 
 
-def _from_mlx_lm(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path) -> dict[str, Parts]:
+def _from_mlx_lm(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path) -> dict[str, LoraPair]:
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
         raise AdapterError(f"{file}: fine_tune_type {kind!r} is not supported, only 'lora' and 'dora'")
@@ -356,7 +313,7 @@ def _from_mlx_lm(tensors: Mapping[str, mx.array], config: Mapping[str, Any], fil
             for other in ["lora_b", *(["m"] if kind == "dora" else [])]:
                 if f"{path}.{other}" not in tensors:
                     raise AdapterError(f"{file}: {path} has lora_a but no {other}")
-            layers[path] = a, tensors[f"{path}.lora_b"], float(scale), tensors.get(f"{path}.m")
+            layers[path] = LoraPair(a, tensors[f"{path}.lora_b"], float(scale), tensors.get(f"{path}.m"))
     return layers
 
 

@@ -20,8 +20,8 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.distributed.worker import LeadingTrainer
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel, check_model
-from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter, what_to_resume

@@ -17,13 +17,13 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from mlx_parallm.errors import AdapterError, CheckpointError
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.peft import peft_config, peft_tensors
 from mlx_parallm.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     NPZ_FILE,
     PEFT_FILE,
-    LoraPair,
     adapter_config,
     adapter_tensors,
     load_adapter,

@@ -22,9 +22,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.adapters.dora import dense_weight, gain
+from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.adapters.linear import dense_weight, gain
 from mlx_parallm.models.loading import resolve_model_path
-from mlx_parallm.models.lora import LoraPair, check_adapter, linear_layers, linear_shapes, load_adapter
+from mlx_parallm.models.lora import check_adapter, linear_layers, linear_shapes, load_adapter
 from mlx_parallm.models.mlx_lm_api import (
     QuantizedSwitchLinear,
     SwitchLinear,

@@ -19,7 +19,8 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_parallm.models.lora import AdapterPlace, AdapterWeights, LoraPair, linear_shapes, prepare_for_serving
+from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
+from mlx_parallm.models.lora import linear_shapes, prepare_for_serving
 
 ROWS = 32
 STEPS = 10
@@ -56,8 +57,8 @@ def side_by_side(layer: Twin, x: mx.array, y: mx.array) -> mx.array:
     return mx.addmm(y, mx.where(Twin.columns, x @ layer.a, 0.0), layer.b)
 
 
-def made_adapters(shapes: dict[str, tuple[int, int]], rank: int) -> list[AdapterPlace]:
-    places = []
+def made_adapters(shapes: dict[str, tuple[int, int]], rank: int) -> list[AdapterSlot]:
+    slots = []
     for index in range(ADAPTERS):
         layers = {
             path: LoraPair(0.02 * mx.random.normal((inputs, rank)), 0.02 * mx.random.normal((rank, outputs)), 2.0)
@@ -65,8 +66,8 @@ def made_adapters(shapes: dict[str, tuple[int, int]], rank: int) -> list[Adapter
         }
         weights = AdapterWeights(str(index), 0, layers)
         mx.eval(weights.arrays)
-        places.append(AdapterPlace(str(index), weights))
-    return places
+        slots.append(AdapterSlot(str(index), weights))
+    return slots
 
 
 def step_ms(model: nn.Module, prompts: mx.array, activate: Callable[[], None]) -> float:
@@ -87,18 +88,18 @@ def step_ms(model: nn.Module, prompts: mx.array, activate: Callable[[], None]) -
 def measure(rank: int, rounds: int) -> None:
     served, twins = bench_model(), bench_model()
     shapes = linear_shapes(served)
-    places = made_adapters(shapes, rank)
+    slots = made_adapters(shapes, rank)
     context = prepare_for_serving(served)
-    layers = {path: [place.weights.layers[path] for place in places] for path in shapes}
+    layers = {path: [slot.weights.layers[path] for slot in slots] for path in shapes}
     modules = dict(twins.named_modules())
     twins.update_modules(tree_unflatten([(path, Twin(modules[path], pairs)) for path, pairs in layers.items()]))
-    mixed = [places[row % ADAPTERS] for row in range(ROWS)]
+    mixed = [slots[row % ADAPTERS] for row in range(ROWS)]
     owners = mx.array([row % ADAPTERS for row in range(ROWS)])
     Twin.masks = [(owners == index)[:, None, None] for index in range(ADAPTERS)]
     Twin.columns = (owners[:, None] == mx.repeat(mx.arange(ADAPTERS), rank)[None])[:, None]
     prompts = mx.array(bench_prompts(ROWS, 16))
 
-    def serve(rows: list[AdapterPlace | None]) -> Callable[[], float]:
+    def serve(rows: list[AdapterSlot | None]) -> Callable[[], float]:
         return lambda: step_ms(served, prompts, lambda: context.activate(rows))
 
     def twin(forward: Callable[[Twin, mx.array, mx.array], mx.array]) -> Callable[[], float]:
@@ -110,8 +111,8 @@ def measure(rank: int, rounds: int) -> None:
 
     cases = {
         "no adapter": serve([None] * ROWS),
-        "1 adapter, all rows": serve([places[0]] * ROWS),
-        "1 adapter, half of the rows": serve([places[0], None] * (ROWS // 2)),
+        "1 adapter, all rows": serve([slots[0]] * ROWS),
+        "1 adapter, half of the rows": serve([slots[0], None] * (ROWS // 2)),
         f"{ADAPTERS} adapters mixed (served)": serve(list(mixed)),
         f"{ADAPTERS} adapters, a product each": twin(loop),
         f"{ADAPTERS} adapters, side by side": twin(side_by_side),

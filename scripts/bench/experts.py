@@ -9,7 +9,7 @@ One mixture of mlx-lm's (`SwitchGLU`), a forward and a backward pass by its inpu
     unpacked       4 bits, all experts' weights unpacked for each product, then `gather_mm`
     grouped        float32 weights, tokens of one expert in one product: what a loop over experts could reach; it
                    has to know how many tokens each expert has before it can build the graph
-    dense          a dense layer of the same products, 4 bits unpacked (`quantized_cpu.py`)
+    dense          a dense layer of the same products, 4 bits unpacked (`models/cpu_kernels.py`)
 """
 
 import argparse
@@ -27,7 +27,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 from rich.console import Console
 from rich.table import Table
 
-from mlx_parallm.models.quantized_cpu import use_unpacking
+from mlx_parallm.models.cpu_kernels import use_unpacking
 
 assert VOCAB
 REPEATS = 3

@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
+from mlx_parallm.models.cpu_kernels import use_unpacking
+from mlx_parallm.models.layout import share_prompts
 from mlx_parallm.models.lora import LoraSpec, inject_lora
-from mlx_parallm.models.packing import share_prompts
-from mlx_parallm.models.quantized_cpu import use_unpacking
 
 assert mlx_parallm.__version__
 ROUNDS = 5

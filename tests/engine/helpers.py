@@ -11,7 +11,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.events import Failed, Finished, StreamDelta
-from mlx_parallm.models.lora import LoraContext, LoraPair, linear_layers, linear_shape, prepare_for_serving
+from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.adapters.served import LoraContext
+from mlx_parallm.models.lora import linear_layers, linear_shape, prepare_for_serving
 from mlx_parallm.types import CompletionDelta, Request, RequestOutput, SamplingParams
 from mlx_parallm.weights import SharedWeights
 from tests.tiny_models import QWEN3, make_model

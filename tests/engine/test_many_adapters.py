@@ -10,8 +10,9 @@ import mlx.nn as nn
 import pytest
 
 from mlx_parallm.errors import AdapterError, ModelNotFoundError
+from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
 from mlx_parallm.models.adapters.served import STACK_LIFETIME, LoraContext, ServedLinear
-from mlx_parallm.models.lora import AdapterPlace, AdapterWeights, LoraPair, linear_layers, prepare_for_serving
+from mlx_parallm.models.lora import linear_layers, prepare_for_serving
 from mlx_parallm.models.quantize import quantize_layers
 from tests.engine.helpers import (
     Served,
@@ -36,8 +37,8 @@ def twin(served: Served, layers: dict[str, LoraPair]) -> nn.Module:
     return model
 
 
-def place(name: str, layers: dict[str, LoraPair]) -> AdapterPlace:
-    return AdapterPlace(name, AdapterWeights(name, 0, layers))
+def slot(name: str, layers: dict[str, LoraPair]) -> AdapterSlot:
+    return AdapterSlot(name, AdapterWeights(name, 0, layers))
 
 
 def greedy(name: str, prompt: list[int], adapter: str | None, tokens: int = 24):
@@ -58,12 +59,12 @@ def test_mixed_ranks_and_targets_give_what_each_adapter_gives_alone(quantized: b
         quantize_layers(model)
     base = model(TOKENS)
     context = prepare_for_serving(model)
-    places = [place(str(index), each) for index, each in enumerate(layers)]
-    context.activate([places[0], places[1], None, places[2], places[1], None])
+    slots = [slot(str(index), each) for index, each in enumerate(layers)]
+    context.activate([slots[0], slots[1], None, slots[2], slots[1], None])
     mixed = model(TOKENS)
     assert mx.array_equal(mixed[2], base[2]) and mx.array_equal(mixed[5], base[5]), "rows without one are bit-equal"
     for row, adapter in ((0, 0), (1, 1), (3, 2), (4, 1)):
-        context.activate([places[adapter]] * 6)
+        context.activate([slots[adapter]] * 6)
         assert mx.allclose(mixed[row], model(TOKENS)[row], rtol=1e-4, atol=1e-4)
         assert not mx.allclose(mixed[row], base[row], atol=0.1)
 
@@ -73,12 +74,12 @@ def test_nan_and_infinity_of_one_adapter_stay_in_its_rows_of_a_mixed_batch() -> 
     good, bad = random_adapter(served, 1), random_adapter(served, 2)
     model = copy.deepcopy(served.plain)
     context = prepare_for_serving(model)
-    places = [place("good", good), place("other", random_adapter(served, 3))]
-    context.activate([places[0], places[1], None] * 2)
+    slots = [slot("good", good), slot("other", random_adapter(served, 3))]
+    context.activate([slots[0], slots[1], None] * 2)
     expected = model(TOKENS)
     for poison in (mx.nan, mx.inf):
-        broken = place("bad", {path: LoraPair(pair.a * poison, pair.b * poison, 1.0) for path, pair in bad.items()})
-        context.activate([places[0], broken, None] * 2)
+        broken = slot("bad", {path: LoraPair(pair.a * poison, pair.b * poison, 1.0) for path, pair in bad.items()})
+        context.activate([slots[0], broken, None] * 2)
         got = model(TOKENS)
         for row in (0, 2, 3, 5):
             assert mx.array_equal(got[row], expected[row]), "other rows are bit-equal"
@@ -92,10 +93,10 @@ def test_layers_that_see_their_rows_in_another_shape(shape: tuple[int, ...]) -> 
     context, layer = LoraContext(), served.layers[path]
     adapted = ServedLinear(layer, path, context)
     pairs = [random_adapter(served, seed)[path] for seed in (1, 2)]
-    places = [place(str(index), {path: pair}) for index, pair in enumerate(pairs)]
+    slots = [slot(str(index), {path: pair}) for index, pair in enumerate(pairs)]
     x = mx.random.normal(shape, key=mx.random.key(0))
     for rows in ([0, 1, None, 1, 0, None], [0, None, None, 0, 0, None]):
-        context.activate([None if index is None else places[index] for index in rows])
+        context.activate([None if index is None else slots[index] for index in rows])
         got, each = adapted(x), shape[0] // 6
         assert got.shape == (*shape[:-1], layer.weight.shape[0])
         for row, index in enumerate(rows):
@@ -145,11 +146,11 @@ def test_an_adapter_unloaded_while_its_request_comes_in(monkeypatch: pytest.Monk
     served.weights.add_adapter("a", random_adapter(served, 1))
     find = served.weights.find
 
-    def found_once(name: str) -> AdapterPlace | None:
-        place = find(name)
-        if place is not None:
+    def found_once(name: str) -> AdapterSlot | None:
+        slot = find(name)
+        if slot is not None:
             served.weights.remove_adapter(name)  # as by the thread of /v1/unload_lora_adapter
-        return place
+        return slot
 
     monkeypatch.setattr(served.weights, "find", found_once)
     outputs = run(served.engine, [request("r", [1, 2, 3], adapter="a", max_tokens=2, prompt_logprobs=0)])
@@ -248,24 +249,24 @@ def test_a_publish_copies_nothing_with_one_adapter_and_its_slot_with_several() -
         return made
 
     one = 8 * 2 * size * rank * 4
-    places = [place(str(i), layers(float(i))) for i in range(6)]
-    context.activate([places[0]] * 3)
-    assert context.pairs is places[0].weights.layers
-    context.activate([*places, None])
+    slots = [slot(str(i), layers(float(i))) for i in range(6)]
+    context.activate([slots[0]] * 3)
+    assert context.pairs is slots[0].weights.layers
+    context.activate([*slots, None])
     stacked = context.stacked
     mx.eval(list(stacked.values()))
     assert [array[:, 0, 0].tolist() for array in stacked["3"]] == [[0, 1, 2, 3, 4, 5, 0], [0, 2, 4, 6, 8, 10, 0]]
-    places[2].weights = AdapterWeights("2", 1, layers(7.0))
+    slots[2].weights = AdapterWeights("2", 1, layers(7.0))
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    context.activate([*places, None])
+    context.activate([*slots, None])
     mx.eval(list(context.stacked.values()))
     assert context.stacked is stacked and stacked["3"][1][2, 0, 0].item() == 14.0
     assert mx.get_active_memory() <= before + 4096 and mx.get_peak_memory() <= before + one
-    context.activate([places[1], places[3], places[4]])
+    context.activate([slots[1], slots[3], slots[4]])
     assert context.stacked is stacked, "adapters that have left may come again"
     for _ in range(STACK_LIFETIME + 1):
-        context.activate([places[0], None])
+        context.activate([slots[0], None])
     del stacked
     assert mx.get_active_memory() <= before - 6 * one, "a stack that no row uses is dropped"
 

@@ -21,7 +21,7 @@ def sequence(
         index=0,
         prompt=prompt,
         params=SamplingParams(),
-        place=adapter,  # whatever it is: here its name
+        adapter=adapter,  # whatever it is: here its name
         max_tokens=max_tokens,
         random_stream=0,
         stop_ids=frozenset(),
@@ -32,7 +32,7 @@ def sequence(
 
 def under(epoch: int):
     """Weights as the engine names them: by adapter, and how often they changed."""
-    return lambda sequence: (sequence.place, epoch)
+    return lambda sequence: (sequence.adapter, epoch)
 
 
 def tokens_of(start: int, count: int) -> tuple[int, ...]:

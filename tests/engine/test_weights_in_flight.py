@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_parallm.models.lora import LoraPair
+from mlx_parallm.models.adapters.adapter import LoraPair
 from tests.engine.helpers import (
     EOS,
     VOCAB,

@@ -29,7 +29,8 @@ from mlx_parallm.errors import (
 from mlx_parallm.inference import engine as inference_engine
 from mlx_parallm.inference import module as module_of_inference
 from mlx_parallm.inference.module import InferenceModule
-from mlx_parallm.models.lora import LoraPair, linear_layers, linear_shape, save_adapter
+from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.lora import linear_layers, linear_shape, save_adapter
 from tests.conftest import TinyEngine
 from tests.server.fake_engine import FakeEngine
 from tests.tiny_models import TINY_ASSETS

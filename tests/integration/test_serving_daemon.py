@@ -10,8 +10,9 @@ import openai
 import pytest
 
 from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import load_model
-from mlx_parallm.models.lora import LoraPair, LoraSpec, adapter_layers, inject_lora, save_adapter
+from mlx_parallm.models.lora import LoraSpec, adapter_layers, inject_lora, save_adapter
 from tests.integration.processes import Daemon, free_port
 
 pytestmark = pytest.mark.slow

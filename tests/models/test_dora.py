@@ -14,10 +14,9 @@ from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError
-from mlx_parallm.models.adapters.dora import DoRALinear, gain
+from mlx_parallm.models.adapters.adapter import AdapterSlot, LoraPair
+from mlx_parallm.models.adapters.linear import DoRALinear, gain
 from mlx_parallm.models.lora import (
-    AdapterPlace,
-    LoraPair,
     LoraSpec,
     adapter_layers,
     check_adapter,
@@ -160,23 +159,23 @@ def test_the_served_dora_answers_as_the_trainers(config: dict, bits: int) -> Non
 
 def test_a_dora_beside_a_lora_changes_no_bit_of_its_rows() -> None:
     model = make_model(BIASED)
-    places = {}
+    slots = {}
     weights = SharedWeights(model)
     for seed, name in enumerate(("one", "two", "dora")):
         layers = adapter_layers(trained(model, LoraSpec(4, 8, dora=name == "dora"), seed=seed))
         weights.add_adapter(name, layers)
-        places[name] = weights.find(name)
-    plain = AdapterPlace("plain", weights.add_adapter("x", {p: LoraPair(q.a, q.b, q.scale) for p, q in layers.items()}))
+        slots[name] = weights.find(name)
+    plain = AdapterSlot("plain", weights.add_adapter("x", {p: LoraPair(q.a, q.b, q.scale) for p, q in layers.items()}))
     context = prepare_for_serving(model)
-    context.activate([places["one"], places["two"], plain])  # the same arrays, without the magnitudes
+    context.activate([slots["one"], slots["two"], plain])  # the same arrays, without the magnitudes
     without = model(TOKENS)
-    context.activate([places["one"], places["two"], places["dora"]])
+    context.activate([slots["one"], slots["two"], slots["dora"]])
     beside = model(TOKENS)
     assert mx.array_equal(beside[:2], without[:2])
     assert not mx.allclose(beside[2], without[2], atol=1e-2)
     broken = {path: LoraPair(q.a, q.b, q.scale, q.magnitude * mx.nan) for path, q in layers.items()}
     weights.add_adapter("dora", broken)  # replaced in place: the stack overwrites its slot
-    context.activate([places["one"], places["two"], places["dora"]])
+    context.activate([slots["one"], slots["two"], slots["dora"]])
     assert mx.array_equal(model(TOKENS)[:2], without[:2]) and mx.isnan(model(TOKENS)[2]).all()
 
 

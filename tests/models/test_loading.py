@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.models import loading
-from mlx_parallm.models.fast_math import on_cpu
+from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.models.loading import load_model, load_tokenizer, resolve_model_path
 from tests.tiny_models import LLAMA3_ROPE, TINY_ASSETS, make_model, save_checkpoint
 

@@ -13,11 +13,9 @@ from mlx_lm.tuner.lora import LoRALinear as Theirs
 from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.errors import AdapterError
-from mlx_parallm.models.adapters.lora_linear import LoRALinear
+from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
+from mlx_parallm.models.adapters.linear import LoRALinear
 from mlx_parallm.models.lora import (
-    AdapterPlace,
-    AdapterWeights,
-    LoraPair,
     LoraSpec,
     adapter_layers,
     check_adapter,
@@ -99,10 +97,10 @@ def test_the_served_model_answers_as_the_trainers(quantized: bool) -> None:
     trained_logits, base_logits = tree(TOKENS), model(TOKENS)
     context = prepare_for_serving(model)
     assert mx.array_equal(model(TOKENS), base_logits)
-    place = AdapterPlace("a", AdapterWeights("a", 1, adapter_layers(tree)))
-    context.activate([place, place])
+    slot = AdapterSlot("a", AdapterWeights("a", 1, adapter_layers(tree)))
+    context.activate([slot, slot])
     assert mx.allclose(model(TOKENS), trained_logits, atol=1e-5)
-    context.activate([None, place])
+    context.activate([None, slot])
     mixed = model(TOKENS)
     assert mx.array_equal(mixed[0], base_logits[0])
     assert mx.allclose(mixed[1], trained_logits[1], atol=1e-5)

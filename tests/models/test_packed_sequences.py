@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
-from mlx_parallm.models.packing import pack_rows
+from mlx_parallm.models.layout import pack_rows
 from tests.models.test_packing import SHARING, count_tokens, model_of, objective, plain
 from tests.rl_training.step.test_blockwise import with_4_bit_base, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model

@@ -7,9 +7,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.models import head
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
-from mlx_parallm.models.packing import share_prompts, shareable
+from mlx_parallm.models.layout import share_prompts, shareable
 from tests.rl_training.step.test_blockwise import with_4_bit_base, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model
 
@@ -196,11 +195,11 @@ def test_blocks_that_ignore_the_prompt_are_found_out() -> None:
 
 
 def test_small_heads_are_made_whole_and_large_ones_in_pieces() -> None:
-    assert head.head_rows(512, 8192) == 512
-    assert head.head_rows(1024, 32768) == 32
-    assert head.head_rows(4096, 8192) == 128
-    assert head.head_rows(4096, 151936, costly=True) == 128
-    assert head.head_rows(0, 151936) == 1
+    assert blockwise.head_rows(512, 8192) == 512
+    assert blockwise.head_rows(1024, 32768) == 32
+    assert blockwise.head_rows(4096, 8192) == 128
+    assert blockwise.head_rows(4096, 151936, costly=True) == 128
+    assert blockwise.head_rows(0, 151936) == 1
 
 
 def test_a_large_head_takes_little_memory_and_gives_the_same_gradient() -> None:

@@ -7,10 +7,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.models import quantized_cpu
-from mlx_parallm.models.fast_math import on_cpu
+from mlx_parallm.models import cpu_kernels
+from mlx_parallm.models.cpu_kernels import FEWEST_ROWS, on_cpu, use_unpacking
 from mlx_parallm.models.lora import linear_layers
-from mlx_parallm.models.quantized_cpu import FEWEST_ROWS, use_unpacking
 
 pytestmark = pytest.mark.skipif(not on_cpu(), reason="a CPU's business")
 FORMATS = [(2, 64), (3, 64), (4, 32), (4, 64), (4, 128), (6, 64), (8, 64)]
@@ -43,7 +42,7 @@ def test_like_mlx_with_a_bias_and_in_slices(monkeypatch: pytest.MonkeyPatch) -> 
     theirs, ours, _ = layers(bias=True)
     x = mx.random.normal((40, 256))
     np.testing.assert_allclose(ours(x), theirs(x), atol=1e-5)
-    monkeypatch.setattr(quantized_cpu, "UNPACKED", 256 * 40)  # 96 outputs in three slices
+    monkeypatch.setattr(cpu_kernels, "UNPACKED", 256 * 40)  # 96 outputs in three slices
     (y,), (gradient,) = mx.vjp(ours, [x], [mx.ones((40, 96))])
     (expected,), (slope,) = mx.vjp(theirs, [x], [mx.ones((40, 96))])
     np.testing.assert_allclose(y, expected, atol=1e-5)

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.models.lora import LoraPair
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Algorithm, Trainer

@@ -18,8 +18,9 @@ from mlx_parallm.engine.adapter_loader import AdapterLoader
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import load_model, load_tokenizer
-from mlx_parallm.models.lora import LoraPair, linear_layers, linear_shapes, prepare_for_serving, save_adapter
+from mlx_parallm.models.lora import linear_layers, linear_shapes, prepare_for_serving, save_adapter
 from mlx_parallm.weights import SharedWeights
 from tests.conftest import TINY, TINY_CONTEXT
 from tests.engine.helpers import naive_greedy

@@ -9,7 +9,7 @@ import mlx_parallm
 from mlx_parallm import cli
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ModelError, ParallmError
-from mlx_parallm.models.lora import LoraPair
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.tools import contract_subject, contracts
 from mlx_parallm.tools.contract_subject import Subject, memory_bandwidth, subject_of
 from mlx_parallm.tools.contracts import ROUNDING, Finding, Rounding, block, compare, tried

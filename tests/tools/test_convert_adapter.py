@@ -12,8 +12,9 @@ import pytest
 from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.errors import AdapterError, CheckpointError
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.peft import peft_config, peft_tensors
-from mlx_parallm.models.lora import LoraPair, LoraSpec, adapter_layers, load_adapter, save_adapter
+from mlx_parallm.models.lora import LoraSpec, adapter_layers, load_adapter, save_adapter
 from mlx_parallm.tools.convert_adapter import convert
 from tests.models.test_dora import TOKENS, trained
 from tests.tiny_models import make_model

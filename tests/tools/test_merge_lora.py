@@ -19,7 +19,8 @@ import pytest
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from mlx_parallm.errors import AdapterError, ModelError
-from mlx_parallm.models.lora import LoraPair, LoraSpec, adapter_layers, inject_lora, save_adapter
+from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.lora import LoraSpec, adapter_layers, inject_lora, save_adapter
 from mlx_parallm.tools.merge_lora import merge
 from tests.models.test_dora import trained
 from tests.tiny_models import QWEN3, TINY_ASSETS, save_checkpoint

@@ -8,28 +8,23 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_parallm.errors import AdapterError
-
-if TYPE_CHECKING:
-    from mlx_parallm.models.lora import LoraPair
+from mlx_parallm.models.adapters.adapter import LoraPair
 
 PREFIX = "base_model.model."
 MAGNITUDE = ".lora_magnitude_vector"
-
-Parts = tuple[mx.array, mx.array, float, mx.array | None]
-"""A [in, r], B [r, out], the factor, DoRA's magnitude [out] or None: `LoraPair`'s first fields."""
 
 
 def is_peft(tensors: Mapping[str, mx.array]) -> bool:
     return any(".lora_A." in key for key in tensors)
 
 
-def read_peft(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path) -> dict[str, Parts]:
-    """Parts by the layer's path. Raises AdapterError: tensors that would be left out, or are missing."""
+def read_peft(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path) -> dict[str, LoraPair]:
+    """Return the layers by path. Raises AdapterError: tensors that would be left out, or are missing."""
     dora = bool(config.get("use_dora"))
     layers = {}
     for key, a in tensors.items():
@@ -47,18 +42,18 @@ def read_peft(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: 
         name, rank = path.removeprefix(PREFIX), int(a.shape[0])
         alpha = float(_of_layer(config.get("alpha_pattern") or {}, name, config.get("lora_alpha", rank)))
         scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
-        layers[name] = a.T, b.T, scale, magnitude if dora else None
+        layers[name] = LoraPair(a.T, b.T, scale, magnitude if dora else None)
     return layers
 
 
-def peft_tensors(layers: Mapping[str, "LoraPair"]) -> dict[str, mx.array]:
+def peft_tensors(layers: Mapping[str, LoraPair]) -> dict[str, mx.array]:
     tensors = {f"{PREFIX}{path}.lora_A.weight": mx.contiguous(pair.a.T) for path, pair in layers.items()}
     tensors |= {f"{PREFIX}{path}.lora_B.weight": mx.contiguous(pair.b.T) for path, pair in layers.items()}
     magnitudes = {path: pair.magnitude for path, pair in layers.items() if pair.magnitude is not None}
     return tensors | {f"{PREFIX}{path}{MAGNITUDE}": magnitude for path, magnitude in magnitudes.items()}
 
 
-def peft_config(layers: Mapping[str, "LoraPair"], *, dropout: float) -> dict[str, Any]:
+def peft_config(layers: Mapping[str, LoraPair], *, dropout: float) -> dict[str, Any]:
     """adapter_config.json. Raises AdapterError: layers with and without a magnitude, or a factor that no alpha gives
     exactly (`use_rslora` is one setting for all layers)."""
     dora = {pair.magnitude is not None for pair in layers.values()}

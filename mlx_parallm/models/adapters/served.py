@@ -9,75 +9,73 @@ Several are stacked, A [S, r, in], B [S, r, out], and `gather_mm` multiplies eac
 nothing of other rows' adapters: their NaN stays with them. Measured on CPU (scripts/bench/adapters.py), that beats a
 product per adapter and all adapters side by side.
 A decode step on the CPU takes xA row by row for one adapter too: MKL splits so narrow a product among its threads, by
-the arrays' alignment, and then waits for them (0.09 ms a layer in place of 0.02).
+the arrays' alignment, and then waits for them (0.09 ms a layer instead of 0.02).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.models.adapters.dora import scaled
-from mlx_parallm.models.fast_math import on_cpu
-
-if TYPE_CHECKING:
-    from mlx_parallm.models.lora import AdapterPlace, AdapterWeights, LoraPair
+from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
+from mlx_parallm.models.adapters.linear import scaled
+from mlx_parallm.models.cpu_kernels import on_cpu
 
 MAX_STACKS = 2  # decoding rows and a prefill may mix different adapters
 STACK_LIFETIME = 64  # forwards after which a stack that no row has used is dropped
 
 
 class AdapterStack:
-    """Copies of several adapters, one slot each; the last slot is zero, for rows without one. An adapter that changes
-    overwrites its slot only.
+    """Stacked copies of several adapters; the last entry is zero, for rows without an adapter. An adapter that changes
+    overwrites its own entry only.
 
     `arrays`: path → A [S + 1, r, in] and B [S + 1, r, out], float32, the scale in B; r is the path's largest rank, and
     what an adapter does not have is zero. A lies transposed: a row's product with it is a quarter faster.
     `gains`: path → [S + 1, out] where an adapter is DoRA's; 1 for the others, which changes no bit of their rows.
     """
 
-    def __init__(self, places: Sequence["AdapterPlace"]) -> None:
-        self.slots = {place: slot for slot, place in enumerate(places)}
+    def __init__(self, slots: Sequence[AdapterSlot]) -> None:
+        self.indices = {slot: index for index, slot in enumerate(slots)}
         self.arrays: dict[str, tuple[mx.array, mx.array]] = {}
         self.gains: dict[str, mx.array] = {}
         self.used = 0
         self._held: list[AdapterWeights] = []
 
     def refresh(self) -> None:
-        """Takes over what the places hold now. Builds a graph, evaluates nothing."""
-        present = [place.weights for place in self.slots]
-        changed = [slot for slot, weights in enumerate(present) if not self._held or self._held[slot] is not weights]
-        if any(not self._held or _shapes(self._held[slot]) != _shapes(present[slot]) for slot in changed):
+        """Takes over what the slots hold now. Builds a graph, evaluates nothing."""
+        present = [slot.weights for slot in self.indices]
+        changed = [index for index, weights in enumerate(present) if not self._held or self._held[index] is not weights]
+        if any(not self._held or _shapes(self._held[index]) != _shapes(present[index]) for index in changed):
             self._build(present)
         else:
-            for slot in changed:
-                for path, pair in present[slot].layers.items():
-                    self._write(path, slot, pair)
+            for index in changed:
+                for path, pair in present[index].layers.items():
+                    self._write(path, index, pair)
         self._held = present
 
-    def _build(self, adapters: Sequence["AdapterWeights"]) -> None:
-        slots = len(adapters) + 1
+    def _build(self, adapters: Sequence[AdapterWeights]) -> None:
+        count = len(adapters) + 1
         self.arrays, self.gains = {}, {}
         for path in dict.fromkeys(path for adapter in adapters for path in adapter.layers):
-            pairs = {slot: adapter.layers[path] for slot, adapter in enumerate(adapters) if path in adapter.layers}
+            pairs = {index: adapter.layers[path] for index, adapter in enumerate(adapters) if path in adapter.layers}
             rank = max(pair.a.shape[1] for pair in pairs.values())
             first = next(iter(pairs.values()))
-            a = mx.zeros((slots, rank, first.a.shape[0]), mx.float32)
-            self.arrays[path] = a, mx.zeros((slots, rank, first.b.shape[1]), mx.float32)
+            a = mx.zeros((count, rank, first.a.shape[0]), mx.float32)
+            self.arrays[path] = a, mx.zeros((count, rank, first.b.shape[1]), mx.float32)
             if any(pair.gain is not None for pair in pairs.values()):
-                self.gains[path] = mx.ones((slots, first.b.shape[1]), mx.float32)
-            for slot, pair in pairs.items():
-                self._write(path, slot, pair)
+                self.gains[path] = mx.ones((count, first.b.shape[1]), mx.float32)
+            for index, pair in pairs.items():
+                self._write(path, index, pair)
 
-    def _write(self, path: str, slot: int, pair: "LoraPair") -> None:
+    def _write(self, path: str, index: int, pair: LoraPair) -> None:
         """MLX writes in place: nothing else holds the arrays once the last step has been evaluated."""
         a, b = self.arrays[path]
         rank = pair.a.shape[1]
-        a[slot, :rank] = pair.a.T
-        b[slot, :rank] = pair.b * pair.scale
+        a[index, :rank] = pair.a.T
+        b[index, :rank] = pair.b * pair.scale
         if pair.gain is not None:
-            self.gains[path][slot] = pair.gain
+            self.gains[path][index] = pair.gain
 
 
 class LoraContext:
@@ -89,29 +87,29 @@ class LoraContext:
         self.rows: mx.array | None = None  # … of these rows, [B, 1, 1] bool; None = all use it
         self.stacked: Mapping[str, tuple[mx.array, mx.array]] = {}  # several …
         self.gains: Mapping[str, mx.array] = {}
-        self.slots: mx.array | None = None  # … and each row's slot, [B] uint32
+        self.indices: mx.array | None = None  # … and each row's index, [B] uint32
         self._stacks: list[AdapterStack] = []
         self._turn = 0
         self._all_first: mx.array | None = None  # [batch] uint32 of 0, where rows are multiplied one by one
 
-    def activate(self, places: Sequence["AdapterPlace | None"]) -> None:
+    def activate(self, slots: Sequence[AdapterSlot | None]) -> None:
         """The adapter of each row of the next forward."""
         self._turn += 1
-        self.batch = len(places)
+        self.batch = len(slots)
         self._stacks = [stack for stack in self._stacks if self._turn - stack.used < STACK_LIFETIME]
-        distinct = list(dict.fromkeys(place for place in places if place is not None))
-        self.pairs, self.rows, self.stacked, self.gains, self.slots = {}, None, {}, {}, None
+        distinct = list(dict.fromkeys(slot for slot in slots if slot is not None))
+        self.pairs, self.rows, self.stacked, self.gains, self.indices = {}, None, {}, {}, None
         if len(distinct) > 1:
             stack = self._stack(distinct)
             stack.refresh()
-            slots = [len(stack.slots) if place is None else stack.slots[place] for place in places]
-            self.stacked, self.gains, self.slots = stack.arrays, stack.gains, mx.array(slots, dtype=mx.uint32)
+            indices = [len(stack.indices) if slot is None else stack.indices[slot] for slot in slots]
+            self.stacked, self.gains, self.indices = stack.arrays, stack.gains, mx.array(indices, dtype=mx.uint32)
         elif distinct:
             self.pairs = distinct[0].weights.layers
             if self._all_first is None or self._all_first.shape[0] != self.batch:
                 self._all_first = mx.zeros((self.batch,), dtype=mx.uint32) if on_cpu() else None
-            if None in places:
-                self.rows = mx.array([place is not None for place in places])[:, None, None]
+            if None in slots:
+                self.rows = mx.array([slot is not None for slot in slots])[:, None, None]
 
     def reduced(self, x: mx.array, a: mx.array) -> mx.array:
         """xA of the one adapter: x [B, T, in], a [in, r]."""
@@ -122,12 +120,12 @@ class LoraContext:
     def release(self) -> None:
         """Drops the stacks and what the last forward read."""
         self._stacks, self.pairs, self.rows = [], {}, None
-        self.stacked, self.gains, self.slots = {}, {}, None
+        self.stacked, self.gains, self.indices = {}, {}, None
 
-    def _stack(self, places: list["AdapterPlace"]) -> AdapterStack:
+    def _stack(self, slots: list[AdapterSlot]) -> AdapterStack:
         """A stack that holds these, and not many others: their rows have ended, and may come again."""
-        fits = [s for s in self._stacks if s.slots.keys() >= set(places) and len(s.slots) <= 2 * len(places)]
-        stack = fits[-1] if fits else AdapterStack(places)
+        fits = [s for s in self._stacks if s.indices.keys() >= set(slots) and len(s.indices) <= 2 * len(slots)]
+        stack = fits[-1] if fits else AdapterStack(slots)
         self._stacks = [*[s for s in self._stacks if s is not stack], stack][-MAX_STACKS:]
         stack.used = self._turn
         return stack
@@ -145,7 +143,7 @@ class ServedLinear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """x [B, ..., in] or [B * positions, in]."""
         context = self._context
-        mixed = context.rows is not None or context.slots is not None
+        mixed = context.rows is not None or context.indices is not None
         if mixed and (x.ndim != 3 or x.shape[0] != context.batch):
             # Architectures that flatten or split the positions: rows come first all the same.
             return self(x.reshape(context.batch, -1, x.shape[-1])).reshape(*x.shape[:-1], -1)
@@ -159,10 +157,10 @@ class ServedLinear(nn.Module):
             return updated if context.rows is None else mx.where(context.rows, updated, y)
         if arrays := context.stacked.get(self._path):
             a, b = arrays
-            h = mx.gather_mm(x.astype(a.dtype), a.swapaxes(1, 2), rhs_indices=context.slots)
-            updated = y + mx.gather_mm(h, b, rhs_indices=context.slots)
+            h = mx.gather_mm(x.astype(a.dtype), a.swapaxes(1, 2), rhs_indices=context.indices)
+            updated = y + mx.gather_mm(h, b, rhs_indices=context.indices)
             if (gains := context.gains.get(self._path)) is not None:
-                updated = scaled(updated, gains[context.slots][:, None], self.linear)
+                updated = scaled(updated, gains[context.indices][:, None], self.linear)
             return updated.astype(y.dtype)
         return y
 
@@ -180,5 +178,5 @@ class ServedLinear(nn.Module):
             super().__setattr__(name, value)
 
 
-def _shapes(adapter: "AdapterWeights") -> dict[str, tuple[tuple[int, ...], bool]]:
+def _shapes(adapter: AdapterWeights) -> dict[str, tuple[tuple[int, ...], bool]]:
     return {path: (pair.a.shape, pair.gain is None) for path, pair in adapter.layers.items()}

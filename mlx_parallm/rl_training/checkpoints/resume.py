@@ -5,7 +5,8 @@ from pathlib import Path
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import AdapterError, CheckpointError, ConfigError
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.models.lora import LoraPair, find_adapter_file, load_adapter
+from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.lora import find_adapter_file, load_adapter
 from mlx_parallm.rl_training.checkpoint import find_checkpoint
 from mlx_parallm.rl_training.checkpoints.resume_keys import check_resume, refuse_redacted
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, LATEST, STORE_FILE

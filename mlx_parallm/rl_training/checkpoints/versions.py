@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mlx_parallm.errors import AdapterError, CheckpointError
-from mlx_parallm.models.lora import LoraPair, load_adapter
+from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
 
 

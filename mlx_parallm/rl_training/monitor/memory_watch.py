@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.fast_math import on_cpu
+from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.rl_training.loop import Hooks
 from mlx_parallm.rl_training.plan.preflight import (
     Lengths,

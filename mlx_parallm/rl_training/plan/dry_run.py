@@ -25,8 +25,8 @@ from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, attempt
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import EnvironmentFailedError, RequestError
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel, read_config
-from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState

@@ -20,10 +20,9 @@ from mlx.utils import tree_flatten
 from mlx_parallm.config.data import DATA_ALGORITHMS, PAIRED, USES_REFERENCE
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
-from mlx_parallm.models.fast_math import on_cpu
-from mlx_parallm.models.head import head_rows
+from mlx_parallm.models.blockwise import head_rows
+from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
 from mlx_parallm.models.lora import LoraSpec, inject_lora
-from mlx_parallm.models.quantized_cpu import UNPACKED
 from mlx_parallm.models.support import blueprint
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
@@ -272,7 +271,7 @@ def _micro_batch(config: Config, shape: ModelShape, lengths: Lengths) -> tuple[f
     groups = -(-shape.layers // size)
     d, ffn, heads, kv = shape.hidden, shape.intermediate, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     scores = shape.heads * span
-    unpacks = shape.quantized and on_cpu()  # models/quantized_cpu.py: what ends waits for fewer operations
+    unpacks = shape.quantized and on_cpu()  # models/cpu_kernels.py: what ends waits for fewer operations
     in_mlp = 13 * d + (10 if unpacks else 15) * ffn + 4 * heads + 6 * kv + scores
     in_attention = 12 * d + 7 * ffn + 11 * heads + 8 * kv + 3.4 * scores
     stays = 4.2 * d + 5 * ffn + 3.2 * heads + 2.5 * kv + 1.3 * scores  # of a block that waits for its backward pass

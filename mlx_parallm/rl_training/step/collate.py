@@ -11,8 +11,8 @@ from functools import partial
 
 import numpy as np
 
-from mlx_parallm.models.packing import Compact, pack_rows, padded_length
-from mlx_parallm.models.packing import share_prompts as shared_rows
+from mlx_parallm.models.layout import CompactRows, pack_rows, padded_length
+from mlx_parallm.models.layout import share_prompts as shared_rows
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.packed_rows import parts_packed, used
 from mlx_parallm.rl_training.step.shared_prompts import parts_by_prompt
@@ -24,7 +24,7 @@ ATTENTION_WIDTH = 1024
 """Row length at which attention costs a token as much as all else: 512 with a 0.6B model on a CPU, where exp is most of
 it, some thousands on a GPU. Packing must not put many short sequences into a row that is much longer."""
 
-Arrange = Callable[[np.ndarray, np.ndarray], Compact]
+Arrange = Callable[[np.ndarray, np.ndarray], CompactRows]
 Plan = list[tuple[list[int], Arrange | None]]
 """Micro-batches: the sequences of each, and what becomes of their rows."""
 
@@ -40,7 +40,7 @@ class MicroBatch:
     targets: np.ndarray  # [N] int32
     temperatures: np.ndarray  # [N] float32
     scatter: np.ndarray  # [B, T] int32: which of the N scores belongs here; N where mask is false
-    compact: Compact | None = None  # the same tokens, fewer of them computed
+    compact: CompactRows | None = None  # the same tokens, fewer of them computed
 
     @property
     def tokens(self) -> int:

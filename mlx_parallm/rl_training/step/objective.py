@@ -7,7 +7,7 @@ import numpy as np
 
 from mlx_parallm.losses.kl import LOG_RATIO_LIMIT
 from mlx_parallm.losses.types import LossInputs, LossOutputs
-from mlx_parallm.models.blockwise import TokenBatch
+from mlx_parallm.models.layout import TokenBatch
 from mlx_parallm.rl_training.step.collate import MicroBatch, MiniBatch
 from mlx_parallm.rl_training.step.prepare import PreparedBatch
 

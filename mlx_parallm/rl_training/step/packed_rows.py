@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.models.packing import padded_length
+from mlx_parallm.models.layout import padded_length
 from mlx_parallm.rl_training.step.batch import TrainSequence
 
 SHORT_ROW = 64

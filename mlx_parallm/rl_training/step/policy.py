@@ -22,9 +22,9 @@ from mlx.utils import tree_unflatten
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
-from mlx_parallm.models.fast_math import use_fast_swiglu
+from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.cpu_kernels import use_fast_swiglu
 from mlx_parallm.models.lora import (
-    LoraPair,
     LoraSpec,
     adapter_layers,
     inject_lora,

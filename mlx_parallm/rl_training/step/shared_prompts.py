@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mlx_parallm.models.packing import padded_length
+from mlx_parallm.models.layout import padded_length
 from mlx_parallm.rl_training.step.batch import TrainSequence
 
 

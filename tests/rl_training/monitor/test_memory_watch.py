@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.fast_math import on_cpu
+from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.rl_training.loop import Hooks
 from mlx_parallm.rl_training.monitor import memory_watch
 from mlx_parallm.rl_training.monitor.memory_watch import MemoryWatch, measured_bytes

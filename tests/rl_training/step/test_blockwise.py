@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.models import head
+from mlx_parallm.models import blockwise
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import LoraSpec, inject_lora, trainer_lora_layers
@@ -111,8 +111,8 @@ def test_head_in_chunks(prepare: Callable[[nn.Module], nn.Module], monkeypatch: 
 
 
 def test_the_chunk_follows_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "WHOLE_HEAD", 40 * 99)
-    monkeypatch.setattr(head, "HEAD_PIECE", 40 * 64)
+    monkeypatch.setattr(blockwise, "WHOLE_HEAD", 40 * 99)
+    monkeypatch.setattr(blockwise, "HEAD_PIECE", 40 * 64)
     tokens = TokenBatch(mx.zeros((2, 60), mx.int32), mx.arange(100), mx.zeros(100, mx.int32))
     chunks = BlockwiseModel(with_lora(make_model()))._chunks(tokens)
     assert chunks == [slice(0, 64), slice(64, 100)]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.models.packing import PackedRows, padded_length
+from mlx_parallm.models.layout import PackedRows, padded_length
 from mlx_parallm.rl_training.step import trainer as trainer_base
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.rl_training.step.collate import MiniBatch, collate

@@ -7,20 +7,20 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.models import fast_math
+from mlx_parallm.models import cpu_kernels
 from mlx_parallm.models.lora import linear_layers
 from tests.tiny_models import QWEN3, make_model
 
-needs_compiler = pytest.mark.skipif(not fast_math.available(), reason="needs MLX on the CPU and a C++ compiler")
+needs_compiler = pytest.mark.skipif(not cpu_kernels.available(), reason="needs MLX on the CPU and a C++ compiler")
 
 
 @pytest.mark.parametrize(("fused", "error"), [(True, 2e-7), (False, 5e-6)], ids=["polynomial", "MLX's own"])
 def test_exp_is_as_right_as_its_docstring_says(monkeypatch: pytest.MonkeyPatch, fused: bool, error: float) -> None:
-    if fused and not fast_math.available():
+    if fused and not cpu_kernels.available():
         pytest.skip("needs MLX on the CPU and a C++ compiler")
-    monkeypatch.setattr(fast_math, "available", lambda: fused)
+    monkeypatch.setattr(cpu_kernels, "available", lambda: fused)
     x = mx.concatenate([mx.linspace(-86.9, 0.0, 50_001), mx.array([-88.0, -1e30, -float("inf"), float("nan")])])
-    found = np.array(fast_math.exp_minus(x[None] + 3.0, mx.array([[3.0]])))[0].astype(np.float64)
+    found = np.array(cpu_kernels.exp_minus(x[None] + 3.0, mx.array([[3.0]])))[0].astype(np.float64)
     exact = np.exp(np.array(x + 3.0 - 3.0, dtype=np.float64))
     assert np.abs(found[:-4] / exact[:-4] - 1).max() < error
     assert found[-4:-1].max() < 1e-37 and np.isnan(found[-1])
@@ -29,9 +29,9 @@ def test_exp_is_as_right_as_its_docstring_says(monkeypatch: pytest.MonkeyPatch, 
 def test_swiglu_is_right_to_1e_6() -> None:
     gate, up = mx.linspace(-30.0, 30.0, 60_001), mx.full((60_001,), 1.5)
     x = np.array(gate, dtype=np.float64)
-    error = np.array(fast_math.swiglu(gate, up), dtype=np.float64) - 1.5 * x / (1 + np.exp(-x))
+    error = np.array(cpu_kernels.swiglu(gate, up), dtype=np.float64) - 1.5 * x / (1 + np.exp(-x))
     assert (np.abs(error) / np.maximum(np.abs(x), 1)).max() < 1e-6
-    assert np.isnan(fast_math.swiglu(mx.array([float("nan")]), mx.array([1.0])).item())
+    assert np.isnan(cpu_kernels.swiglu(mx.array([float("nan")]), mx.array([1.0])).item())
 
 
 def test_the_gradient_of_swiglu_is_right_to_1e_6() -> None:
@@ -39,7 +39,7 @@ def test_the_gradient_of_swiglu_is_right_to_1e_6() -> None:
     gate, up, slope = mx.linspace(-30.0, 30.0, 60_001), mx.full((60_001,), 1.5), mx.full((60_001,), -0.5)
     x = np.array(gate, dtype=np.float64)
     share = 1 / (1 + np.exp(-x))
-    (value,), (by_gate, by_up) = mx.vjp(fast_math.swiglu, [gate, up], [slope])
+    (value,), (by_gate, by_up) = mx.vjp(cpu_kernels.swiglu, [gate, up], [slope])
     for found, exact in (
         (value, 1.5 * x * share),
         (by_gate, -0.5 * 1.5 * share * (1 + x * (1 - share))),
@@ -52,7 +52,7 @@ def test_the_gradient_of_swiglu_does_not_keep_the_steps_of_the_sigmoid() -> None
     gate = mx.random.normal((256, 1024), key=mx.random.key(0))
     mx.eval(gate)
     before = mx.get_active_memory()
-    _, slopes = mx.vjp(fast_math.swiglu, [gate, gate], [gate])
+    _, slopes = mx.vjp(cpu_kernels.swiglu, [gate, gate], [gate])
     mx.reset_peak_memory()
     mx.eval(slopes)
     assert mx.get_peak_memory() - before < 16 * gate.nbytes  # 43 where MLX differentiates it
@@ -63,10 +63,10 @@ def test_a_swiglu_model_is_served_by_the_fast_one() -> None:
     plain = make_model(QWEN3)
     model = copy.deepcopy(plain)
     tokens, projection = mx.arange(24)[None], model.layers[0].mlp.up_proj
-    assert fast_math.use_fast_swiglu(model) == QWEN3["num_hidden_layers"]
+    assert cpu_kernels.use_fast_swiglu(model) == QWEN3["num_hidden_layers"]
     assert set(linear_layers(model)) == set(linear_layers(plain))
     assert model.layers[0].mlp.up_proj is projection  # the arrays stay shared with whoever holds them
-    assert type(plain.layers[0].mlp) is not fast_math.FastMLP
+    assert type(plain.layers[0].mlp) is not cpu_kernels.FastMLP
     assert mx.abs(model(tokens) - plain(tokens)).max() < 1e-5
 
 
@@ -74,7 +74,7 @@ def test_a_swiglu_model_is_served_by_the_fast_one() -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_fast_rope_turns_each_row_at_its_position_as_mlx_does(scale: float) -> None:
     block = Block(nn.RoPE(32, base=1e6, scale=scale))
-    assert fast_math.use_fast_rope(block) == 1
+    assert cpu_kernels.use_fast_rope(block) == 1
     fast, plain = block.mlp, nn.RoPE(32, base=1e6, scale=scale)
     offsets = mx.array([0, 7, 4000], dtype=mx.int32)
     for heads in (2, 4):  # the second asks for the angles of the first
@@ -94,9 +94,9 @@ def test_fast_rope_turns_each_row_at_its_position_as_mlx_does(scale: float) -> N
 
 @needs_compiler
 def test_rope_of_pairs_or_of_a_part_is_mlx_own() -> None:
-    assert fast_math.use_fast_rope(Block(nn.RoPE(32, traditional=True))) == 0
+    assert cpu_kernels.use_fast_rope(Block(nn.RoPE(32, traditional=True))) == 0
     block = Block(nn.RoPE(16))
-    fast_math.use_fast_rope(block)
+    cpu_kernels.use_fast_rope(block)
     x, offsets = mx.random.normal((2, 2, 1, 32), key=mx.random.key(0)), mx.array([3, 5], dtype=mx.int32)
     np.testing.assert_array_equal(block.mlp(x, offset=offsets), nn.RoPE(16)(x, offset=offsets))
 
@@ -129,12 +129,12 @@ class Block(nn.Module):
 @pytest.mark.parametrize("formula", [OtherMLP, ClampedMLP])
 def test_another_formula_is_left_alone(formula: type[OtherMLP]) -> None:
     block = Block(formula())
-    assert fast_math.use_fast_swiglu(block) == 0
+    assert cpu_kernels.use_fast_swiglu(block) == 0
     assert type(block.mlp) is formula
 
 
 def test_without_a_compiler_mlx_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_math, "available", lambda: False)
-    assert fast_math.use_fast_swiglu(make_model(QWEN3)) == 0
-    assert fast_math.use_fast_rope(make_model(QWEN3)) == 0
-    assert fast_math.exp_minus(mx.array([0.5]), mx.array([1.0])).item() == pytest.approx(np.exp(-0.5), rel=1e-6)
+    monkeypatch.setattr(cpu_kernels, "available", lambda: False)
+    assert cpu_kernels.use_fast_swiglu(make_model(QWEN3)) == 0
+    assert cpu_kernels.use_fast_rope(make_model(QWEN3)) == 0
+    assert cpu_kernels.exp_minus(mx.array([0.5]), mx.array([1.0])).item() == pytest.approx(np.exp(-0.5), rel=1e-6)

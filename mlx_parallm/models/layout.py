@@ -1,6 +1,6 @@
 """How the tokens of a micro-batch go through the blocks: with little padding, and what rows share computed once.
 
-    Rows              [B, T], as they are
+    PlainRows         [B, T], as they are
     SharedPrompts     each distinct prompt once, [U, P]; then what follows it in each row, [B, C], whose attention sees
                       the prompt's keys and values before its own: the prompt of a group of G completions is computed,
                       and differentiated, once instead of G times
@@ -56,8 +56,20 @@ class PackedRows:
         return int(self.inputs.size)
 
 
-Compact = SharedRows | PackedRows
+CompactRows = SharedRows | PackedRows
 """The same tokens as [B, T], fewer of them computed."""
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Right-padded tokens, and which of them are scored."""
+
+    inputs: mx.array  # [B, T] int32
+    positions: mx.array  # [N] int32, indices into the flattened [B · T]: where the scored token is predicted
+    targets: mx.array  # [N] int32, the scored tokens
+    temperature: float | mx.array = 1.0  # or [N] float32
+    compact: CompactRows | None = None  # the same tokens with less padding, or each prompt once
+    entropy_slope: bool = True  # False: the loss does not depend on the entropy
 
 
 def padded_length(length: int) -> int:
@@ -138,7 +150,7 @@ class Layout(Protocol):
     def run(self, block: nn.Module, hidden: mx.array, call: Any) -> mx.array: ...
 
 
-class Rows:
+class PlainRows:
     """[B, T] tokens through the blocks as [B, T, D]."""
 
     def __init__(self, inputs: mx.array, positions: mx.array) -> None:
@@ -193,7 +205,7 @@ class PackedSequences:
         return _through(block, hidden, call)
 
 
-def layout_of(compact: Compact) -> Layout:
+def layout_of(compact: CompactRows) -> Layout:
     return SharedPrompts(compact) if isinstance(compact, SharedRows) else PackedSequences(compact)
 
 
@@ -254,7 +266,7 @@ class _MaskedCache:
 
 
 def shareable(model: nn.Module) -> str:
-    """ "" where blocks keep keys and values only; else what stands in the way of `Compact` rows."""
+    """ "" where blocks keep keys and values only; else what stands in the way of `CompactRows` rows."""
     others = sorted({type(cache).__name__ for cache in make_prompt_cache(model) if type(cache) is not KVCache})
     return f"its blocks keep {', '.join(others)}" if others else ""
 

@@ -1,4 +1,8 @@
-"""DoRA: weight-decomposed low-rank adaptation (Liu et al. 2024, arXiv:2402.09353), in the trainer's tree and served.
+"""The adapted linear layers of the trainer's tree: LoRA (Hu et al. 2021, arXiv:2106.09685), and DoRA, weight-decomposed
+low-rank adaptation (Liu et al. 2024, arXiv:2402.09353), whose gain the serving tree uses too.
+
+LoRALinear is not mlx-lm's class: importing that imports its trainer and every installed tracker, half a second of a
+start. DoRA:
 
     y = g ⊙ (Wx + s · (xA)B) + bias     g = m / ‖W + s · (AB)ᵀ‖, one number an output
 
@@ -9,12 +13,28 @@ The rows' norms need neither W + s(AB)ᵀ nor a dequantised W:
 ‖w + sAb‖² = ‖w‖² + 2s · b·(Aᵀw) + s² · b·(AᵀA)b, where Aᵀw of all rows is the layer applied to r inputs.
 """
 
+import math
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.models.adapters.lora_linear import LoRALinear
+
+class LoRALinear(nn.Module):
+    """y = Wx + bias + (s · xA) B. A [in, r] ~ U(±1/√in) and B [r, out] = 0 are float32."""
+
+    def __init__(self, linear: nn.Module, shape: tuple[int, int], rank: int, scale: float) -> None:
+        """`shape` (in, out) of `linear`. Uses this thread's MLX random state."""
+        super().__init__()
+        self.linear = linear
+        self.scale = scale
+        mx.random.uniform()  # mlx-lm's draws a layer first that it throws away: a seed gives the adapter it gave there
+        bound = 1 / math.sqrt(shape[0])
+        self.lora_a = mx.random.uniform(-bound, bound, (shape[0], rank))
+        self.lora_b = mx.zeros((rank, shape[1]))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.linear(x) + ((self.scale * (x @ self.lora_a)) @ self.lora_b).astype(x.dtype)
 
 
 class DoRALinear(LoRALinear):

@@ -1,0 +1,48 @@
+"""An adapter in memory: its layers' arrays, and the slot under whose name it is served."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """One layer's update: a [in, r] and b [r, out], both float32, and its factor. With DoRA also the magnitude m [out],
+    and in serving `gain` = m / ‖W + scale · (AB)ᵀ‖ [out] over the base that it was loaded beside."""
+
+    a: mx.array
+    b: mx.array
+    scale: float
+    magnitude: mx.array | None = None
+    gain: mx.array | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self.a, self.b, self.magnitude, self.gain) if array is not None]
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """An adapter as it is served. Immutable: a publish makes a new one, requests in flight may keep the old."""
+
+    name: str
+    version: int
+    layers: Mapping[str, LoraPair]
+    serial: int = field(default_factory=count(1).__next__)  # tells arrays apart: names and versions may come again
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for pair in self.layers.values() for array in pair.arrays]
+
+
+@dataclass(eq=False)
+class AdapterSlot:
+    """A name under which an adapter is served. Publishing and replacing rebind `weights` (weights.py, under the write
+    lock). A request holds its slot to its end: a slot that has left the table keeps its weights. `pinned`: the slot
+    holds one version of the policy for ever, and its tokens carry that version."""
+
+    name: str
+    weights: AdapterWeights
+    pinned: bool = False
