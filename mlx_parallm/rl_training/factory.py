@@ -8,8 +8,8 @@ import copy
 from collections.abc import Callable, Mapping
 
 from mlx_parallm.config.load import RLTrainingConfig
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.models.lora import LoraPair
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks

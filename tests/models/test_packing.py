@@ -7,8 +7,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
-from mlx_parallm.models.layout import share_prompts, shareable
+from mlx_parallm.models import blockwise
+from mlx_parallm.models.blockwise import BlockwiseModel
+from mlx_parallm.models.layout import TokenBatch, share_prompts, shareable
 from tests.rl_training.step.test_blockwise import with_4_bit_base, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model
 
