@@ -50,7 +50,6 @@ UPWARD = {  # imports that still run upward; each goes with the seam that is to 
     ("rl_training.atropos_client", "integrations"),  # a promised name; nothing imports it
     ("rl_training.sources", "integrations"),
     ("rl_training.train", "distributed"),
-    ("system.hardware", "config"),
 }
 
 MLX_FREE = (

@@ -35,10 +35,10 @@ def add_set(parser: ArgumentParser) -> None:
 
 def load(source: str | None, overrides: list[str], text: str = "", *, saved: bool = False) -> "Config":
     """Return the configuration of a file, a shipped name or a TOML text, with overrides. Raises ConfigError."""
-    from mlx_parallm.config.load import load_config
-    from mlx_parallm.system.hardware import defaults, detect
+    from mlx_parallm.config.load import hardware_defaults, load_config
+    from mlx_parallm.system.hardware import detect
 
-    return load_config(source, overrides, defaults(detect()), text=text, saved=saved)
+    return load_config(source, overrides, hardware_defaults(detect()), text=text, saved=saved)
 
 
 def toml_value(value: str | int) -> str:

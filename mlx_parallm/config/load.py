@@ -25,9 +25,13 @@ from mlx_parallm.config.server import ModelConfig, ServerConfig
 from mlx_parallm.config.training import LoggingConfig, RLTrainingConfig, RolloutsConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import absolute, is_reference
+from mlx_parallm.system.hardware import GIB, Hardware
 from mlx_parallm.system.redaction import REDACTED, Redactor, environment_secrets
 
 API_KEY_VARIABLE = "MLX_PARALLM_API_KEY"
+GPU_PREFILL_CHUNK = 2048  # mlx-lm's own step on a GPU; on a CPU it would hold up decoding
+METAL_EVAL_MS = 1000  # macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267)
+TOKENS_PER_GIB = 1024  # of a micro-batch: a guard for small machines, far below what the memory holds
 _LIKE_A_FILE = re.compile(r"[^\s:]{1,200}\.(jsonl|json|csv|txt|py|toml)")
 
 
@@ -85,7 +89,7 @@ def load_config(
 
     `text` is TOML to read where `source` is None. `saved`: the file is what a run was saved with. Relative files named
     in it are looked for beside the configuration file, then in the working directory.
-    `defaults` (dotted key → value, from `hardware.defaults`) fill in keys that neither of them sets.
+    `defaults` (dotted key → value, from `hardware_defaults`) fill in keys that neither of them sets.
     Raises ConfigError: a missing file, bad TOML, an unknown key (with the nearest valid one), a bad value.
     """
     where, directories = "the configuration", [Path.cwd()]
@@ -108,6 +112,19 @@ def load_config(
             data[section].setdefault(leaf, value)
     _make_paths_absolute(data, directories)
     return parse_config(data, where)
+
+
+def hardware_defaults(hardware: Hardware) -> dict[str, Any]:
+    """Return the keys whose default depends on the machine, as {"section.key": value}."""
+    keys: dict[str, Any] = {}
+    if hardware.backend != "cpu":
+        keys["server.prefill_chunk"] = GPU_PREFILL_CHUNK
+    if hardware.backend == "metal":
+        keys["rl_training.max_eval_ms"] = METAL_EVAL_MS
+    affordable = TOKENS_PER_GIB * max(1, hardware.memory_bytes // GIB)
+    if affordable < RLTrainingConfig.model_fields["token_budget"].default:
+        keys["rl_training.token_budget"] = affordable
+    return keys
 
 
 def parse_config(data: dict[str, Any], where: str = "the configuration") -> Config:

@@ -106,8 +106,6 @@ class GroupManager(ABC):
             Player(name, runner, on_results=self._on_results, on_error=self._fail)
             for name in ([", ".join(names)] if self._fixed_order else names)
         ]
-        for player in self._players:
-            player.start()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
@@ -153,7 +151,7 @@ class GroupManager(ABC):
         for player in self._players:
             player.stop()
         deadline = time.monotonic() + timeout_s
-        blocked = [player.name for player in self._players if not player.join(max(0.0, deadline - time.monotonic()))]
+        blocked = [player.name for player in self._players if not player.stop(max(0.0, deadline - time.monotonic()))]
         if blocked:
             raise EnvironmentFailedError(
                 f"environment {', '.join(blocked)} blocks its thread: it did not stop within {timeout_s:g} s"

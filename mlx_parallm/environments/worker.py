@@ -3,13 +3,15 @@
 Each environment has one, because its code is somebody else's: what blocks a thread for ever blocks this one only.
 """
 
-import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
+from mlx_parallm.errors import EngineUnavailableError
+from mlx_parallm.system.loop_thread import LoopThread
 from mlx_parallm.types import ChatTokenizer
 
 
@@ -26,57 +28,22 @@ class Player:
     ) -> None:
         self.name = name
         self._runner, self._on_results, self._on_error = runner, on_results, on_error
-        self._running: set[asyncio.Task[None]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._ended = asyncio.Event()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"environment {name}", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-        self._ready.wait()
+        self._loop = LoopThread(f"environment {name}")
 
     def play(self, plans: Sequence[GroupPlan]) -> None:
-        """Starts groups, two or more of them submitted atomically. From any thread, after `start`."""
-        self._call(self._begin, plans)
+        """Start groups; several are submitted atomically. Any thread may call it. After `stop` it does nothing."""
+        with suppress(EngineUnavailableError):
+            self._loop.submit(self._play(plans)).add_done_callback(self._done)
 
-    def stop(self) -> None:
-        """Cancels what is played; the engine drops it. Returns at once."""
-        self._call(self._ended.set)
-
-    def join(self, timeout_s: float) -> bool:
-        """After `stop`. False: the environment blocks the thread."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop has ended: there is nobody to play
-                self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _run(self) -> None:
-        asyncio.run(self._main())
-
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._ready.set()
-        await self._ended.wait()
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
-
-    def _begin(self, plans: Sequence[GroupPlan]) -> None:
-        task = asyncio.get_running_loop().create_task(self._play(plans))
-        self._running.add(task)
-        task.add_done_callback(self._done)
+    def stop(self, timeout_s: float = 0.0) -> bool:
+        """Cancel what is played, and wait for the thread's end. Returns False while an environment blocks it."""
+        return self._loop.stop(timeout_s=timeout_s)
 
     async def _play(self, plans: Sequence[GroupPlan]) -> None:
         self._on_results(await self._runner.run(plans))
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+    def _done(self, played: "Future[None]") -> None:
+        if not played.cancelled() and (error := played.exception()) is not None:
             self._on_error(error)
 
 

@@ -180,7 +180,7 @@ class InferenceModule:
         self._backend = backend
         self._engine_backend = backend if isinstance(backend, EngineBackend) else None
         self._trained_since = -math.inf
-        self._loop = LoopThread()
+        self._loop = LoopThread("inference", "this InferenceModule")
         self._finalizer = weakref.finalize(self, _end, self._loop, backend, engine)  # at exit, too
 
     # ------------------------------------------------------------------ what there is

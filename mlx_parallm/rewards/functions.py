@@ -276,7 +276,7 @@ def _start(function: RewardFunction, arguments: Mapping[str, Any]) -> "Future[An
             with user_code(function.name, RolloutRejectedError):
                 return await function.call(**arguments)
 
-        return threads.on_loop(on_loop())
+        return threads.ASYNC_FUNCTIONS.submit(on_loop())
     future: Future[Any] = Future()
 
     def in_thread() -> None:

@@ -1,16 +1,12 @@
 """Where reward code runs, so that it never blocks the environments. Threads for the life of the process, and daemons: a
 reward that never returns must not hold up the end of a run."""
 
-import asyncio
-import functools
 import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
 
-T = TypeVar("T")
+from mlx_parallm.system.loop_thread import LoopThread
 
 
 class Worker:
@@ -48,13 +44,4 @@ FUNCTIONS = Worker("rewards")
 COMPUTERS = Worker("reward computers")  # of its own: a computer may wait for functions
 
 
-def on_loop(coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-    """Starts it on the loop of async functions: one, so that a client that a user's module keeps stays on it."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop())
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
-    return loop
+ASYNC_FUNCTIONS = LoopThread("async rewards")  # one loop, so that a client that a user's module keeps stays on it

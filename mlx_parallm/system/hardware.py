@@ -1,7 +1,4 @@
-"""What this machine is, and the defaults that follow from it. MLX is imported inside functions only.
-
-`detect` needs no MLX, so the configuration can use it; `mlx_device` asks MLX itself.
-"""
+"""What this machine has. MLX is imported inside functions only: `detect` needs none, `mlx_device` asks MLX itself."""
 
 import os
 import platform
@@ -12,14 +9,11 @@ from typing import Any, Literal
 
 import psutil
 
-from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.system.blas import has_cuda_backend
 
 GIB = 2**30
-METAL_EVAL_MS = 1000  # macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267)
 KV_CACHE_SHARE = 2  # of the memory that is free once the model is loaded: the rest is for activations, and the trainer
 PREFIX_CACHE_SHARE = 20  # of all memory
-TOKENS_PER_GIB = 1024  # of a micro-batch: a guard for small machines, far below what the memory holds
 RANK_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # of mlx.launch; of mpirun (Open MPI, MPICH)
 
 
@@ -53,19 +47,6 @@ def launched_rank() -> int | None:
     return None if given is None else int(given)
 
 
-def defaults(hardware: Hardware) -> dict[str, Any]:
-    """Configuration keys whose default depends on the machine (below TOML and the command line in precedence)."""
-    found: dict[str, Any] = {}
-    if hardware.backend != "cpu":
-        found["server.prefill_chunk"] = 2048  # mlx-lm's own step on a GPU; on a CPU it would hold up decoding
-    if hardware.backend == "metal":
-        found["rl_training.max_eval_ms"] = METAL_EVAL_MS
-    affordable = TOKENS_PER_GIB * max(1, hardware.memory_bytes // GIB)
-    if affordable < 8192:
-        found["rl_training.token_budget"] = affordable
-    return found
-
-
 def memory_present() -> tuple[int, int]:
     """(free now, all there is) in bytes where the model lies: the GPU's memory, or the machine's. Loads MLX."""
     import mlx.core as mx
@@ -80,24 +61,24 @@ def memory_present() -> tuple[int, int]:
     return free, whole
 
 
-def prefix_cache_bytes(server: ServerConfig, *, deterministic: bool) -> int:
-    """`server.prefix_cache_bytes`, by default 1/PREFIX_CACHE_SHARE of all memory. Loads MLX.
+def prefix_cache_bytes(configured: int | None, *, deterministic: bool) -> int:
+    """`server.prefix_cache_bytes`; where it is None, 1/PREFIX_CACHE_SHARE of all memory. Loads MLX.
 
-    `deterministic`: by default none, as keys and values have other last bits where a decode step computed them, and a
-    resumed run does not find what the run before it had kept.
+    In deterministic mode None means no cache: a decode step gives keys and values other last bits, and a resumed run
+    does not find what the run before it had kept.
     """
-    if server.prefix_cache_bytes is not None:
-        return server.prefix_cache_bytes
+    if configured is not None:
+        return configured
     return 0 if deterministic else memory_present()[1] // PREFIX_CACHE_SHARE
 
 
-def kv_cache_bytes(server: ServerConfig, *, deterministic: bool) -> int | None:
-    """`server.kv_cache_bytes`, by default 1/KV_CACHE_SHARE of what is free now. Loads MLX.
+def kv_cache_bytes(configured: int | None, *, deterministic: bool) -> int | None:
+    """`server.kv_cache_bytes`; where it is None, 1/KV_CACHE_SHARE of the memory that is free now. Loads MLX.
 
-    `deterministic`: by default no bound, as what is free differs between runs.
+    In deterministic mode None means no bound, because free memory differs between runs.
     """
-    if server.kv_cache_bytes is not None:
-        return server.kv_cache_bytes
+    if configured is not None:
+        return configured
     return None if deterministic else memory_present()[0] // KV_CACHE_SHARE
 
 

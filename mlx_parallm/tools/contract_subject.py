@@ -27,6 +27,7 @@ from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.serving import Serving
+from mlx_parallm.system.loop_thread import LoopThread
 from mlx_parallm.types import Completion, Request, SamplingParams
 from mlx_parallm.weights import SharedWeights
 
@@ -160,19 +161,20 @@ class Load:
     def __init__(self, subject: Subject, rows: int) -> None:
         self._client, self._prompts, self._rows = subject.client, subject.prompts, rows
         self._stopping, self._running = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="load", daemon=True)
+        self._loop = LoopThread("load")
         self.answered = self.failed = 0
         self.versions: set[int] = set()
 
     def __enter__(self) -> "Load":
         """Returns when tokens come, or when it has failed."""
-        self._thread.start()
+        self._ended = self._loop.submit(self._main())
         self._running.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stopping.set()
-        self._thread.join()
+        self._ended.result()
+        self._loop.stop()
 
     async def _main(self) -> None:
         try:

@@ -129,7 +129,7 @@ async def test_what_cannot_be_read_leaves_a_trajectory_unscored(endpoint):
     with pytest.raises(RolloutRejectedError, match="unscored"):
         await score_group(reward, group)
     [function] = [entry.call for entry in made._functions if entry.name == "judge"]
-    await asyncio.wrap_future(threads.on_loop(function.aclose()))
+    await asyncio.wrap_future(threads.ASYNC_FUNCTIONS.submit(function.aclose()))
 
 
 async def test_a_busy_endpoint_is_asked_again_and_then_given_up(endpoint, judging):
@@ -166,7 +166,7 @@ async def test_a_group_that_nobody_judged_says_where_nobody_was():
     with pytest.raises(RolloutRejectedError, match=f"judge: {url}/chat/completions cannot be reached") as failed:
         await score_group(made.for_row("q", {}, TrainingProgress), group)
     assert isinstance(failed.value.__cause__, EndpointError) and failed.value.__cause__.may_pass
-    await asyncio.wrap_future(threads.on_loop(made._functions[0].call.aclose()))
+    await asyncio.wrap_future(threads.ASYNC_FUNCTIONS.submit(made._functions[0].call.aclose()))
 
 
 async def test_our_own_server_as_the_judge(engine, judging):

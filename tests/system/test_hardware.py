@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_parallm.config.load import load_config
+from mlx_parallm.config.load import hardware_defaults, load_config
 from mlx_parallm.engine.starting import engine_options
-from mlx_parallm.system.hardware import GIB, Hardware, defaults, detect, memory_present, mlx_device, usable_cores
+from mlx_parallm.system.hardware import GIB, Hardware, detect, memory_present, mlx_device, usable_cores
 
 
 def machine(backend: str = "cpu", memory: int = 64) -> Hardware:
@@ -15,27 +15,27 @@ def machine(backend: str = "cpu", memory: int = 64) -> Hardware:
 
 
 def test_a_large_cpu_machine_keeps_the_defaults() -> None:
-    assert defaults(machine()) == {}
+    assert hardware_defaults(machine()) == {}
 
 
 def test_a_gpu_prefills_in_larger_chunks() -> None:
-    assert defaults(machine("cuda")) == {"server.prefill_chunk": 2048}
+    assert hardware_defaults(machine("cuda")) == {"server.prefill_chunk": 2048}
 
 
 def test_metal_bounds_an_evaluation_in_time() -> None:
     """Its watchdog kills work that takes seconds (ml-explore/mlx#3267)."""
-    found = defaults(machine("metal"))
+    found = hardware_defaults(machine("metal"))
     assert found == {"server.prefill_chunk": 2048, "rl_training.max_eval_ms": 1000}
     assert load_config(None, [], found).rl_training.max_eval_ms == 1000
 
 
 @pytest.mark.parametrize(("memory", "tokens"), [(0, 1024), (2, 2048), (7, 7168)])
 def test_a_small_machine_trains_on_fewer_tokens_at_once(memory: int, tokens: int) -> None:
-    assert defaults(machine(memory=memory)) == {"rl_training.token_budget": tokens}
+    assert hardware_defaults(machine(memory=memory)) == {"rl_training.token_budget": tokens}
 
 
 def test_hardware_defaults_lie_below_file_and_command_line(tmp_path: Path) -> None:
-    found = defaults(machine("cuda", memory=2))
+    found = hardware_defaults(machine("cuda", memory=2))
     assert load_config(None, [], found).server.prefill_chunk == 2048
     (tmp_path / "x.toml").write_text("[server]\nprefill_chunk = 64\n")
     config = load_config(tmp_path / "x.toml", ["rl_training.token_budget=99"], found)

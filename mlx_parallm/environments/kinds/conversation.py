@@ -136,7 +136,7 @@ class EndpointUser:
     def __call__(self, state: State) -> str:
         """What the user says next. Blocks. Raises EndpointError."""
         body = {**self._fields, "messages": as_seen_by_the_user(state, self._instructions)}
-        answer = threads.on_loop(self._endpoint.post("/chat/completions", body)).result()
+        answer = threads.ASYNC_FUNCTIONS.submit(self._endpoint.post("/chat/completions", body)).result()
         try:
             return str(answer["choices"][0]["message"]["content"] or "")
         except (LookupError, TypeError) as error:

@@ -22,6 +22,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ from mlx_parallm.integrations.atropos.wire import from_scored_data
 from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.loop_thread import LoopThread
 
 STALLED_AFTER_S = 60.0
 STATUS_EVERY_S = 10.0  # how often the API is looked at while /batch is null or not asked
@@ -79,9 +81,8 @@ class AtroposPoller:
         self._poll_interval_s = poll_interval_s
         self._stalled_after_s = stalled_after_s
         self._status_every_s = status_every_s
-        # a daemon thread, so that a crash of the main thread still ends the process; `stop` joins it
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="atropos-poller", daemon=True)
-        self._started = threading.Event()
+        self._loop = LoopThread("atropos-poller")
+        self._polling: Future[None] | None = None  # from `start` on
         self._registered = threading.Event()  # set once for good, by success or by `_fatal`
         self._fatal: ConfigError | None = None
         self._problem: str | None = None
@@ -89,9 +90,7 @@ class AtroposPoller:
         self._queue: _ApiQueue | None = None  # while there is room and /batch is null
         self._asked = 0.0  # when the API last told whether this run is registered (monotonic)
         self._was_away = False  # it may have been restarted, and be another run's now
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
-        self._grace_s = 0.0
+        self._stop = asyncio.Event()
         self.groups_received = 0
         self.groups_rejected = 0
         self.batches_lost = 0  # by the API
@@ -103,8 +102,8 @@ class AtroposPoller:
 
     def start(self) -> None:
         """Starts the thread, which registers and polls. An API that is not up yet is waited for."""
-        self._thread.start()
-        self._started.wait()
+        self._polling = self._loop.submit(self._work())
+        self._polling.add_done_callback(_log_failure)
 
     def wait_until_registered(self, timeout_s: float) -> bool:
         """False when the time is up. Raises ConfigError when the API is registered for another run (what to do)."""
@@ -122,12 +121,10 @@ class AtroposPoller:
 
     def stop(self, *, grace_s: float = 2.0) -> None:
         """Ends and joins the thread. A request in flight gets `grace_s`: its batch would not be handed out again."""
-        if self._loop is None or self._stop is None:  # never started
-            return
-        self._grace_s = grace_s
-        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        if self._polling is not None and not self._stopping:
+            self._loop.run(self._request_stop())
+            wait([self._polling], grace_s)
+            self._loop.stop(self._client.close)
 
     def health(self) -> str | None:
         """What is wrong, in words; None when nothing is."""
@@ -137,23 +134,8 @@ class AtroposPoller:
             return f"the thread that polls {self._client.url} has died; its error is in the log"
         return self._problem or self._stall
 
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
-        self._started.set()
-        work = asyncio.create_task(self._work())
-        stopped = asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                await asyncio.wait({work}, timeout=self._grace_s)
-        finally:
-            work.cancel()
-            stopped.cancel()
-            await asyncio.gather(stopped, return_exceptions=True)
-            with contextlib.suppress(asyncio.CancelledError):
-                await work
-            await self._client.close()
+    async def _request_stop(self) -> None:
+        self._stop.set()
 
     async def _work(self) -> None:
         try:
@@ -323,11 +305,11 @@ class AtroposPoller:
 
     @property
     def _has_died(self) -> bool:
-        return self._started.is_set() and not self._thread.is_alive() and not self._stopping
+        return self._polling is not None and self._polling.done() and not self._stopping
 
     @property
     def _stopping(self) -> bool:
-        return self._stop is not None and self._stop.is_set()
+        return self._stop.is_set()
 
     def _set_problem(self, problem: str | None) -> None:
         if problem is not None and problem != self._problem:
@@ -335,6 +317,10 @@ class AtroposPoller:
         self._problem = problem
 
     async def _pause(self, seconds: float) -> None:
-        assert self._stop is not None  # made in `_main`
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop.wait(), seconds)
+
+
+def _log_failure(polling: "Future[None]") -> None:
+    if not polling.cancelled() and (error := polling.exception()) is not None:
+        logger.error("atropos_poller_failed", exc_info=error)

@@ -9,10 +9,8 @@ kept (all weights are trained), where it has to repeat bit for bit (deterministi
 still running when the next one is due makes that one be skipped.
 """
 
-import asyncio
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +38,7 @@ from mlx_parallm.rl_training.evaluation.log import EvaluationLog, flat, sentence
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.run_directory import checkpoints, moment
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.loop_thread import LoopThread
 from mlx_parallm.types import PolicyClient
 from mlx_parallm.weights import SharedWeights
 
@@ -114,7 +113,7 @@ class Evaluations:
         self._training_waits = config.rl_training.deterministic or policy is None
         self._patience_s = PATIENCE_S + max((own.source.config.timeout_s for own in self._problems), default=0.0)
         self._running: _Running | None = None
-        self._thread: _LoopThread | None = None
+        self._thread: LoopThread | None = None
         self._postponed = False
         self._untold: dict[str, float] = {}
         evaluated, training = sources
@@ -171,7 +170,7 @@ class Evaluations:
         """Gives up what is running: a resume starts it again. May be called again."""
         self._release()
         if self._thread is not None:
-            self._thread.stop()
+            self._thread.stop(timeout_s=JOIN_S)  # one that an environment blocks is left behind
 
     # ------------------------------------------------------------------ when
 
@@ -235,8 +234,8 @@ class Evaluations:
             priority=BEHIND_ROLLOUTS,
             answered=self._answered,
         )
-        self._thread = self._thread or _LoopThread()
-        self._running = _Running(step, version, adapter is not None, self._thread.run(work), now, now)
+        self._thread = self._thread or LoopThread("evaluation")
+        self._running = _Running(step, version, adapter is not None, self._thread.submit(work), now, now)
         self._log.running = step
 
     def _answered(self) -> None:
@@ -302,30 +301,6 @@ def _problems(
     for remark in remarks(drawn, count, training):
         log.warning(f"evaluation: {remark}")
     return [own for own in drawn if own.tasks]
-
-
-class _LoopThread:
-    """An asyncio loop on a thread of its own."""
-
-    def __init__(self) -> None:
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="evaluation", daemon=True)
-        self._thread.start()
-        self._ready.wait()
-
-    async def _main(self) -> None:
-        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-        self._ready.set()
-        await self._ended.wait()
-
-    def run(self, work: Coroutine[Any, Any, list[Evaluation]]) -> "Future[list[Evaluation]]":
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def stop(self) -> None:
-        """Cancels what runs; a thread that an environment blocks is left behind."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._ended.set)
-            self._thread.join(JOIN_S)
 
 
 def _version_of(run: Path, step: int) -> int | None:

@@ -307,7 +307,8 @@ def _kv_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
     growing = shape.kv_token // shape.layers  # one layer exists twice while the cache grows
     running = rows * positions * (shape.kv_token + growing) + config.server.prefill_chunk * shape.kv_token
     stored = config.rl_training.atropos.rollout_batch_size * wanted * shape.kv_token
-    return running + min(stored, prefix_cache_bytes(config.server, deterministic=config.rl_training.deterministic))
+    cache = prefix_cache_bytes(config.server.prefix_cache_bytes, deterministic=config.rl_training.deterministic)
+    return running + min(stored, cache)
 
 
 def _needs_reference(config: Config) -> bool:

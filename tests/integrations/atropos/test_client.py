@@ -190,7 +190,7 @@ def test_stop_joins_soon_though_a_request_hangs(api, url, store):
         started = time.monotonic()
         poller.stop(grace_s=0.05)
         assert time.monotonic() - started < 10
-        assert not poller._thread.is_alive()
+        assert not poller._loop._thread.is_alive()
     api.hold_batches.set()
 
 
@@ -216,9 +216,7 @@ def test_stop_before_start_and_twice_is_harmless(url, store):
         poller.stop()
 
 
-def test_a_thread_that_died_is_told(api, url, store, monkeypatch):
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-
+def test_a_poller_that_failed_is_reported(api, url, store):
     def broken() -> int:
         raise AssertionError
 
