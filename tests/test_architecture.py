@@ -91,6 +91,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/models/threads.py:in_mlx_thread.run": "what a thread's work raises is its caller's",
     "mlx_parallm/models/loading.py:load_tokenizer": "the tokenizers library raises plain Exception",
     "mlx_parallm/distributed/collectives.py:CollectiveThread._main": "what a collective raises is its caller's",
+    "mlx_parallm/rl_training/events.py:RunEvents.emit": "a subscriber that fails must not stop the training",
     "mlx_parallm/rl_training/monitor/display.py:attempt": "a display that fails must not stop the training",
     "mlx_parallm/rl_training/monitor/trackers.py:Trackers._attempt": "a tracker that fails must not stop the training",
     "mlx_parallm/execution/tool_calls.py:read_calls": "a model's malformed call makes mlx-lm's parsers raise anything",

@@ -35,7 +35,7 @@ from mlx_parallm.losses.advantages import Shaping
 from mlx_parallm.rewards.base import scored
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
+from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.publish.versions import VersionSteps
@@ -191,7 +191,9 @@ class BaseAlgorithm(ABC):
         )
         self._updater = WeightUpdater(weights, trainer, versions, training)
         parts = Parts(trainer, buffer, versions, self._updater, checkpointer, metrics, {})
-        return TrainingLoop(parts, training, hooks=Hooks(on_step=self._on_step), state=_between_steps(state))
+        return TrainingLoop(
+            parts, training, control=RunControl(after_step=self._after_step), state=_between_steps(state)
+        )
 
     def _settings(self) -> dict[str, Any]:
         """Keys of [rl_training] beside BackpropConfig's."""
@@ -263,7 +265,7 @@ class BaseAlgorithm(ABC):
         least = np.percentile([rollout.reward for rollout in rollouts], self.config.filter_percentile)
         return [replace(r, zero_advantage=r.zero_advantage or r.reward < least) for r in rollouts]
 
-    def _on_step(self, line: dict[str, Any]) -> None:
+    def _after_step(self, line: dict[str, Any]) -> None:
         metrics, self._collected = TrainingMetrics.of(line, self._collected), []
         self._metrics.append(metrics)
         every = self.config.update_ref_every

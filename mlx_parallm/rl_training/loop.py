@@ -15,15 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
-import structlog
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ParallmError
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import StepInProgress, TrainerState
+from mlx_parallm.rl_training.events import BatchReady, CheckpointSaved, Outcome, RunEvents, StepFinished, Waiting
 from mlx_parallm.rl_training.metrics import MetricsFile, complete
 from mlx_parallm.rl_training.publish.rollback import Rollbacks
 from mlx_parallm.rl_training.publish.versions import VersionSteps
@@ -32,10 +32,6 @@ from mlx_parallm.rl_training.step.step_position import StepPosition
 from mlx_parallm.rl_training.step.trainer import StepResult, Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.weights import PublishReport
-
-log = structlog.get_logger(__name__)
-
-Outcome = Literal["finished", "stopped"]
 
 
 class Batches(Protocol):
@@ -69,34 +65,42 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Hooks:
-    """What the loop tells and asks; all called on the trainer's thread.
+class RunControl:
+    """What the loop asks; all called on the trainer's thread. What it reports goes to `events.RunEvents`.
 
-    `before_step()`, and `on_wait(seconds)` at least every `wait_turn_s` while a batch is not there: the places to look
-    after sources that have failed or a disk that fills (raise to save and end), and to say that they stall. `training`
-    is around each training step. `save_after`: whether a step wants a checkpoint, besides every checkpoint_interval.
-    `measure` gives further numbers for the line of a step that was just trained and
-    published; then come `on_batch` and `on_step`. `served_tokens`: the engine's counter.
+    Args:
+        should_stop: whether to save and return.
+        before_step, while_waiting: checks that raise to save and end the run: failed sources, a full disk. The second
+            is called at least every `wait_turn_s` while a step waits for its batch.
+        training: a context around each training step.
+        measure: further numbers for the metrics line of a step that was trained and published.
+        after_step: called with the line when it is on the disk; true: save a checkpoint, besides those of
+            checkpoint_interval. What it raises ends the run.
+        served_tokens: the engine's counter of sampled tokens.
     """
 
     should_stop: Callable[[], bool] = lambda: False
-    on_batch: Callable[[TrainBatch], None] = lambda batch: None
-    on_step: Callable[[dict[str, Any]], None] = lambda line: None
     before_step: Callable[[], None] = lambda: None
-    on_wait: Callable[[float], None] = lambda seconds: None
-    measure: Callable[[int], Mapping[str, Any]] = lambda step: {}
-    on_checkpoint: Callable[[Any], None] = lambda path: None
-    save_after: Callable[[int], bool] = lambda step: False
+    while_waiting: Callable[[], None] = lambda: None
     training: Callable[[], AbstractContextManager[None]] = nullcontext
+    measure: Callable[[int], Mapping[str, Any]] = lambda step: {}
+    after_step: Callable[[dict[str, Any]], bool | None] = lambda line: None
     served_tokens: Callable[[], int] = lambda: 0
     wait_turn_s: float = 0.5
 
 
 class TrainingLoop:
     def __init__(
-        self, parts: Parts, config: RLTrainingConfig, *, hooks: Hooks | None = None, state: TrainerState | None = None
+        self,
+        parts: Parts,
+        config: RLTrainingConfig,
+        *,
+        control: RunControl | None = None,
+        events: RunEvents | None = None,
+        state: TrainerState | None = None,
     ) -> None:
-        self._parts, self._config, self._hooks = parts, config, hooks or Hooks()
+        self._parts, self._config = parts, config
+        self._control, self._events = control or RunControl(), events or RunEvents()
         self._step = state.step if state else 0
         self._last = config.total_steps
         self._in_progress = state.in_progress if state else None
@@ -104,11 +108,11 @@ class TrainingLoop:
         parts.updater.begin()
         self._line: dict[str, Any] | None = state.metrics if state else None
         self._saved: str | None = state.checkpoint_name if state else None
-        self._counters = (time.perf_counter(), self._hooks.served_tokens())
+        self._counters = (time.perf_counter(), self._control.served_tokens())
         self._timeouts = parts.updater.timeouts
         self._refused = parts.updater.refused
         self._rollbacks = list(state.rollbacks) if state else []
-        self._rolled_back_to: str | None = _not_told(self._rollbacks, self._step)  # since the last line
+        self._rolled_back_to: str | None = _unreported(self._rollbacks, self._step)  # since the last line
         self._sources_after_step = self._sources_now() if config.deterministic else None
 
     @property
@@ -125,7 +129,8 @@ class TrainingLoop:
             work, self._in_progress = self._in_progress, None
             waited = time.perf_counter()
             try:
-                batch = self._batch(step, work)
+                with self._events.span("wait", step):
+                    batch = self._batch(step, work)
             except ParallmError:  # the sources have failed; the weights are sound, and between two steps
                 if work is None:
                     self._save(None)
@@ -134,7 +139,9 @@ class TrainingLoop:
                 return self._stop(None)
             time_rollout_s = (work.time_rollout_s if work else 0.0) + time.perf_counter() - waited
             self._request_ahead(step + 1, 1 + self._config.max_staleness)
-            result = self._train(batch, work)
+            self._events.emit(BatchReady(batch))
+            with self._events.span("train", step):
+                result = self._train(batch, work)
             result = replace(result, seconds=result.seconds + (work.time_train_s if work else 0.0))
             if not result.finished:
                 return self._stop(_interrupted(batch, result, time_rollout_s))
@@ -150,8 +157,8 @@ class TrainingLoop:
             batch = self._parts.buffer.resume(step, work.group_ids)
             return replace(batch, statistics=BatchStatistics(**work.statistics))
         started, asked = time.perf_counter(), False
-        self._hooks.before_step()
-        while not self._hooks.should_stop():
+        self._control.before_step()
+        while not self._control.should_stop():
             if self._roll_back():
                 asked = False
             if self._young_enough(step):
@@ -159,10 +166,11 @@ class TrainingLoop:
                     self._parts.buffer.request(step)
                     self._request_ahead(step, self._config.max_staleness)
                 asked = True
-                batch_or_none = self._parts.buffer.collect(step, timeout_s=self._hooks.wait_turn_s)
+                batch_or_none = self._parts.buffer.collect(step, timeout_s=self._control.wait_turn_s)
                 if batch_or_none is not None:
                     return batch_or_none
-            self._hooks.on_wait(time.perf_counter() - started)
+            self._control.while_waiting()
+            self._events.emit(Waiting(step, time.perf_counter() - started))
             self._parts.updater.publish_if_due(self._step)  # waits for the lock, so this loop does not spin
         return None
 
@@ -195,42 +203,44 @@ class TrainingLoop:
     def _train(self, batch: TrainBatch, work: StepInProgress | None) -> StepResult:
         if batch.gave_up:
             trained = len(batch.sequences)
-            log.warning("step with fewer rollouts", step=batch.step, trained_sequences=trained, reason=batch.gave_up)
+            self._events.warn(
+                "step with fewer rollouts", step=batch.step, trained_sequences=trained, reason=batch.gave_up
+            )
         position = StepPosition.from_json(work.position) if work else None
-        with self._hooks.training():
-            return self._parts.trainer.train_step(batch, position=position, should_stop=self._hooks.should_stop)
+        with self._control.training():
+            return self._parts.trainer.train_step(batch, position=position, should_stop=self._control.should_stop)
 
     def _finish_step(self, batch: TrainBatch, result: StepResult, time_rollout_s: float) -> None:
         self._step = batch.step
         last = batch.step == self._last
         started = time.perf_counter()
-        report = self._parts.updater.after_step(
-            batch.step,
-            updates=result.position.updates,
-            last=last,
-            rollouts=[sequence.rollout for sequence in batch.sequences],
-        )
+        with self._events.span("publish", batch.step):
+            report = self._parts.updater.after_step(
+                batch.step,
+                updates=result.position.updates,
+                last=last,
+                rollouts=[sequence.rollout for sequence in batch.sequences],
+            )
         time_publish_s = time.perf_counter() - started
         times = {
             "time_rollout_s": time_rollout_s,
             "time_train_s": result.seconds,
             "time_publish_s": time_publish_s,
-        } | dict(self._hooks.measure(batch.step))
+        } | dict(self._control.measure(batch.step))
         self._line = self._metrics(batch, result, report, times)
         if self._parts.metrics is not None:
             self._parts.metrics.append(self._line)
         if self._sources_after_step is not None:
             self._sources_after_step = self._sources_now()
-        self._hooks.on_batch(batch)
-        self._hooks.on_step(self._line)
-        regular = batch.step % self._config.checkpoint_interval == 0
-        if not last and (regular or self._hooks.save_after(batch.step)):
+        self._events.emit(StepFinished(self._line, batch))
+        wanted = self._control.after_step(self._line)
+        if not last and (wanted or batch.step % self._config.checkpoint_interval == 0):
             self._save(None)
 
     def _metrics(
         self, batch: TrainBatch, result: StepResult, report: PublishReport | None, times: dict[str, Any]
     ) -> dict[str, Any]:
-        now, served = time.perf_counter(), self._hooks.served_tokens()
+        now, served = time.perf_counter(), self._control.served_tokens()
         seconds, tokens = now - self._counters[0], served - self._counters[1]
         updater = self._parts.updater
         timeouts, refused = updater.timeouts - self._timeouts, updater.refused - self._refused
@@ -269,7 +279,9 @@ class TrainingLoop:
     def _save(self, work: StepInProgress | None, *, final: bool = False, anew: bool = False) -> None:
         state, checkpointer = self._state(work), self._parts.checkpointer
         if checkpointer is not None and (state.checkpoint_name != self._saved or final or anew):
-            self._hooks.on_checkpoint(checkpointer.save(state, final=final))
+            with self._events.span("checkpoint", self._step):
+                path = checkpointer.save(state, final=final)
+            self._events.emit(CheckpointSaved(self._step, path))
         self._saved = state.checkpoint_name
 
     def save(self, *, best: bool = False) -> Path:
@@ -298,7 +310,7 @@ class TrainingLoop:
         )
 
 
-def _not_told(rollbacks: Sequence[Mapping[str, Any]], step: int) -> str | None:
+def _unreported(rollbacks: Sequence[Mapping[str, Any]], step: int) -> str | None:
     """Of a rollback after `step` steps, which the next line tells."""
     return str(rollbacks[-1]["to"]) if rollbacks and rollbacks[-1]["step"] == step else None
 

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -31,13 +30,25 @@ from mlx_parallm.rl_training.data.heldout import HeldOut, told
 from mlx_parallm.rl_training.data.source import SOURCE as DATA
 from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog, best_by
-from mlx_parallm.rl_training.evaluation.runner import EvaluationHooks, Evaluations, evaluation_sources
+from mlx_parallm.rl_training.evaluation.runner import Evaluations, evaluation_sources
+from mlx_parallm.rl_training.events import (
+    EvaluationFinished,
+    Noted,
+    Outcome,
+    RunEvents,
+    RunFinished,
+    RunInfo,
+    RunStarted,
+    SamplesWritten,
+    StepFinished,
+    WeightsPublished,
+)
 from mlx_parallm.rl_training.factory import build_trainer
-from mlx_parallm.rl_training.loop import Batches, Hooks, Parts, Source, TrainingLoop
+from mlx_parallm.rl_training.loop import Batches, Parts, RunControl, Source, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.monitor.disk_use import DiskUse
-from mlx_parallm.rl_training.monitor.display import RunInfo, TrainingDisplay
+from mlx_parallm.rl_training.monitor.display import TrainingDisplay
 from mlx_parallm.rl_training.monitor.memory_watch import MemoryWatch
 from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, SampleLog
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
@@ -88,6 +99,7 @@ class TrainingRun:
         self._serving = Serving(config)
         self._closing.callback(self._serving.close)
         self._began = False
+        self._events = RunEvents()
         self._loop: TrainingLoop | None = None
         self._weights: SharedWeights | None = None
         self._disk: DiskUse | None = None
@@ -127,10 +139,13 @@ class TrainingRun:
         if self._stop.is_set():
             return
         self._began = True
-        own = (parts.buffer.health, self._memory.health)
-        display = TrainingDisplay(self._console, sources=lambda: [*self._rollouts.health(), *(ask() for ask in own)])
+        further = (parts.buffer.health, self._memory.health)
+        display = TrainingDisplay(
+            self._console, sources=lambda: [*self._rollouts.health(), *(health() for health in further)]
+        )
         self._closing.callback(display.stop)
-        self._train(parts, state, directory, display)
+        display.subscribe(self._events)
+        self._train(parts, state, directory)
 
     def close(self) -> None:
         """Ends what was started: sources, HTTP, engine, store. A start that failed leaves no directory."""
@@ -181,7 +196,7 @@ class TrainingRun:
             training,
             numbers=numbers,
             drained=self._drained,
-            on_publish=lambda report: self._serving.state.metrics.observe_publish(report.total_ms / 1e3),
+            events=self._events,
         )
         rollbacks = Rollbacks(self._rollbacks, directory.path, trainer, updater)
         batches, sources = self._batches(trainer, loaded, store, versions, state)
@@ -239,44 +254,39 @@ class TrainingRun:
 
     # ------------------------------------------------------------------ running
 
-    def _train(
-        self, parts: Parts, state: TrainerState | None, directory: RunDirectory, display: TrainingDisplay
-    ) -> None:
-        training = self._config.rl_training
+    def _train(self, parts: Parts, state: TrainerState | None, directory: RunDirectory) -> None:
+        events, metrics = self._events, MetricsFile(directory.path / METRICS_FILE)
         if self._heldout is not None and (state is None or state.step == 0):
-            display.note(f"held-out rows before training: {told(self._heldout.before())}")
-        metrics = MetricsFile(directory.path / METRICS_FILE)
+            events.emit(Noted(f"held-out rows before training: {told(self._heldout.before())}"))
+        observe_publish = self._serving.state.metrics.observe_publish
+        events.subscribe(WeightsPublished, lambda event: observe_publish(event.report.total_ms / 1e3))
+        self._memory.subscribe(events)
+        self._subscribe_samples(directory, state)
+        self._trackers(directory, state).subscribe(events)
+        if self._disk is not None:
+            self._disk.subscribe(events)
+        evaluations = self._evaluations(parts, directory)
+        events.subscribe(EvaluationFinished, lambda event: parts.checkpointer and parts.checkpointer.point_at_best())
+        events.subscribe(RunFinished, lambda event: self._report(metrics, directory, event.outcome))
         lines = list(metrics.read())
-        display.recall(lines)
-        display.start(self._run_info(directory, state))
-        trackers = self._trackers(directory, state)
-        evaluations = self._evaluations(parts, directory, display)
-
-        def on_step(line: dict[str, Any]) -> None:
-            trackers.log(line)
-            display.update(line)
-
-        hooks = Hooks(
+        events.emit(RunStarted(self._run_info(directory, state), lines))
+        control = RunControl(
             should_stop=self._stop.is_set,
-            on_batch=self._sample_log(directory, state, display, trackers).on_batch,
-            on_step=on_step,
             before_step=self._check_disk,
-            on_wait=lambda seconds: self._look_after(display),
-            measure=lambda step: (self._heldout.measure(step) if self._heldout else {}) | evaluations.measure(step),
-            save_after=evaluations.wants_checkpoint,
-            on_checkpoint=lambda path: self._after_checkpoint(path, display),
+            while_waiting=self._check,
             training=self._serving.turns.training,
+            measure=lambda step: (self._heldout.measure(step) if self._heldout else {}) | evaluations.measure(step),
+            after_step=lambda line: evaluations.wants_checkpoint(line["step"]),
             served_tokens=lambda: self._serving.client.stats().generation_tokens,
         )
         evaluations.begin(state, lines)
-        self._loop = TrainingLoop(parts, training, hooks=self._memory.watching(hooks), state=state)
+        self._loop = TrainingLoop(parts, self._config.rl_training, control=control, events=events, state=state)
         try:
             outcome = self._loop.run()
         finally:
             self._rollbacks.close()
         evaluations.finish()
-        display.stop()
-        self._report(metrics, directory, finished=outcome == "finished")
+        events.emit(RunFinished(outcome))
         self._ranks.check()
 
     def _trackers(self, directory: RunDirectory, state: TrainerState | None) -> Trackers:
@@ -287,41 +297,33 @@ class TrainingRun:
         self._closing.callback(trackers.close)
         return trackers
 
-    def _sample_log(
-        self, directory: RunDirectory, state: TrainerState | None, display: TrainingDisplay, trackers: Trackers
-    ) -> SampleLog:
+    def _subscribe_samples(self, directory: RunDirectory, state: TrainerState | None) -> None:
         tokenizer, hide = self._serving.tokenizer(), self._run_log.redactor.text
-        return SampleLog(
+        sample_log = SampleLog(
             directory.path / SAMPLES_FILE,
             lambda tokens: hide(tokenizer.decode(tokens, skip_special_tokens=False)),
             every=self._config.logging.sample_every,
             step=state.step if state else 0,
-            told=(display.samples, trackers.samples),
         )
 
-    def _after_checkpoint(self, path: Path, display: TrainingDisplay) -> None:
-        display.note(f"saved {path}")
-        if self._disk is not None:
-            self._disk.after_checkpoint()
+        def write(event: StepFinished) -> None:
+            if samples := sample_log.write(event.batch):
+                self._events.emit(SamplesWritten(event.batch.step, samples))
+
+        self._events.subscribe(StepFinished, write)
 
     def _check_disk(self) -> None:
         if self._disk is not None:
             self._disk.check()
 
-    def _look_after(self, display: TrainingDisplay) -> None:
+    def _check(self) -> None:
+        """Raises what ended a source, the server, another rank, and when the disk is nearly full."""
         self._ranks.check(self._stop)
         self._serving.check()
         self._check_disk()
         self._rollouts.check()
-        display.tick()
 
-    def _evaluations(self, parts: Parts, directory: RunDirectory, display: TrainingDisplay) -> Evaluations:
-        hooks = EvaluationHooks(
-            should_stop=self._stop.is_set,
-            look_after=lambda: self._look_after(display),
-            told=display.note,
-            scored=lambda: parts.checkpointer and parts.checkpointer.point_at_best(),
-        )
+    def _evaluations(self, parts: Parts, directory: RunDirectory) -> Evaluations:
         assert self._weights is not None, "the engine serves by now"
         evaluations = Evaluations(
             self._config,
@@ -333,13 +335,15 @@ class TrainingRun:
             weights=self._weights,
             versions=parts.versions,
             policy=POLICY if self._config.rl_training.lora.enabled else None,
-            hooks=hooks,
+            events=self._events,
+            should_stop=self._stop.is_set,
+            while_waiting=self._check,
         )
         self._closing.callback(evaluations.stop)
         return evaluations
 
-    def _report(self, metrics: MetricsFile, directory: RunDirectory, *, finished: bool) -> None:
-        lines, evaluations = list(metrics.read()), self._evaluation_log.done()
+    def _report(self, metrics: MetricsFile, directory: RunDirectory, outcome: Outcome) -> None:
+        lines, evaluations, finished = list(metrics.read()), self._evaluation_log.done(), outcome == "finished"
         curve = None
         if any(line["reward_mean"] is not None for line in lines):
             try:

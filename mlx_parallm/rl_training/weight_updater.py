@@ -12,17 +12,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import structlog
-
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, PublishTimeoutError
+from mlx_parallm.rl_training.events import RunEvents, WeightsPublished
 from mlx_parallm.rl_training.publish.guard import PublishGuard, TrainingState, TrainingStates, Verdict, digest
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import Rollout
 from mlx_parallm.weights import PublishReport, SharedWeights
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class WeightUpdater:
     Args:
         numbers: of the versions; default: counted up by one.
         drained: with `in_flight = "drain"`: a context in which no request runs (admission stops, running ones end).
-        on_publish: told of every publish, also of one that was tried again; the drain is not in its time.
+        events: gets every publish, also one that was tried again; the drain is not in its time.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class WeightUpdater:
         *,
         numbers: VersionNumbers | None = None,
         drained: Callable[[], AbstractContextManager[None]] = nullcontext,
-        on_publish: Callable[[PublishReport], None] = lambda report: None,
+        events: RunEvents | None = None,
     ) -> None:
         updates, policy = config.weight_updates, trainer.policy
         self._weights, self._policy, self._versions, self._config = weights, policy, versions, updates
@@ -60,7 +57,7 @@ class WeightUpdater:
         self._repeats = config.deterministic  # a resume trains the same bits again
         self._numbers = numbers or VersionNumbers()
         self._drained = drained if updates.in_flight == "drain" else nullcontext
-        self._on_publish = on_publish
+        self._events = events or RunEvents()
         self._state = UpdaterState()
         self.timeouts = self.refused = 0
         self.publish_kl: float | None = None  # of the last step that was to be published
@@ -107,17 +104,17 @@ class WeightUpdater:
             report = self._publish(self._config.lock_timeout_ms / 1e3)
         except PublishTimeoutError as error:
             self.timeouts += 1
-            log.warning("weights not published, the old ones keep serving", step=step, reason=str(error))
+            self._events.warn("weights not published, the old ones keep serving", step=step, reason=str(error))
             return None
         self._versions.record(report.version, step)
-        self._published(report)
+        self._published(report, step)
         return report
 
     def go_back(self, state: TrainingState, step: int) -> PublishReport:
         """Publishes what was put back of `state` after `step` steps, as a version of its own. Waits for the lock."""
         report = self._publish(None)
         self._versions.go_back(state.table, state.steps, version=report.version, steps=step)
-        self._published(report)
+        self._published(report, step)
         return report
 
     def _look_at(self, verdict: Verdict, step: int) -> None:
@@ -130,7 +127,7 @@ class WeightUpdater:
                     f"step {step} is not published: {verdict.reason}. Go back with --resume to a checkpoint before it,"
                     " and lower rl_training.learning_rate"
                 )
-            log.warning("update taken back, the old weights keep serving", step=step, reason=verdict.reason)
+            self._events.warn("update taken back, the old weights keep serving", step=step, reason=verdict.reason)
             self.states.put_back(state)
         if verdict.reason or not verdict.moved:
             self._state = UpdaterState()
@@ -147,10 +144,10 @@ class WeightUpdater:
         self._numbers.used()
         return report
 
-    def _published(self, report: PublishReport) -> None:
+    def _published(self, report: PublishReport, step: int) -> None:
         self._state = UpdaterState()
         self.begin()
-        self._on_publish(report)
+        self._events.emit(WeightsPublished(step, report))
 
     def state(self) -> UpdaterState:
         return self._state

@@ -11,7 +11,8 @@ import numpy as np
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
-from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
+from mlx_parallm.rl_training.events import CheckpointSaved, RunEvents, StepFinished, WeightsPublished
+from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.publish.rollback import Rollbacks
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
@@ -74,6 +75,7 @@ class Run:
     shared: SharedWeights
     loop: TrainingLoop
     desk: RollbackDesk
+    stream: RunEvents
     events: list[str] = field(default_factory=list)
     published: list[PublishReport] = field(default_factory=list)
 
@@ -83,7 +85,7 @@ class Run:
 
 
 def open_run(
-    directory: Path, *, resume: bool | str = False, poison: Any = None, hooks: Hooks | None = None, **values: Any
+    directory: Path, *, resume: bool | str = False, poison: Any = None, control: RunControl | None = None, **values: Any
 ) -> Run:
     """Builds the parts as `rl_training.train` does; `poison` wraps the loss."""
     config = make_config(**{"batch": 16, "total_steps": 6, "checkpoint_interval": 2, "max_staleness": 0} | values)
@@ -106,7 +108,11 @@ def open_run(
     bandit = Bandit(trainer, shared, store, events)
     bandit.next = state.sources["bandit"]["next"] if state else 0
     published: list[PublishReport] = []
-    updater = WeightUpdater(shared, trainer, versions, config, numbers=numbers, on_publish=published.append)
+    stream = RunEvents()
+    stream.subscribe(WeightsPublished, lambda event: published.append(event.report))
+    stream.subscribe(StepFinished, lambda event: events.append(f"line {event.line['step']}"))
+    stream.subscribe(CheckpointSaved, lambda event: events.append(f"saved {event.path.name}"))
+    updater = WeightUpdater(shared, trainer, versions, config, numbers=numbers, events=stream)
     desk = RollbackDesk()
     rollbacks = Rollbacks(desk, directory, trainer, updater)
     buffer = RolloutBuffer(
@@ -121,15 +127,9 @@ def open_run(
         deterministic=config.deterministic,
     )
     parts = Parts(trainer, buffer, versions, updater, checkpointer, metrics, {"bandit": bandit}, rollbacks)
-    told = Hooks(
-        should_stop=(hooks or Hooks()).should_stop,
-        on_step=lambda line: (events.append(f"line {line['step']}"), (hooks or Hooks()).on_step(line))[0],
-        on_wait=(hooks or Hooks()).on_wait,
-        on_checkpoint=lambda path: events.append(f"saved {path.name}"),
-        wait_turn_s=0.05,
-    )
-    loop = TrainingLoop(parts, config, hooks=told, state=state)
-    return Run(config, directory, parts, bandit, store, shared, loop, desk, events, published)
+    control = replace(control or RunControl(), wait_turn_s=0.05)
+    loop = TrainingLoop(parts, config, control=control, events=stream, state=state)
+    return Run(config, directory, parts, bandit, store, shared, loop, desk, stream, events, published)
 
 
 @contextmanager

@@ -12,7 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from mlx_parallm.losses.types import LossInputs, LossOutputs
-from mlx_parallm.rl_training.loop import Hooks
+from mlx_parallm.rl_training.events import Waiting
+from mlx_parallm.rl_training.loop import RunControl
 from mlx_parallm.rl_training.metrics import KEYS, TIMES
 from mlx_parallm.rl_training.step.trainer import Trainer
 from tests.rl_training.bandit_run import Run, running
@@ -101,13 +102,10 @@ def test_a_busy_lock_keeps_the_old_weights_and_is_tried_again(tmp_path: Path) ->
             leave.wait(30)
 
     waits: list[float] = []
-
-    def on_wait(seconds: float) -> None:
-        waits.append(seconds)
-        leave.set()
-
-    values = {"weight_updates": {"lock_timeout_ms": 20}, "total_steps": 2, "hooks": Hooks(on_wait=on_wait)}
+    control = RunControl(while_waiting=leave.set)
+    values = {"weight_updates": {"lock_timeout_ms": 20}, "total_steps": 2, "control": control}
     with running(tmp_path / "run", **values) as run:
+        run.stream.subscribe(Waiting, lambda event: waits.append(event.seconds))
         reader = threading.Thread(target=hold, args=(run,))
         reader.start()
         entered.wait(30)
@@ -157,12 +155,12 @@ class Interrupt(Exception):
     """As good as a kill -9 for everything that is on the disk."""
 
 
-def interrupt_at(step: int) -> Hooks:
-    def on_step(line: dict[str, Any]) -> None:
+def interrupt_at(step: int) -> RunControl:
+    def after_step(line: dict[str, Any]) -> None:
         if line["step"] == step:
             raise Interrupt
 
-    return Hooks(on_step=on_step)
+    return RunControl(after_step=after_step)
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -171,7 +169,7 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_two_resumes_from_copies_write_the_same(tmp_path: Path) -> None:
     values = {"deterministic": True, "total_steps": 6, "checkpoint_interval": 2}
-    with pytest.raises(Interrupt), running(tmp_path / "a", hooks=interrupt_at(3), **values) as run:
+    with pytest.raises(Interrupt), running(tmp_path / "a", control=interrupt_at(3), **values) as run:
         run.loop.run()
     assert [line["step"] for line in run.lines] == [1, 2, 3]
     shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
@@ -209,7 +207,7 @@ def test_stopping_inside_a_step_saves_the_place_and_goes_on_there(tmp_path: Path
     with running(tmp_path / "whole", **values) as whole:
         whole.loop.run()
     # it asks before each batch and each micro-batch: 1 + 8 times in a step of 2 epochs, 2 mini-batches of 2 of 4 rows
-    with running(tmp_path / "run", hooks=Hooks(should_stop=StopAt(9 + 1 + 3)), **values) as run:
+    with running(tmp_path / "run", control=RunControl(should_stop=StopAt(9 + 1 + 3)), **values) as run:
         assert run.loop.run() == "stopped"
         assert [line["step"] for line in run.lines] == [1]
         assert (run.directory / "latest").resolve().name == "step_000001_mb0001"
@@ -233,8 +231,8 @@ def test_scores_and_the_adaptive_coefficient_go_on_too(tmp_path: Path) -> None:
     coefficients = [line["kl_coefficient"] for line in whole.lines]
     assert len(set(coefficients)) == 4
     trainers: list[Trainer] = []
-    hooks = Hooks(should_stop=lambda: trainers[0].optimizer.updates == 5)
-    with running(tmp_path / "run", hooks=hooks, **values) as run:
+    control = RunControl(should_stop=lambda: trainers[0].optimizer.updates == 5)
+    with running(tmp_path / "run", control=control, **values) as run:
         trainers.append(run.parts.trainer)
         assert run.loop.run() == "stopped"
         assert (run.directory / "latest").resolve().name == "step_000001_mb0001"
@@ -247,7 +245,7 @@ def test_scores_and_the_adaptive_coefficient_go_on_too(tmp_path: Path) -> None:
 def test_stopping_while_waiting_saves_the_last_step(tmp_path: Path) -> None:
     stop = threading.Event()
     with running(
-        tmp_path / "run", hooks=Hooks(should_stop=stop.is_set, on_wait=lambda _: stop.set()), total_steps=9
+        tmp_path / "run", control=RunControl(should_stop=stop.is_set, while_waiting=stop.set), total_steps=9
     ) as run:
         ask = run.bandit.__call__
         run.parts.buffer._request_groups = lambda n: ask(n) if run.loop.step < 3 else None

@@ -1,6 +1,6 @@
 """`evaluations.jsonl` of a run: what each evaluation came to, and how good a checkpoint is by them. No MLX."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def flat(line: Line) -> dict[str, float]:
     return found
 
 
-def sentence(line: Line) -> str:
+def sentence(line: Mapping[str, Any]) -> str:
     """For people."""
     told = []
     for name, part in line["environments"].items():

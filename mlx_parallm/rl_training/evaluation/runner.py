@@ -34,7 +34,8 @@ from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.evaluation.log import EvaluationLog, flat, sentence
+from mlx_parallm.rl_training.evaluation.log import EvaluationLog, flat
+from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents, SpanEnded, Waiting
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.run_directory import checkpoints, moment
 from mlx_parallm.system.log import get_logger
@@ -61,17 +62,6 @@ def evaluation_sources(
     return tuple(training)
 
 
-@dataclass(frozen=True)
-class EvaluationHooks:
-    """All called on the trainer's thread. `look_after`: at least every TURN_S while training waits. `scored`: a
-    checkpoint has a score now that had none."""
-
-    should_stop: Callable[[], bool] = lambda: False
-    look_after: Callable[[], None] = lambda: None
-    told: Callable[[str], None] = lambda text: None
-    scored: Callable[[], object] = lambda: None
-
-
 @dataclass
 class _Running:
     step: int
@@ -89,6 +79,7 @@ class Evaluations:
         sources: what is evaluated (nothing is allowed), and what is trained on.
         tokenizer: an instance of its own.
         policy: the adapter that is trained, None where all weights are.
+        while_waiting: called at least every TURN_S while training waits for an evaluation.
     """
 
     def __init__(
@@ -103,12 +94,15 @@ class Evaluations:
         weights: SharedWeights,
         versions: VersionSteps,
         policy: str | None,
-        hooks: EvaluationHooks | None = None,
+        events: RunEvents | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._config, self._settings, self._run = config, config.evaluation, run
         self._log, self._problems = evaluations, _problems(config, *sources)
         self._client, self._tokenizer, self._weights = client, tokenizer, weights
-        self._versions, self._policy, self._hooks = versions, policy, hooks or EvaluationHooks()
+        self._versions, self._policy, self._events = versions, policy, events or RunEvents()
+        self._should_stop, self._while_waiting = should_stop, while_waiting
         self._last = config.rl_training.total_steps
         self._training_waits = config.rl_training.deterministic or policy is None
         self._patience_s = PATIENCE_S + max((own.source.config.timeout_s for own in self._problems), default=0.0)
@@ -198,7 +192,7 @@ class Evaluations:
             self._start(step, version)
 
     def _skip(self, step: int, why: str) -> None:
-        log.warning("evaluation skipped", step=step, reason=why)
+        self._events.warn("evaluation skipped", step=step, reason=why)
         self._log.add({"step": step, "skipped": why})
 
     # ------------------------------------------------------------------ one evaluation
@@ -252,8 +246,11 @@ class Evaluations:
         found = running.future.result()
         for evaluation in found:
             if evaluation.failed:
-                log.warning("every answer failed", environment=evaluation.environment, error=evaluation.first_error)
-        line = {
+                self._events.warn(
+                    "every answer failed", environment=evaluation.environment, error=evaluation.first_error
+                )
+        ended = time.time()
+        line: dict[str, Any] = {
             "step": running.step,
             "version": running.version,
             "seconds": time.monotonic() - running.began,
@@ -261,17 +258,18 @@ class Evaluations:
             "environments": {evaluation.environment: evaluation.to_json() for evaluation in found},
         }
         self._log.add(line)
-        self._hooks.told(sentence(line))
-        self._hooks.scored()
+        self._events.emit(SpanEnded("evaluate", running.step, ended - line["seconds"], ended))
+        self._events.emit(EvaluationFinished(line))
         return flat(line)
 
     def _wait(self) -> None:
         """For what is running. It is given up when the process is asked to stop, and when nothing comes any more."""
         while (running := self._running) is not None and not wait([running.future], TURN_S).done:
-            if self._hooks.should_stop():
+            if self._should_stop():
                 self._release()
                 return
-            self._hooks.look_after()
+            self._while_waiting()
+            self._events.emit(Waiting(running.step, time.monotonic() - running.began))
             self._give_up_if_stuck()
 
     def _give_up_if_stuck(self) -> None:

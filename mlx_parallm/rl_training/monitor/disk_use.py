@@ -4,6 +4,7 @@ from pathlib import Path
 
 from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import CheckpointError
+from mlx_parallm.rl_training.events import CheckpointSaved, RunEvents
 from mlx_parallm.rl_training.run_directory import checkpoints, moment
 from mlx_parallm.rollout_store.disk import GB, shortage
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -20,12 +21,15 @@ class DiskUse:
         self._run, self._store, self._config, self._keep = run, store, config, keep
         self._told = False
 
+    def subscribe(self, events: RunEvents) -> None:
+        events.subscribe(CheckpointSaved, lambda event: self.prune())
+
     def check(self) -> None:
         """Raises CheckpointError when the reserve is touched: the time to save and to end."""
         if fault := shortage(self._run, self._store.min_free_bytes):
             raise CheckpointError(f"training stops: {fault}, then go on with --resume {self._run}")
 
-    def after_checkpoint(self) -> None:
+    def prune(self) -> None:
         """Prunes consumed rollouts that no recent checkpoint of the run can bring back."""
         kept = [moment(path)[0] for path in checkpoints(self._run)[-self._keep :]]
         if not kept:

@@ -1,7 +1,7 @@
 """What a person sees of a run: a live panel on a terminal, one structlog line a step elsewhere.
 
-The trainer calls `start`, `update` once a step, `tick` while it waits for rollouts, and `stop`. A display never ends a
-run: an error inside it turns it into the plain one. It installs no signal handler and swallows no KeyboardInterrupt.
+It subscribes to the run's events. A display never ends a run: an error inside it turns it into the plain one. It
+installs no signal handler and swallows no KeyboardInterrupt.
 """
 
 import functools
@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -23,6 +22,19 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from mlx_parallm.rl_training.evaluation.log import sentence
+from mlx_parallm.rl_training.events import (
+    CheckpointSaved,
+    EvaluationFinished,
+    Noted,
+    RunEvents,
+    RunFinished,
+    RunInfo,
+    RunStarted,
+    SamplesWritten,
+    StepFinished,
+    Waiting,
+)
 from mlx_parallm.rl_training.metrics import of_rows
 from mlx_parallm.rl_training.monitor.health import HEALTHY, WINDOW, diagnose
 from mlx_parallm.rl_training.monitor.samples import Sample, samples_table, shortened
@@ -44,20 +56,6 @@ ROW_KEYS = ("step", "policy_version", "loss", "rewards/accuracies", "rewards/mar
 P = ParamSpec("P")
 T = TypeVar("T")
 Sources = Callable[[], Sequence[str | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class RunInfo:
-    """What does not change during a run."""
-
-    run_name: str
-    model: str
-    base_url: str  # of the server, without /v1
-    total_steps: int
-    example_prompt: str
-    start_step: int = 0
-    model_name: str = "default"
-    needs_key: bool = False
 
 
 def curl_line(info: RunInfo) -> str:
@@ -135,9 +133,24 @@ class TrainingDisplay:
         self._ended = threading.Event()
         self._refresher = threading.Thread(target=self._refresh, name="display", daemon=True)
 
+    def subscribe(self, events: RunEvents) -> None:
+        events.subscribe(RunStarted, lambda event: self.start(event.info, event.lines))
+        events.subscribe(Waiting, lambda event: self.tick())
+        events.subscribe(StepFinished, lambda event: self.update(event.line))
+        events.subscribe(SamplesWritten, lambda event: self.samples(event.step, event.samples))
+        events.subscribe(EvaluationFinished, lambda event: self.note(sentence(event.line)))
+        events.subscribe(CheckpointSaved, lambda event: self.note(f"saved {event.path}"))
+        events.subscribe(Noted, lambda event: self.note(event.text))
+        events.subscribe(RunFinished, lambda event: self.stop())
+
     @_guarded
-    def start(self, info: RunInfo) -> None:
+    def start(self, info: RunInfo, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Args:
+        lines: metrics of earlier steps of a resumed run: how it began shows whether it has learned.
+        """
         self._info = info
+        for line in lines:
+            self._add(line)
         if not info.start_step:  # the first step of a resume may be the rest of one
             self._pace.append((0, self._clock()))
         if not self._interactive:
@@ -147,12 +160,6 @@ class TrainingDisplay:
         self._live = Live(console=self._console, get_renderable=self._render, auto_refresh=False)
         self._live.start(refresh=True)
         self._refresher.start()
-
-    @_guarded
-    def recall(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """The steps that a resumed run has behind it: how it began tells whether it has learned."""
-        for line in lines:
-            self._add(line)
 
     @_guarded
     def update(self, metrics: Mapping[str, Any]) -> None:

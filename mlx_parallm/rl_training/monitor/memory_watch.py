@@ -3,7 +3,6 @@
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +11,7 @@ from rich.console import Console
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.cpu_kernels import on_cpu
-from mlx_parallm.rl_training.loop import Hooks
+from mlx_parallm.rl_training.events import RunEvents, StepFinished
 from mlx_parallm.rl_training.plan.preflight import (
     Lengths,
     MemoryEstimate,
@@ -21,7 +20,6 @@ from mlx_parallm.rl_training.plan.preflight import (
     predict_memory,
     too_little_memory,
 )
-from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.system.hardware import memory_present
 from mlx_parallm.system.log import get_logger
 
@@ -59,18 +57,13 @@ class MemoryWatch:
             )
         return cls(config, shape)
 
-    def watching(self, hooks: Hooks) -> Hooks:
-        """Hooks that also tell this watch what was trained on, and the peak of each step."""
+    def subscribe(self, events: RunEvents) -> None:
+        events.subscribe(StepFinished, self.add)
 
-        def on_batch(batch: TrainBatch) -> None:
-            self._seen = self._seen.with_batch(batch)
-            hooks.on_batch(batch)
-
-        def on_step(line: dict[str, Any]) -> None:
-            self._peak = max(self._peak, measured_bytes([line]))
-            hooks.on_step(line)
-
-        return replace(hooks, on_batch=on_batch, on_step=on_step)
+    def add(self, event: StepFinished) -> None:
+        """The lengths and the peak of one step."""
+        self._seen = self._seen.with_batch(event.batch)
+        self._peak = max(self._peak, measured_bytes([event.line]))
 
     @property
     def foretold(self) -> int:

@@ -57,39 +57,30 @@ class Sample:
 
 
 class SampleLog:
-    """Every `every` steps (0 = never) writes the samples of a batch and hands them on. The trainer's thread.
+    """Writes the samples of every `every`-th step (0 = never). The trainer's thread.
 
     Args:
         path: of samples.jsonl, beside which samples.html lies. Lines of later steps than `step`, from which the run
             goes on, are removed.
-        told: called with the step and its samples (the display, the trackers).
     """
 
-    def __init__(
-        self,
-        path: Path,
-        decode: Decode,
-        *,
-        every: int,
-        step: int = 0,
-        told: Sequence[Callable[[int, Sequence[Sample]], None]] = (),
-    ) -> None:
-        self._file, self._decode, self._every, self._told = MetricsFile(path), decode, every, told
+    def __init__(self, path: Path, decode: Decode, *, every: int, step: int = 0) -> None:
+        self._file, self._decode, self._every = MetricsFile(path), decode, every
         self._file.cut(step)
         self._page = path.with_name(SAMPLES_PAGE)
         old = self._file.last(3 * STEPS_ON_PAGE) if every else []
         self._shown = deque([Sample(**(OF_OLD_LINES | line)) for line in old], maxlen=3 * STEPS_ON_PAGE)
 
-    def on_batch(self, batch: TrainBatch) -> None:
-        """After each step. Raises CheckpointError: a full disk."""
+    def write(self, batch: TrainBatch) -> list[Sample]:
+        """The samples of this step, written; empty where none are due. Raises CheckpointError: a full disk."""
         if not self._every or batch.step % self._every:
-            return
-        if samples := choose_samples(batch.step, batch.groups, self._decode):
-            for sample in samples:
-                self._file.append(sample.to_json())
+            return []
+        samples = choose_samples(batch.step, batch.groups, self._decode)
+        for sample in samples:
+            self._file.append(sample.to_json())
+        if samples:
             self._write_page(samples)
-            for tell in self._told:
-                tell(batch.step, samples)
+        return samples
 
     def _write_page(self, samples: Sequence[Sample]) -> None:
         """The newest step comes first."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from mlx_parallm.config.training import LoggingConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
 from mlx_parallm.rl_training.monitor.samples import Sample
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.log import get_logger
@@ -79,6 +80,10 @@ class Trackers:
         self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
         if names:
             self._thread.start()
+
+    def subscribe(self, events: RunEvents) -> None:
+        events.subscribe(StepFinished, lambda event: self.log(event.line))
+        events.subscribe(SamplesWritten, lambda event: self.samples(event.step, event.samples))
 
     def log(self, line: Mapping[str, Any]) -> None:
         """One line of metrics.jsonl."""

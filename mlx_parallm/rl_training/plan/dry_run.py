@@ -30,9 +30,9 @@ from mlx_parallm.models.loading import LoadedModel, read_config
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
+from mlx_parallm.rl_training.events import BatchReady
+from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE
-from mlx_parallm.rl_training.monitor.display import TrainingDisplay
 from mlx_parallm.rl_training.monitor.memory_watch import measured_bytes, needed_bytes
 from mlx_parallm.rl_training.plan.dry_run_display import (
     Forecast,
@@ -77,20 +77,20 @@ T = TypeVar("T")
 
 @dataclass
 class Probe:
-    """What the probe's steps showed; `on_step` raises `ProbeDone` after the last one."""
+    """What the probe's steps showed; `after_step` raises `ProbeDone` after the last one."""
 
     clock: Callable[[], float] = time.monotonic
     lines: list[dict[str, Any]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     seen: Lengths = Lengths(0, 0)  # noqa: RUF009  frozen
 
-    def on_batch(self, batch: TrainBatch) -> None:
+    def add(self, batch: TrainBatch) -> None:
         self.seen = self.seen.with_batch(batch)
 
     def saw(self, prompt: int, completion: int) -> None:
         self.seen = Lengths(max(self.seen.prompt, prompt), max(self.seen.completion, completion))
 
-    def on_step(self, line: dict[str, Any]) -> None:
+    def after_step(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
         self.times.append(self.clock())
         long_enough = self.times[-1] - self.times[0] >= PROBE_S or len(self.times) >= MOST_STEPS
@@ -145,15 +145,13 @@ class DryRun(TrainingRun):
         self._store, self._empty_bytes = store, store.size_bytes()
         return super()._training_parts(loaded, initial, directory, store)
 
-    def _train(
-        self, parts: Parts, state: TrainerState | None, directory: RunDirectory, display: TrainingDisplay
-    ) -> None:
+    def _train(self, parts: Parts, state: TrainerState | None, directory: RunDirectory) -> None:
         """In the place of the training: samples, probe, forecast."""
         if self._sources:
             self._sample()
         if not self._stop.is_set() and self._measurable:
             self._console.print(Text("a few real steps, to measure them …", style="dim"))
-            self._run_probe(parts, display)
+            self._run_probe(parts)
         if self._stop.is_set():
             return
         self._conclude(directory)
@@ -243,15 +241,15 @@ class DryRun(TrainingRun):
 
     # ------------------------------------------------------------------ probe
 
-    def _run_probe(self, parts: Parts, display: TrainingDisplay) -> None:
-        hooks = Hooks(
+    def _run_probe(self, parts: Parts) -> None:
+        control = RunControl(
             should_stop=self._stop.is_set,
-            on_batch=self._probe.on_batch,
-            on_step=self._probe.on_step,
-            on_wait=lambda seconds: self._look_after(display),
+            while_waiting=self._check,
+            after_step=self._probe.after_step,
             served_tokens=lambda: self._serving.client.stats().generation_tokens,
         )
-        self._loop = TrainingLoop(parts, self._config.rl_training, hooks=hooks)
+        self._events.subscribe(BatchReady, lambda event: self._probe.add(event.batch))
+        self._loop = TrainingLoop(parts, self._config.rl_training, control=control, events=self._events)
         try:
             self._loop.run()
         except ProbeDone:

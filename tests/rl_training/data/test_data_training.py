@@ -17,7 +17,7 @@ from mlx_parallm.rl_training.data.batches import DataBatches
 from mlx_parallm.rl_training.data.heldout import HeldOut, log_ratios
 from mlx_parallm.rl_training.data.source import SOURCE, DataSource
 from mlx_parallm.rl_training.data.tokens import Encoded, Unit
-from mlx_parallm.rl_training.loop import Hooks, Parts, TrainingLoop
+from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import TIMES, MetricsFile
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
@@ -206,12 +206,12 @@ def run(
         heldout.before()
     parts = Parts(trainer, source.batches(trainer), versions, updater, checkpointer, metrics, {SOURCE: source})
     steps: list[int] = []
-    hooks = Hooks(
+    control = RunControl(
         should_stop=lambda: stop_at is not None and len(steps) >= stop_at,
-        on_step=lambda line: steps.append(line["step"]),
+        after_step=lambda line: steps.append(line["step"]),
         measure=heldout.measure,
     )
-    TrainingLoop(parts, config.rl_training, hooks=hooks, state=state).run()
+    TrainingLoop(parts, config.rl_training, control=control, state=state).run()
     store.close()
     return [{key: value for key, value in line.items() if key not in TIMES} for line in metrics.read()]
 

@@ -18,7 +18,8 @@ from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
 from mlx_parallm.rl_training.evaluation import runner as evaluation_module
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog, best_by, flat, sentence
-from mlx_parallm.rl_training.evaluation.runner import EvaluationHooks, Evaluations, evaluation_sources
+from mlx_parallm.rl_training.evaluation.runner import Evaluations, evaluation_sources
+from mlx_parallm.rl_training.events import EvaluationFinished, RunEvents
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from tests.environments.scripted_client import ScriptedClient
@@ -72,8 +73,9 @@ class Run:
         self.config = parse_config(parsed)
         sources = build_sources(self.config.environments, seed=0)
         self.client, self.weights, self.versions = client, Weights(), VersionSteps(FIRST_VERSION)
-        self.told: list[str] = []
-        self.scored = 0
+        self.finished: list[Any] = []
+        events = RunEvents()
+        events.subscribe(EvaluationFinished, lambda event: self.finished.append(event.line))
         self.log = EvaluationLog(directory, best_by(self.config))
         self.evaluations = Evaluations(
             self.config,
@@ -85,11 +87,9 @@ class Run:
             weights=self.weights,  # type: ignore[arg-type]
             versions=self.versions,
             policy=policy,
-            hooks=EvaluationHooks(should_stop=stop, told=self.told.append, scored=self._count),
+            events=events,
+            should_stop=stop,
         )
-
-    def _count(self) -> None:
-        self.scored += 1
 
     def step(self, number: int, *, served: bool = True) -> dict[str, float]:
         """Trains, publishes (where it does) and measures."""
@@ -138,8 +138,7 @@ def test_each_is_of_the_version_of_its_step_however_many_follow(tmp_path: Path, 
     run.step(5)
     assert run.step(6)["eval/step"] == 6, "the last one is waited for"
     assert run.steps == [(0, "v10"), (2, "v12"), (4, "v14"), (6, "v16")]
-    assert run.scored == 4
-    assert run.told[1] == sentence(run.log.lines[1])
+    assert run.finished == run.log.lines
     run.evaluations.stop()
 
 

@@ -54,7 +54,7 @@ def test_only_what_no_checkpoint_can_bring_back_is_pruned(
     tmp_path: Path, checkpoints: list[str], keep: Any, expected: list[int]
 ) -> None:
     store, use = run_with(tmp_path, checkpoints, 9, keep=keep)
-    use.after_checkpoint()
+    use.prune()
     assert whole(store) == expected
     store.close()
 
@@ -63,8 +63,8 @@ def test_a_file_above_its_size_that_cannot_be_pruned_is_told_once(tmp_path: Path
     store, use = run_with(tmp_path, ["step_000000"], 3, max_gb=1e-5)
     configure_logging(level="warning")
     with capture_logs() as logs:
-        use.after_checkpoint()
-        use.after_checkpoint()
+        use.prune()
+        use.prune()
     assert whole(store) == [1, 2, 3]
     assert len(logs) == 1
     assert logs[0]["event"].startswith("rollouts.sqlite is larger than rollouts.max_gb")

@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 from structlog.testing import capture_logs
 
+from mlx_parallm.rl_training.events import RunInfo
 from mlx_parallm.rl_training.monitor import display as display_module
-from mlx_parallm.rl_training.monitor.display import RunInfo, TrainingDisplay, curl_line, sparkline, trained_tokens_per_s
+from mlx_parallm.rl_training.monitor.display import TrainingDisplay, curl_line, sparkline, trained_tokens_per_s
 from mlx_parallm.system.log import configure_logging
 from tests.signals_reset import default_signals
 
@@ -255,6 +256,7 @@ import sys, time
 from tests.rl_training.monitor.test_display import INFO, step
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.rl_training.monitor import display as display_module
+from mlx_parallm.rl_training.events import RunInfo
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
 display = TrainingDisplay()
 try:

@@ -12,6 +12,7 @@ from mlx_parallm.rl_training.metrics import KEYS
 from mlx_parallm.rl_training.monitor import health
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
 from mlx_parallm.rl_training.monitor.health import HEALTHY, PAGE, WINDOW, Diagnosis, diagnose, find
+from tests.rl_training.monitor.test_display import INFO
 
 ROOT = Path(__file__).parents[3]
 WELL = {
@@ -219,7 +220,7 @@ def test_sources_speak_first_and_sentences_add_up():
 def test_a_resumed_run_knows_how_it_began():
     def shown(*before):
         display = TrainingDisplay(Console(file=io.StringIO()), interactive=False)
-        display.recall(before)
+        display.start(INFO, before)
         for _ in range(WINDOW):
             display.update(SOLVED)
         return display.health()

@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 from structlog.testing import capture_logs
 
+from mlx_parallm.rl_training.events import RunInfo
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.monitor import samples as samples_module
-from mlx_parallm.rl_training.monitor.display import RunInfo, TrainingDisplay
+from mlx_parallm.rl_training.monitor.display import TrainingDisplay
 from mlx_parallm.rl_training.monitor.samples import (
     SAMPLES_PAGE,
     SHOWN_CHARACTERS,
@@ -54,16 +55,15 @@ def test_what_the_environment_said_is_marked() -> None:
     assert "3 tokens in 2 turns, ended by ?" in sample.shown().notes
 
 
-def test_every_n_steps_to_the_file_and_to_who_asks(tmp_path: Path) -> None:
-    path, told = tmp_path / "samples.jsonl", []
-    log = SampleLog(path, letters, every=2, told=[lambda step, samples: told.append((step, len(samples)))])
-    for step in range(1, 7):
-        log.on_batch(make_batch([make_group("g", [0.0, 1.0])], step=step))
-    assert told == [(2, 3), (4, 3), (6, 3)]
+def test_every_n_steps_to_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    log = SampleLog(path, letters, every=2)
+    written = [log.write(make_batch([make_group("g", [0.0, 1.0])], step=step)) for step in range(1, 7)]
+    assert [len(samples) for samples in written] == [0, 3, 0, 3, 0, 3]
     assert [line["which"] for line in MetricsFile(path).read()][:3] == ["first", "best", "worst"]
     SampleLog(path, letters, every=2, step=3)
     assert [line["step"] for line in MetricsFile(path).read()] == [2, 2, 2], "later ones than the resumed step go"
-    SampleLog(tmp_path / "none", letters, every=0).on_batch(make_batch([make_group("g", [0.0, 1.0])]))
+    SampleLog(tmp_path / "none", letters, every=0).write(make_batch([make_group("g", [0.0, 1.0])]))
     assert not (tmp_path / "none").exists()
 
 
@@ -114,13 +114,13 @@ def test_the_page_shows_the_newest_step_first_and_a_bounded_number(
     monkeypatch.setattr(samples_module, "STEPS_ON_PAGE", 5)
     log = SampleLog(tmp_path / "samples.jsonl", letters, every=1)
     for step in range(1, 8):
-        log.on_batch(make_batch([group(f"g{step}", [0.5, 0.2])], step=step))
+        log.write(make_batch([group(f"g{step}", [0.5, 0.2])], step=step))
     page = page_of(tmp_path)
     assert page.index("<h2>step 7</h2>") < page.index("<h2>step 6</h2>") < page.index("<h2>step 3</h2>")
     assert "<h2>step 2</h2>" not in page
     assert page.count("<article>") == 3 * 5
     assert "version 0" in page and "2 tokens, ended by ?" in page
-    SampleLog(tmp_path / "samples.jsonl", letters, every=1, step=4).on_batch(
+    SampleLog(tmp_path / "samples.jsonl", letters, every=1, step=4).write(
         make_batch([group("again", [0.5, 0.2])], step=5)
     )
     page = page_of(tmp_path)
@@ -133,7 +133,7 @@ def test_nothing_that_a_model_writes_is_markup_on_the_page(tmp_path: Path) -> No
     usual = make_rollout((1, 1), prompt=(0,))
     rollouts = [dataclasses.replace(usual, scores={"reward": reward, "<b>": 0.25}) for reward in (0.5, 0.75)]
     batch = make_batch([RolloutGroup("<i>", "<u>", tuple(rollouts))], step=1)
-    SampleLog(tmp_path / "samples.jsonl", lambda tokens: evil, every=1).on_batch(batch)
+    SampleLog(tmp_path / "samples.jsonl", lambda tokens: evil, every=1).write(batch)
     page = page_of(tmp_path)
     for tag in ("<script", "<i>", "<u>", "<b>0.25", "<b> 0"):
         assert tag not in page
@@ -147,7 +147,5 @@ def test_lines_of_an_earlier_version_are_still_shown(tmp_path: Path) -> None:
     line = choose_samples(1, [group("a", [0.5, 0.2])], letters)[0].to_json()
     old = {key: value for key, value in line.items() if key not in ("version", "scores")}
     MetricsFile(tmp_path / "samples.jsonl").append(old)
-    SampleLog(tmp_path / "samples.jsonl", letters, every=2, step=1).on_batch(
-        make_batch([group("b", [0.5, 0.2])], step=2)
-    )
+    SampleLog(tmp_path / "samples.jsonl", letters, every=2, step=1).write(make_batch([group("b", [0.5, 0.2])], step=2))
     assert "version ?" in page_of(tmp_path)

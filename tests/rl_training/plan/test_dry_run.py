@@ -90,7 +90,7 @@ def steps(seconds: list[float], **line: Any) -> Probe:
     probe = Probe(clock=lambda: next(clock))
     with pytest.raises(ProbeDone):
         for _ in seconds:
-            probe.on_step({"gave_up": None, **line})
+            probe.after_step({"gave_up": None, **line})
     return probe
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.value_head import is_value_head
-from mlx_parallm.rl_training.loop import Hooks
+from mlx_parallm.rl_training.loop import RunControl
 from mlx_parallm.rl_training.monitor.health import find
 from mlx_parallm.rl_training.publish.guard import NOT_FINITE, PublishGuard, Verdict, kl_from_served
 from tests.rl_training.bandit_run import PROMPT, Run, running
@@ -58,7 +58,7 @@ def test_the_measured_kl_is_that_of_the_policies(tmp_path: Path) -> None:
         expected.append(float(np.mean(np.expm1(ratios) - np.array(ratios))))
 
     values = {"weight_updates": {"max_publish_kl": 50.0}, "total_steps": 3}
-    with running(tmp_path / "run", hooks=Hooks(on_step=on_step), **values) as run:
+    with running(tmp_path / "run", control=RunControl(after_step=on_step), **values) as run:
         run.loop.run()
         assert [line["policy_version"] for line in run.lines] == [1, 2, 3]
         measured = [line["publish_kl"] for line in run.lines]

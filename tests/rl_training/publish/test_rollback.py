@@ -11,7 +11,7 @@ import pytest
 
 from mlx_parallm.errors import CheckpointError, RollbackRefusedError
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.loop import Hooks
+from mlx_parallm.rl_training.loop import RunControl
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server.api.training import RollbackTarget
 from tests.rl_training.bandit_run import Run, running
@@ -42,8 +42,8 @@ def roll_back(tmp_path: Path, step: int, target: RollbackTarget, **values: Any) 
     """A run of 5 steps with a rollback after `step`; stopped right after it was done."""
     asking = Asking(step, target)
     stopping: list[bool] = []
-    hooks = Hooks(on_step=asking, should_stop=lambda: bool(stopping))
-    with running(tmp_path / "run", hooks=hooks, **{"total_steps": 5, "checkpoint_interval": 9} | values) as run:
+    control = RunControl(after_step=asking, should_stop=lambda: bool(stopping))
+    with running(tmp_path / "run", control=control, **{"total_steps": 5, "checkpoint_interval": 9} | values) as run:
         asking.run = run
         request = run.parts.buffer.choose_again
         run.parts.buffer.choose_again = lambda: (request(), stopping.append(True))[0]  # type: ignore[method-assign]
@@ -89,7 +89,7 @@ def test_weights_and_optimizer_are_those_of_then_under_a_new_number(
 def test_the_run_goes_on_and_says_so_once(tmp_path: Path) -> None:
     asking = Asking(3, RollbackTarget(version=2))
     values = {"weight_updates": {"rollback_versions": 3}, "total_steps": 5, "checkpoint_interval": 9}
-    with running(tmp_path / "run", hooks=Hooks(on_step=asking), **values) as run:
+    with running(tmp_path / "run", control=RunControl(after_step=asking), **values) as run:
         asking.run = run
         assert run.loop.run() == "finished"
         assert [line["step"] for line in run.lines] == [1, 2, 3, 4, 5]
@@ -125,7 +125,7 @@ def test_until_the_new_checkpoint_is_there_the_old_one_can_be_resumed(tmp_path: 
     """With keep_checkpoints = 1 it is the only one: a kill -9 or a full disk must not cost the run."""
     asking = Asking(3, RollbackTarget(version=2))
     values = {"weight_updates": {"rollback_versions": 3}, "checkpoint_interval": 1, "keep_checkpoints": 1}
-    with running(tmp_path / "run", hooks=Hooks(on_step=asking), total_steps=4, **values) as run:
+    with running(tmp_path / "run", control=RunControl(after_step=asking), total_steps=4, **values) as run:
         asking.run, save = run, run.parts.checkpointer.save
 
         def fails(state: TrainerState, **options: Any) -> Path:
@@ -156,7 +156,7 @@ def test_what_is_not_kept_is_refused_and_nothing_changes(
     tmp_path: Path, target: RollbackTarget, status: int, message: str
 ) -> None:
     asking = Asking(3, target)
-    with running(tmp_path / "run", hooks=Hooks(on_step=asking), total_steps=4, checkpoint_interval=9) as run:
+    with running(tmp_path / "run", control=RunControl(after_step=asking), total_steps=4, checkpoint_interval=9) as run:
         asking.run = run
         assert run.loop.run() == "finished"
         assert asking.future is not None
@@ -177,7 +177,7 @@ def test_a_damaged_checkpoint_changes_nothing(tmp_path: Path) -> None:
             file.write_bytes(file.read_bytes()[:200])
         asking(line)
 
-    with running(tmp_path / "run", hooks=Hooks(on_step=on_step), total_steps=3, checkpoint_interval=2) as run:
+    with running(tmp_path / "run", control=RunControl(after_step=on_step), total_steps=3, checkpoint_interval=2) as run:
         asking.run = run
         run.loop.run()  # the step that asks is the last: the loop has no turn for it any more
         done = run.parts.rollbacks

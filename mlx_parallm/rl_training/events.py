@@ -1,0 +1,170 @@
+"""RunEvents: everything that happens in a training run, as one stream that displays, trackers and reports subscribe to.
+
+| event              | emitted                                              | carries                                |
+| ------------------ | ---------------------------------------------------- | -------------------------------------- |
+| RunStarted         | before the first step of this process                | RunInfo, metrics lines so far          |
+| Waiting            | at least twice a second while a step waits           | step, seconds so far                   |
+| BatchReady         | the groups of a step are there, before training      | the batch: groups, rewards, advantages |
+| WeightsPublished   | new weights serve: after a step, a retry, a rollback | step, version, PublishReport           |
+| StepFinished       | trained, published, metrics line on the disk         | the metrics line, the batch            |
+| SamplesWritten     | after a StepFinished whose samples were kept         | step, first, best and worst completion |
+| EvaluationFinished | a line was added to evaluations.jsonl                | that line                              |
+| CheckpointSaved    | a checkpoint is complete on the disk                 | step, path                             |
+| SpanEnded          | a timed part of a step is over                       | name, step, begin and end (Unix)       |
+| Noted              | something to read that is none of the above          | a sentence                             |
+| Warned             | something that needs attention; also in the log      | a sentence and its numbers             |
+| RunFinished        | after the last step of this process                  | "finished" or "stopped"                |
+
+Subscribers are called on the trainer's thread in the order in which they subscribed, so they must be quick: hand slow
+work to a thread, as `monitor.trackers` does. A subscriber that fails costs one warning and never the run. What may end
+a run (a full disk, a dead environment) is a check of `loop.RunControl` and not a subscriber.
+
+The arrays of a batch are plain tuples of numbers: a subscriber may keep an event, or read it on another thread.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from mlx_parallm.rl_training.monitor.samples import Sample
+from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.system.log import get_logger
+
+if TYPE_CHECKING:  # it imports MLX, which the readers of a finished run do without
+    from mlx_parallm.weights import PublishReport
+
+Line = Mapping[str, Any]
+Outcome = Literal["finished", "stopped"]
+SpanName = Literal["generate", "wait", "score", "train", "publish", "checkpoint", "evaluate"]
+
+log = get_logger("train")
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What does not change during a run."""
+
+    run_name: str
+    model: str
+    base_url: str  # of the server, without /v1
+    total_steps: int
+    example_prompt: str
+    start_step: int = 0
+    model_name: str = "default"
+    needs_key: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted:
+    info: RunInfo
+    lines: Sequence[Line] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReady:
+    batch: TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPublished:
+    step: int
+    report: "PublishReport"
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    line: Line
+    batch: TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesWritten:
+    step: int
+    samples: Sequence[Sample]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationFinished:
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEnded:
+    name: SpanName
+    step: int
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    text: str
+    numbers: Line
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinished:
+    outcome: Outcome
+
+
+E = TypeVar("E")
+
+
+class RunEvents:
+    """The stream of one run. Single-threaded: `emit` is called by the trainer's thread only."""
+
+    def __init__(self) -> None:
+        self._subscribers: defaultdict[type, list[Callable[[Any], object]]] = defaultdict(list)
+        self._failed: set[Callable[[Any], object]] = set()
+
+    def subscribe(self, kind: type[E], subscriber: Callable[[E], object]) -> None:
+        """Call `subscriber` with every event of this class from now on."""
+        self._subscribers[kind].append(subscriber)
+
+    def emit(self, event: object) -> None:
+        """Hand the event to its subscribers. Raises nothing that they raise."""
+        for subscriber in self._subscribers[type(event)]:
+            try:
+                subscriber(event)
+            except Exception as error:  # noqa: BLE001
+                self._report(subscriber, event, error)
+
+    def warn(self, text: str, **numbers: Any) -> None:
+        """Write a warning to the log and emit it."""
+        log.warning(text, **numbers)
+        self.emit(Warned(text, numbers))
+
+    @contextmanager
+    def span(self, name: SpanName, step: int) -> Iterator[None]:
+        """Time the block; nothing is emitted when it raises."""
+        began = time.time()
+        yield
+        self.emit(SpanEnded(name, step, began, time.time()))
+
+    def _report(self, subscriber: Callable[[Any], object], event: object, error: Exception) -> None:
+        if subscriber not in self._failed:
+            self._failed.add(subscriber)
+            name = getattr(subscriber, "__qualname__", repr(subscriber))
+            problem = f"{type(error).__name__}: {error}"
+            log.warning("an event was not handled", subscriber=name, of=type(event).__name__, problem=problem)
