@@ -69,7 +69,7 @@ _HOMES = {
     "library.algorithms": "GRPOAlgorithm PPOAlgorithm REINFORCEAlgorithm create_algorithm"
     " load_algorithm_from_checkpoint",
     "library.backprop": "BackpropModule",
-    "config.lora": "LoraConfig",
+    "config.training": "LoraConfig",
     "config.library": "AlgorithmConfig BackpropConfig",
     "environments.kinds.conversation": "ConversationEnvironment",
     "environments.kinds.gymnasium": "GymnasiumEnvironment",
