@@ -15,10 +15,9 @@
 import contextlib
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from fastapi import APIRouter
 from rich.console import Console
 
 from mlx_parallm.config.data import DATA_ALGORITHMS
@@ -27,17 +26,12 @@ from mlx_parallm.distributed.collectives import join
 from mlx_parallm.distributed.worker import follow
 from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.integrations.atropos.hand_out import HandOutQueue
-from mlx_parallm.integrations.atropos.routes import create_atropos_router
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, load_adapter
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.rl_training.plan.dry_run import DryRun
-from mlx_parallm.rl_training.run_directory import STORE_FILE, RunDirectory
 from mlx_parallm.rl_training.train import TrainingRun
-from mlx_parallm.rollout_store.disk import reserve_bytes
-from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.serving import Serving
 from mlx_parallm.system.blas import blas_status, share_blas_between
 from mlx_parallm.system.hardware import launched_rank, usable_cores
@@ -54,27 +48,20 @@ ENGINE_CHECK_S = 1.0  # a server whose engine is dead ends this soon
 COMPUTING_THREADS = 2  # of a training daemon: engine and trainer
 
 
-def run_server(config: Config, adapters: Mapping[str, str], atropos_queue: Path | None = None) -> int:
+def run_server(config: Config, adapters: Mapping[str, str]) -> int:
     """Serves until a signal. Returns the exit code.
 
     Args:
         adapters: name → path, beside `model.lora_path`.
-        atropos_queue: directory of a queue under /atropos for somebody else's trainer.
 
     Raises EngineUnavailableError: the engine thread has died.
     """
     stop = _begin(config)
-    with contextlib.ExitStack() as closing:
-        routers = [_queue_router(config, atropos_queue, closing)] if atropos_queue else []
-        return _serve(config, adapters, routers, stop)
-
-
-def _serve(config: Config, adapters: Mapping[str, str], routers: Sequence[APIRouter], stop: threading.Event) -> int:
     serving = Serving(config)
     try:
         main_adapter, layers = _adapters_to_serve(config, adapters)
         check_model(config.model, train=False, quantize=config.rl_training.lora.quantize_base)
-        serving.listen(routers)
+        serving.listen()
         loaded = serving.load(quantize=config.rl_training.lora.quantize_base)
         if stop.is_set():
             return 0
@@ -126,14 +113,6 @@ def run_dry_run(config: Config) -> int:
             with mlx_thread():
                 run.close()
     return INTERRUPTED if stop.is_set() else 0
-
-
-def _queue_router(config: Config, directory: Path, closing: contextlib.ExitStack) -> APIRouter:
-    held = RunDirectory.hold(directory)
-    closing.callback(held.close)
-    store = RolloutStore(directory / STORE_FILE, min_free_bytes=reserve_bytes(directory, config.rollouts.min_free_gb))
-    closing.callback(store.close)
-    return create_atropos_router(HandOutQueue(store, config.rollouts))
 
 
 def _redactor(config: Config) -> Redactor:

@@ -81,12 +81,6 @@ def serve(parser: ArgumentParser) -> Run:
     parser.add_argument("--host", help="address to bind; anything but loopback needs an API key")
     parser.add_argument("--port", type=int, help="0 takes a free one and prints it")
     parser.add_argument("--api-key-file", metavar="FILE", help="file that holds the API key")
-    parser.add_argument(
-        "--atropos-queue",
-        metavar="DIR",
-        type=Path,
-        help="serve a durable Atropos queue under /atropos, kept in DIR, for an outside trainer",
-    )
     parser.add_argument("--config", metavar="FILE", help="a TOML file with [server] and [model]")
     add_set(parser)
 
@@ -106,7 +100,7 @@ def serve(parser: ArgumentParser) -> Run:
         _before_mlx(config)
         from mlx_parallm.daemon import run_server
 
-        return run_server(config, named, args.atropos_queue)
+        return run_server(config, named)
 
     return run
 

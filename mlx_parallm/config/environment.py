@@ -1,6 +1,5 @@
 """[[environments]]: what one entry of the configuration may say. Part of the tree of `load.py`."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from mlx_parallm.execution.user_code import is_reference
 
 HUB_PREFIX = "hf:"
-ROUNDING = 1e-9
 Method = Literal["absolute", "relative", "pareto"]
 
 
@@ -27,8 +25,6 @@ class EnvironmentConfig(Section):
     """The task's or data set's name; default for "dataset" the file's, for a class its own."""
     weight: float = Field(1.0, gt=0)
     """Share of the groups, relative to the other environments."""
-    min_share: float = Field(0.0, ge=0, le=1)
-    """Least share of every step's sequences, in whole groups, while it delivers (docs/your_environment.md)."""
     group_size: int = Field(8, ge=2)
     """Rollouts of one prompt."""
     max_tokens: int = Field(256, ge=1)
@@ -121,23 +117,6 @@ def unique_names(environments: Sequence[EnvironmentConfig]) -> list[str]:
         seen[entry.name] += 1
         names.append(entry.name if seen[entry.name] == 1 else f"{entry.name}#{seen[entry.name]}")
     return names
-
-
-def least_sequences(min_share: float, group_size: int, batch_size: int) -> int:
-    """Sequences of a batch that a minimum share stands for: whole groups, rounded up."""
-    return math.ceil(min_share * batch_size / group_size - ROUNDING) * group_size
-
-
-def check_shares(environments: Sequence[EnvironmentConfig], batch_size: int) -> None:
-    """Raises ValueError: the minimum shares leave no place in a batch for an environment, or no room for each other."""
-    least = [least_sequences(entry.min_share, entry.group_size, batch_size) for entry in environments]
-    parts = ", ".join(f"{entry.name} {size}" for entry, size in zip(environments, least, strict=True) if size)
-    what = f"min_share: in whole groups, {parts} of the {batch_size} sequences of rollout_batch_size"
-    if sum(least) > batch_size:
-        raise ValueError(f"{what} are more than there are")
-    if parts and sum(least) == batch_size and not all(least):
-        rest = next(entry.name for entry, size in zip(environments, least, strict=True) if not size)
-        raise ValueError(f"{what} leave no place for {rest}")
 
 
 NAMED_KINDS = ("tasks", "reasoning_gym")

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from mlx_parallm.config.environment import EnvironmentConfig, Section, unique_names
 
-ABOUT_TRAINING = ("weight", "min_share", "group_size", "reward_method")
+ABOUT_TRAINING = ("weight", "group_size", "reward_method")
 """Keys of an environment that say how it is trained on: each answer of an evaluation is scored for itself."""
 GREEDY_METRICS = ("accuracy", "reward")
 PREFIX = "eval/"

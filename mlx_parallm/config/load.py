@@ -19,7 +19,7 @@ from pydantic import ValidationError, model_validator
 
 from mlx_parallm.config.algorithm import without_unread
 from mlx_parallm.config.data import DataConfig, check_data
-from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig, Section, check_shares
+from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig, Section
 from mlx_parallm.config.evaluation import EvaluationConfig, check_evaluation, moved_keys
 from mlx_parallm.config.server import ModelConfig, ServerConfig
 from mlx_parallm.config.training import LoggingConfig, RLTrainingConfig, RolloutsConfig
@@ -48,7 +48,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Config":
-        check_shares(self.environments, self.rl_training.atropos.rollout_batch_size)
         check_data(self.data, self.rl_training, len(self.environments))
         check_evaluation(self.evaluation, self.environments, self.rl_training.keep_best)
         return self
@@ -103,6 +102,9 @@ def load_config(
     moved_keys(data)
     if isinstance(data.get("rl_training"), dict):
         data["rl_training"] = without_unread(data["rl_training"], overrides or [], saved=saved)
+    if saved:
+        for entry in _environments(data):
+            entry.pop("min_share", None)  # 0.1 had it
     for override in overrides or []:
         _apply_override(data, override)
     moved_keys(data)
@@ -178,12 +180,15 @@ def _descend(node: Any, part: str, override: str) -> Any:
     return child
 
 
+def _environments(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries of [[environments]] and of [[evaluation.environments]]."""
+    lists = [part.get("environments") for part in (data, data.get("evaluation")) if isinstance(part, dict)]
+    return [entry for found in lists if isinstance(found, list) for entry in found if isinstance(entry, dict)]
+
+
 def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
     """User code and data: the saved configuration must not depend on where it was read, or from where."""
-    evaluation = data.get("evaluation")
-    lists = [part.get("environments") for part in (data, evaluation) if isinstance(part, dict)]
-    entries = [entry for found in lists if isinstance(found, list) for entry in found]
-    for section in [data.get("rl_training"), data.get("data"), *entries]:
+    for section in [data.get("rl_training"), data.get("data"), *_environments(data)]:
         if not isinstance(section, dict):
             continue
         for key in ("advantage", "loss", "kind", "data", "heldout_data", "path", "eval_path"):

@@ -32,32 +32,6 @@ class Schedule:
         return ((index, task) for task, index in enumerate(own) if index >= first)
 
 
-def with_minimums(weights: Sequence[float], sizes: Sequence[int], minimums: Sequence[float]) -> list[float]:
-    """Weights of groups under which each environment makes its least share of the sequences; else unchanged.
-
-    Args:
-        sizes: sequences of one group of each environment.
-        minimums: least share of all sequences, each in [0, 1], at most 1 together.
-    """
-    shares = [weight * size for weight, size in zip(weights, sizes, strict=True)]
-    raised: set[int] = set()
-    while True:
-        left = 1.0 - sum(minimums[number] for number in raised)
-        others = sum(share for number, share in enumerate(shares) if number not in raised)
-        low = {
-            number
-            for number, share in enumerate(shares)
-            if number not in raised and share * left < minimums[number] * others
-        }
-        if not low:
-            break
-        raised |= low
-    if not raised:
-        return list(weights)
-    final = (minimums[i] if i in raised else share * left / others for i, share in enumerate(shares))
-    return [share / size for share, size in zip(final, sizes, strict=True)]
-
-
 def derive_seed(purpose: str, *parts: int) -> int:
     """A seed of 31 bits, the same on every machine."""
     text = "/".join([purpose, *map(str, parts)])

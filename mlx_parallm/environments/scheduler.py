@@ -27,7 +27,7 @@ from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.monitor import RolloutMonitor, RolloutStatistics
 from mlx_parallm.environments.queues import Lane, absent, is_late, next_event
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, describe
-from mlx_parallm.environments.schedule import Schedule, with_minimums
+from mlx_parallm.environments.schedule import Schedule
 from mlx_parallm.environments.worker import Player
 from mlx_parallm.errors import CheckpointError, EnvironmentFailedError
 from mlx_parallm.system.log import get_logger
@@ -63,18 +63,11 @@ class GroupManager(ABC):
         """
         self._seed, self._num_parallel, self._fixed_order, self._clock = seed, num_parallel, fixed_order, clock
         self._monitor = RolloutMonitor([source.name for source in sources], stall_after_s=stall_after_s, clock=clock)
-        configs = [source.config for source in sources]
-        weights = with_minimums(
-            [config.weight for config in configs],
-            [config.group_size for config in configs],
-            [config.min_share for config in configs],
-        )
-        self._schedule = Schedule(weights, seed=seed)
+        self._schedule = Schedule([source.config.weight for source in sources], seed=seed)
         self._changed = threading.Condition()  # guards what follows
         self._lanes = tuple(Lane(source, seed=seed, clock=clock) for source in sources)
         self._rewind(dict.fromkeys([lane.source.name for lane in self._lanes], 0))
         self._turn = 0  # position in the schedule: whose turn it is to start a group
-        self._first: deque[Lane] = deque()  # turns that come before: groups asked for by name
         self._owed: deque[int] = deque()  # groups allowed and not delivered, one entry for each call
         self._known: set[str] = set()
         self._paused = self._stopping = False
@@ -110,16 +103,12 @@ class GroupManager(ABC):
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
 
-    def request_groups(self, n: int, environment: str | None = None) -> None:
-        """Allows n more groups. Each brings one group: failed and known ones are replaced.
-
-        By the weights; those of a named `environment` come from it unless it is absent then.
-        """
+    def request_groups(self, n: int) -> None:
+        """Allows n more groups. Each brings one group: failed and known ones are replaced."""
         if n < 1:
             return
         with self._changed:
             self._owed.append(n)
-            self._first.extend(lane for lane in self._lanes if lane.source.name == environment for _ in range(n))
             self._changed.notify_all()
 
     def pause(self) -> None:
@@ -167,7 +156,6 @@ class GroupManager(ABC):
         with self._changed:
             self._thread, self._players = None, []
             self._owed.clear()
-            self._first.clear()
             self._rewind({lane.source.name: lane.cursor for lane in self._lanes})
 
     def check(self) -> None:
@@ -283,11 +271,8 @@ class GroupManager(ABC):
     def _next_lane(self, there: Collection[Lane]) -> Lane:
         """Whose turn it is among those that are there; the turn is over then."""
         while True:
-            if self._first:
-                lane = self._first.popleft()
-            else:
-                lane = self._lanes[self._schedule.environment_of(self._turn)]
-                self._turn += 1
+            lane = self._lanes[self._schedule.environment_of(self._turn)]
+            self._turn += 1
             if lane in there:
                 return lane
 

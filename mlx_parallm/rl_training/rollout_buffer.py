@@ -9,9 +9,9 @@ and asks for as many again. What it takes is marked `taken(step)`; a checkpoint 
 Order: "fifo" oldest first · "uniform" at random by (seed, step) · "priority" largest mean |advantage| first. In
 deterministic mode it waits until everything asked for has arrived, and goes by the groups' own index.
 
-Environments with a minimum share of the batch have places kept for them while they deliver; others do not take these.
-One that stops delivering, or whose groups cannot be trained on (`max_empty_rounds` refills), loses its places of that
-step to the others, and the health line says so: a minimum never keeps a step from its batch for good.
+An environment over HTTP may register with a minimum share of the batch: places are kept for it while it delivers. If it
+stops delivering, or if its groups cannot be trained on (`max_empty_rounds` of them), others take the places in that
+step, and the health line says so: a minimum never keeps a step from its batch for good.
 """
 
 import math
@@ -62,17 +62,12 @@ class GroupStore(Protocol):
     def wait_for_groups(self, timeout_s: float, *, at_least: int = 1) -> bool: ...
 
 
-class RequestGroups(Protocol):
-    def __call__(self, n: int, environment: str | None = None, /) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Minimum:
-    """An environment's least part of a batch."""
+    """Hold the least part of a batch of one environment over HTTP."""
 
     sequences: int  # of whole groups
     group_size: int
-    on_request: bool = True  # it makes a group when it is asked for one
 
 
 class RolloutBuffer:
@@ -81,7 +76,7 @@ class RolloutBuffer:
     Args:
         estimate: rewards of a group → advantages, or None without variance.
         group_sizes: of the in-process environments, one entry each; empty = groups come by HTTP only.
-        request_groups: allows the in-process source n more groups (of one environment); each brings exactly one.
+        request_groups: allows the in-process source n more groups; each brings exactly one.
         minimums: of the environments that deliver now, by name.
         max_empty_rounds: refills in a row without one trainable group before a step is given up.
         misfit: whether a group that came from outside is not this model's; asked before it enters a batch.
@@ -98,7 +93,7 @@ class RolloutBuffer:
         *,
         rollout_batch_size: int,
         group_sizes: Sequence[int] = (),
-        request_groups: RequestGroups | None = None,
+        request_groups: Callable[[int], None] | None = None,
         minimums: Callable[[], Mapping[str, Minimum]] = dict,
         sampling: Literal["fifo", "uniform", "priority"] = "fifo",
         max_staleness: int = 1,
@@ -147,12 +142,11 @@ class RolloutBuffer:
         wanted = self._target * ((last or step) - step + 1)
         self._ask(wanted - waiting - self._outstanding * self._mean_size)
 
-    def _ask(self, sequences: float, environment: str | None = None) -> None:
-        size = self._mean_size if environment is None else self._minimums[environment].group_size
-        groups = math.ceil(sequences / size)
+    def _ask(self, sequences: float) -> None:
+        groups = math.ceil(sequences / self._mean_size)
         if self._request_groups is not None and groups > 0:
             self._outstanding += groups
-            self._request_groups(*((groups, environment) if environment else (groups,)))
+            self._request_groups(groups)
 
     def health(self) -> str | None:
         """What keeps the step from its batch, in words; None when nothing does. From any thread."""
@@ -201,12 +195,9 @@ class RolloutBuffer:
             return ""
         if self._empty_rounds >= self._max_empty_rounds:
             return no_mix if self._held else NOTHING_TO_LEARN.format(rounds=self._empty_rounds)
-        wanted: dict[str | None, int] = {None: missing - sum(reserved.values())}
-        wanted |= {name: lacking for name, lacking in reserved.items() if self._minimums[name].on_request}
-        if any(wanted.values()):
+        if wanted := missing - sum(reserved.values()):  # nobody can ask for groups that come over HTTP
             self._empty_rounds += 1
-        for name, sequences in wanted.items():
-            self._ask(sequences, name)
+            self._ask(wanted)
         return ""
 
     def _reserved(self, room: int) -> dict[str, int]:
@@ -311,8 +302,7 @@ class RolloutBuffer:
         if group_ids:
             self._store.drop(group_ids, step, reason)
         for group_id in group_ids:
-            minimum = self._minimums.get(self._held.pop(group_id).environment)
-            self._empty_rounds += minimum is not None and not minimum.on_request  # the buffer cannot ask it for others
+            self._empty_rounds += self._held.pop(group_id).environment in self._minimums  # no refill can be asked for
 
     def _age(self, group: RolloutGroup, step: int) -> int:
         return self._versions.staleness(group.sampled_versions, step)

@@ -7,7 +7,6 @@ loudly (`check`).
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_parallm.config.environment import least_sequences
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.collecting_config import RolloutConfig
@@ -74,14 +73,7 @@ class RolloutSources:
     def minimums(self) -> dict[str, Minimum]:
         """Least parts of a batch, of those environments that deliver now; by name."""
         over_http = self._queue.minimums() if self._queue else {}
-        minimums = {name: Minimum(*numbers, on_request=False) for name, numbers in over_http.items()}
-        batch = self._config.rl_training.atropos.rollout_batch_size
-        absent = self.manager.absent() if self.manager else frozenset()
-        return minimums | {
-            source.name: Minimum(least_sequences(own.min_share, own.group_size, batch), own.group_size)
-            for source in self._sources
-            if (own := source.config).min_share and source.name not in absent
-        }
+        return {name: Minimum(*numbers) for name, numbers in over_http.items()}
 
     def stop(self) -> None:
         """Ends the sources' threads."""

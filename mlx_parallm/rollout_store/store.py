@@ -238,16 +238,11 @@ class RolloutStore:
             ]
         return [self._decoded(payload) for payload in payloads]
 
-    def waiting_sizes(self) -> list[tuple[str, str, int]]:
-        """(id, environment, sequences) of every waiting group, oldest first."""
-        with self._reading() as connection:
-            return connection.execute(
-                "SELECT group_id, environment, rollouts FROM groups WHERE state = 'waiting' ORDER BY sequence"
-            ).fetchall()
-
     def waiting_ids(self) -> set[str]:
         """Ids of all groups that wait."""
-        return {group_id for group_id, _, _ in self.waiting_sizes()}
+        with self._reading() as connection:
+            rows = connection.execute("SELECT group_id FROM groups WHERE state = 'waiting'")
+            return {group_id for (group_id,) in rows}
 
     def groups(self, group_ids: Iterable[str]) -> list[RolloutGroup]:
         """These groups whatever their state, in the order asked for. Raises StoreError: one is unknown or pruned."""

@@ -23,11 +23,10 @@ import json, os, signal, sys, types
 import mlx_parallm
 from mlx_parallm import cli
 
-def record(config, adapters=None, atropos_queue=None, *, resume=None):
+def record(config, adapters=None, *, resume=None):
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     print(json.dumps({
         "config": config.model_dump(mode="json"), "adapters": adapters, "resume": resume,
-        "atropos_queue": str(atropos_queue),
         "blocked": sorted(s.name for s in blocked), "mlx": "mlx.core" in sys.modules,
         "cbwr": os.environ.get("MKL_CBWR"), "path": os.environ["PATH"],
     }))
@@ -212,14 +211,11 @@ def test_serve_hands_over_model_and_adapters(tmp_path: Path) -> None:
         'k"ey',
         "--set",
         "server.batch_size=3",
-        "--atropos-queue",
-        "q",
     )
     given = call("serve", "--model-path", "builtin:tiny", *adapters, *flags, cwd=tmp_path)
     config = given["config"]
     assert (config["model"]["base_path"], config["model"]["lora_path"]) == ("builtin:tiny", "odd=name")
     assert given["adapters"] == {"one": "a/b", "two": "c=d"}
-    assert given["atropos_queue"] == "q"
     server = config["server"]
     assert (server["host"], server["port"], server["api_key_file"], server["batch_size"]) == ("::1", 0, 'k"ey', 3)
     assert given["blocked"] == ["SIGHUP", "SIGINT", "SIGTERM"]

@@ -111,22 +111,6 @@ def test_the_key_comes_from_environment_before_file_before_config(
         config.resolve_api_key()
 
 
-def test_minimum_shares_leave_a_place_for_everybody():
-    def config(*shares, batch=32):
-        environments = [
-            {"kind": "tasks", "name": name, "min_share": share, "group_size": 8}
-            for name, share in zip(("sum", "sort", "count"), shares, strict=False)
-        ]
-        return {"environments": environments, "rl_training": {"atropos": {"rollout_batch_size": batch}}}
-
-    assert parse_config(config(0.5, 0.25, 0.0)).environments[0].min_share == 0.5
-    assert parse_config(config(0.5, 0.5)).environments
-    with pytest.raises(ConfigError, match="sum 24, sort 16 of the 32 sequences of rollout_batch_size are more than"):
-        parse_config(config(0.7, 0.5))
-    with pytest.raises(ConfigError, match="leave no place for count"):
-        parse_config(config(0.5, 0.5, 0.0))
-
-
 def test_the_key_of_before_is_read_as_what_it_is_called_now(tmp_path: Path) -> None:
     file = tmp_path / "old.toml"
     file.write_text('[rl_training]\neval_problems = 7\n[[environments]]\nkind = "tasks"\nname = "sum"\n')

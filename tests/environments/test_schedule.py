@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from mlx_parallm.environments.schedule import Schedule, derive_seed, group_id, with_minimums
+from mlx_parallm.environments.schedule import Schedule, derive_seed, group_id
 
 
 def shares(weights, groups=3000, seed=0):
@@ -40,26 +40,6 @@ def test_a_jump_arrives_where_a_walk_does():
     walked = list(itertools.islice(schedule.groups_of(1), 50))
     for first in (0, 3, 77, 150):
         assert next(schedule.groups_of(1, first)) == next(group for group in walked if group[0] >= first)
-
-
-@pytest.mark.parametrize(
-    ("weights", "sizes", "minimums", "shares"),
-    [
-        ([9.0, 1.0], [8, 8], [0.0, 0.25], [0.75, 0.25]),
-        ([9.0, 1.0], [2, 8], [0.0, 0.25], [18 / 26, 8 / 26]),  # its groups are larger: it has enough as it is
-        ([9.0, 1.0], [8, 2], [0.0, 0.25], [0.75, 0.25]),
-        ([8.0, 1.0, 1.0], [4, 4, 4], [0.0, 0.5, 0.12], [0.38, 0.5, 0.12]),  # the second rise makes the third too low
-        ([3.0, 1.0], [4, 4], [0.5, 0.5], [0.5, 0.5]),
-    ],
-)
-def test_a_minimum_raises_a_weight_to_that_share_of_the_sequences(weights, sizes, minimums, shares):
-    raised = with_minimums(weights, sizes, minimums)
-    sequences = [weight * size for weight, size in zip(raised, sizes, strict=True)]
-    assert [share / sum(sequences) for share in sequences] == pytest.approx(shares)
-
-
-def test_without_minimums_the_weights_are_the_very_same():
-    assert with_minimums([0.1, 0.7], [4, 8], [0.0, 0.0]) == [0.1, 0.7]
 
 
 def test_the_run_seed_shifts_the_order():

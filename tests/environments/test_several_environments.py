@@ -116,16 +116,6 @@ def test_with_a_fixed_order_nothing_depends_on_a_clock(managed, tokenizer, impat
     assert [group.index for group in inbox.wait(groups=8)] == list(range(8))
 
 
-def test_groups_asked_for_by_name_come_from_there(managed, tokenizer):
-    manager, inbox = managed(ScriptedClient(tokenizer, lambda *_: "1"), sources=two_tasks(sum=9.0, sort=1.0))
-    manager.request_groups(5, "sort")
-    inbox.wait(groups=5)
-    assert [group.environment for group in inbox.groups] == ["sort"] * 5
-    manager.request_groups(20)
-    inbox.wait(groups=25)
-    assert [group.environment for group in inbox.groups[5:]].count("sum") >= 17
-
-
 def test_the_cursor_of_the_first_version_is_where_every_environment_goes_on(managed, tokenizer):
     sources = two_tasks(sum=1.0, sort=1.0)
     whole, everything = managed(ScriptedClient(tokenizer, lambda *_: "1"), sources=sources)

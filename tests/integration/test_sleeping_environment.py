@@ -12,9 +12,7 @@ SLEEPING = Path(__file__).parents[2] / "scripts" / "bench" / "sleeping_environme
 
 def test_a_run_goes_on_without_an_environment_that_sleeps(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=3)
-    entry = (
-        f'[[environments]]\nkind = "python:{SLEEPING}:Sleeping"\nname = "awaits"\nmin_share = 0.25\ngroup_size = 8\n'
-    )
+    entry = f'[[environments]]\nkind = "python:{SLEEPING}:Sleeping"\nname = "awaits"\ngroup_size = 8\n'
     config.write_text(config.read_text() + entry)
     with train(config) as daemon:
         assert daemon.wait() == 0, daemon.output

@@ -16,6 +16,10 @@ ATROPOS_SETTINGS = AtroposSettings(
     checkpoint_dir="checkpoints/run",
     checkpoint_interval=50,
     total_steps=1000,
+    wandb_group=None,
+    wandb_project=None,
+    temperature=1.0,
+    missing_logprobs="reject",
 )
 
 

@@ -1,8 +1,8 @@
 """The Atropos API's state without HTTP: registered environments, and the way of a scored group into the store.
 
 `integrations/atropos/routes.py` turns requests into calls of `AtroposQueue`; the daemon makes the queue over the run's
-`RolloutStore`, from which the trainer of the same process learns. `hand_out.HandOutQueue` is the same for somebody
-else's trainer. What differs from atroposlib's server, all on purpose, is docs/atropos_queue.md.
+`RolloutStore`, from which the trainer of the same process learns. What differs from atroposlib's server, all on
+purpose, is in docs/atropos.md.
 
 An environment tells its load by `queue_size`: groups of *its own* size that wait, from all sources together, because it
 stops generating when `queue_size * group_size >= max_batches_offpolicy * batch_size`.
@@ -36,22 +36,19 @@ _ENV_ID = TypeAdapter(NonNegativeInt | None)
 
 @dataclass(frozen=True, slots=True)
 class AtroposSettings:
-    """What environments are told, and what their groups are checked against. `batch_size` counts sequences.
+    """Hold what environments are told, and what their groups are checked against. `batch_size` counts sequences."""
 
-    Defaults are what nobody has registered yet.
-    """
-
-    batch_size: int = -1
-    max_token_length: int = -1
-    vocab_size: int = 0
-    checkpoint_dir: str = ""
-    checkpoint_interval: int = -1
-    total_steps: int = -1
-    wandb_group: str | None = None
-    wandb_project: str | None = None
-    temperature: float = 1.0  # of groups that do not name theirs
+    batch_size: int
+    max_token_length: int
+    vocab_size: int
+    checkpoint_dir: str
+    checkpoint_interval: int
+    total_steps: int
+    wandb_group: str | None
+    wandb_project: str | None
+    temperature: float  # of groups that do not name theirs
+    missing_logprobs: MissingLogprobs
     other_group_sizes: tuple[int, ...] = ()  # of the in-process environments that fill the same batches
-    missing_logprobs: MissingLogprobs = "reject"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +91,6 @@ class AtroposQueue:
         self._latest: Mapping[str, Any] | None = None
 
     @property
-    def started(self) -> bool:
-        """True once a trainer asks for batches: environments may register."""
-        return True
-
-    @property
     def current_step(self) -> int:
         return self._current_step()
 
@@ -106,14 +98,6 @@ class AtroposQueue:
         """All that ever registered with this run; those that are away too."""
         with self._lock:
             return tuple(self._environments)
-
-    def register_trainer(self, settings: AtroposSettings, starting_step: int) -> str | None:
-        """A trainer's registration; returns what to tell it. This process trains by itself: nothing changes."""
-        return "the trainer is this server's own process: nothing was changed, and /batch hands nothing out"
-
-    def batch(self) -> dict[str, Any]:
-        """The answer of /batch: the trainer of this process takes groups from the store."""
-        return {"batch": None}
 
     def register_environment(
         self,
@@ -179,7 +163,7 @@ class AtroposQueue:
         for name, source in waiting.items():  # in packs of the largest group, beyond what each is sure of
             packed = -(-source.sequences // largest) * largest if largest > 1 else 0
             sequences += max(0, packed - int(self.settings.batch_size * shares.get(name, 0.0)))
-        if self._starved():
+        if self.store.waiting_sequences() >= self.settings.batch_size and self.store.starved():
             sequences = 0  # full queues would wait for each other
         return {
             "current_step": self.status()["current_step"],
@@ -189,10 +173,6 @@ class AtroposQueue:
             "max_group_size": largest,
             "env_weight": weight,
         }
-
-    def _starved(self) -> bool:
-        """True when a batch and more waits, and yet none can be made of it."""
-        return self.store.waiting_sequences() >= self.settings.batch_size and self.store.starved()
 
     def minimums(self) -> dict[str, tuple[int, int]]:
         """environment's name → (sequences of each batch that are its own: whole groups, its group size).

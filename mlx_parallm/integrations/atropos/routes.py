@@ -1,9 +1,8 @@
-"""The Atropos API under `/atropos`: a drop-in for environments that derive from atroposlib's `BaseEnv`, and
-for trainers.
+"""The Atropos API under `/atropos`: a drop-in for environments that derive from atroposlib's `BaseEnv`.
 
-`app.create_app` includes the router; `AtroposQueue` (integrations/atropos/queue.py) does the work, or `HandOutQueue`,
-which has /batch hand groups out. Paths, bodies and replies are atroposlib 0.4.0's; docs/atropos_queue.md lists what
-differs. Errors have FastAPI's shape ({"detail": …}), as there, not the OpenAI shape of the other routes.
+`app.create_app` includes the router; `AtroposQueue` (integrations/atropos/queue.py) does the work. Paths, bodies and
+replies are atroposlib 0.4.0's; docs/atropos.md lists what differs. Errors have FastAPI's shape ({"detail": …}), as there,
+not the OpenAI shape of the other routes.
 
 Handlers are plain functions: FastAPI runs them in its thread pool, because each touches the database.
 """
@@ -12,7 +11,6 @@ import contextlib
 import gzip
 import io
 import json
-import uuid
 import zlib
 from collections.abc import Callable, Coroutine
 from itertools import chain
@@ -28,26 +26,13 @@ from pydantic import AfterValidator, BaseModel, NonNegativeInt, ValidationError
 from starlette.exceptions import HTTPException
 
 from mlx_parallm.errors import RolloutRejectedError, StoreError
-from mlx_parallm.integrations.atropos.queue import AtroposQueue, AtroposSettings
+from mlx_parallm.integrations.atropos.queue import AtroposQueue
 from mlx_parallm.integrations.atropos.wire import ScoredData
 
 MAX_UNPACKED_BYTES = 64 << 20  # a gzip body may unpack to this; the app limits what comes over the wire
 _NO_EXAMPLE = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs")
 _JSON = Body()
 _BAD_GZIP = "Invalid gzip payload"
-
-
-class Registration(BaseModel):
-    """What a trainer tells."""
-
-    wandb_group: str
-    wandb_project: str
-    batch_size: int
-    max_token_len: int
-    checkpoint_dir: str
-    save_checkpoint_interval: int
-    starting_step: int
-    num_steps: int
 
 
 def _whole(name: str) -> str:
@@ -114,35 +99,17 @@ def _route_class(queue: AtroposQueue) -> type[APIRoute]:
 def create_atropos_router(queue: AtroposQueue) -> APIRouter:
     """The `/atropos` routes over `queue`."""
     router = APIRouter(prefix="/atropos", tags=["atropos"], route_class=_route_class(queue))
-    _add_trainer_routes(router, queue)
+    _add_run_routes(router, queue)
     _add_environment_routes(router, queue)
     _add_data_routes(router, queue)
     return router
 
 
-def _add_trainer_routes(router: APIRouter, queue: AtroposQueue) -> None:
+def _add_run_routes(router: APIRouter, queue: AtroposQueue) -> None:
     @router.get("", include_in_schema=False)
     @router.get("/")
     def root() -> dict[str, str]:
         return {"message": "AtroposLib API"}
-
-    @router.post("/register")
-    def register(registration: Registration) -> dict[str, Any]:
-        settings = AtroposSettings(
-            batch_size=registration.batch_size,
-            max_token_length=registration.max_token_len,
-            checkpoint_dir=registration.checkpoint_dir,
-            checkpoint_interval=registration.save_checkpoint_interval,
-            total_steps=registration.num_steps,
-            wandb_group=registration.wandb_group,
-            wandb_project=registration.wandb_project,
-        )
-        message = queue.register_trainer(settings, registration.starting_step)
-        return {"uuid": uuid.uuid4().int} | ({"message": message} if message else {})
-
-    @router.get("/batch")
-    def batch() -> Response:
-        return JSONResponse(queue.batch())
 
     @router.get("/info")
     def info() -> dict[str, int]:
@@ -165,8 +132,6 @@ def _add_trainer_routes(router: APIRouter, queue: AtroposQueue) -> None:
 def _add_environment_routes(router: APIRouter, queue: AtroposQueue) -> None:
     @router.post("/register-env")
     def register_environment(registration: EnvironmentRegistration) -> dict[str, Any]:
-        if not queue.started:
-            return {"status": "wait for trainer to start"}
         settings = queue.settings
         entry = queue.register_environment(
             registration.desired_name,

@@ -35,7 +35,7 @@ MAY_CHANGE = (
         )
     ),
     *("data.eval_every", "data.eval_rows", "evaluation.*"),
-    *(f"environments.*.{key}" for key in ("weight", "min_share", "max_tokens", "timeout_s")),
+    *(f"environments.*.{key}" for key in ("weight", "max_tokens", "timeout_s")),
 )
 """Dotted keys; `*` stands for anything but a dot. A key that is a path may also name the same file elsewhere."""
 

@@ -24,16 +24,6 @@ ENVIRONMENT = {
     "group_size": 2,
     "min_batch_allocation": None,
 }
-REGISTRATION = {
-    "wandb_group": "g",
-    "wandb_project": "p",
-    "batch_size": 99,
-    "max_token_len": 99,
-    "checkpoint_dir": "d",
-    "save_checkpoint_interval": 1,
-    "starting_step": 0,
-    "num_steps": 1,
-}
 
 
 @pytest.fixture
@@ -96,17 +86,6 @@ def test_received_means_on_disk(client, store, tmp_path):
 def test_liveness(client):
     for path in ("/atropos", "/atropos/"):
         assert client.get(path).json() == {"message": "AtroposLib API"}
-
-
-def test_a_registration_changes_nothing_and_batches_stay_here(client, store):
-    client.post("/atropos/scored_data", json=scored_data(size=8))
-    reply = client.post("/atropos/register", json=REGISTRATION).json()
-    assert 0 <= reply["uuid"] < 2**128
-    assert "own process" in reply["message"]
-    assert client.get("/atropos/info").json()["batch_size"] == 8
-    assert client.get("/atropos/batch").json() == {"batch": None}
-    assert store.counts().waiting == 1
-    assert client.post("/atropos/register", json=REGISTRATION | {"wandb_group": None}).status_code == 422
 
 
 def test_a_guaranteed_share_is_told_to_the_others(client):
@@ -229,7 +208,7 @@ def test_the_openapi_document_shows_every_route_and_the_groups_fields(client):
     document = client.get("/openapi.json").json()
     paths = {path.removeprefix("/atropos/") for path in document["paths"] if path.startswith("/atropos/")}
     assert paths == {
-        "", "register", "register-env", "disconnect-env", "wandb_info", "info", "status", "status-env", "batch",
+        "", "register-env", "disconnect-env", "wandb_info", "info", "status", "status-env",
         "scored_data", "scored_data_list", "latest_example", "reset_data",
     }  # fmt: skip
     body = document["paths"]["/atropos/scored_data"]["post"]["requestBody"]

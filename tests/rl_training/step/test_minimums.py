@@ -18,59 +18,15 @@ def of(environment: str, group_id: str, rewards: list[float], **values: Any) -> 
     return replace(make_group(group_id, rewards, **values), environment=environment)
 
 
-class Players:
-    """In-process environments "a" and "b"; what is asked for without a name comes from "a"."""
-
-    def __init__(self, store: RolloutStore, rewards_of_b: list[float]) -> None:
-        self.store, self.rewards_of_b = store, rewards_of_b
-        self.asked: list[tuple[int, str | None]] = []
-        self.next = 0
-
-    def __call__(self, n: int, environment: str | None = None) -> None:
-        self.asked.append((n, environment))
-        for _ in range(n):
-            rewards = [0, 1] if environment is None else self.rewards_of_b
-            group = of(environment or "a", f"p{self.next}", rewards, index=self.next)
-            self.store.add(group, source="environments")
-            self.next += 1
-
-
 def collected(buffer: RolloutBuffer, step: int = 1) -> TrainBatch:
     """`collect` until there is a batch, at most fifty times."""
     batches = (buffer.collect(step, timeout_s=0) for _ in range(50))
     return next(batch for batch in batches if batch is not None)
 
 
-def test_an_environment_below_its_minimum_is_asked_for_its_part(store: RolloutStore) -> None:
-    players = Players(store, rewards_of_b=[0, 1])
-    buffer = make_buffer(store, request_groups=players, minimums=lambda: {"b": Minimum(4, 2)})
-    buffer.request(1)
-    batch = collected(buffer)
-    assert players.asked == [(4, None), (2, "b")]
-    assert [group.environment for group in batch.groups] == ["a", "a", "b", "b"]
-    assert store.counts().waiting == 2, "what came beyond the others' part waits for the next step"
-    numbers = batch.statistics.environments
-    assert {name: values["trained_sequences"] for name, values in numbers.items()} == {"a": 4, "b": 4}
-
-
-def test_a_minimum_does_not_keep_the_batch_of_an_environment_that_teaches_nothing(store: RolloutStore) -> None:
-    players = Players(store, rewards_of_b=[1, 1])
-    buffer = make_buffer(store, request_groups=players, minimums=lambda: {"b": Minimum(4, 2)}, max_empty_rounds=3)
-    buffer.request(1)
-    healths = []
-    while (batch := buffer.collect(1, timeout_s=0)) is None:
-        healths.append(buffer.health())
-    assert {group.environment for group in batch.groups} == {"a"}
-    assert not batch.gave_up
-    assert players.asked.count((2, "b")) == 3
-    assert batch.statistics.environments["b"]["groups"] == 6
-    assert healths[-1] is not None
-    assert healths[-1].startswith("step 1 is made without the minimum share of b")
-
-
 def test_places_of_an_environment_that_stops_delivering_go_to_the_others(store: RolloutStore) -> None:
     minimums = {"b": Minimum(4, 4)}
-    buffer = make_buffer(store, request_groups=lambda n, environment=None: None, minimums=lambda: minimums)
+    buffer = make_buffer(store, request_groups=lambda n: None, minimums=lambda: minimums)
     add(store, *[of("a", f"a{i}", [0, 1]) for i in range(6)])
     assert buffer.collect(1, timeout_s=0) is None
     minimums.clear()
@@ -83,22 +39,32 @@ def test_places_of_an_environment_that_stops_delivering_go_to_the_others(store: 
     assert [group.environment for group in collected(buffer, 2).groups] == ["a", "a", "b"]
 
 
-def test_a_minimum_over_http_is_lifted_when_its_groups_teach_nothing(store: RolloutStore) -> None:
-    minimums = {"h": Minimum(4, 2, on_request=False)}
-    players = Players(store, rewards_of_b=[])
-    buffer = make_buffer(store, request_groups=players, minimums=lambda: minimums, max_empty_rounds=3)
+def test_a_minimum_is_lifted_when_its_groups_teach_nothing(store: RolloutStore) -> None:
+    asked: list[int] = []
+
+    def ask(n: int) -> None:
+        start = sum(asked)
+        add(store, *[of("a", f"p{i}", [0, 1], index=i) for i in range(start, start + n)])
+        asked.append(n)
+
+    buffer = make_buffer(store, request_groups=ask, minimums=lambda: {"h": Minimum(4, 2)}, max_empty_rounds=3)
     add(store, *[of("h", f"h{i}", [1, 1]) for i in range(2)])
     buffer.request(1)
     assert [buffer.collect(1, timeout_s=0) for _ in range(6)] == [None] * 6, "it delivers: its places are kept"
-    assert all(environment is None for _, environment in players.asked), "nobody can ask for its groups"
-    assert len(players.asked) == 1
+    assert len(asked) == 1, "nobody can ask for its groups"
     add(store, of("h", "h2", [1, 1]))
-    assert {group.environment for group in collected(buffer).groups} == {"a"}
+    healths: list[str | None] = []
+    while (batch := buffer.collect(1, timeout_s=0)) is None:
+        healths.append(buffer.health())
+    assert {group.environment for group in batch.groups} == {"a"}
+    assert not batch.gave_up
+    assert healths[-1] is not None
+    assert healths[-1].startswith("step 1 is made without the minimum share of h")
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "priority"])
 def test_a_minimum_holds_however_groups_are_chosen(store: RolloutStore, sampling: str) -> None:
-    buffer = make_buffer(store, sampling=sampling, minimums=lambda: {"b": Minimum(4, 2, on_request=False)})
+    buffer = make_buffer(store, sampling=sampling, minimums=lambda: {"b": Minimum(4, 2)})
     add(store, *[of("a", f"a{i}", [0, 9]) for i in range(9)], *[of("b", f"b{i}", [0, 1]) for i in range(2)])
     assert sorted(group.environment for group in collected(buffer).groups) == ["a", "a", "b", "b"]
 
