@@ -38,12 +38,12 @@ def _run(program):
 
 __import__("os").write(1, b"\\n" + _word() + _run(%r))
 """
-"""Runs a program and then says the word that stdin holds. Meanwhile the word is in no file, variable or frame's locals:
-only on the interpreter's stack. The program is a file as well: `inspect.getsource` and tracebacks show its lines."""
+"""Runs a program, then prints the word from stdin. Meanwhile the word is in no file, variable or frame's locals: only
+on the interpreter's stack. The program is a file as well, so `inspect.getsource` and tracebacks show its lines."""
 
 
 def fenced(text: str) -> list[tuple[str, str]]:
-    """(what stands after the backquotes, in lower case; the block) of every block of code in a Markdown text."""
+    """Return (language after the backquotes, in lower case; code) of every code block in a Markdown text."""
     return [(name.lower(), block) for name, block in FENCE.findall(text)]
 
 
@@ -57,17 +57,17 @@ def code(
 ) -> Callable[..., Any]:
     """The share of tests that the last block of Python in an answer passes; 0 without a block.
 
-    A row's tests: a program that is run after the block and must not fail (assert statements), {"input", "output"} for
-    the block's stdin and stdout (but for white space at the ends of lines), or a list of such. A row without tests: the
-    share of all blocks, Python and bash, that end without an error; None without a block.
+    A row's tests: a program that runs after the block and must not fail (assert statements), {"input", "output"} for
+    the block's stdin and stdout (except white space at the ends of lines), or a list of these. Without tests the score
+    is the share of all blocks, Python and bash, that end without an error; None without a block.
 
-    Raises ConfigError: the sandbox cannot give a protection of `require`.
+    Raises ConfigError: the sandbox lacks a protection of `require`.
     """
     sandbox = Sandbox(timeout_s=timeout_s, memory_mb=memory_mb, require=require)
 
-    async def part(**given: Any) -> Scores:
-        texts = texts_of(given["completions"])
-        rows = given.get(column) or [None] * len(texts)
+    async def part(**arguments: Any) -> Scores:
+        texts = texts_of(arguments["completions"])
+        rows = arguments.get(column) or [None] * len(texts)
         jobs = (_share_passed(sandbox, text, tests, column) for text, tests in zip(texts, rows, strict=True))
         return to_binary(await asyncio.gather(*jobs), threshold)
 

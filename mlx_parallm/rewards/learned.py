@@ -3,8 +3,8 @@
     LearnedReward.fit(trajectories, labels).save("reward.json")     →     rewards = ["builtin:learned"]
 
 Features: how often each tool was called and how often calls succeeded, lengths, steps, and the answer's words and pairs
-of words, hashed. Fitted by iteratively reweighted least squares (Newton's method) with an L2 penalty, so the result
-depends on nothing but the data.
+of words, hashed. The fit is iteratively reweighted least squares (Newton's method) with an L2 penalty: its result
+depends only on the data.
 """
 
 import itertools
@@ -53,7 +53,7 @@ class LearnedReward:
         """Minimises the sum of the log losses + l2/2 · |weights|² (the bias is free). All features but the words are
         standardised.
 
-        Raises ConfigError: fewer than 10 good or 10 bad ones, or another number of labels than of trajectories.
+        Raises ConfigError: fewer than 10 good or 10 bad labels, or not one label for each trajectory.
         """
         if len(labels) != len(trajectories):
             raise ConfigError(f"learned reward: {len(labels)} labels for {len(trajectories)} trajectories")
@@ -84,7 +84,7 @@ class LearnedReward:
 
     @classmethod
     def load(cls, path: str | Path) -> "LearnedReward":
-        """What `save` wrote. Raises ConfigError."""
+        """Read what `save` wrote. Raises ConfigError: the file cannot be read or is of another version."""
         try:
             data = json.loads(Path(path).read_text())
             if (data.pop("format"), data.pop("buckets")) != (1, BUCKETS):
@@ -100,8 +100,10 @@ class LearnedReward:
 
 
 def learned(*, path: str, threshold: float | None = None) -> Callable[..., Any]:
-    """The probability that a person would have labelled the episode as good, as a `LearnedReward` in a file has it.
-    Raises ConfigError."""
+    """The probability that a person would label the episode as good, by the `LearnedReward` in a file.
+
+    Raises ConfigError: the file cannot be read.
+    """
     model = LearnedReward.load(path)
 
     def part(trajectories: Sequence[Trajectory]) -> Scores:

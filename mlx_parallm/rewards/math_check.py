@@ -1,7 +1,7 @@
-"""Whether an answer is the same mathematics as the reference: math-verify, in a process of its own.
+"""`builtin:math`: compares answers with math-verify in a separate process.
 
-`math` → `MathWorker` → `math_worker.py`. Of its own, because sympy may take for ever over what a model writes
-(9**9**9**9) and only the end of a process stops that; math-verify's time-outs need the main thread besides.
+`math` → `MathWorker` → `math_worker.py`. The process is separate because sympy may never finish with a model's answer
+(9**9**9**9) and only killing the process stops that; math-verify's time-outs also need the main thread.
 """
 
 import json
@@ -24,7 +24,7 @@ START_S = 120.0  # sympy takes seconds to import on a busy machine
 
 def math(*, column: str = "answer", timeout_s: float = 5.0) -> Callable[..., Any]:
     """1 where the answer (its last \\boxed{…}, else its last expression) equals the reference, else 0; None where the
-    reference is no mathematics. A comparison that takes longer than `timeout_s` counts as different.
+    reference cannot be parsed as mathematics. A comparison that takes longer than `timeout_s` counts as different.
 
     Raises ConfigError: math-verify is not installed.
     """
@@ -34,7 +34,7 @@ def math(*, column: str = "answer", timeout_s: float = 5.0) -> Callable[..., Any
 
 
 class MathWorker:
-    """One process for all comparisons; it is replaced when one takes too long. Thread-safe."""
+    """One process for all comparisons; one that takes too long is replaced. Thread-safe."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._lock = timeout_s, threading.Lock()
@@ -45,15 +45,15 @@ class MathWorker:
         with self._lock:
             process = self._process = self._process or self._start()
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has died: there will be no answer
+            with suppress(BrokenPipeError):  # the process has died: there will be no answer
                 process.stdin.write(json.dumps([reference, answer]) + "\n")
                 process.stdin.flush()
-            said = _line(process, self._timeout_s)
-            if not said:
+            line = _line(process, self._timeout_s)
+            if not line:
                 self._process = None
                 _end(process)
                 return 0.0
-        score: float | None = json.loads(said)
+        score: float | None = json.loads(line)
         return score
 
     def _start(self) -> "subprocess.Popen[str]":
@@ -63,7 +63,7 @@ class MathWorker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            start_new_session=True,  # Ctrl-C in the terminal is not for it
+            start_new_session=True,  # Ctrl-C in the terminal must not end it
         )
         weakref.finalize(self, _end, process)
         if _line(process, START_S) != "ready\n":
@@ -73,7 +73,7 @@ class MathWorker:
 
 
 def _line(process: "subprocess.Popen[str]", timeout_s: float) -> str:
-    """The next line; empty: not in time, or the process has ended."""
+    """Return the next line; empty: there was none in time, or the process has ended."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], timeout_s)
     return process.stdout.readline() if ready else ""

@@ -1,6 +1,7 @@
-"""Compares answers with math-verify, in a process of its own: a script of `math_check.py`.
+"""Script of `math_check.py`'s process: compares answers with math-verify.
 
-A line of JSON [reference, answer] in, a line of JSON out: 1.0, 0.0, or null where the reference is no mathematics.
+It reads lines of JSON [reference, answer] and writes a line for each: 1.0, 0.0, or null for a reference that cannot be
+parsed as mathematics.
 """
 
 import json
@@ -41,8 +42,8 @@ def score(reference: str, answer: str) -> float | None:
     if not gold:
         return None
     boxed_first = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    found = parse(last_box(answer), boxed_first, parsing_timeout=None)
-    return float(verify(gold, found, timeout_seconds=None))
+    parsed = parse(last_box(answer), boxed_first, parsing_timeout=None)
+    return float(verify(gold, parsed, timeout_seconds=None))
 
 
 def last_box(text: str) -> str:

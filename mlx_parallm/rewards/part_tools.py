@@ -1,4 +1,4 @@
-"""What the built-in parts are made with: completions as text, the column that an option names, thresholds."""
+"""Helpers of the built-in parts: completions as text, the column that an option names, thresholds."""
 
 import importlib.util
 import inspect
@@ -9,11 +9,11 @@ from mlx_parallm.errors import ConfigError
 
 Completions = Sequence[str] | Sequence[Sequence[Mapping[str, Any]]]
 Scores = list[float | None]
-"""One for each completion; None: there is nothing to judge."""
+"""One for each completion; None: the part does not apply."""
 
 
 def texts_of(completions: Completions) -> list[str]:
-    """Completions as TRL gives them: strings, or lists of messages, of which the last one's content."""
+    """Return TRL's completions as texts: strings, or of lists of messages the last content."""
     return [text if isinstance(text, str) else str(text[-1]["content"]) for text in completions]
 
 
@@ -25,32 +25,32 @@ def to_binary(scores: Sequence[float | None], threshold: float | None = 0.5) -> 
 
 
 def with_column(function: Callable[..., Any], column: str, *, optional: bool = False) -> Callable[..., Any]:
-    """`function(**given)`, seen from outside as a function of `completions` and of the column that an option names.
+    """Give `function(**arguments)` the signature (completions, <column>), where an option names the column.
 
-    Raises ConfigError: no keyword can be called so.
+    Raises ConfigError: the column's name cannot be a keyword.
     """
     if not column.isidentifier() or column == "completions":
-        raise ConfigError(f"column = {column!r}: a column of the data whose name is one of Python's, not completions")
+        raise ConfigError(f"column = {column!r}: it has to be a Python identifier, and not completions")
     default = None if optional else inspect.Parameter.empty
-    given = [
+    parameters = [
         inspect.Parameter("completions", inspect.Parameter.KEYWORD_ONLY),
         inspect.Parameter(column, inspect.Parameter.KEYWORD_ONLY, default=default),
     ]
-    function.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return function
 
 
 def by_column(score: Callable[[str, Any], float | None], column: str) -> Callable[..., Scores]:
-    """A reward function that scores each text with the value that its row has in the column; None is not judged."""
+    """Make a reward function that scores each text with its row's value of the column; None where that is None."""
 
-    def part(**given: Any) -> Scores:
-        pairs = zip(texts_of(given["completions"]), given[column], strict=True)
+    def part(**arguments: Any) -> Scores:
+        pairs = zip(texts_of(arguments["completions"]), arguments[column], strict=True)
         return [None if value is None else score(text, value) for text, value in pairs]
 
     return with_column(part, column)
 
 
 def needs_extra(module: str, part: str) -> None:
-    """Raises ConfigError: the library that a part is made with is not installed."""
+    """Raises ConfigError: the library that a part needs is not installed."""
     if importlib.util.find_spec(module) is None:
         raise ConfigError(f"builtin:{part} needs {module}: pip install 'mlx-parallm[rewards]'")

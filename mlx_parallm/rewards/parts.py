@@ -1,8 +1,8 @@
 """Reward parts that are built in: `rewards = ["builtin:NAME"]`, `reward_options = { NAME = {…} }`. No MLX.
 
-Every entry of `PARTS` is a factory: its keywords are the part's options, and what it returns is a reward function with
-TRL's signature (`functions.py`). Scores are 0 to 1 unless said otherwise; None: there is nothing to judge. `threshold`
-makes a soft part binary. `docs/reward_parts.md` has them all.
+Every entry of `PARTS` is a factory: its keywords are the part's options, and it returns a reward function with TRL's
+signature (`functions.py`). Scores are 0 to 1 unless the docstring says otherwise; None: the part does not apply.
+`threshold` makes a soft part binary. `docs/reward_parts.md` lists them all, and the reward computer "svrl".
 """
 
 import json
@@ -31,8 +31,8 @@ EFFICIENCY = {"tokens": 0.4, "calls": 0.3, "steps": 0.3}
 
 
 def answer_match(*, column: str = "answer", pattern: str | None = None, exact: bool = False) -> Part:
-    """1 where the answer is the reference, else 0: but for case, runs of white space and punctuation around it, or
-    (`exact`) only for white space around it. `pattern`: a regular expression whose last match is the answer, by its
+    """1 where the answer equals the reference, else 0. Case, runs of white space and punctuation around it are ignored,
+    with `exact` only white space around it. `pattern`: a regular expression whose last match is the answer, by its
     first group where it has one.
 
     Raises ConfigError: the pattern is no regular expression.
@@ -65,12 +65,12 @@ def regex(*, pattern: str, whole: bool = False) -> Part:
 
 
 def json_valid(*, schema: Mapping[str, Any] | str | None = None) -> Part:
-    """1 where the answer is JSON (its last ```json block, where it has one), and as `schema` wants it, else 0.
+    """1 where the answer is JSON (its last ```json block, where it has one) and fits `schema`, else 0.
     `schema`: a JSON schema, or the path of one.
 
-    Raises ConfigError: a file that cannot be read, a schema that is none, jsonschema not installed.
+    Raises ConfigError: a file that cannot be read, an invalid schema, jsonschema not installed.
     """
-    is_valid = _anything if schema is None else _schema(schema)
+    is_valid: Callable[[Any], bool] = (lambda value: True) if schema is None else _schema(schema)
 
     def score(text: str) -> float:
         blocks = [block for name, block in fenced(text) if name == "json"]
@@ -110,12 +110,12 @@ def length(*, target: int, threshold: float | None = None) -> Part:
 
 def overlong(*, length: int, buffer: int) -> Part:
     """0 up to `length - buffer` sampled tokens, then down in a line to -1 at `length`, -1 beyond: DAPO's soft overlong
-    punishment (arXiv 2503.14476, equation 13), as rl_training.overlong_buffer has it for all environments.
+    punishment (arXiv 2503.14476, equation 13), like rl_training.overlong_buffer for all environments.
 
-    Raises ConfigError: no 0 < buffer <= length.
+    Raises ConfigError: not 0 < buffer <= length.
     """
     if not 0 < buffer <= length:
-        raise ConfigError(f"buffer = {buffer}, length = {length}: it takes 0 < buffer <= length")
+        raise ConfigError(f"buffer = {buffer}, length = {length}: expected 0 < buffer <= length")
 
     def part(completion_ids: Sequence[Sequence[int]]) -> Scores:
         return [min(0.0, max(-1.0, (length - buffer - len(ids)) / buffer)) for ids in completion_ids]
@@ -158,9 +158,9 @@ def task_completion(*, threshold: float | None = None) -> Part:
 
 def efficiency(*, tokens: int = 2000, calls: int = 10, steps: int = 15, threshold: float | None = None) -> Part:
     """0.4 · (1 - sampled tokens / `tokens`) + 0.3 · (1 - tool calls / `calls`) + 0.3 · (1 - steps / `steps`), each term
-    at least 0; an episode without tool calls in its metadata is weighed by the other two. Raises ConfigError."""
+    at least 0; an episode without tool calls in its metadata is weighted by the other two. Raises ConfigError."""
     if min(tokens, calls, steps) < 1:
-        raise ConfigError(f"tokens = {tokens}, calls = {calls}, steps = {steps}: all have to be 1 or more")
+        raise ConfigError(f"tokens = {tokens}, calls = {calls}, steps = {steps}: expected 1 or more for each")
 
     def score(trajectory: Trajectory) -> float:
         used = {"tokens": trajectory.rollout.sampled_tokens / tokens, "steps": trajectory.step_count / steps}
@@ -193,22 +193,18 @@ def _compile(pattern: str) -> "re.Pattern[str]":
         raise ConfigError(f"pattern = {pattern!r}: {error}") from error
 
 
-def _schema(given: Mapping[str, Any] | str) -> Callable[[Any], bool]:
+def _schema(source: Mapping[str, Any] | str) -> Callable[[Any], bool]:
     needs_extra("jsonschema", "json")
     import jsonschema
 
     try:
-        schema = json.loads(Path(given).read_text()) if isinstance(given, str) else given
+        schema = json.loads(Path(source).read_text()) if isinstance(source, str) else source
         kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
         kind.check_schema(schema)
     except (OSError, ValueError, jsonschema.SchemaError) as error:
         raise ConfigError(f"schema: {' '.join(str(error).split())[:300]}") from error
     is_valid: Callable[[Any], bool] = kind(schema).is_valid
     return is_valid
-
-
-def _anything(value: Any) -> bool:
-    return True
 
 
 def _no_constant(name: str) -> Any:
@@ -292,6 +288,6 @@ PARTS: Mapping[str, Callable[..., Part]] = MappingProxyType(
 WEIGHTS: Mapping[str, float] = MappingProxyType(
     dict.fromkeys(PARTS, 1.0) | {"code": 2.0, "tool_success": 2.0, "task_completion": 1.5, "efficiency": 0.5}
 )
-"""Of a part where none is configured."""
+"""Default weights of the parts."""
 BUILT_IN: Mapping[str, Callable[..., Any]] = MappingProxyType({**PARTS, "svrl": SVRLRewardComputer})
 """Everything that `builtin:NAME` may name."""

@@ -1,5 +1,7 @@
-"""Where reward code runs, so that it never blocks the environments. Threads for the life of the process, and daemons: a
-reward that never returns must not hold up the end of a run."""
+"""Threads for reward code, so that it never blocks the environments.
+
+They live as long as the process and are daemons: a reward that never returns must not hold up the end of a run.
+"""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from mlx_parallm.system.loop_thread import LoopThread
 
 
 class Worker:
-    """A thread that runs jobs one at a time, without an event loop: a job may use asyncio.run, as under TRL."""
+    """Runs jobs one at a time on a thread without an event loop: a job may use asyncio.run, as under TRL."""
 
     def __init__(self, name: str) -> None:
         self._name, self._lock = name, threading.Lock()
@@ -22,7 +24,7 @@ class Worker:
             self._jobs.put(job)
 
     def leave_behind(self) -> None:
-        """Gives the jobs that wait for one that does not end a thread of their own."""
+        """Move the waiting jobs to a new thread, away from one that does not end."""
         with self._lock:
             left, self._jobs = self._jobs, self._begin()
             with suppress(Empty):

@@ -181,7 +181,7 @@ async def test_our_own_server_as_the_judge(engine, judging):
 
 async def test_the_base_as_the_judge(engine, tiny_tokenizer):
     judge = PARTS["judge"](judge="base", max_tokens=8)
-    with pytest.raises(RolloutRejectedError, match="within a run"):
+    with pytest.raises(RolloutRejectedError, match="only within a run"):
         await judge(["q"], ["a"])
     inference = SimpleNamespace(client=engine.client, tokenizer=tiny_tokenizer, adapter=None)
     judge.attach(inference)
@@ -227,7 +227,7 @@ def test_how_answers_of_judges_are_read():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"judge": "base", "model": "x"}, "of an endpoint"),
+        ({"judge": "base", "model": "x"}, "belong to an endpoint"),
         ({"judge": "http://x/v1"}, "model"),
         ({"judge": "wise.example", "model": "x"}, "a URL like"),
         ({"judge": "base", "mode": "vote"}, '"score" or "rank"'),
