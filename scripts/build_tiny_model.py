@@ -2,7 +2,7 @@
 
     python scripts/build_tiny_model.py --output mlx_parallm/assets/tiny
 
-The model half-knows the built-in tasks (`mlx_parallm/environments/kinds/problems.py`) and two of reasoning-gym's,
+The model half-knows the built-in tasks (`mlx_parallm/environments/kinds/tasks.py`) and two of reasoning-gym's,
 because its pretraining on right answers is stopped early: what is missing is head-room for reinforcement learning.
 Needs `pip install reasoning-gym` for the questions of reasoning-gym. Everything follows from `--seed`.
 """

@@ -8,8 +8,9 @@ from typing import Any
 
 import reasoning_gym
 
-from mlx_parallm.environments.kinds.problems import TASKS, Split, make_problem, split_of
+from mlx_parallm.environments.base import Split
 from mlx_parallm.environments.kinds.reasoning_gym import question_key
+from mlx_parallm.environments.kinds.tasks import TASKS, make_problem, split_of
 
 REASONING_GYM: dict[str, dict[str, Any]] = {
     "spell_backward": {"min_word_len": 3, "max_word_len": 6},

@@ -1,11 +1,12 @@
-"""The nouns of in-process environments.
+"""The nouns of in-process environments, and the one way in which an episode is played.
 
 `EnvironmentSource` (one for each [[environments]] entry) → `Task` (one question and how its answers are scored) →
-`Environment` or `state.State` (one episode, made for it and used once) → `RolloutGroup`. `episodes.py` plays the
-episodes against the engine, `rollouts.py` keeps many groups in flight, `registry.py` makes the sources.
+`Environment` (one episode, made for it and used once) → `RolloutGroup`. `runner.py` plays groups of episodes against
+the engine, `scheduler.py` keeps many groups in flight, `registry.py` makes the sources.
 
-An environment never sees a token: it takes the text of the policy's turn and gives back messages, or None at the end.
-Tokens, mask and log-probabilities are kept by the transcript of the episode, as they left the engine.
+The runner knows `EnvironmentSource.play` alone: it asks the policy through `Episode.turn` until the episode is over.
+Here an `Environment` answers the turns; a `BaseEnvironment` with its `State` (`state.py`) is played by the source in
+`state_source.py`. Neither sees a token: tokens, mask and log-probabilities are recorded by the episode.
 """
 
 import inspect
@@ -13,10 +14,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Literal, Protocol
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.kinds.problems import Split
+from mlx_parallm.environments.episode import Episode
 from mlx_parallm.environments.state import Inference, Prompt, State
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.execution.user_code import user_code
@@ -24,17 +25,15 @@ from mlx_parallm.rewards.base import GroupReward
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.types import ChatTokenizer, PolicyClient
 
-if TYPE_CHECKING:
-    from mlx_parallm.environments.episode import Episode
-
 Messages = tuple[Mapping[str, str], ...]
+Split = Literal["train", "heldout"]
 
 DRAWS_PER_HELDOUT_TASK = 20
 """A source whose held-out draws repeat more often than this has no more distinct tasks."""
 
 
 class PolicyInference(Inference, Protocol):
-    """What a run gives its environments: `InferenceModule.over` the run's own engine."""
+    """What a run gives its environments: `InferenceModule.over` the run's engine."""
 
     @property
     def client(self) -> PolicyClient | None: ...
@@ -55,7 +54,7 @@ class Task:
     reward: GroupReward | None  # None: the rollouts are not scored here
     answer: str | None = None  # the reference answer, for reports
     plain: bool = False  # the last message's text goes to the model as it is, without the chat template
-    state: State | None = None  # of a BaseEnvironment: what each episode begins with a copy of
+    state: State | None = None  # a BaseEnvironment's: each episode begins with a copy of it
 
     @property
     def opening(self) -> Prompt:
@@ -63,14 +62,14 @@ class Task:
 
 
 class Environment(ABC):
-    """One episode. Made for one rollout and thrown away after it, so it may keep whatever state it likes."""
+    """One episode. It is made for one rollout and thrown away after it, so it may keep any state."""
 
     metadata: Mapping[str, Any] = MappingProxyType({})
-    """What rewards may know of the episode; set one of its own in `__init__`."""
+    """What rewards may know of the episode; set another one in `__init__`."""
 
     @abstractmethod
     async def step(self, text: str) -> Messages | None:
-        """Takes the text of the policy's turn; returns the messages that answer it, or None when the episode is over.
+        """Take the text of the policy's turn; return the messages that answer it, or None when the episode is over.
 
         Any exception ends this episode as a recorded error.
         """
@@ -90,7 +89,7 @@ class EnvironmentSource(ABC):
     in_order = False
     """Whether `task` is no pure function of its arguments: then it is called once for each group, in their order."""
     opens_together = True
-    """Whether every episode of a group begins with `task.opening`: then it is one request for all of them."""
+    """Whether every episode of a group begins with `task.opening`: then one request opens all of them."""
 
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
         self.config = config
@@ -99,14 +98,14 @@ class EnvironmentSource(ABC):
 
     @abstractmethod
     def task(self, index: int, split: Split = "train") -> Task:
-        """Task number `index` of a split: a pure function of configuration, seed, index and split."""
+        """Return task number `index` of a split: a pure function of configuration, seed, index and split."""
 
     def environment(self, task: Task) -> Environment:
-        """A fresh environment for one rollout of `task`."""
+        """Return a fresh environment for one rollout of `task`."""
         return SingleTurn()
 
     def attach(self, inference: PolicyInference) -> None:  # noqa: B027  most need nothing
-        """Takes the run's engine, once it is there, for environments and rewards that generate themselves."""
+        """Take the run's engine, once it is there, for environments and rewards that generate."""
 
     @property
     def left_behind(self) -> int:
@@ -114,10 +113,10 @@ class EnvironmentSource(ABC):
         return 0
 
     def join(self, deadline: float) -> None:  # noqa: B027  most have none
-        """Waits for the threads of episodes, at most until `deadline` (time.monotonic)."""
+        """Wait for the threads of episodes, at most until `deadline` (time.monotonic)."""
 
     def heldout(self, n: int) -> list[Task]:
-        """Up to n distinct held-out tasks, the same ones for every seed of a run; fewer where there are no more."""
+        """Return up to n distinct held-out tasks, the same for every seed of a run; fewer where there are no more."""
         tasks: dict[str, Task] = {}
         for index in range(DRAWS_PER_HELDOUT_TASK * n):
             if len(tasks) == n:
@@ -127,17 +126,17 @@ class EnvironmentSource(ABC):
         return list(tasks.values())
 
     def open_with(self, messages: Messages) -> Messages:
-        """The task's own messages after the configured system prompt."""
+        """Return the task's messages after the configured system prompt."""
         if self.config.system_prompt is None:
             return messages
         return ({"role": "system", "content": self.config.system_prompt}, *messages)
 
-    def as_asked(self, prompt: Prompt) -> Prompt:
-        """What the policy is really asked for `prompt`."""
+    def format_prompt(self, prompt: Prompt) -> Prompt:
+        """Return what the policy is asked for an environment's `prompt`."""
         return prompt
 
-    async def play(self, episode: "Episode", task: Task, max_steps: int) -> None:
-        """Plays one episode to its end: an `environment` answers the policy's turns."""
+    async def play(self, episode: Episode, task: Task, max_steps: int) -> None:
+        """Play one episode to its end."""
         environment = episode.played = self.environment(task)
         prompt = task.opening
         for _ in range(max_steps):
@@ -155,10 +154,10 @@ class EnvironmentSource(ABC):
 async def _answer(environment: Environment, text: str) -> Sequence[Mapping[str, str]] | None:
     what = f"{type(environment).__name__}.step"
     with user_code(what, RolloutRejectedError):
-        given = environment.step(text)
-        if not inspect.isawaitable(given):
+        awaitable = environment.step(text)
+        if not inspect.isawaitable(awaitable):
             raise RolloutRejectedError(f"{what} is a plain function; it has to be async")
-        answer = await given
+        answer = await awaitable
     if answer is None or (isinstance(answer, tuple | list) and all(isinstance(turn, Mapping) for turn in answer)):
         return answer
     raise RolloutRejectedError(f"{what} returned {answer!r}: expected a tuple of messages, or None at the end")

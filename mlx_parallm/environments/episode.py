@@ -1,7 +1,8 @@
-"""Episode: one rollout on its way. Everything that is sampled in it goes through `turn`, whoever asks for it.
+"""Episode: one rollout being played. Everything sampled in it goes through `turn`, whoever asks for it.
 
-A prompt that begins with the last one and its answer goes on from the tokens that were sampled; any other opens a new
-segment (`types.Rollout.earlier`). Either way the transcript holds what the engine saw, token for token.
+A prompt that begins with the last one and its answer continues the tokens that were sampled; any other prompt opens a
+new sequence of the same episode (`types.Rollout.earlier`). Either way the tokens are recorded as the engine saw them.
+`CURRENT` is the episode of the running code, so that `InferenceModule.generate` inside it is a turn of it.
 """
 
 import asyncio
@@ -9,16 +10,15 @@ import concurrent.futures
 import dataclasses
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.base import Environment, EnvironmentSource
-from mlx_parallm.environments.current_episode import EpisodeOver
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import Prompt, State, text_of
-from mlx_parallm.environments.transcript import Transcript, continuation
+from mlx_parallm.environments.trajectory import SequenceRecorder, continuation
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.types import (
     ChatTokenizer,
@@ -31,14 +31,20 @@ from mlx_parallm.types import (
     Turn,
 )
 
-ASKABLE = frozenset({"max_tokens", "stop", "tools"})
-"""What an environment may ask for itself; the rest is the run's, or what is trained on would not be its policy."""
-ASKED = ASKABLE | {"skip_special_tokens"}  # by `InferenceModule` itself, where a call's marks are special tokens
+TURN_OPTIONS = frozenset({"max_tokens", "stop", "tools"})
+"""What an environment may set for a turn; the rest is the run's, or the trained policy would not be the sampled one."""
+
+
+class EpisodeOver(BaseException):
+    """Ends the episode where it asks for another turn: there is no room left, or the episode has ended.
+
+    Not an Exception, so that `except Exception` in an environment lets it pass.
+    """
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """Who is asked, and how it samples. `temperature` 0 is greedy, `adapter` None the base."""
+class EpisodePolicy:
+    """The engine that answers, and how it samples. `temperature` 0 is greedy, `adapter` None the base."""
 
     client: PolicyClient
     tokenizer: ChatTokenizer
@@ -48,23 +54,52 @@ class Policy:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     top_p: float = 1.0
     priority: int = 0  # of its requests; lower goes first
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)  # when `adapter` was chosen
+    tokenizer_lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
+    """Environments on several threads share the tokenizer: a large one takes seconds to load and much memory."""
 
     @property
     def longest(self) -> int:
         """Most tokens of one sequence."""
         return min(self.max_token_length, self.client.max_model_len)
 
+    def params(self, config: EnvironmentConfig, *, room: int, seed: int, n: int = 1) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=min(config.max_tokens, room),
+            n=n,
+            seed=seed,
+            stop=config.stop,
+        )
+
     def request(self, name: str, token_ids: Sequence[int], params: SamplingParams) -> Request:
         return Request(name, tuple(token_ids), params, adapter=self.adapter, priority=self.priority)
 
     def ids(self, prompt: Prompt, config: EnvironmentConfig, options: Mapping[str, Any]) -> list[int]:
-        """Tokens of a prompt on its own. Raises RequestError: the template refuses the messages."""
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        return self.tokenizer.render_chat(prompt, template_kwargs=self._kwargs(config), **options)
+        """Return the tokens of a prompt on its own. Raises RequestError: the template refuses the messages."""
+        with self.tokenizer_lock:
+            if isinstance(prompt, str):
+                return self.tokenizer.encode(prompt)
+            return self.tokenizer.render_chat(prompt, template_kwargs=self._kwargs(config), **options)
 
-    def text(self, prompt: Prompt, config: EnvironmentConfig, options: Mapping[str, Any]) -> str:
+    def continuation(
+        self, last: "_LastTurn", prompt: Prompt, config: EnvironmentConfig, options: Mapping[str, Any], last_token: int
+    ) -> list[int] | None:
+        """Return the tokens that `prompt` adds after the last turn; None: it does not go on from it."""
+        if isinstance(prompt, str) != isinstance(last.prompt, str):
+            return None
+        with self.tokenizer_lock:
+            return continuation(
+                self.tokenizer,
+                self._text(last.prompt, config, last.options),
+                last.completion.text,
+                self._text(prompt, config, options),
+                last_token=last_token,
+                stop=last.completion.stop_reason,
+            )
+
+    def _text(self, prompt: Prompt, config: EnvironmentConfig, options: Mapping[str, Any]) -> str:
         if isinstance(prompt, str):
             return prompt
         return self.tokenizer.render_chat_text(prompt, template_kwargs=self._kwargs(config), **options)
@@ -73,9 +108,16 @@ class Policy:
         return {**self.template_kwargs, **config.chat_template_kwargs}
 
 
+class Played(Protocol):
+    """The `State` or `Environment` of an episode, whose metadata rewards see."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The first turn, sampled with those of the whole group."""
+    """The first turn, sampled in one request with those of the whole group."""
 
     prompt: Prompt
     token_ids: Sequence[int]
@@ -83,9 +125,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """The last turn."""
-
+class _LastTurn:
     prompt: Prompt
     options: Mapping[str, Any]
     completion: Completion
@@ -96,25 +136,31 @@ class Episode:
 
     def __init__(
         self,
-        policy: Policy,
-        source: EnvironmentSource,
+        policy: EpisodePolicy,
+        config: EnvironmentConfig,
         *,
         group_id: str,
         seed: int,
         number: int,
-        opening: Opening | None,
+        opening: Opening | None = None,
+        format_prompt: Callable[[Prompt], Prompt] = lambda prompt: prompt,
     ) -> None:
-        """`number` is its place in the group, `seed` the group's."""
+        """
+        Args:
+            seed: of the group.
+            number: place in the group.
+            format_prompt: makes an environment's prompt what the policy is asked (`EnvironmentSource.format_prompt`).
+        """
         self.name = f"{group_id}/{number}"
         self.group_id = group_id
         self.cut = False  # a limit has ended it
+        self.played: Played | None = None
         self._full = False  # there was no room for another turn
-        self.played: State | Environment | None = None  # whose metadata rewards see
-        self._policy, self._source, self._opening = policy, source, opening
+        self._policy, self._config, self._opening, self._format_prompt = policy, config, opening, format_prompt
         self._seed, self._number = seed, number
-        self._segments: list[Transcript] = []
+        self._sequences: list[SequenceRecorder] = []
         self._turns: list[Turn] = []
-        self._last: _Asked | None = None
+        self._last: _LastTurn | None = None
         self._failure: str | None = None
         self._one_at_a_time = asyncio.Lock()
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
@@ -122,7 +168,8 @@ class Episode:
         self._open = True
         self._calls: set[concurrent.futures.Future[Completion]] = set()
 
-    # --- what code inside the episode generates through: `current_episode.CurrentEpisode`
+    # --- what `InferenceModule` uses inside the episode. It records a turn here where client and adapter are its own,
+    # so that another model's answers inside a step (one that plays the user, a judge) stay out of the trajectory.
 
     @property
     def client(self) -> PolicyClient:
@@ -130,14 +177,19 @@ class Episode:
 
     @property
     def adapter(self) -> str | None:
-        """Without the version that an evaluation is pinned to."""
+        """The adapter without the version that an evaluation is pinned to."""
         return self._policy.adapter and self._policy.adapter.partition("@")[0]
 
     @property
     def since(self) -> float:
+        """When `adapter` was chosen, by time.monotonic(): not later than the episode began."""
         return self._policy.since
 
     def generate(self, prompt: Prompt, params: Mapping[str, Any]) -> Completion:
+        """As `agenerate`, and blocks: for a step that runs on a thread.
+
+        Raises RuntimeError: on the thread of the environment's loop, where it would wait for itself.
+        """
         if threading.get_ident() == self._thread:
             raise RuntimeError("generate() would block the environments' loop here: await agenerate()")
         with self._gate:
@@ -154,13 +206,25 @@ class Episode:
                 self._calls.discard(call)
 
     async def agenerate(self, prompt: Prompt, params: Mapping[str, Any]) -> Completion:
-        if wrong := sorted(set(params) - ASKED):
+        """Sample the episode's next turn as the run samples, and record it.
+
+        Args:
+            params: what the environment sets: `max_tokens` (never more than the configuration's, or than there is room
+                for), `stop` (instead of the configuration's), `tools` (for the chat template). `InferenceModule` may
+                also set `skip_special_tokens` (False: the text shows them).
+
+        Raises:
+            EpisodeOver: no room for another turn, or the episode has ended.
+            RolloutRejectedError: another parameter, or the engine failed.
+            RequestError: the chat template refuses the messages.
+        """
+        allowed = TURN_OPTIONS | {"skip_special_tokens"}
+        if wrong := sorted(set(params) - allowed):
             raise RolloutRejectedError(
                 f"generate({', '.join(f'{name}=…' for name in wrong)}) inside an episode: it samples as the run does,"
-                f" so that it can be trained on; it may be given {', '.join(sorted(ASKABLE))}"
+                f" so that it can be trained on; it may be given {', '.join(sorted(TURN_OPTIONS))}"
             )
-        options = {name: params[name] for name in ASKED if params.get(name) is not None}
-        return await self.turn(prompt, **options)
+        return await self.turn(prompt, **{name: value for name, value in params.items() if value is not None})
 
     # --- turns
 
@@ -173,88 +237,76 @@ class Episode:
         skip_special_tokens: bool = True,
         **options: Any,
     ) -> Completion:
-        """Asks the policy, and keeps what it says. `options` are the template's. Raises as `agenerate`."""
+        """Ask the policy and record its answer. `options` are the template's. Raises as `agenerate`."""
         async with self._one_at_a_time:
             if not self._open:
                 raise EpisodeOver
-            asked = _snapshot(self._source.as_asked(prompt))
-            wishes: dict[str, Any] = {} if skip_special_tokens else {"skip_special_tokens": False}
+            asked = _snapshot(self._format_prompt(prompt))
+            overrides: dict[str, Any] = {} if skip_special_tokens else {"skip_special_tokens": False}
             if max_tokens is not None:
-                wishes["max_tokens"] = max_tokens
+                overrides["max_tokens"] = max_tokens
             if stop is not None:
-                wishes["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-            completion = None if wishes or options else self._sampled_before(asked)
+                overrides["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+            completion = None if overrides or options else self._take_opening(asked)
             if completion is None:
-                completion = await self._sample(asked, wishes, options)
-            self._segments[-1].sample(completion)
-            self._turns.append(Turn(self._shown(asked), completion.text))
-            self._last = _Asked(asked, options, completion)
+                completion = await self._sample(asked, overrides, options)
+            self._sequences[-1].add_sampled(completion)
+            self._turns.append(Turn(self._new_text(asked), completion.text))
+            self._last = _LastTurn(asked, options, completion)
             if completion.finish_reason not in ("stop", "length"):
                 self._failure = completion.error or f"generation ended with {completion.finish_reason!r}"
                 self.close()
                 raise RolloutRejectedError(self._failure)
             return completion
 
-    def _sampled_before(self, prompt: Prompt) -> Completion | None:
+    def _take_opening(self, prompt: Prompt) -> Completion | None:
+        """Return the first turn's completion, where it was sampled with the group and for this prompt."""
         opening, self._opening = self._opening, None
         if opening is None or _snapshot(opening.prompt) != prompt:
             return None
-        self._segments.append(Transcript(opening.token_ids))
+        self._sequences.append(SequenceRecorder(opening.token_ids))
         return opening.completion
 
-    async def _sample(self, prompt: Prompt, wishes: Mapping[str, Any], options: Mapping[str, Any]) -> Completion:
-        """Nothing is kept of a turn that was not sampled to its end."""
-        policy, config, turn = self._policy, self._source.config, len(self._turns)
-        segment, given = self._follow(prompt, options)
-        asked = (*segment.token_ids, *given)
-        room = policy.longest - len(asked)
-        if room < 1 and not self._segments:
-            raise RolloutRejectedError(no_room(len(asked), policy.longest))
+    async def _sample(self, prompt: Prompt, overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Completion:
+        """Sample a turn. Nothing is recorded of one that was not sampled to its end."""
+        policy, turn = self._policy, len(self._turns)
+        sequence, added = self._follow(prompt, options)
+        token_ids = (*sequence.token_ids, *added)
+        room = policy.longest - len(token_ids)
+        if room < 1 and not self._sequences:
+            raise RolloutRejectedError(no_room(len(token_ids), policy.longest))
         if room < 1:
             self.cut = self._full = True
             self.close()
             raise EpisodeOver
-        usual = SamplingParams(
-            temperature=policy.temperature,
-            top_p=policy.top_p,
-            max_tokens=min(config.max_tokens, room),
-            seed=derive_seed("turn", self._seed, self._number, turn),
-            stop=config.stop,
-        )
-        most = min(usual.max_tokens, wishes.get("max_tokens", room))
-        params = dataclasses.replace(usual, **{**wishes, "max_tokens": most})
-        output = await policy.client.generate(policy.request(f"{self.name}/{turn}", asked, params))
-        segment.give(given)
-        if segment not in self._segments:
-            self._segments.append(segment)
+        room = min(room, overrides.get("max_tokens", room))
+        params = policy.params(self._config, room=room, seed=derive_seed("turn", self._seed, self._number, turn))
+        params = dataclasses.replace(params, **{**overrides, "max_tokens": params.max_tokens})
+        output = await policy.client.generate(policy.request(f"{self.name}/{turn}", token_ids, params))
+        sequence.add_prompt(added)
+        if sequence not in self._sequences:
+            self._sequences.append(sequence)
         return output.completions[0]
 
-    def _follow(self, prompt: Prompt, options: Mapping[str, Any]) -> tuple[Transcript, list[int]]:
-        """The segment that `prompt` belongs to, the last one or a new one, and what it adds to it."""
-        policy, config, last = self._policy, self._source.config, self._last
-        if last is not None and isinstance(prompt, str) == isinstance(last.prompt, str):
-            given = continuation(
-                policy.tokenizer,
-                policy.text(last.prompt, config, last.options),
-                last.completion.text,
-                policy.text(prompt, config, options),
-                last_token=self._segments[-1].last_token,
-                stop=last.completion.stop_reason,
-            )
-            if given is not None:
-                return self._segments[-1], given
-        return Transcript(()), policy.ids(prompt, config, options)
+    def _follow(self, prompt: Prompt, options: Mapping[str, Any]) -> tuple[SequenceRecorder, list[int]]:
+        """Return the sequence that `prompt` belongs to, the last one or a new one, and the tokens that it adds."""
+        if self._last is not None:
+            sequence = self._sequences[-1]
+            added = self._policy.continuation(self._last, prompt, self._config, options, sequence.last_token)
+            if added is not None:
+                return sequence, added
+        return SequenceRecorder(()), self._policy.ids(prompt, self._config, options)
 
-    def _shown(self, prompt: Prompt) -> str:
-        """A text as it is; of messages those that are new since the last turn."""
+    def _new_text(self, prompt: Prompt) -> str:
+        """Return a text as it is, and of messages those that are new since the last turn."""
         last = self._last
-        known = 0 if isinstance(prompt, str) or last is None or isinstance(last.prompt, str) else len(last.prompt) + 1
-        return text_of(prompt, known if known < len(prompt) else 0)
+        seen = 0 if isinstance(prompt, str) or last is None or isinstance(last.prompt, str) else len(last.prompt) + 1
+        return text_of(prompt, seen if seen < len(prompt) else 0)
 
     # --- its end
 
     def close(self) -> None:
-        """No more turns; who waits for one is told that the episode is over. From the loop's thread."""
+        """Allow no more turns; whoever waits for one gets EpisodeOver. Call it on the loop's thread."""
         with self._gate:
             self._open = False
             calls = list(self._calls)
@@ -269,13 +321,16 @@ class Episode:
             raise RolloutRejectedError("the episode ended before the policy was asked anything")
 
     def trajectory(self, failure: str | None) -> Trajectory:
-        """The episode as far as it came; its rollout is not scored."""
-        *earlier, last = self._segments or [Transcript(())]
-        reason = "error"
-        if failure is None and self._last is not None:
-            reason = "length" if self.cut else self._last.completion.finish_reason
-        rollout = last.rollout(temperature=self._policy.temperature, stop_reason=reason, error=failure)
-        ended = (segment.rollout(temperature=self._policy.temperature, stop_reason="stop") for segment in earlier)
+        """Return the episode as far as it came; its rollout is not scored."""
+        *earlier, final = self._sequences or [SequenceRecorder(())]
+        temperature, last, reason = self._policy.temperature, self._last, "error"
+        if failure is None and last is not None:
+            reason = "length" if self.cut else last.completion.finish_reason
+        rollout = final.rollout(temperature=temperature, stop_reason=reason, error=failure)
+        ended = (sequence.rollout(temperature=temperature, stop_reason="stop") for sequence in earlier)
+        messages: tuple[Mapping[str, Any], ...] = ()
+        if last is not None and not isinstance(last.prompt, str):
+            messages = (*last.prompt, {"role": "assistant", "content": last.completion.text})
         return Trajectory(
             text=self._turns[-1].response if self._turns else "",
             rollout=dataclasses.replace(rollout, earlier=tuple(ended)),
@@ -285,17 +340,15 @@ class Episode:
             metadata=dict(self.played.metadata) if self.played is not None else {},
             group_id=self.group_id,
             out_of_room=reason == "length" and (self._full or len(rollout.tokens) >= self._policy.longest),
-            messages=self._messages(),
+            messages=messages,
         )
 
-    def _messages(self) -> tuple[Mapping[str, Any], ...]:
-        if self._last is None or isinstance(self._last.prompt, str):
-            return ()
-        return (*self._last.prompt, {"role": "assistant", "content": self._last.completion.text})
+
+CURRENT: ContextVar[Episode | None] = ContextVar("episode", default=None)
 
 
 def failed_trajectories(group_id: str, size: int, temperature: float, failure: str) -> tuple[Trajectory, ...]:
-    """What stands for the episodes of a group that did not begin."""
+    """Return what stands for the episodes of a group that did not begin."""
     rollout = Rollout((), (), (), (), temperature, {}, stop_reason="error", error=failure)
     return tuple(Trajectory("", rollout, step_count=0, group_id=group_id) for _ in range(size))
 
@@ -305,5 +358,5 @@ def no_room(prompt_tokens: int, longest: int) -> str:
 
 
 def _snapshot(prompt: Prompt) -> Prompt:
-    """Does not change when an environment goes on with its list of messages."""
+    """Return a copy that stays as it is when an environment extends its list of messages."""
     return prompt if isinstance(prompt, str) else tuple(dict(message) for message in prompt)

@@ -1,24 +1,32 @@
-"""RolloutManager: plays environments against the engine, many episodes at once (`group_manager.py`).
+"""RolloutManager: plays environments against the engine, many episodes at once (`scheduler.py` decides which).
 
-A run that trains gives it a `sink` (the durable store) and allows groups as it needs them; a program without one calls
-`collect_rollouts`.
+A run that trains gives it a `sink` (the durable store) and requests groups as it needs them; a program without one
+calls `collect_rollouts`, for which a `Collector` holds finished groups.
 """
 
 import dataclasses
+import json
+import math
+import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from mlx_parallm.config.environment import unique_names
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+from mlx_parallm.config.environment import EnvironmentConfig, unique_names
 from mlx_parallm.environments.base import EnvironmentSource, PolicyInference
-from mlx_parallm.environments.collecting import Collector
-from mlx_parallm.environments.collecting_config import RolloutConfig
+from mlx_parallm.environments.episode import failed_trajectories
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
-from mlx_parallm.environments.scheduler import GroupManager
+from mlx_parallm.environments.scheduler import RolloutScheduler
 from mlx_parallm.environments.state import BaseEnvironment
 from mlx_parallm.environments.state_source import StateSource
-from mlx_parallm.environments.worker import SharedTokenizer
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError, RolloutRejectedError
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import ChatTokenizer, PolicyClient, RolloutGroup, Trajectory
@@ -26,11 +34,229 @@ from mlx_parallm.types import ChatTokenizer, PolicyClient, RolloutGroup, Traject
 log = get_logger("environments")
 
 AnyEnvironment = BaseEnvironment | EnvironmentSource
+Group = tuple[Trajectory, ...]
+
+SIGNALS_SEEN_WITHIN_S = 0.5
 
 
-class RolloutManager(GroupManager):
-    """With a `sink`, finished groups go there; without one, `collect_rollouts` returns them. What is given to be called
-    is called on the manager's own thread."""
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Raises ConfigError: a number out of its range."""
+
+    num_parallel: int = 32
+    """Episodes in flight, in whole groups (one at least)."""
+    maintain_parallel_count: bool = False
+    """True: this many are in flight all the time, beyond what was requested; `collect_rollouts` returns while they are
+    under way, and the next call returns them. False: nothing is in flight when it returns."""
+    seed: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    max_token_length: int | None = None
+    """Most tokens of one sequence, its prompt included; None: the model's context."""
+    group_size: int = 1
+    """Rollouts of one prompt. This and the next four are for a `BaseEnvironment`; a source has its configuration."""
+    max_tokens: int = 256
+    """Most tokens of one turn."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn."""
+    prompt_format: Literal["text", "chat"] = "text"
+    """A prompt that is a string goes to the model as it is (text), or as one message of the user's (chat)."""
+    timeout_s: float = 600.0
+    """Longest time of one episode."""
+    enable_progress_bar: bool = False
+    """Shown where stderr is a terminal."""
+    verbose: bool = False
+    """Logs every finished trajectory."""
+
+    def __post_init__(self) -> None:
+        counts = {"num_parallel": self.num_parallel, "group_size": self.group_size, "max_tokens": self.max_tokens}
+        for name, count in counts.items():
+            if count < 1:
+                raise ConfigError(f"RolloutConfig: {name} = {count}: expected at least 1")
+        if self.temperature < 0 or self.timeout_s <= 0:
+            raise ConfigError(
+                f"RolloutConfig: temperature = {self.temperature}, timeout_s = {self.timeout_s}: expected at least 0,"
+                " and more than 0"
+            )
+
+    def environment_config(self, name: str) -> EnvironmentConfig:
+        """Return these settings as an [[environments]] entry; unlike there, a group may have a single rollout."""
+        settings = {
+            "group_size": self.group_size,
+            "max_tokens": self.max_tokens,
+            "stop": self.stop,
+            "prompt_format": self.prompt_format,
+            "timeout_s": self.timeout_s,
+        }
+        return EnvironmentConfig(kind=name, name=name).model_copy(update=settings)
+
+
+@dataclass
+class CollectionStatistics:
+    """Sums over all trajectories that were collected; lengths are steps of an episode."""
+
+    lengths: Counter[int] = field(default_factory=Counter)
+    failed: int = 0
+    truncated: int = 0
+    sampled_tokens: int = 0
+    seconds: float = 0.0  # spent collecting
+
+    def add(self, trajectory: Trajectory) -> None:
+        self.failed += trajectory.error is not None
+        self.truncated += trajectory.truncated
+        self.sampled_tokens += trajectory.rollout.sampled_tokens
+        if trajectory.error is None:
+            self.lengths[trajectory.step_count] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Failed trajectories count in the totals, not in the lengths."""
+        finished, steps = self.lengths.total(), sum(length * count for length, count in self.lengths.items())
+        mean = steps / finished if finished else 0.0
+        squares = sum(count * (length - mean) ** 2 for length, count in self.lengths.items())
+        total = finished + self.failed
+        return {
+            "total_trajectories": total,
+            "failed_trajectories": self.failed,
+            "truncated_trajectories": self.truncated,
+            "total_steps": steps,
+            "avg_trajectory_length": mean,
+            "std_trajectory_length": math.sqrt(squares / finished) if finished else 0.0,
+            "min_trajectory_length": min(self.lengths, default=0),
+            "max_trajectory_length": max(self.lengths, default=0),
+            "length_histogram": {str(length): self.lengths[length] for length in sorted(self.lengths)},
+            "sampled_tokens": self.sampled_tokens,
+            "seconds": self.seconds,
+            "trajectories_per_second": total / self.seconds if self.seconds else 0.0,
+            "steps_per_second": steps / self.seconds if self.seconds else 0.0,
+        }
+
+
+class Collector:
+    """Hands out finished groups in the order in which they were started: in the order in which they finish, the first
+    ones collected would be the shortest episodes.
+
+    `started`, `add` and `end` are called by the scheduler, `take` by one thread of the user's at a time.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        on_start: Callable[[str], None] | None,
+        on_complete: Callable[[Trajectory], None] | None,
+    ) -> None:
+        self.statistics = CollectionStatistics()
+        self._config, self._on_start, self._on_complete = config, on_start, on_complete
+        self._changed = threading.Condition()  # guards what follows
+        self._order: deque[str] = deque()  # groups that were started and are not ready, in their order
+        self._early: dict[str, Group] = {}  # those of them that an earlier one holds back
+        self._ready: deque[Group] = deque()
+        self._outstanding = 0  # groups that were requested and not taken
+        self._ended = self._closed = False
+
+    # --- the scheduler's side
+
+    def begin(self) -> None:
+        """Raises RuntimeError: it is closed."""
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("this manager is closed")
+            self._ended = False
+
+    def started(self, plans: Sequence[GroupPlan]) -> None:
+        with self._changed:
+            self._order.extend(plan.group_id for plan in plans)
+        if self._on_start is not None:
+            for plan in plans:
+                for number in range(plan.size):
+                    self._on_start(f"{plan.group_id}/{number}")
+
+    def add(self, result: GroupResult) -> None:
+        """Take a finished group; the trajectories of a failed one say why it failed."""
+        group = _trajectories(result, self._config.temperature)
+        for trajectory in group:
+            if self._config.verbose:
+                log.info(
+                    "rollout finished",
+                    rollout=trajectory.group_id,
+                    steps=trajectory.step_count,
+                    tokens=trajectory.rollout.sampled_tokens,
+                    error=trajectory.error,
+                )
+            if self._on_complete is not None:
+                self._on_complete(trajectory)
+        with self._changed:
+            self._early[result.plan.group_id] = group
+            while self._order and self._order[0] in self._early:
+                self._ready.append(self._early.pop(self._order.popleft()))
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Expect no more: groups that were started and have not finished will not come."""
+        with self._changed:
+            self._ready.extend(self._early.pop(name) for name in self._order if name in self._early)
+            self._order.clear()
+            self._outstanding, self._ended = len(self._ready), True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Drop what nobody took."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+
+    # --- the user's side
+
+    def take(self, wanted: int, request: Callable[[int], None], *, largest: int, ahead: int) -> Iterator[Trajectory]:
+        """Yield whole groups until there are `wanted` trajectories; stop early after `end`.
+
+        Args:
+            request: starts this many more groups.
+            largest: most trajectories of one group.
+            ahead: groups that are to be in flight beyond the wanted ones.
+        """
+        taken, began = 0, time.monotonic()
+        try:
+            with self._progress_bar(wanted) as advance:
+                while taken < wanted:
+                    with self._changed:
+                        missing = max(0, math.ceil((wanted - taken) / largest) + ahead - self._outstanding)
+                        self._outstanding += missing
+                    request(missing)
+                    group = self._next()
+                    if group is None:
+                        return
+                    taken += len(group)
+                    for trajectory in group:
+                        self.statistics.add(trajectory)
+                        advance()
+                    yield from group
+        finally:
+            self.statistics.seconds += time.monotonic() - began
+
+    def _next(self) -> Group | None:
+        with self._changed:
+            # A signal that comes just before a wait is only seen after it (CPython), so no wait is longer than that.
+            while not self._changed.wait_for(lambda: self._ready or self._ended, SIGNALS_SEEN_WITHIN_S):
+                pass
+            if not self._ready:
+                return None
+            self._outstanding -= 1
+            return self._ready.popleft()
+
+    @contextmanager
+    def _progress_bar(self, wanted: int) -> Iterator[Callable[[], None]]:
+        console = Console(stderr=True)
+        shown = self._config.enable_progress_bar and console.is_terminal
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, disable=not shown) as progress:
+            task = progress.add_task("rollouts", total=wanted)
+            yield lambda: progress.advance(task)
+
+
+class RolloutManager(RolloutScheduler):
+    """With a `sink`, finished groups go there; without one, `collect_rollouts` returns them. Callbacks are called
+    on the scheduler's thread."""
 
     def __init__(
         self,
@@ -53,22 +279,22 @@ class RolloutManager(GroupManager):
     ) -> None:
         """
         Args:
-            num_parallel: instead of the configuration's.
-            inference: the engine that plays; default: the first environment's own. Others without one get it too.
-            client, tokenizer, adapter: instead of those of `inference`. The tokenizer is used on other threads.
+            num_parallel: replaces the configuration's.
+            inference: the engine that plays; default: the first environment's. Others without one get it too.
+            client, tokenizer, adapter: replace those of `inference`. The tokenizer is used on other threads.
             sink: takes a finished group for good. False = it was there already (another one is played instead);
                 RolloutRejectedError = it may not be trained on; any other exception stops the manager.
             on_failure: takes a group that may not be trained on, and why.
-            on_rollout_start, on_rollout_complete: of `collect_rollouts`; take "<group id>/<number>", the trajectory.
-            fixed_order, stall_after_s, clock: see `GroupManager`.
+            on_rollout_start, on_rollout_complete: for `collect_rollouts`; take "<group id>/<number>", the trajectory.
+            fixed_order, stall_after_s, clock: see `RolloutScheduler`.
 
         Raises ConfigError: an environment that cannot be played, or no engine in this process to play it.
         """
         config = config or RolloutConfig()
         if num_parallel is not None:
             config = dataclasses.replace(config, num_parallel=num_parallel)
-        given = [environments] if isinstance(environments, BaseEnvironment | EnvironmentSource) else list(environments)
-        sources = _as_sources(given, config)
+        played = [environments] if isinstance(environments, BaseEnvironment | EnvironmentSource) else list(environments)
+        sources = _as_sources(played, config)
         super().__init__(
             sources,
             seed=config.seed,
@@ -77,9 +303,9 @@ class RolloutManager(GroupManager):
             stall_after_s=stall_after_s,
             clock=clock,
         )
-        self.environments = tuple(given)
-        own: Any = next((e.inference for e in given if isinstance(e, BaseEnvironment)), None)
-        self.inference: PolicyInference | None = inference or own
+        self.environments = tuple(played)
+        first: Any = next((each.inference for each in played if isinstance(each, BaseEnvironment)), None)
+        self.inference: PolicyInference | None = inference or first
         self._config, self._adapter, self._template_kwargs = config, adapter, template_kwargs
         self._client, self._tokenizer = _engine(self.inference, client, tokenizer)
         self._sink, self._on_failure = sink, on_failure
@@ -96,11 +322,11 @@ class RolloutManager(GroupManager):
     def collect_rollouts(
         self, min_trajectories: int, max_steps_per_rollout: int | None = None, *, group_size: int | None = None
     ) -> list[Trajectory]:
-        """At least so many trajectories, in whole groups (`group_id`), in the order in which they were started.
+        """Return at least so many trajectories, in whole groups (`group_id`), in the order in which they were started.
 
         Args:
             max_steps_per_rollout: an episode that is not over after so many steps is `truncated`.
-            group_size: rollouts of one prompt, instead of the configuration's. Both hold for groups that start from now
+            group_size: rollouts of one prompt; replaces the configuration's. Both hold for groups that start from now
                 on.
 
         A failed episode is a trajectory with an `error`. Raises EnvironmentFailedError: all of them failed, or the
@@ -119,13 +345,13 @@ class RolloutManager(GroupManager):
             raise RuntimeError("this manager hands its groups to a sink")
         if self._stopping and self._failure is None:  # stopped, and wanted again
             self.cancel()
-        for lane in self._lanes:
-            lane.limit(group_size=group_size, max_steps=max_steps_per_rollout)
+        for queue in self._queues:
+            queue.limit(group_size=group_size, max_steps=max_steps_per_rollout)
         if self._thread is None:
             self.start()
-        elif self._episodes is not None:  # what is trained may have begun meanwhile
+        elif self._episodes is not None:  # training may have begun meanwhile
             self._episodes.use_adapter(self._adapter_now)
-        largest = max(lane.group_size for lane in self._lanes)
+        largest = max(queue.group_size for queue in self._queues)
         ahead = self._max_in_flight if self._config.maintain_parallel_count else 0
         try:
             yield from self._collector.take(min_trajectories, self.request_groups, largest=largest, ahead=ahead)
@@ -135,17 +361,17 @@ class RolloutManager(GroupManager):
         self.check()
 
     def get_statistics(self) -> dict[str, Any]:
-        """Of all trajectories that were collected, e.g. "avg_trajectory_length" in steps: see
-        `rollout_config.CollectionStatistics`. Empty where they go to a sink."""
+        """Return `CollectionStatistics.as_dict` of all trajectories that were collected, e.g. "avg_trajectory_length"
+        in steps. Empty where they go to a sink."""
         return self._collector.statistics.as_dict() if self._collector is not None else {}
 
     def save_statistics(self, path: Path | str) -> None:
-        """`get_statistics` as JSON."""
+        """Write `get_statistics` as JSON."""
         if self._collector is not None:
-            self._collector.statistics.save(path)
+            Path(path).write_text(json.dumps(self.get_statistics(), indent=2) + "\n", encoding="utf-8")
 
     def start(self) -> None:
-        """Starts the threads; `collect_rollouts` does it by itself."""
+        """Start the threads; `collect_rollouts` does it by itself."""
         if self._collector is not None:
             self._collector.begin()
         super().start()
@@ -158,7 +384,7 @@ class RolloutManager(GroupManager):
                 self._collector.end()
 
     def close(self) -> None:
-        """`stop`, for good: what nobody took is gone."""
+        """`stop`, for good: what nobody took is dropped."""
         try:
             self.stop()
         finally:
@@ -171,7 +397,7 @@ class RolloutManager(GroupManager):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- what `GroupManager` asks
+    # --- what `RolloutScheduler` calls
 
     @property
     def _adapter_now(self) -> str | None:
@@ -193,7 +419,7 @@ class RolloutManager(GroupManager):
             self._collector.started(plans)
 
     def _deliver(self, result: GroupResult) -> tuple[str | None, bool]:
-        """To the collector, to the sink, or to `on_failure`."""
+        """Hand a result to the collector, to the sink, or to `on_failure`."""
         if self._collector is not None:
             self._collector.add(result)
             if result.failure is None:
@@ -222,9 +448,19 @@ class RolloutManager(GroupManager):
             self._collector.end()
 
 
+def _trajectories(result: GroupResult, temperature: float) -> Group:
+    plan, group, failure = result.plan, result.trajectories, result.failure
+    if failure is None or any(trajectory.error is not None for trajectory in group):
+        return group
+    if not group:
+        return failed_trajectories(plan.group_id, plan.size, temperature, failure)
+    marked = (dataclasses.replace(trajectory.rollout, error=failure) for trajectory in group)  # its reward failed
+    return tuple(dataclasses.replace(each, rollout=rollout) for each, rollout in zip(group, marked, strict=True))
+
+
 def _engine(
     inference: PolicyInference | None, client: PolicyClient | None, tokenizer: ChatTokenizer | None
-) -> tuple[PolicyClient, SharedTokenizer]:
+) -> tuple[PolicyClient, ChatTokenizer]:
     client = client or getattr(inference, "client", None)
     tokenizer = tokenizer or getattr(inference, "tokenizer", None)
     if client is None or tokenizer is None:
@@ -232,24 +468,24 @@ def _engine(
             "RolloutManager: no engine in this process: give the environment (or `inference`) an InferenceModule that"
             " has one. Over an OpenAI endpoint the tokens that were sampled are not known"
         )
-    return client, SharedTokenizer(tokenizer)
+    return client, tokenizer
 
 
 def _as_sources(environments: Sequence[AnyEnvironment], config: RolloutConfig) -> list[EnvironmentSource]:
-    """Each environment with the settings of `config`; a source has its own."""
+    """Return each environment as a source, a BaseEnvironment with the settings of `config`."""
     entries = [
         environment.config
         if isinstance(environment, EnvironmentSource)
-        else config.of_environment(type(environment).__name__)
+        else config.environment_config(type(environment).__name__)
         for environment in environments
     ]
     return [
         environment
         if isinstance(environment, EnvironmentSource)
-        else StateSource(entry, _giving(environment), seed=config.seed, name=name)
+        else StateSource(entry, partial(_same, environment), seed=config.seed, name=name)
         for environment, entry, name in zip(environments, entries, unique_names(entries), strict=True)
     ]
 
 
-def _giving(environment: BaseEnvironment) -> Callable[[], BaseEnvironment]:
-    return lambda: environment
+def _same(environment: BaseEnvironment) -> BaseEnvironment:
+    return environment

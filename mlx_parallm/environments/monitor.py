@@ -1,4 +1,4 @@
-"""What the environments did and whether they are well: counters behind a lock, filled by `RolloutManager`."""
+"""Statistics and health of the environments: counters behind a lock, filled by the scheduler."""
 
 import threading
 import time
@@ -37,7 +37,7 @@ class RolloutStatistics:
     sampled_tokens: int  # of delivered groups
     in_flight: int  # started, not finished
     held: int  # finished, waiting for an earlier group
-    demand: int  # allowed, not started
+    demand: int  # requested, not started
     waiting_s: float  # time with nothing in flight
     environments: Mapping[str, EnvironmentStatistics] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ class RolloutMonitor:
             self._last_progress |= dict.fromkeys({result.plan.source.name for result in results}, self._idle_since)
 
     def cancelled(self) -> None:
-        """Nothing is in flight any more."""
+        """Forget what was in flight."""
         with self._lock:
             if self._in_flight:
                 self._in_flight.clear()
@@ -110,22 +110,21 @@ class RolloutMonitor:
 
     @property
     def only_failure(self) -> str | None:
-        """Why every group since the start has failed; None: one did not, there were several reasons, or
-        another server was away, which may come yet."""
+        """Why every group since the start has failed; None: one has not, there were several reasons, or another server
+        was away, which may come back."""
         with self._lock:
             reasons = {reason for recent in self._recent.values() for reason in recent}
             worked = self._known or self._may_pass or any(part.groups for part in self._per_environment.values())
             return reasons.pop() if len(reasons) == 1 and not worked else None
 
-    def health(self, known: Mapping[str, str]) -> list[str]:
-        """A sentence for each environment in which nothing finishes, or too many groups fail.
+    def health(self, late: Mapping[str, str]) -> list[str]:
+        """Return a sentence for each environment in which nothing finishes, or too many groups fail.
 
-        Args:
-            known: what is known of some environments already, in words; it takes the place of the first of the two.
+        `late` has the sentences of environments that the scheduler found late; they replace "nothing finishes".
         """
         with self._lock:
             found = [
-                known.get(name) or self._stalled(name) or self._failing(name, failures)
+                late.get(name) or self._stalled(name) or self._failing(name, failures)
                 for name, failures in self._recent.items()
             ]
         return [sentence for sentence in found if sentence]

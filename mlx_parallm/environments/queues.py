@@ -1,5 +1,6 @@
-"""Lane: the groups of one environment, in their order. What comes next, what is on its way, what is handed on, and
-whether the environment delivers at all. No threads: `RolloutManager` holds a lock around every call.
+"""EnvironmentQueue: the groups of one environment in their order, and whether the environment delivers at all.
+
+No threads: `RolloutScheduler` holds a lock around every call.
 """
 
 import itertools
@@ -13,10 +14,10 @@ from mlx_parallm.environments.schedule import derive_seed, group_id
 
 RECENT_GROUPS = 32
 PATIENCE, LEAST_PATIENCE_S = 5.0, 2.0
-"""An environment is late once its oldest group runs so many times longer than the longest of its recent ones (before it
-has finished any: of the other environments'), and at least so long."""
+"""An environment is late when its oldest group runs PATIENCE times longer than the longest of its recent groups (before
+it has finished any: of the other environments' groups), and at least LEAST_PATIENCE_S."""
 FAILURES_UNTIL_BROKEN = 3
-"""So many failed groups in a row, and the environment is tried with one group at a time."""
+"""After this many failed groups in a row the environment gets one group at a time."""
 LONGEST_PAUSE_S = 5.0
 """Pause after a failed group: 0.05 s, doubled by each further failure in a row up to this."""
 
@@ -28,7 +29,7 @@ class _Started:
     result: GroupResult | None = None
 
 
-class Lane:
+class EnvironmentQueue:
     def __init__(self, source: EnvironmentSource, *, seed: int, clock: Callable[[], float]) -> None:
         self.source = source
         self.failures_in_a_row = 0
@@ -37,17 +38,18 @@ class Lane:
         self._group_size: int | None = None
         self._max_steps: int | None = None
         self._groups: Iterator[tuple[int, int]] = iter(())
-        self._next = 0  # every own group below it has been started
+        self._next = 0  # every group of this environment below it has been started
         self._pending: dict[int, _Started] = {}  # started and not settled, in their order
         self._seconds: deque[float] = deque(maxlen=RECENT_GROUPS)  # of groups that were played to an end
 
     def rewind(self, groups: Iterator[tuple[int, int]], first: int) -> None:
-        """Goes on at group `first`, the own groups from there on being `groups`; what was pending is forgotten."""
+        """Continue at group `first` with `groups`, this environment's from there on; forget what was pending."""
         self._groups, self._next = groups, first
         self._pending.clear()
 
     def limit(self, *, group_size: int | None, max_steps: int | None) -> None:
-        """For the groups that start from now on; None: the configuration's size, any number of steps."""
+        """Set the size and steps of groups that start from now on; None: the configuration's size, any number of
+        steps."""
         self._group_size, self._max_steps = group_size, max_steps
 
     @property
@@ -57,7 +59,7 @@ class Lane:
     # --- the way of a group
 
     def start(self, known: Collection[str]) -> GroupPlan:
-        """The next group that is not `known`; it is on its way from now on."""
+        """Return the next group that is not `known`, and count it as in flight."""
         index, task = next(group for group in self._groups if self._id(group[0]) not in known)
         self._next = index + 1
         seed = derive_seed("group", self._seed, index)
@@ -74,11 +76,11 @@ class Lane:
 
     @property
     def ready(self) -> GroupResult | None:
-        """The result to hand on now: that of the oldest group, once it is there."""
+        """The result to deliver now: the oldest group's, once it has finished."""
         return self._head.result if self._head else None
 
     def settle(self, *, failed: bool) -> None:
-        """The `ready` result was handed on."""
+        """Note that the `ready` result was delivered."""
         del self._pending[self.cursor]
         self.failures_in_a_row = self.failures_in_a_row + 1 if failed else 0
         if failed:
@@ -88,7 +90,7 @@ class Lane:
 
     @property
     def cursor(self) -> int:
-        """Own groups below it are settled."""
+        """The groups below this index are settled."""
         return next(iter(self._pending), self._next)
 
     @property
@@ -109,17 +111,17 @@ class Lane:
     def broken(self) -> bool:
         return self.failures_in_a_row >= FAILURES_UNTIL_BROKEN
 
-    def late_at(self, others: Iterable["Lane"]) -> float | None:
-        """When patience with the oldest group ends; None: nothing is on its way, or nothing to compare it with."""
+    def late_at(self, others: Iterable["EnvironmentQueue"]) -> float | None:
+        """Return when patience with the oldest group ends; None: nothing is in flight, or nothing to compare with."""
         usual = self.longest_s
         if usual is None:
-            usual = max((lane.longest_s for lane in others if lane.longest_s is not None), default=None)
+            usual = max((queue.longest_s for queue in others if queue.longest_s is not None), default=None)
         if usual is None or self._head is None or self._head.result is not None:
             return None
         return self._head.at + max(LEAST_PATIENCE_S, PATIENCE * usual)
 
     def explain_late(self) -> str:
-        """In words, while it is late."""
+        """Describe a late environment in a sentence."""
         assert self._head is not None
         return (
             f"environment {self.source.name} delivers nothing: {self._head.plan.group_id} has run for"
@@ -135,19 +137,19 @@ class Lane:
         return next(iter(self._pending.values()), None)
 
 
-def absent(lanes: Collection[Lane], now: float) -> set[Lane]:
-    """Lanes that the others do not wait for: late or broken ones. None, where that would leave nobody."""
-    away = {lane for lane in lanes if lane.broken or is_late(lane, lanes, now)}
-    return set() if len(away) == len(lanes) else away
+def absent(queues: Collection[EnvironmentQueue], now: float) -> set[EnvironmentQueue]:
+    """Return the queues that the others do not wait for: late or broken ones; none where that would be all of them."""
+    away = {queue for queue in queues if queue.broken or is_late(queue, queues, now)}
+    return set() if len(away) == len(queues) else away
 
 
-def is_late(lane: Lane, lanes: Collection[Lane], now: float) -> bool:
-    """True when the lane's oldest group takes far longer than is usual."""
-    late_at = lane.late_at(lanes)
+def is_late(queue: EnvironmentQueue, queues: Collection[EnvironmentQueue], now: float) -> bool:
+    """Whether the queue's oldest group takes far longer than is usual."""
+    late_at = queue.late_at(queues)
     return late_at is not None and now > late_at
 
 
-def next_event(lanes: Collection[Lane], now: float) -> float | None:
-    """Seconds until a pause or the patience with a lane ends; None: nothing will happen by itself."""
-    ends = itertools.chain((lane.not_before for lane in lanes), (lane.late_at(lanes) for lane in lanes))
+def next_event(queues: Collection[EnvironmentQueue], now: float) -> float | None:
+    """Return the seconds until a pause or the patience with a queue ends; None: nothing will happen by itself."""
+    ends = itertools.chain((queue.not_before for queue in queues), (queue.late_at(queues) for queue in queues))
     return min((end - now for end in ends if end is not None and end >= now), default=None)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig
-from mlx_parallm.environments.kinds.problems import Split
+from mlx_parallm.environments.base import Split
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.system.log import get_logger
 

@@ -1,26 +1,29 @@
-"""Plays the episodes of groups against the engine: `Task` → one `Request` of n completions → `RolloutGroup`.
+"""Plays groups of episodes against the engine: `Task` → one `Request` of n completions → `RolloutGroup`.
 
-The completions of a group's first turn come from one request, so they share one prefill (but where an environment's own
-`step` decides what it asks). Every other turn is a request of its own that holds the whole transcript (`episode.py`).
-Whatever goes wrong in an episode is a recorded result: `run` returns a `GroupResult` with the reason, and with the
-rollouts as far as they came.
+    EpisodeRunner   plays groups on the asyncio loop of its caller
+    RolloutWorker   a thread with such a loop, for the groups of one environment
+
+The completions of a group's first turn come from one request, so they share one prefill (except where an environment's
+`step` decides what it asks). Every other turn is a request that holds the whole sequence (`episode.py`). Whatever goes
+wrong in an episode is a recorded result: `run` returns a `GroupResult` with the reason, and with the rollouts as far as
+they came.
 """
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.base import EnvironmentSource, Task
-from mlx_parallm.environments.current_episode import CURRENT, EpisodeOver
-from mlx_parallm.environments.episode import Episode, Opening, Policy, no_room
-from mlx_parallm.environments.kinds.problems import Split
-from mlx_parallm.errors import EndpointError, ParallmError, RolloutRejectedError
+from mlx_parallm.environments.base import EnvironmentSource, Split, Task
+from mlx_parallm.environments.episode import CURRENT, Episode, EpisodeOver, EpisodePolicy, Opening, no_room
+from mlx_parallm.errors import EndpointError, EngineUnavailableError, ParallmError, RolloutRejectedError
 from mlx_parallm.rewards.base import score_group
+from mlx_parallm.system.loop_thread import LoopThread
 from mlx_parallm.types import (
     ChatTokenizer,
     Completion,
@@ -29,14 +32,13 @@ from mlx_parallm.types import (
     RequestOutput,
     Rollout,
     RolloutGroup,
-    SamplingParams,
     Trajectory,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """Everything that decides a group but for the weights it is sampled with."""
+    """Everything that decides a group, except the weights that sample it."""
 
     group_id: str
     source: EnvironmentSource
@@ -45,7 +47,7 @@ class GroupPlan:
     seed: int
     index: int | None = None
     split: Split = "train"
-    task: Task | None = None  # given: instead of the source's number `task_index`
+    task: Task | None = None  # replaces the source's number `task_index`
     max_steps: int | None = None  # of each episode; None: as many as there is room for
 
 
@@ -87,18 +89,20 @@ class EpisodeRunner:
         top_p: float = 1.0,
         priority: int = 0,
     ) -> None:
-        """The arguments are those of `episode.Policy`."""
-        self._policy = Policy(
+        """The arguments are those of `episode.EpisodePolicy`."""
+        self._policy = EpisodePolicy(
             client, tokenizer, temperature, max_token_length, adapter, dict(template_kwargs or {}), top_p, priority
         )
 
     def use_adapter(self, adapter: str | None) -> None:
-        """For the groups that start from now on."""
+        """Sample with `adapter` in the groups that start from now on."""
         self._policy = dataclasses.replace(self._policy, adapter=adapter, since=time.monotonic())
 
     async def run(self, plans: Sequence[GroupPlan]) -> list[GroupResult]:
-        """Plays groups; two or more are submitted atomically. Results in the order of `plans`. Raises nothing but
-        CancelledError, which aborts the requests in the engine."""
+        """Play groups, two or more of them submitted atomically; return results in the order of `plans`.
+
+        Raises nothing but CancelledError, which aborts the requests in the engine.
+        """
         prepared = [self._prepare(plan) for plan in plans]
         jobs = [item for item in prepared if isinstance(item, _Job)]
         finished = iter(await self._play(jobs) if jobs else [])
@@ -121,18 +125,11 @@ class EpisodeRunner:
         room = policy.longest - len(prompt)
         if room < 1:
             raise RolloutRejectedError(no_room(len(prompt), policy.longest))
-        params = SamplingParams(
-            temperature=policy.temperature,
-            top_p=policy.top_p,
-            max_tokens=min(config.max_tokens, room),
-            n=plan.size,
-            seed=plan.seed,
-            stop=config.stop,
-        )
+        params = policy.params(config, room=room, seed=plan.seed, n=plan.size)
         return policy.request(plan.group_id, prompt, params)
 
     def render_prompt(self, task: Task, config: EnvironmentConfig) -> list[int]:
-        """Token ids that open every episode of `task`. Raises RequestError."""
+        """Return the token ids that open every episode of `task`. Raises RequestError."""
         return self._policy.ids(task.opening, config, {})
 
     async def _play(self, jobs: Sequence[_Job]) -> list[GroupResult]:
@@ -177,14 +174,20 @@ class EpisodeRunner:
         return GroupResult(job.plan, group, trajectories, job.task, failure, may_pass)
 
     async def _episode(self, job: _Job, number: int, first: Completion | None) -> tuple[Trajectory, bool]:
-        """One rollout from its beginning to its end; errors are in the rollout. And whether its failure may pass."""
+        """Play one rollout; return it, with its error if it failed, and whether that failure may pass."""
         plan, opening = job.plan, None
         if first is not None and job.request is not None:
             opening = Opening(job.task.opening, job.request.prompt_token_ids, first)
         episode = Episode(
-            self._policy, plan.source, group_id=plan.group_id, seed=plan.seed, number=number, opening=opening
+            self._policy,
+            plan.source.config,
+            group_id=plan.group_id,
+            seed=plan.seed,
+            number=number,
+            opening=opening,
+            format_prompt=plan.source.format_prompt,
         )
-        CURRENT.set(episode)  # of this task only: gather gives each episode a context of its own
+        CURRENT.set(episode)  # for this task only: gather gives each episode a context of its own
         with attempt() as outcome:
             try:
                 async with _deadline(job):
@@ -196,6 +199,42 @@ class EpisodeRunner:
         return episode.trajectory(outcome.failure), outcome.may_pass
 
 
+class RolloutWorker:
+    """A thread with an asyncio loop that plays the groups of one environment (or of several, in a fixed order).
+
+    Each environment has a worker, because its code is foreign: code that blocks its thread for ever blocks no other.
+    `on_results` and `on_error` (a bug in this package: episodes fail as results) are called on the worker's thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        runner: EpisodeRunner,
+        *,
+        on_results: Callable[[Sequence[GroupResult]], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self.name = name
+        self._runner, self._on_results, self._on_error = runner, on_results, on_error
+        self._loop = LoopThread(f"environment {name}")
+
+    def play(self, plans: Sequence[GroupPlan]) -> None:
+        """Start groups; several are submitted atomically. Any thread may call it. After `stop` it does nothing."""
+        with suppress(EngineUnavailableError):
+            self._loop.submit(self._play(plans)).add_done_callback(self._done)
+
+    def stop(self, timeout_s: float = 0.0) -> bool:
+        """Cancel what is played, and wait for the thread's end. Returns False while an environment blocks it."""
+        return self._loop.stop(timeout_s=timeout_s)
+
+    async def _play(self, plans: Sequence[GroupPlan]) -> None:
+        self._on_results(await self._runner.run(plans))
+
+    def _done(self, played: "Future[None]") -> None:
+        if not played.cancelled() and (error := played.exception()) is not None:
+            self._on_error(error)
+
+
 @dataclass(slots=True)
 class Outcome:
     failure: str | None = None
@@ -204,7 +243,7 @@ class Outcome:
 
 @contextmanager
 def attempt() -> Iterator[Outcome]:
-    """The boundary around everything that is not ours: environments, rewards, the engine's refusal of a request."""
+    """The boundary around foreign code: environments, rewards, the engine's refusal of a request."""
     outcome = Outcome()
     try:
         yield outcome
@@ -214,11 +253,11 @@ def attempt() -> Iterator[Outcome]:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        outcome.failure = describe(error)  # foreign code's own: nobody has cancelled this episode
+        outcome.failure = describe(error)  # raised by foreign code: nobody has cancelled this episode
 
 
 def describe(error: BaseException) -> str:
-    """One line: our own errors speak for themselves, foreign ones are named."""
+    """Return an error in one line: ours as their text, foreign ones with their type."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ParallmError) else f"{type(error).__name__}: {text}".removesuffix(": ")
 

@@ -1,8 +1,8 @@
-"""Which environment group k belongs to, and its seed: pure functions of (run seed, weights, k).
+"""The environment of group k, and its seed: pure functions of (run seed, weights, k).
 
-Environments are chosen by a low-discrepancy sequence (Weyl's, with the golden ratio), so that every stretch of groups
-holds them nearly in proportion to their weights. Each environment counts its own tasks, so a finite data set is gone
-through once before it repeats, whatever it is mixed with.
+A low-discrepancy sequence (Weyl's, with the golden ratio) picks the environments, so that every stretch of groups holds
+them nearly in proportion to their weights. Each environment counts its tasks alone, so a finite data set is used up
+before it repeats, whatever it is mixed with.
 """
 
 import bisect
@@ -23,21 +23,21 @@ class Schedule:
         self._phase = derive_seed("schedule", seed) / 2**SEED_BITS
 
     def environment_of(self, index: int) -> int:
-        """The environment of group `index`."""
+        """Return the environment of group `index`."""
         return bisect.bisect_right(self._bounds, (self._phase + index * GOLDEN) % 1.0)
 
     def groups_of(self, environment: int, first: int = 0) -> Iterator[tuple[int, int]]:
-        """The groups of one environment from index `first` on: (index, number of its task), without end."""
+        """Yield the groups of one environment from index `first` on, without end: (index, number of its task)."""
         own = (index for index in itertools.count() if self.environment_of(index) == environment)
         return ((index, task) for task, index in enumerate(own) if index >= first)
 
 
 def derive_seed(purpose: str, *parts: int) -> int:
-    """A seed of 31 bits, the same on every machine."""
+    """Return a seed of 31 bits, the same on every machine."""
     text = "/".join([purpose, *map(str, parts)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> (32 - SEED_BITS)
 
 
 def group_id(environment: str, seed: int, index: int) -> str:
-    """The stable name of group `index`: the same after a resume, so that what lies in the store is recognised."""
+    """Return the name of group `index`: the same after a resume, so that groups in the store are recognised."""
     return f"{environment}-{seed}-{index}"

@@ -1,18 +1,18 @@
-"""GroupManager: which groups are played, and when. `rollouts.py` says what becomes of them.
+"""RolloutScheduler: which groups are played, and when. `manager.py` decides what becomes of them.
 
-    request_groups → manager's thread: which environment starts a group → its Player (a thread each) → results
-        → manager's thread: in each environment's order → `_deliver`
+    request_groups → scheduler's thread: which environment starts a group → its RolloutWorker (a thread each) → results
+        → scheduler's thread: in each environment's order → `_deliver`
 
 Groups of one environment are delivered in the order in which they were started, whenever they finished. Otherwise a
 batch of the groups that finish first is a batch of short answers, and the long ones go stale while they wait (the
-short-answer bias); and because of it an environment's whole position is one number: groups below it are settled, groups
-from it on are played again after a resume. Group ids are stable, so what the store holds already is recognised (`skip`,
-or the sink's False).
+short-answer bias). The order also makes an environment's position one number: groups below it are settled, groups from
+it on are played again after a resume. Group ids are stable, so groups that the store holds are recognised (`skip`, or
+the sink's False).
 
 Environments do not wait for each other's order. One that hangs (its oldest group takes far longer than is usual) or
-dies (its groups fail one after another) is absent: it keeps the places that it holds, they no longer count, the others
-make its groups, and the health line names it. It is back with its next finished group. With `fixed_order` (a run that
-can be repeated bit for bit) nothing depends on a clock: all environments share a thread and wait for each other.
+dies (its groups fail one after another) is absent: its groups in flight no longer count, the others make its groups,
+and the health line names it. Its next finished group ends that. With `fixed_order` (a run that can be repeated bit for
+bit) nothing depends on a clock: all environments share a thread and wait for each other.
 """
 
 import math
@@ -25,10 +25,9 @@ from typing import Any
 
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.monitor import RolloutMonitor, RolloutStatistics
-from mlx_parallm.environments.queues import Lane, absent, is_late, next_event
-from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, describe
+from mlx_parallm.environments.queues import EnvironmentQueue, absent, is_late, next_event
+from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, RolloutWorker, describe
 from mlx_parallm.environments.schedule import Schedule
-from mlx_parallm.environments.worker import Player
 from mlx_parallm.errors import CheckpointError, EnvironmentFailedError
 from mlx_parallm.system.log import get_logger
 
@@ -36,13 +35,13 @@ log = get_logger("environments")
 
 STATE_VERSION = 2
 FAILURES_IN_A_ROW = 64
-"""So many failed groups in a row, with every environment broken, end the run: retrying does not mend it."""
+"""This many failed groups in a row, with every environment broken, end the run: more attempts would fail too."""
 ALIKE_FROM_THE_START = 8
-"""The same where no group worked yet, and all failed for one reason that will not pass (`GroupResult.may_pass`)."""
-LAST_STEPS_S = 2.0  # so long `stop` waits for the threads of steps, which free what episodes held (`end_episode`)
+"""The same where no group worked yet and all failed for one reason that will not pass (`GroupResult.may_pass`)."""
+LAST_STEPS_S = 2.0  # `stop` waits this long for the threads of steps, which free what episodes held (`end_episode`)
 
 
-class GroupManager(ABC):
+class RolloutScheduler(ABC):
     """All public methods may be called from any thread."""
 
     def __init__(
@@ -65,38 +64,39 @@ class GroupManager(ABC):
         self._monitor = RolloutMonitor([source.name for source in sources], stall_after_s=stall_after_s, clock=clock)
         self._schedule = Schedule([source.config.weight for source in sources], seed=seed)
         self._changed = threading.Condition()  # guards what follows
-        self._lanes = tuple(Lane(source, seed=seed, clock=clock) for source in sources)
-        self._rewind(dict.fromkeys([lane.source.name for lane in self._lanes], 0))
+        self._queues = tuple(EnvironmentQueue(source, seed=seed, clock=clock) for source in sources)
+        self._rewind(dict.fromkeys([queue.source.name for queue in self._queues], 0))
         self._turn = 0  # position in the schedule: whose turn it is to start a group
-        self._owed: deque[int] = deque()  # groups allowed and not delivered, one entry for each call
-        self._known: set[str] = set()
+        self._requested: deque[int] = deque()  # groups requested and not delivered, one entry for each call
+        self._stored: set[str] = set()
         self._paused = self._stopping = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._players: list[Player] = []
+        self._workers: list[RolloutWorker] = []
 
     @abstractmethod
     def _runner(self) -> EpisodeRunner:
-        """Plays the groups of all environments."""
+        """Return what plays the groups of all environments."""
 
     @abstractmethod
     def _deliver(self, result: GroupResult) -> tuple[str | None, bool]:
-        """On the manager's thread: (why it is none that counts, whether it is one of those allowed)."""
+        """Take a result, on the scheduler's thread; return (why it does not count or None, whether it was a requested
+        one)."""
 
     @abstractmethod
     def _begun(self, plans: Sequence[GroupPlan]) -> None:
-        """These start now."""
+        """Called when these groups start."""
 
     @property
     def _max_in_flight(self) -> int:
-        return max(1, math.ceil(self._num_parallel / min(lane.group_size for lane in self._lanes)))
+        return max(1, math.ceil(self._num_parallel / min(queue.group_size for queue in self._queues)))
 
     # --- control, from any thread
 
     def start(self) -> None:
-        runner, names = self._runner(), [lane.source.name for lane in self._lanes]
-        self._players = [
-            Player(name, runner, on_results=self._on_results, on_error=self._fail)
+        runner, names = self._runner(), [queue.source.name for queue in self._queues]
+        self._workers = [
+            RolloutWorker(name, runner, on_results=self._on_results, on_error=self._fail)
             for name in ([", ".join(names)] if self._fixed_order else names)
         ]
         self._stopping = False
@@ -104,15 +104,15 @@ class GroupManager(ABC):
         self._thread.start()
 
     def request_groups(self, n: int) -> None:
-        """Allows n more groups. Each brings one group: failed and known ones are replaced."""
+        """Request n more groups; failed and known ones are replaced."""
         if n < 1:
             return
         with self._changed:
-            self._owed.append(n)
+            self._requested.append(n)
             self._changed.notify_all()
 
     def pause(self) -> None:
-        """Starts no more groups; those in flight go on."""
+        """Start no more groups; those in flight go on."""
         with self._changed:
             self._paused = True
 
@@ -122,13 +122,13 @@ class GroupManager(ABC):
             self._changed.notify_all()
 
     def skip(self, group_ids: Collection[str]) -> None:
-        """Names groups that lie in the store already: they are not played again and use up no demand."""
+        """Do not play these groups, which the store holds already. They use up no request."""
         with self._changed:
-            self._known.update(group_ids)
+            self._stored.update(group_ids)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Cancels what is in flight (the engine drops it) and joins the threads, those of steps that block for two
-        seconds at most. What was cancelled is not settled.
+        """Cancel what is in flight (the engine drops it) and join the threads; wait two seconds at most for steps that
+        block. What was cancelled is not settled.
 
         Raises EnvironmentFailedError: an environment blocks its thread.
         """
@@ -137,89 +137,89 @@ class GroupManager(ABC):
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        for player in self._players:
-            player.stop()
+        for worker in self._workers:
+            worker.stop()
         deadline = time.monotonic() + timeout_s
-        blocked = [player.name for player in self._players if not player.stop(max(0.0, deadline - time.monotonic()))]
+        blocked = [worker.name for worker in self._workers if not worker.stop(max(0.0, deadline - time.monotonic()))]
         if blocked:
             raise EnvironmentFailedError(
                 f"environment {', '.join(blocked)} blocks its thread: it did not stop within {timeout_s:g} s"
             )
         deadline = min(deadline, time.monotonic() + LAST_STEPS_S)
-        for lane in self._lanes:
-            lane.source.join(deadline)
+        for queue in self._queues:
+            queue.source.join(deadline)
 
     def cancel(self) -> None:
-        """`stop`, after which `start` plays what was in flight anew. Nothing is owed any more."""
+        """`stop`, after which `start` plays what was in flight anew. Requests are forgotten."""
         self.stop()
         self._monitor.cancelled()
         with self._changed:
-            self._thread, self._players = None, []
-            self._owed.clear()
-            self._rewind({lane.source.name: lane.cursor for lane in self._lanes})
+            self._thread, self._workers = None, []
+            self._requested.clear()
+            self._rewind({queue.source.name: queue.cursor for queue in self._queues})
 
     def check(self) -> None:
-        """Raises EnvironmentFailedError when the manager has given up."""
+        """Raises EnvironmentFailedError: the scheduler has given up."""
         if self._failure is not None:
             raise EnvironmentFailedError(f"environments stopped: {describe(self._failure)}") from self._failure
 
     # --- position
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint; JSON. `next_group`: of each environment, the first index that is not settled."""
+        """Return the position for the checkpoint, as JSON. `next_group`: each environment's first unsettled index."""
         with self._changed:
-            cursors = {lane.source.name: lane.cursor for lane in self._lanes}
+            cursors = {queue.source.name: queue.cursor for queue in self._queues}
             return {"version": STATE_VERSION, "seed": self._seed, "turn": self._turn, "next_group": cursors}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on at the groups that `state` names. Before `start`. Raises CheckpointError: not a state of ours."""
+        """Continue at the groups that `state` names; before `start`. Raises CheckpointError: not such a state."""
         if self._thread is not None:
             raise RuntimeError("restore() comes before start()")
-        position = _position(state, [lane.source.name for lane in self._lanes])
+        position = _position(state, [queue.source.name for queue in self._queues])
         if position is None:
             raise CheckpointError(f"environment state not understood: {dict(state)}")
         if state["seed"] != self._seed:
             log.warning("seed changed: the environments draw other problems", saved=state["seed"], now=self._seed)
-        for lane in self._lanes:
-            if lane.source.in_order:
+        for queue in self._queues:
+            if queue.source.in_order:
                 log.warning(
                     "tasks come in order and begin anew: reset() takes neither index nor seed",
-                    environment=lane.source.name,
+                    environment=queue.source.name,
                 )
         with self._changed:
             self._turn, cursors = position
             self._rewind(cursors)
 
     def _rewind(self, cursors: Mapping[str, int]) -> None:
-        for number, lane in enumerate(self._lanes):
-            first = cursors[lane.source.name]
-            lane.rewind(self._schedule.groups_of(number, first), first)
+        for number, queue in enumerate(self._queues):
+            first = cursors[queue.source.name]
+            queue.rewind(self._schedule.groups_of(number, first), first)
 
     # --- reports
 
     def absent(self) -> frozenset[str]:
-        """Environments that the others do not wait for now."""
+        """Return the environments that the others do not wait for now."""
         with self._changed:
-            return frozenset(lane.source.name for lane in self._absent(self._clock()))
+            return frozenset(queue.source.name for queue in self._absent(self._clock()))
 
     def health(self) -> str | None:
-        """What is wrong, in words; None when nothing is."""
+        """Describe what is wrong; None: nothing is."""
         if self._failure is not None:
             return f"environments stopped: {describe(self._failure)}"
         with self._changed:
             now = self._clock()
-            late = [lane for lane in self._absent(now) if is_late(lane, self._lanes, now)]
-            sentences = {lane.source.name: lane.explain_late() for lane in late}
-        left = [_left_behind(lane.source) for lane in self._lanes if lane.source.left_behind]
+            late = [queue for queue in self._absent(now) if is_late(queue, self._queues, now)]
+            sentences = {queue.source.name: queue.explain_late() for queue in late}
+        left = [_left_behind(queue.source) for queue in self._queues if queue.source.left_behind]
         return "; ".join([*self._monitor.health(sentences), *left]) or None
 
     def statistics(self) -> RolloutStatistics:
         with self._changed:
-            demand = max(0, sum(self._owed) - sum(lane.pending for lane in self._lanes))
-            held = sum(lane.pending - lane.in_flight for lane in self._lanes)
+            demand = max(0, sum(self._requested) - sum(queue.pending for queue in self._queues))
+            held = sum(queue.pending - queue.in_flight for queue in self._queues)
         return self._monitor.statistics(demand=demand, held=held)
 
-    # --- the manager's thread
+    # --- the scheduler's thread
 
     def _run(self) -> None:
         try:
@@ -227,7 +227,7 @@ class GroupManager(ABC):
                 self._settle()
                 with self._changed:
                     if not (self._stopping or self._start_groups() or self._oldest_ready()):
-                        self._changed.wait(next_event(self._lanes, self._clock()))
+                        self._changed.wait(next_event(self._queues, self._clock()))
         except Exception as error:  # noqa: BLE001  boundary of the thread: kept, told by health() and check()
             self._fail(error)
 
@@ -238,84 +238,84 @@ class GroupManager(ABC):
             self._changed.notify_all()
 
     def _on_results(self, results: Sequence[GroupResult]) -> None:
-        """A player's thread."""
+        """Called on a worker's thread."""
         self._monitor.finished(results)
         with self._changed:
             for result in results:
-                self._lane_of(result.plan).finish(result)
+                self._queue_of(result.plan).finish(result)
             self._changed.notify_all()
 
     def _start_groups(self) -> bool:
-        """Starts what may be started now; False: nothing."""
-        if self._stopping or self._paused or not self._owed:
+        """Start what may be started now; False: nothing."""
+        if self._stopping or self._paused or not self._requested:
             return False
         now = self._clock()
         away = self._absent(now)
-        tried = [lane for lane in away if lane.broken and not lane.pending and lane.not_before <= now]
-        lanes = tried[:1] or self._next_lanes([lane for lane in self._lanes if lane not in away], now)
-        if lanes:
-            self._play(lanes)
-        return bool(lanes)
+        tried = [queue for queue in away if queue.broken and not queue.pending and queue.not_before <= now]
+        queues = tried[:1] or self._next_queues([queue for queue in self._queues if queue not in away], now)
+        if queues:
+            self._play(queues)
+        return bool(queues)
 
-    def _next_lanes(self, there: Sequence[Lane], now: float) -> list[Lane]:
-        """The environments whose groups are submitted together now."""
-        pending, in_flight = sum(lane.pending for lane in there), sum(lane.in_flight for lane in there)
-        if any(lane.not_before > now for lane in there):  # a pause after a failure: its turn stays its turn
+    def _next_queues(self, there: Sequence[EnvironmentQueue], now: float) -> list[EnvironmentQueue]:
+        """Return the environments whose groups are submitted together now."""
+        pending, in_flight = sum(queue.pending for queue in there), sum(queue.in_flight for queue in there)
+        if any(queue.not_before > now for queue in there):  # a pause after a failure: its turn stays its turn
             return []
         if self._fixed_order:
-            count = 0 if pending else min(self._owed[0], self._max_in_flight)
+            count = 0 if pending else min(self._requested[0], self._max_in_flight)
         else:
-            count = int(pending < sum(self._owed) and in_flight < self._max_in_flight)
-        return [self._next_lane(there) for _ in range(count)]
+            count = int(pending < sum(self._requested) and in_flight < self._max_in_flight)
+        return [self._next_queue(there) for _ in range(count)]
 
-    def _next_lane(self, there: Collection[Lane]) -> Lane:
-        """Whose turn it is among those that are there; the turn is over then."""
+    def _next_queue(self, there: Collection[EnvironmentQueue]) -> EnvironmentQueue:
+        """Take the next turn of one of the environments that are there."""
         while True:
-            lane = self._lanes[self._schedule.environment_of(self._turn)]
+            queue = self._queues[self._schedule.environment_of(self._turn)]
             self._turn += 1
-            if lane in there:
-                return lane
+            if queue in there:
+                return queue
 
-    def _play(self, lanes: Iterable[Lane]) -> None:
-        plans = [lane.start(self._known) for lane in lanes]
+    def _play(self, queues: Iterable[EnvironmentQueue]) -> None:
+        plans = [queue.start(self._stored) for queue in queues]
         self._monitor.started(plans)
         self._begun(plans)
-        number = 0 if self._fixed_order else self._lanes.index(self._lane_of(plans[0]))
-        self._players[number].play(plans)
+        number = 0 if self._fixed_order else self._queues.index(self._queue_of(plans[0]))
+        self._workers[number].play(plans)
 
-    def _lane_of(self, plan: GroupPlan) -> Lane:
-        return next(lane for lane in self._lanes if lane.source is plan.source)
+    def _queue_of(self, plan: GroupPlan) -> EnvironmentQueue:
+        return next(queue for queue in self._queues if queue.source is plan.source)
 
-    def _absent(self, now: float) -> set[Lane]:
-        return set() if self._fixed_order else absent(self._lanes, now)
+    def _absent(self, now: float) -> set[EnvironmentQueue]:
+        return set() if self._fixed_order else absent(self._queues, now)
 
     # --- what is finished
 
     def _settle(self) -> None:
-        """Hands on everything that no earlier group of its environment holds back."""
+        """Deliver every result that no earlier group of its environment holds back."""
         while not self._stopping:
             with self._changed:
-                lane = self._oldest_ready()
-                result = lane.ready if lane else None
-            if lane is None or result is None:
+                queue = self._oldest_ready()
+                result = queue.ready if queue else None
+            if queue is None or result is None:
                 return
             reason, wanted = self._deliver(result)
             with self._changed:
-                lane.settle(failed=reason is not None)
-                if wanted and self._owed:
-                    self._owed[0] -= 1
-                    if self._owed[0] == 0:
-                        self._owed.popleft()
+                queue.settle(failed=reason is not None)
+                if wanted and self._requested:
+                    self._requested[0] -= 1
+                    if self._requested[0] == 0:
+                        self._requested.popleft()
             if reason is not None:
                 self._give_up_at_last(reason)
 
-    def _oldest_ready(self) -> Lane | None:
-        return min((lane for lane in self._lanes if lane.ready), key=lambda lane: lane.cursor, default=None)
+    def _oldest_ready(self) -> EnvironmentQueue | None:
+        return min((queue for queue in self._queues if queue.ready), key=lambda queue: queue.cursor, default=None)
 
     def _give_up_at_last(self, reason: str) -> None:
-        failures = sum(lane.failures_in_a_row for lane in self._lanes)
+        failures = sum(queue.failures_in_a_row for queue in self._queues)
         enough = ALIKE_FROM_THE_START if self._monitor.only_failure == reason else FAILURES_IN_A_ROW
-        if failures >= enough and all(lane.broken for lane in self._lanes):
+        if failures >= enough and all(queue.broken for queue in self._queues):
             raise EnvironmentFailedError(f"{failures} groups in a row failed, the last one: {reason}")
 
 
@@ -327,7 +327,7 @@ def _left_behind(source: EnvironmentSource) -> str:
 
 
 def _position(state: Mapping[str, Any], names: Sequence[str]) -> tuple[int, dict[str, int]] | None:
-    """(turn, first unsettled index of each environment); an environment that is new begins at its first group.
+    """Return (turn, each environment's first unsettled index); a new environment begins at its first group.
 
     Version 1 had one cursor for all environments, whose groups were settled in one order.
     """

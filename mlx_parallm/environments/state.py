@@ -115,7 +115,7 @@ class BaseEnvironment(ABC):
         """One step of each: with the default `step` one call of `generate`, else a thread for each."""
         if not states:
             return []
-        if own_step(self):
+        if overrides_step(self):
             with ThreadPoolExecutor(len(states)) as pool:
                 return list(pool.map(self.step, states))
         prompts = [self.build_prompt(state) for state in states]
@@ -128,7 +128,7 @@ class BaseEnvironment(ABC):
         Raises RolloutRejectedError: it returned no State.
         """
         steps, turns = state.step_count, len(state.history)
-        after = as_state(self.update_state(state, response), f"{type(self).__name__}.update_state")
+        after = check_state(self.update_state(state, response), f"{type(self).__name__}.update_state")
         if after.step_count <= steps:
             _warn_of_a_late_count(type(self))
         after.response = response
@@ -144,12 +144,12 @@ class BaseEnvironment(ABC):
         return self.inference
 
 
-def own_step(environment: BaseEnvironment) -> bool:
+def overrides_step(environment: BaseEnvironment) -> bool:
     """Whether its `step` is not the default one."""
     return type(environment).step is not BaseEnvironment.step
 
 
-def as_state(given: Any, what: str) -> State:
+def check_state(given: Any, what: str) -> State:
     """Raises RolloutRejectedError: `what` returned something else."""
     if isinstance(given, State):
         return given

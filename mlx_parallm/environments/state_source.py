@@ -1,28 +1,41 @@
-"""A `BaseEnvironment` as an `EnvironmentSource`: of one [[environments]] entry, or of a `RolloutManager` in Python."""
+"""Plays a `BaseEnvironment` as an `EnvironmentSource`: the one adapter between the two faces of an environment.
 
+`StateSource` makes a task of each `reset`, and its `play` runs `step` until `is_terminal`. A step that may block runs
+on a thread of its episode (`StepThread`); the default one asks the policy on the environments' loop and needs none.
+"""
+
+import asyncio
+import contextvars
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.base import EnvironmentSource, Messages, PolicyInference, Task
+from mlx_parallm.environments.base import EnvironmentSource, Messages, PolicyInference, Split, Task
 from mlx_parallm.environments.episode import Episode
-from mlx_parallm.environments.kinds.problems import Split
-from mlx_parallm.environments.playing import StepThreads, play_states
 from mlx_parallm.environments.schedule import derive_seed
-from mlx_parallm.environments.state import BaseEnvironment, Prompt, State, as_state, own_step, text_of
+from mlx_parallm.environments.state import BaseEnvironment, Prompt, State, check_state, overrides_step, text_of
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import check_call, user_code
 from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.system.log import get_logger
 
+log = get_logger("environments")
+
 HELDOUT_FIRST = 2**20
-"""Held-out tasks of an environment whose `reset` knows indices and no splits begin at this one."""
+"""Held-out tasks begin at this index where `reset` takes an index and no split."""
 RESET_KEYWORDS = ("index", "split", "seed")
 
-log = get_logger("environments")
+T = TypeVar("T")
+Step = Callable[[State], Awaitable[State]]
 
 
 class StateSource(EnvironmentSource):
@@ -35,18 +48,18 @@ class StateSource(EnvironmentSource):
         name: str | None = None,
         rewards: RewardFunctions | None = None,
     ) -> None:
-        """`make` gives the template that all episodes share. Without `rewards` nothing is scored.
+        """`make` returns the environment that all episodes share. Without `rewards` nothing is scored.
 
         Raises ConfigError: an environment that cannot be played, or a system prompt for one that asks in plain text.
         """
         super().__init__(config, seed=seed, name=name)
         self.template, self.rewards, self._make = make(), rewards, make
         check_environment(type(self.template), f"environments: {config.kind}")
-        self._takes = _reset_takes(type(self.template), f"environments: {config.kind}")
+        self._reset_keywords = _reset_keywords(type(self.template), f"environments: {config.kind}")
         self._threads = StepThreads()
         self._attached = self._traced = False
-        self.in_order = not {"index", "seed"} & set(self._takes)
-        self.opens_together = not own_step(self.template)
+        self.in_order = not {"index", "seed"} & set(self._reset_keywords)
+        self.opens_together = not overrides_step(self.template)
         if config.prompt_format == "text" and config.system_prompt is not None:
             raise ConfigError(f'environments: {config.kind}: prompt_format = "text" has no system prompt')
 
@@ -54,7 +67,7 @@ class StateSource(EnvironmentSource):
         """A pure function of its arguments where `reset` takes `index` or `seed`; else the next one (`in_order`)."""
         state = self._reset(index, split)
         prompt = self.template.build_prompt(state.copy())
-        asked = self.as_asked(prompt)
+        asked = self.format_prompt(prompt)
         answer = state.metadata.get(self.config.answer_column)
         reward = None
         if self.rewards is not None:
@@ -70,13 +83,14 @@ class StateSource(EnvironmentSource):
         )
 
     def attach(self, inference: PolicyInference) -> None:
-        if self.template.inference is None or self._attached:  # its own stays
+        if self.template.inference is None or self._attached:  # one that it was made with stays
             self.template.inference, self._attached = inference, True
         if self.rewards is not None:
             self.rewards.attach(inference)
 
-    def as_asked(self, prompt: Prompt) -> Prompt:
-        """A text is one message of the user's where the configuration says so; messages come after its system prompt.
+    def format_prompt(self, prompt: Prompt) -> Prompt:
+        """Make a text one message of the user's, unless the configuration asks in text; put messages after its system
+        prompt.
 
         Raises RolloutRejectedError: neither text nor messages.
         """
@@ -91,11 +105,25 @@ class StateSource(EnvironmentSource):
 
     async def play(self, episode: Episode, task: Task, max_steps: int) -> None:
         assert task.state is not None, "task() makes it"
+        environment, state = self.template, task.state.copy()
+        state.trajectory_id = episode.name
+        episode.played = state
+        last = functools.partial(_end, environment, episode.name)
         try:
-            await play_states(episode, self.template, task.state.copy(), max_steps, self._threads)
+            with self._threads.thread(episode.name, state, last) as thread:
+                step = _step_of(environment, episode, thread)
+                for _ in range(max_steps):
+                    if _is_over(environment, state):
+                        return
+                    before = state.step_count
+                    state = thread.state = episode.played = await step(state)
+                    state.trajectory_id = episode.name
+                    state.step_count = max(state.step_count, before + 1)
+                    await asyncio.sleep(0)  # a step that waits for nothing leaves the others their turn
+                episode.cut = not _is_over(environment, state)
         except RolloutRejectedError as error:
             if error.__cause__ is not None and not self._traced:
-                self._traced = True  # the others are told in a line each
+                self._traced = True  # later failures are reported in a line each
                 log.warning("the environment raised", environment=self.name, exc_info=error.__cause__)
             raise
 
@@ -108,18 +136,18 @@ class StateSource(EnvironmentSource):
 
     @functools.cached_property
     def _heldout(self) -> BaseEnvironment:
-        """For tasks that come in order: held-out ones use up none of the training's."""
+        """A second instance for tasks that come in order: held-out ones use up none of the training's."""
         return self._make()
 
     def _reset(self, index: int, split: Split) -> State:
         environment = self._heldout if self.in_order and split == "heldout" else self.template
-        shifted = index if split == "train" or "split" in self._takes else HELDOUT_FIRST + index
+        shifted = index if split == "train" or "split" in self._reset_keywords else HELDOUT_FIRST + index
         # Held-out tasks are the same ones for every seed of a run.
         seed = derive_seed("reset", self.seed, index) if split == "train" else derive_seed("heldout reset", index)
-        given: Mapping[str, Any] = {"index": shifted, "split": split, "seed": seed}
+        values: Mapping[str, Any] = {"index": shifted, "split": split, "seed": seed}
         what = f"{type(environment).__name__}.reset"
         with user_code(what, RolloutRejectedError):
-            return as_state(environment.reset(**{name: given[name] for name in self._takes}), what)
+            return check_state(environment.reset(**{name: values[name] for name in self._reset_keywords}), what)
 
 
 def check_environment(kind: type[BaseEnvironment], what: str) -> None:
@@ -140,7 +168,7 @@ def check_environment(kind: type[BaseEnvironment], what: str) -> None:
         raise ConfigError(f"{what}.reset is async; it has to be a plain function")
 
 
-def _reset_takes(kind: type[BaseEnvironment], what: str) -> tuple[str, ...]:
+def _reset_keywords(kind: type[BaseEnvironment], what: str) -> tuple[str, ...]:
     signature = inspect.signature(kind.reset)
     every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     takes = tuple(name for name in RESET_KEYWORDS if every or name in signature.parameters)
@@ -150,3 +178,133 @@ def _reset_takes(kind: type[BaseEnvironment], what: str) -> tuple[str, ...]:
 
 def _digest(text: str, metadata: Mapping[str, Any]) -> str:
     return hashlib.sha256(f"{text}\n{sorted(metadata.items())!r}".encode()).hexdigest()[:16]
+
+
+def _is_over(environment: BaseEnvironment, state: State) -> bool:
+    with _called(environment, "is_terminal"):
+        return state.done or environment.is_terminal(state)
+
+
+def _called(environment: BaseEnvironment, method: str) -> AbstractContextManager[None]:
+    return user_code(f"{type(environment).__name__}.{method}", RolloutRejectedError)
+
+
+def _end(environment: BaseEnvironment, name: str, state: State) -> None:
+    try:
+        with _called(environment, "end_episode"):
+            environment.end_episode(state)
+    except RolloutRejectedError as error:
+        log.warning("an episode was not closed", episode=name, error=str(error))
+
+
+def _step_of(environment: BaseEnvironment, episode: Episode, thread: "StepThread") -> Step:
+    if not overrides_step(environment):
+
+        async def ask(state: State) -> State:
+            with _called(environment, "build_prompt"):
+                prompt = environment.build_prompt(state)
+            answer = (await episode.turn(prompt)).text
+            with _called(environment, "update_state"):
+                if environment.blocking:
+                    return await thread.run(environment.advance, state, prompt, answer)
+                return environment.advance(state, prompt, answer)
+
+        return ask
+
+    async def step(state: State) -> State:
+        with _called(environment, "step"):
+            result: Any = environment.step(state) if is_async else await thread.run(environment.step, state)
+            return check_state(await result if is_async else result, f"{type(environment).__name__}.step")
+
+    is_async = inspect.iscoroutinefunction(environment.step)
+    return step
+
+
+class StepThreads:
+    """The threads of a source's episodes. A thread cannot be killed: one that blocks when its episode has ended is left
+    behind, and ends as soon as it asks for another turn."""
+
+    def __init__(self) -> None:
+        self._abandoned: list[StepThread] = []
+        self._all: weakref.WeakSet[StepThread] = weakref.WeakSet()  # a thread that runs is kept by itself
+
+    def thread(self, name: str, state: State, last: Callable[[State], None]) -> "StepThread":
+        thread = StepThread(name, self._abandoned, state, last)
+        self._all.add(thread)
+        return thread
+
+    def join(self, deadline: float) -> None:
+        """Wait for steps that were left behind and for what frees states, at most until then (time.monotonic)."""
+        for thread in list(self._all):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def left_behind(self) -> int:
+        """Threads that still run code of an episode that has ended."""
+        self._abandoned[:] = [thread for thread in self._abandoned if thread.is_alive]
+        return len(self._abandoned)
+
+
+class StepThread:
+    """Runs the code of one episode that may block, always on the same thread, which starts with the first call.
+
+    At the end it calls `last` with the state that the last call returned, even if nobody waited for it any more: on the
+    thread, or where none was started, in `__exit__`.
+    """
+
+    def __init__(self, name: str, abandoned: "list[StepThread]", state: State, last: Callable[[State], None]) -> None:
+        self.state = state
+        self._name, self._abandoned, self._last = name, abandoned, last
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "StepThread":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is None:
+            self._last(self.state)
+        self._jobs.put(None)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> None:
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    async def run(self, function: Callable[..., T], *arguments: object) -> T:
+        """Return the function's result, or raise what it raises. A cancelled call leaves the thread behind."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        context, future = contextvars.copy_context(), Future[T]()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = context.run(function, *arguments)
+            except (StopIteration, KeyboardInterrupt) as error:  # a future cannot hold the one, the loop not the other
+                unlike = RuntimeError(f"{type(error).__name__}: {error}")
+                future.set_exception(unlike.with_traceback(error.__traceback__))
+            except BaseException as error:  # noqa: BLE001  boundary: what a step raises ends its episode
+                future.set_exception(error)
+            else:
+                if isinstance(result, State):
+                    self.state = result
+                future.set_result(result)
+
+        self._jobs.put(job)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if future.running():
+                self._abandoned.append(self)
+            raise
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+        self._last(self.state)

@@ -6,8 +6,9 @@
     InferenceModule.over(client, tokenizer)                             an engine that runs already
 
 Methods block and may be called by any number of threads at once; what they ask for shares the engine's batches. All of
-it runs in one asyncio loop, in a thread of the module's own. Inside an episode of the same policy (`current_episode`)
-`generate` is a turn of that episode, so that its tokens, log-probabilities and policy versions are recorded there.
+it runs in one asyncio loop, in a thread of the module's own. Inside an episode of the same policy
+(`environments.episode`) `generate` is a turn of that episode, so that its tokens, log-probabilities and policy versions
+are recorded there.
 """
 
 import copy
@@ -28,7 +29,7 @@ import numpy as np
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.starting import start_engine
 from mlx_parallm.engine.thread import EngineThread
-from mlx_parallm.environments.current_episode import CURRENT, CurrentEpisode
+from mlx_parallm.environments.episode import CURRENT, Episode
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.execution.tool_calls import Format, ParsedCalls, parse_tool_calls
@@ -332,7 +333,7 @@ class InferenceModule:
             logits = await self._backend.logits([prompt for prompt, _ in pairs], [answer for _, answer in pairs])
         return GenerationResult.of(answers, logprobs=logprobs, logits=logits)
 
-    def _episode(self) -> CurrentEpisode | None:
+    def _episode(self) -> Episode | None:
         """The episode that the calling code belongs to, where this module is its policy, or was when it began and has
         been given an adapter by training since."""
         episode = CURRENT.get()
@@ -342,7 +343,7 @@ class InferenceModule:
         return episode if began_as_base or episode.adapter == self.adapter else None
 
     def _tool_turn(
-        self, episode: CurrentEpisode, prompts: Any, tools: Any, formats: Any, options: Mapping[str, Any]
+        self, episode: Episode, prompts: Any, tools: Any, formats: Any, options: Mapping[str, Any]
     ) -> tuple[str, ParsedCalls]:
         prompt, params = _one_turn(prompts, options)
         assert self.tokenizer is not None, "an episode is of an engine"

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig
     from mlx_parallm.config.training import LoraConfig
-    from mlx_parallm.environments.collecting_config import RolloutConfig
     from mlx_parallm.environments.kinds.conversation import ConversationEnvironment
     from mlx_parallm.environments.kinds.gymnasium import GymnasiumEnvironment
     from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
     from mlx_parallm.environments.kinds.svrl import SVRLEnvironment
-    from mlx_parallm.environments.manager import RolloutManager
+    from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
     from mlx_parallm.environments.registry import create_environment
     from mlx_parallm.environments.state import BaseEnvironment, State
     from mlx_parallm.execution.tool_calls import ToolCall
@@ -74,8 +73,7 @@ _HOMES = {
     "environments.kinds.conversation": "ConversationEnvironment",
     "environments.kinds.gymnasium": "GymnasiumEnvironment",
     "environments.registry": "create_environment",
-    "environments.collecting_config": "RolloutConfig",
-    "environments.manager": "RolloutManager",
+    "environments.manager": "RolloutConfig RolloutManager",
     "environments.kinds.simple_text": "SimpleTextEnvironment",
     "environments.state": "BaseEnvironment State",
     "environments.kinds.svrl": "SVRLEnvironment",

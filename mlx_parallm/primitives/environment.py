@@ -1,8 +1,7 @@
 """`python -m mlx_parallm.primitives.environment`: an environment by hand, then many episodes of it at once."""
 
-from mlx_parallm.environments.collecting_config import RolloutConfig
 from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
-from mlx_parallm.environments.manager import RolloutManager
+from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.state import text_of
 from mlx_parallm.inference.module import InferenceModule
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource
-from mlx_parallm.environments.collecting_config import RolloutConfig
-from mlx_parallm.environments.manager import RolloutManager
+from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.schedule import group_id
 from mlx_parallm.errors import EnvironmentFailedError
 from mlx_parallm.inference.module import InferenceModule

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mlx_parallm.environments.kinds.problems import make_problem
+from mlx_parallm.environments.kinds.tasks import make_problem
 
 ROWS = 200
 REWARD = """\

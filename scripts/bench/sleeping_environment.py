@@ -3,8 +3,8 @@
 import asyncio
 import time
 
-from mlx_parallm.environments.base import Environment, EnvironmentSource, Messages, Task
-from mlx_parallm.environments.kinds.problems import Split, make_problem
+from mlx_parallm.environments.base import Environment, EnvironmentSource, Messages, Split, Task
+from mlx_parallm.environments.kinds.tasks import make_problem
 from mlx_parallm.rewards.base import exact_match
 
 FOR_EVER_S = 1e9

@@ -3,9 +3,8 @@ or two lines, for a model of half a million parameters; all else is SVRLEnvironm
 
 import random
 
-from mlx_parallm.environments.kinds.problems import Split
-from mlx_parallm.environments.kinds.svrl import SVRLEnvironment
-from mlx_parallm.environments.kinds.verification import Tool, calculate
+from mlx_parallm.environments.base import Split
+from mlx_parallm.environments.kinds.svrl import SVRLEnvironment, Tool, calculate
 from mlx_parallm.environments.state import Inference, Prompt, State
 
 BUDGET, COST, MAX_STEPS = 1.5, 1.0, 3  # one call can be paid, a second one cannot

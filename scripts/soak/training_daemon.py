@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from mlx_parallm.environments.kinds.problems import make_problem
+from mlx_parallm.environments.kinds.tasks import make_problem
 
 BATCH_SIZE, GROUP_SIZE = 16, 4  # sequences of a step and of a group
 CONFIG = """

@@ -2,8 +2,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.collecting_config import RolloutConfig
-from mlx_parallm.environments.manager import RolloutManager
+from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.system.log import configure_logging
 from tests.environments.managing import Inbox

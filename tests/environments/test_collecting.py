@@ -9,9 +9,7 @@ import time
 
 import pytest
 
-from mlx_parallm.environments.collecting import Spool
-from mlx_parallm.environments.collecting_config import RolloutConfig
-from mlx_parallm.environments.manager import RolloutManager
+from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
@@ -136,42 +134,6 @@ def test_the_step_limit_holds_for_the_call(manager_of, tokenizer):
     assert not any(t.truncated for t in manager.collect_rollouts(10))
 
 
-def test_what_waits_is_spilled_and_comes_back_in_order(manager_of, tokenizer, tmp_path):
-    finished, all_there = [], threading.Event()
-
-    def count(trajectory):
-        finished.append(trajectory)
-        if len(finished) == 12:
-            all_there.set()
-
-    client = ScriptedClient(tokenizer, lambda request, _: request.request_id[-1])
-    manager = manager_of(
-        client,
-        callbacks={"on_rollout_complete": count},
-        offload_to_disk=tmp_path / "spill",
-        max_trajectory_buffer=2,
-    )
-    collected = []
-    for trajectory in manager.iterate_rollouts(12):
-        collected.append(trajectory)
-        assert all_there.wait(WAIT_S)
-    assert collected == finished
-    assert prompts(collected) == [f"{index}:" for index in range(12)]
-    assert list((tmp_path / "spill").iterdir()) == []  # the file has no name
-
-
-def test_a_spool_keeps_the_order_across_its_file(tmp_path):
-    spool = Spool(2, tmp_path)
-    for number in range(5):
-        spool.push((number,))
-    assert [spool.pop(), spool.pop(), spool.pop()] == [(0,), (1,), (2,)]
-    spool.push((5,))  # behind what is on the disk, although there is room in memory
-    assert [spool.pop() for _ in range(3)] == [(3,), (4,), (5,)]
-    spool.push((6,))
-    assert (spool.pop(), len(spool)) == ((6,), 0)
-    spool.close()
-
-
 def test_cancel_ends_what_is_in_flight_and_the_next_call_plays_it(manager_of, tokenizer):
     stuck, two, release, done = threading.Event(), threading.Event(), [], []
 
@@ -207,7 +169,7 @@ def test_cancel_ends_what_is_in_flight_and_the_next_call_plays_it(manager_of, to
         manager.collect_rollouts(1)
 
 
-def test_what_nobody_took_is_closed_though_a_thread_is_blocked(tokenizer, tmp_path):
+def test_a_manager_is_closed_though_a_thread_is_blocked(tokenizer):
     release, blocked = threading.Event(), threading.Event()
 
     class Blocking(Walk):
@@ -216,8 +178,7 @@ def test_what_nobody_took_is_closed_though_a_thread_is_blocked(tokenizer, tmp_pa
             release.wait()
             return super().reset(index)
 
-    config = RolloutConfig(offload_to_disk=tmp_path)
-    manager = RolloutManager(Blocking(), config, client=ScriptedClient(tokenizer, lambda *_: "x"), tokenizer=tokenizer)
+    manager = RolloutManager(Blocking(), client=ScriptedClient(tokenizer, lambda *_: "x"), tokenizer=tokenizer)
     manager.start()
     manager.request_groups(1)
     assert blocked.wait(WAIT_S)
@@ -227,7 +188,6 @@ def test_what_nobody_took_is_closed_though_a_thread_is_blocked(tokenizer, tmp_pa
         manager.close()
     with pytest.raises(RuntimeError, match="this manager is closed"):
         manager.start()
-    assert manager._collector._ready._file.closed
     release.set()
 
 
@@ -358,7 +318,7 @@ def test_what_a_step_returns_after_its_time_is_freed(manager_of, tokenizer):
             freed.append(state.metadata.get("opened"))
 
     environment = Opens()
-    source = StateSource(RolloutConfig(timeout_s=0.05).of_environment("Opens"), lambda: environment, seed=0)
+    source = StateSource(RolloutConfig(timeout_s=0.05).environment_config("Opens"), lambda: environment, seed=0)
     manager = manager_of(ScriptedClient(tokenizer, lambda *_: "x"), source)
     with pytest.raises(EnvironmentFailedError, match="not finished within"):
         manager.collect_rollouts(1)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.kinds.problems import TASKS, split_of
+from mlx_parallm.environments.kinds.tasks import TASKS, split_of
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.types import Rollout, Trajectory

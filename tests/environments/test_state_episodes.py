@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.current_episode import CURRENT, EpisodeOver
+from mlx_parallm.environments.episode import CURRENT, EpisodeOver
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.environments.state_source import StateSource

@@ -9,10 +9,9 @@ import pytest
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.environments.base import Environment
-from mlx_parallm.environments.collecting_config import RolloutConfig
 from mlx_parallm.environments.evaluate import draw_problems, evaluate
 from mlx_parallm.environments.kinds.tasks import TasksSource
-from mlx_parallm.environments.manager import RolloutManager
+from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.types import Request, SamplingParams
 

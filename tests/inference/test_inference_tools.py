@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.current_episode import CURRENT
-from mlx_parallm.environments.episode import Episode, Policy
+from mlx_parallm.environments.episode import CURRENT, Episode, EpisodePolicy
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.types import Completion
@@ -105,9 +104,9 @@ async def test_an_episodes_turn_shows_the_marks_of_calls_that_are_special_tokens
     engine = ScriptedEngine(hermes)
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
     engine.texts = (call,)
-    source = SimpleNamespace(config=EnvironmentConfig(kind="svrl", name="own"), as_asked=lambda prompt: prompt)
-    policy = Policy(engine, hermes, temperature=1.0, max_token_length=2000)  # type: ignore[arg-type]
-    turns = Episode(policy, source, group_id="group", seed=0, number=0, opening=None)  # type: ignore[arg-type]
+    config = EnvironmentConfig(kind="svrl", name="own")
+    policy = EpisodePolicy(engine, hermes, temperature=1.0, max_token_length=2000)  # type: ignore[arg-type]
+    turns = Episode(policy, config, group_id="group", seed=0, number=0)  # type: ignore[arg-type]
     token = CURRENT.set(turns)
     try:
         with InferenceModule.over(engine, hermes) as inference:  # type: ignore[arg-type]

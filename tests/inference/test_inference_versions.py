@@ -11,8 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.engine.scoring import Scorer
-from mlx_parallm.environments.collecting_config import RolloutConfig
-from mlx_parallm.environments.manager import RolloutManager
+from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.library.backprop import BackpropModule

@@ -5,8 +5,8 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_parallm.environments.base import Environment, EnvironmentSource, Messages, SingleTurn, Task
-from mlx_parallm.environments.kinds.problems import Split, make_problem
+from mlx_parallm.environments.base import Environment, EnvironmentSource, Messages, SingleTurn, Split, Task
+from mlx_parallm.environments.kinds.tasks import make_problem
 from mlx_parallm.rewards.base import verifier
 from mlx_parallm.types import Trajectory
 

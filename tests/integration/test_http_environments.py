@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_parallm.environments.kinds.problems import make_problem, score
+from mlx_parallm.environments.kinds.tasks import make_problem, score
 from tests.integration.processes import Daemon, free_port, metrics, train, wait_for_step, write_config
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.environments.kinds.problems import make_problem
+from mlx_parallm.environments.kinds.tasks import make_problem
 from mlx_parallm.models.loading import resolve_model_path
 from tests.integration.processes import Daemon, metrics, train, write_config
 

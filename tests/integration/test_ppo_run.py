@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_parallm.environments.kinds.problems import make_problem
+from mlx_parallm.environments.kinds.tasks import make_problem
 from tests.integration.processes import free_port, metrics, train
 
 pytestmark = pytest.mark.slow

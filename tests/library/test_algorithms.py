@@ -13,9 +13,8 @@ import pytest
 
 from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig
 from mlx_parallm.config.training import LoraConfig
-from mlx_parallm.environments.collecting_config import RolloutConfig
 from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
-from mlx_parallm.environments.manager import RolloutManager
+from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.errors import CheckpointError, ConfigError, RolloutRejectedError
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.library.algorithms import (

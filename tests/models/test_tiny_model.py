@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mlx_parallm
-from mlx_parallm.environments.kinds.problems import TASKS, make_problem
+from mlx_parallm.environments.kinds.tasks import TASKS, make_problem
 
 ASSETS = Path(mlx_parallm.__file__).parent / "assets" / "tiny"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tiny_model.md"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mlx_parallm.environments.kinds.problems import Split
+from mlx_parallm.environments.base import Split
 from mlx_parallm.environments.rows import TaskData, read_tasks
 from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 from mlx_parallm.errors import ConfigError, EndpointError, RolloutRejectedError

@@ -6,8 +6,7 @@ See docs/your_data.md.
 import copy
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.base import EnvironmentSource, PolicyInference, Task
-from mlx_parallm.environments.kinds.problems import Split
+from mlx_parallm.environments.base import EnvironmentSource, PolicyInference, Split, Task
 from mlx_parallm.environments.rows import common_columns, read_prompts
 from mlx_parallm.rewards.functions import Prompt, RewardFunctions
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.environments.kinds.problems import Split
+from mlx_parallm.environments.base import Split
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 from mlx_parallm.errors import ConfigError, RolloutRejectedError

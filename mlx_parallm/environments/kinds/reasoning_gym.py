@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.base import EnvironmentSource, Task
-from mlx_parallm.environments.kinds.problems import Split, split_of
+from mlx_parallm.environments.base import EnvironmentSource, Split, Task
+from mlx_parallm.environments.kinds.tasks import split_of
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards.base import verifier
 

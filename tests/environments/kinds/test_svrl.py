@@ -5,8 +5,7 @@ import json
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.kinds.svrl import SVRLEnvironment, arithmetic_task
-from mlx_parallm.environments.kinds.verification import Tool, calculate
+from mlx_parallm.environments.kinds.svrl import SVRLEnvironment, Tool, arithmetic_task, calculate
 from mlx_parallm.environments.registry import build_sources, create_environment
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.errors import ConfigError

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mlx_parallm.environments.kinds.problems import TASKS, make_problem, score, split_of
+from mlx_parallm.environments.kinds.tasks import TASKS, make_problem, score, split_of
 
 MANY = 400
 
@@ -69,7 +69,7 @@ def test_a_problem_depends_on_its_arguments_and_nothing_else():
 
 def test_problems_are_the_same_in_another_process():
     code = (
-        "from mlx_parallm.environments.kinds.problems import TASKS, make_problem\n"
+        "from mlx_parallm.environments.kinds.tasks import TASKS, make_problem\n"
         "print([make_problem(t, 4, seed=1, split='train').key for t in TASKS])"
     )
     here = str([make_problem(task, 4, seed=1, split="train").key for task in TASKS])

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mlx_parallm.environments.kinds.verification import calculate, calculator, code_runner, fact_table
+from mlx_parallm.environments.kinds.svrl import calculate, calculator, code_runner, fact_table
 from mlx_parallm.errors import ConfigError, ToolFailedError
 
 

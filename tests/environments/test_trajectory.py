@@ -1,16 +1,16 @@
 import pytest
 
-from mlx_parallm.environments.transcript import Transcript, continuation
+from mlx_parallm.environments.trajectory import SequenceRecorder, continuation
 from tests.environments.scripted_client import end_of_turn, finished
 from tests.environments.templates import QWEN3, with_template
 
 
 def test_spans_keep_mask_logprobs_and_versions():
-    transcript = Transcript([5, 6])
-    transcript.sample(finished(0, "x", [7, 2], version=3))
-    transcript.give([8])
-    transcript.sample(finished(0, "y", [9], version=4))
-    rollout = transcript.rollout(temperature=0.7, stop_reason="stop")
+    recorder = SequenceRecorder([5, 6])
+    recorder.add_sampled(finished(0, "x", [7, 2], version=3))
+    recorder.add_prompt([8])
+    recorder.add_sampled(finished(0, "y", [9], version=4))
+    rollout = recorder.rollout(temperature=0.7, stop_reason="stop")
     assert rollout.tokens == (5, 6, 7, 2, 8, 9)
     assert rollout.mask == (0, 0, 1, 1, 0, 1)
     assert rollout.logprobs == (0.0, 0.0, -0.5, -0.51, 0.0, -0.5)

@@ -1,4 +1,4 @@
-"""A conversation as the tokens that really went through the engine: what was sampled is never tokenised again."""
+"""An episode's tokens as they went through the engine: sampled text is never tokenised again."""
 
 from collections.abc import Sequence
 
@@ -7,18 +7,16 @@ from mlx_parallm.types import ChatTokenizer, Completion, Rollout
 UNKNOWN_VERSION = -1
 
 
-class Transcript:
-    """Grows span by span: given tokens (mask 0) and sampled ones (mask 1, with log-probability and policy version)."""
+class SequenceRecorder:
+    """Records one sequence span by span: prompt tokens (mask 0) and sampled ones (mask 1, with log-probability and
+    policy version)."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._tokens: list[int] = []
         self._mask: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
-        self.give(prompt_ids)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
+        self.add_prompt(prompt_ids)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -28,15 +26,15 @@ class Transcript:
     def last_token(self) -> int:
         return self._tokens[-1]
 
-    def give(self, token_ids: Sequence[int]) -> None:
-        """Tokens that the policy did not choose: prompt, template, an environment's answer."""
+    def add_prompt(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample: prompt, template, an environment's answer."""
         self._tokens += token_ids
         self._mask += [0] * len(token_ids)
         self._logprobs += [0.0] * len(token_ids)
         self._versions += [UNKNOWN_VERSION] * len(token_ids)
 
-    def sample(self, completion: Completion) -> None:
-        """What the policy chose, EOS included; says under which version the tokens given before it were read."""
+    def add_sampled(self, completion: Completion) -> None:
+        """Append what the policy sampled, EOS included, and note the version that read the prompt tokens before it."""
         for position in range(len(self._tokens) - 1, -1, -1):
             if self._mask[position]:
                 break
@@ -47,7 +45,7 @@ class Transcript:
         self._versions += completion.policy_versions
 
     def rollout(self, *, temperature: float, stop_reason: str | None, error: str | None = None) -> Rollout:
-        """The sequence so far, without scores."""
+        """Return the sequence so far, without scores."""
         return Rollout(
             tokens=tuple(self._tokens),
             mask=tuple(self._mask),
@@ -63,33 +61,35 @@ class Transcript:
 def continuation(
     tokenizer: ChatTokenizer,
     before: str,
-    said: str,
+    answer: str,
     after: str,
     *,
     last_token: int,
     stop: str | int | None = None,
 ) -> list[int] | None:
-    """Token ids that follow a sampled turn: its closing marks, what the environment says, the next turn's opening.
+    """Return the token ids that follow a sampled turn: its closing marks, the environment's answer, the next opening.
 
-    None where the next prompt is no longer the last one and its answer: a template that rewrites what came before, as
-    Qwen3's does with earlier thinking, or another text altogether. Then the next turn is not asked for after the tokens
-    that were sampled. White space around `said` may differ.
+    None where the next prompt does not begin with the last one and its answer, because it is another text or because
+    the template rewrites earlier turns (Qwen3's removes earlier thinking). Then the next turn starts a new sequence.
+    White space around `answer` may differ.
 
     Args:
-        before: the prompt that was answered, as text; `said` is the answer.
-        after: the next prompt, as text.
-        last_token: that was sampled; when it is the EOS that a template closes a turn with, it is not given twice.
-        stop: what ended the turn; a stop string that `after` goes on with is not given twice either.
+        before: text of the prompt that was answered.
+        answer: text of the answer.
+        after: text of the next prompt.
+        last_token: the last sampled token; where it is the EOS with which the template closes a turn, the closing mark
+            is not repeated.
+        stop: what ended the turn; a stop string with which `after` goes on is not repeated either.
     """
     rest = after.removeprefix(before)
     if len(rest) != len(after) - len(before):
         return None
-    for shown, spoken in ((rest, said), (rest.lstrip(), said.strip())):
-        if shown.startswith(spoken):
-            tail, end = shown[len(spoken) :], tokenizer.token_text(last_token)
+    for text, sampled in ((rest, answer), (rest.lstrip(), answer.strip())):
+        if text.startswith(sampled):
+            tail, end = text[len(sampled) :], tokenizer.token_text(last_token)
             if last_token in tokenizer.eos_token_ids:
                 tail = tail.removeprefix(end)
-            elif isinstance(stop, str) and (end.endswith(stop) or stop.endswith(end)):  # its end is the token's end
+            elif isinstance(stop, str) and (end.endswith(stop) or stop.endswith(end)):  # the stop was sampled whole
                 tail = tail.removeprefix(stop)
             return tokenizer.encode(tail, add_special_tokens=False)
     return None
