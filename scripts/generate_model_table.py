@@ -67,7 +67,7 @@ def try_one(name: str) -> dict[str, Any]:
         return {"kernels": kernels_called(name)}
     import mlx.core as mx
 
-    from mlx_parallm.engine.probe import choose_cache, why_not_batched
+    from mlx_parallm.engine.cache.batch import choose_cache, why_not_batched
     from mlx_parallm.errors import ModelError
 
     found: dict[str, Any] = {}

@@ -21,7 +21,7 @@ from openai import OpenAI
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.engine.client import EngineClient
-from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.models.loading import load_model, load_tokenizer, resolve_model_path
@@ -30,6 +30,7 @@ from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
+from tests.engine.helpers import engine_options
 from tests.server.serving import RunningServer, running_server
 
 TINY = ModelConfig(base_path="builtin:tiny")
@@ -90,7 +91,7 @@ def running_tiny_engine(max_model_len: int) -> Iterator[TinyEngine]:
     weights = SharedWeights(loaded.model)
     shapes = {path: linear_shape(layer) for path, layer in linear_layers(loaded.model).items()}
     lora = prepare_for_serving(loaded.model)
-    options = EngineOptions(max_model_len=max_model_len, vocab_size=loaded.vocab_size, max_rows=16, prefill_chunk=64)
+    options = engine_options(max_model_len=max_model_len, vocab_size=loaded.vocab_size, max_rows=16, prefill_chunk=64)
     models = ServedModels(
         "builtin:tiny",
         adapter_versions=lambda: {name: adapter.version for name, adapter in weights.adapters().items()},

@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_parallm.engine.events import Event, Failed, StreamDelta
 from mlx_parallm.engine.grammar import Grammars
+from mlx_parallm.engine.live_requests import Event, Failed, StreamDelta
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.validation import RequestLimits, check_request
 from mlx_parallm.errors import EngineUnavailableError
@@ -81,11 +81,11 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopThread:
     pass
 
 
-Command = Submit | Abort | NotifyIdle | Call | Stop
+Command = Submit | Abort | NotifyIdle | Call | StopThread
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
 
 The weight lock's read side is held while a step's graph is built, not while it is evaluated; each token carries the
 policy version read there. A request's own failure ends that request. An exception of the batched forward itself is
-raised by `step`; the caller (thread.py) then calls `recover`, which finds whose it was and computes the others' rows
-again, or `fail_active`, after which the engine goes on with an empty cache.
+raised by `step`; the caller (thread.py) then calls `recover`, which finds the request that caused it and computes the
+others' rows again, or `fail_active`, after which the engine goes on with an empty cache.
 """
 
 import gc
@@ -19,15 +19,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.engine.cache.batch import arrays_of
-from mlx_parallm.engine.events import Event
+from mlx_parallm.engine.cache.batch import arrays_of, choose_cache
 from mlx_parallm.engine.grammar import Grammars
-from mlx_parallm.engine.live_requests import Counters, LiveRequests, own_failure
+from mlx_parallm.engine.live_requests import Counters, Event, LiveRequests, own_failure
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.model_runner import ModelRunner, SampledToken
 from mlx_parallm.engine.output_text import OutputText
-from mlx_parallm.engine.probe import choose_cache
-from mlx_parallm.engine.recovery import RowRebuilder
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.engine.scoring import Score, Scorer
 from mlx_parallm.engine.sequence import Sequence, random_stream
@@ -45,22 +42,18 @@ CLEAR_CACHE_STEPS = 512  # MLX's buffer cache is emptied this often
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`max_rows`: sequences decoded together; `prefill_chunk`: prompt tokens between two decode steps;
-    `kv_cache_bytes`: keys and values of running sequences, None = unbounded; `prefix_cache_bytes`: those kept for
-    later, 0 = none; `default_max_tokens`: of requests that name no limit, None = all the room there is; `seed`: for
-    requests that bring none; `architecture`: for error texts;
-    `processed_alternatives`: see SamplingBatch."""
+    """Made from the configuration by `starting.engine_options`."""
 
     max_model_len: int
     vocab_size: int
-    max_rows: int = 32
-    prefill_chunk: int = 512
-    kv_cache_bytes: int | None = None
-    prefix_cache_bytes: int = 1 << 26
-    default_max_tokens: int | None = None
-    seed: int = 0
-    architecture: str = "this model"
-    processed_alternatives: bool = False
+    max_rows: int  # sequences decoded together
+    prefill_chunk: int  # prompt tokens between two decode steps
+    kv_cache_bytes: int | None  # keys and values of running sequences; None = unbounded
+    prefix_cache_bytes: int  # keys and values kept for later requests; 0 = none
+    default_max_tokens: int | None  # of requests without a limit; None = all the room there is
+    seed: int  # of requests without one
+    architecture: str  # for error texts
+    processed_alternatives: bool  # see SamplingBatch
 
 
 class Engine:
@@ -72,7 +65,7 @@ class Engine:
         lora: what the serving tree's linear layers read.
 
     Raises:
-        ModelError: the engine cannot decode the architecture (see probe.py).
+        ModelError: the engine cannot decode the architecture (see cache/batch.py).
     """
 
     def __init__(
@@ -81,8 +74,8 @@ class Engine:
         self.options = options
         self.grammars = Grammars(tokenizer, options.vocab_size)
         self.counters = Counters()
-        self.slots = choose_cache(model, options.architecture, options.max_rows, options.max_model_len)
-        token_bytes = self.slots.token_bytes()
+        self.cache = choose_cache(model, options.architecture, options.max_rows, options.max_model_len)
+        token_bytes = self.cache.token_bytes()
         bound = None if options.kv_cache_bytes is None or not token_bytes else options.kv_cache_bytes // token_bytes
         self.limits = RequestLimits(options.max_model_len, options.vocab_size, bound, options.default_max_tokens)
         self.scheduler = Scheduler(
@@ -90,32 +83,33 @@ class Engine:
             options.prefill_chunk,
             bound,
             options.prefix_cache_bytes // max(token_bytes, 1),
-            rewindable=self.slots.rewindable,
+            rewindable=self.cache.rewindable,
         )
         self.weights = weights
         self._runner = ModelRunner(
             model,
             lora,
-            self.slots,
+            weights,
+            self.cache,
+            prefill_chunk=options.prefill_chunk,
             processed_alternatives=options.processed_alternatives,
         )
-        self._rebuilder = RowRebuilder(model, self.slots, lora, weights.read, options.prefill_chunk)
         self._tokenizer = tokenizer
         self._random = random.Random(options.seed)
         self._live = LiveRequests(self.counters)
         self._scores: deque[Score] = deque()
-        self._scorer = Scorer(model, self.slots.new_prefill, lora.activate, options.prefill_chunk, options.vocab_size)
-        self.holders: Mapping[str, bool] = {}  # who wants nothing new to start: does what runs stand still too?
+        self._scorer = Scorer(model, self.cache.new_prefill, lora.activate, options.prefill_chunk, options.vocab_size)
+        self.holders: Mapping[str, bool] = {}  # who paused admission → whether running sequences are frozen too
         self._version = self._revision = self._base_serial = -1  # what was last seen under the read lock
 
     @property
     def has_work(self) -> bool:
-        """True when there is something to step for, or to tell."""
+        """True when there is something to compute or an event to deliver."""
         return self._live.has_events or (not self.frozen and (self.scheduler.has_work or self._scoring))
 
     @property
     def frozen(self) -> bool:
-        """True while a holder wants what runs to stand still."""
+        """True while a holder has frozen the running sequences."""
         return any(self.holders.values())
 
     @property
@@ -129,7 +123,7 @@ class Engine:
         return bool(self._scores) and (not self.scheduler.paused or self._scores[0].done > 0)
 
     def step(self) -> list[Event]:
-        """One token for every running sequence; returns what there is to tell."""
+        """Gives every running sequence one token; returns the events."""
         with self.weights.read() as view:
             self._note_weights(view)
         plan = self.scheduler.schedule(self._weights_of, self._version)
@@ -176,18 +170,18 @@ class Engine:
         self.counters.running = len(self.scheduler.active)  # there may be no step soon
 
     def hold(self, holder: str, *, freeze: bool) -> None:
-        """Starts nothing that waits until `release` with the same name; with `freeze` nothing that runs steps either,
-        and goes on afterwards as if nothing had been."""
+        """Pauses admission until `release` with the same name. With `freeze` running sequences stop too, and continue
+        afterwards unchanged."""
         self.holders = {**self.holders, holder: freeze}
         self.scheduler.paused = True
 
     def release(self, holder: str) -> None:
-        """Ends that holder's hold, if any; others' stay."""
+        """Ends that holder's pause, if any; others' stay."""
         self.holders = {name: freeze for name, freeze in self.holders.items() if name != holder}
         self.scheduler.paused = bool(self.holders)
 
     def fail_active(self, error: str) -> list[Event]:
-        """After `step` raised: fails whoever took part, drops keys and values, keeps the queue."""
+        """After `step` raised: fails every sequence that took part, drops keys and values, keeps the queue."""
         lost = self.scheduler.forget_rows()
         self._runner.reset()
         for sequence in lost:
@@ -196,7 +190,7 @@ class Engine:
         return self._live.drain_events()
 
     def recover(self) -> bool:
-        """After `step` raised: computes every row again, alone (recovery.py). Who raises alone fails, the others go on.
+        """After `step` raised: computes every row again, alone (`ModelRunner.rebuild`); fails those that raise alone.
 
         Returns whether the cause was found. Raises what the model raises when it cannot compute anything any more.
         """
@@ -204,18 +198,18 @@ class Engine:
         self._runner.reset()
         for sequence in lost:
             try:
-                self._rebuilder.rebuild(sequence, len(self.scheduler.rows))
+                self._runner.rebuild(sequence, len(self.scheduler.rows))
             except Exception as error:  # noqa: BLE001 - boundary: the failure is this sequence's, and it is told
                 sequence.finish("error", error=f"the model failed on this request: {error!r}")
                 self._live.retire(sequence)
             else:
                 self.scheduler.restore(sequence)
         if not self.scheduler.rows:
-            self._rebuilder.try_forward()
+            self._runner.try_forward()
         return len(self.scheduler.rows) < len(lost)
 
     def begin_logits(self, tokens: tuple[int, ...], adapter: str | None) -> Score:
-        """A text of two or more tokens for `next_logits`; both are for `EngineClient.call`. Raises RequestError."""
+        """Prepares a text of two or more tokens for `next_logits`, run by `EngineClient.call`. Raises RequestError."""
         check_request(Request("logits", tokens, SamplingParams(max_tokens=0), adapter), self.limits)
         return Score("logits", tokens, self._adapter_slot(adapter), 0)
 
@@ -227,7 +221,7 @@ class Engine:
         return np.array(logits)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all prefixes but those of running rows."""
+        """Drops all prefixes but those of running rows."""
         self.scheduler.forget_prefixes()
 
     def take_events(self) -> list[Event]:
@@ -247,7 +241,7 @@ class Engine:
         assert all(sequence.row == row for row, sequence in enumerate(rows)), [s.row for s in rows]
         assert all(s.cached == len(s.prompt) + len(s.tokens) - 1 for s in rows if not s.finished)
         assert len(self.scheduler.active) <= self.options.max_rows
-        self.slots.check_integrity([s.cached for s in rows])
+        self.cache.check_integrity([s.cached for s in rows])
         self.scheduler.prefix_cache.check_integrity()
         unfinished = {id(s) for live in self._live for s in live.sequences if not s.finished}
         queued = {id(s) for s in [*self.scheduler.waiting, *self.scheduler.active]}
@@ -296,7 +290,7 @@ class Engine:
         ]
 
     def _note_weights(self, view: WeightsView) -> None:
-        """After a change of weights: what old ones have read is of no use any more."""
+        """After a change of weights: drops prefixes that old weights computed."""
         if view.revision == self._revision:
             return
         self._version, self._revision, self._base_serial = view.policy_version, view.revision, view.base_serial
@@ -305,8 +299,11 @@ class Engine:
         self.scheduler.prefix_cache.keep_only({(*key, view.base_serial) for key in newest | pinned})
 
     def _weights_of(self, sequence: Sequence) -> Hashable:
-        """What reads the sequence now: its adapter's arrays, the base's. A pinned version shares no prefix with the
-        requests that had it as the newest: a publish may have come while their prompts were read."""
+        """Identifies the weights that compute the sequence now: its adapter's arrays and the base's.
+
+        A pinned version shares no prefix with requests that had it as the newest: a publish may have come while their
+        prompts were computed.
+        """
         adapter = sequence.adapter
         own = (0, False) if adapter is None else (adapter.weights.serial, adapter.pinned)
         return (*own, self._base_serial)
@@ -317,7 +314,7 @@ class Engine:
             return
         if not math.isfinite(sampled.logprob):
             sequence.finish("error", error=NOT_FINITE)
-            self.slots.scrub_row(sequence.row)
+            self.cache.scrub_row(sequence.row)
             self._live.retire(sequence)
             return
         sequence.cached += 1
@@ -357,7 +354,7 @@ class Engine:
             sequence.finish("length")
 
     def _advance_score(self) -> None:
-        """One chunk of the oldest score."""
+        """Computes one chunk of the oldest score."""
         if not self._scoring:
             return
         score = self._scores[0]
@@ -382,5 +379,5 @@ class Engine:
         self.counters.steps += 1
         self.counters.running = len(self.scheduler.active)
         if self.counters.steps % CLEAR_CACHE_STEPS == 0:
-            self.slots.shrink_to([sequence.cached for sequence in self.scheduler.rows])  # those of finished ones too
+            self.cache.shrink_to([sequence.cached for sequence in self.scheduler.rows])  # those of finished ones too
             mx.clear_cache()

@@ -1,15 +1,42 @@
-"""The requests that have not ended: which sequences they wait for, what their clients are told.
+"""The requests that have not ended, and the events that their clients receive. No MLX.
 
-`Engine` says what happened to a sequence; `LiveRequests` turns that into events (deltas, the end of a request).
+`Engine` reports what happened to a sequence; `LiveRequests` turns that into events (deltas, the end of a request).
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mlx_parallm.engine.events import Event, Finished, StreamDelta
 from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.errors import ParallmError
 from mlx_parallm.types import CompletionDelta, FinishReason, PromptLogprobs, Request, RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDelta:
+    """The new tokens and text of one choice of a streamed request."""
+
+    request_id: str
+    delta: CompletionDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a generation request, streamed or not."""
+
+    request_id: str
+    output: RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request could not be run at all."""
+
+    request_id: str
+    error: ParallmError
+
+
+Event = StreamDelta | Finished | Failed
 
 
 @dataclass
@@ -83,7 +110,7 @@ class LiveRequests:
 
     def end_unfinished(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> None:
         """Ends what is left of a request, wherever its sequences are; the scheduler frees rows and queue later. Choices
-        that have ended and wait for the prompt's scores end so too: without those the answer is not what was asked."""
+        that have ended and wait for the prompt's scores get this reason too: the answer is incomplete without them."""
         for sequence in live.sequences if live.scoring else ():
             if sequence.finished:
                 sequence.finish(reason, error=error)

@@ -1,27 +1,32 @@
-"""Carries out a `Plan` on the model: moves rows, computes a chunk of prefill, decodes one token for every row.
+"""Carries out a `SchedulerOutput` on the model: row moves, chunks of prefill, one decoded token for every row.
 
 The prefill and the decode step are unmodified mlx-lm forwards over our caches. Only keys and values of a prefill are
 ever evaluated (MLX is lazy), and the last token of each prompt is fed by the decode step, so the head is computed for
 one position a row. `launch` builds the step's graph under the weight lock; `collect` evaluates it outside of the lock
 and reads it: the step's one host sync. Launching step N+1 before N is read would hide the Python of a step (about 2 ms
 of 50 at 32 rows of 29 M parameters on CPU) and cost a wasted row-step per finish; it is not done.
+
+A step that failed leaves keys and values doubtful. `rebuild` then computes one row anew, from its sequence's tokens and
+alone, and tries its next step too: a sequence that raises there is the cause, and fails alone. This costs one prefill a
+row and happens after a failure only.
 """
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.engine.cache.batch import BatchCache, RowCaches, arrays_of
+from mlx_parallm.engine.cache.batch import RunningCache, arrays_of
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
-from mlx_parallm.engine.scheduler import Plan, PrefillChunk
+from mlx_parallm.engine.scheduler import PrefillChunk, SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.types import TopLogprob
-from mlx_parallm.weights import WeightsView
-
-MOVE_BLOCK = 32  # row moves copy up to a multiple of this many positions
+from mlx_parallm.weights import SharedWeights, WeightsView
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,9 @@ class ModelRunner:
     Args:
         model: the serving tree (after `prepare_for_serving`).
         lora: what its linear layers read.
-        slots: what the rows' layers keep.
+        weights: the read lock, for `rebuild`.
+        cache: keys, values and states of the running rows.
+        prefill_chunk: tokens of one forward, for `rebuild`.
         processed_alternatives: see SamplingBatch.
     """
 
@@ -57,31 +64,34 @@ class ModelRunner:
         self,
         model: nn.Module,
         lora: LoraContext,
-        slots: BatchCache | RowCaches,
+        weights: SharedWeights,
+        cache: RunningCache,
         *,
-        processed_alternatives: bool = False,
+        prefill_chunk: int,
+        processed_alternatives: bool,
     ) -> None:
         self._processed_alternatives = processed_alternatives
+        self._prefill_chunk = prefill_chunk
         self._model = model
         self._lora = lora
-        self._slots = slots
+        self._weights = weights
+        self._cache = cache
         self._rows: tuple[Sequence, ...] = ()
         self._batch: SamplingBatch | None = None
 
-    def move_rows(self, plan: Plan) -> None:
-        """What needs no weights, before the lock is taken: rows into the prefix cache, then the plan's moves."""
+    def move_rows(self, plan: SchedulerOutput) -> None:
+        """Carries out what needs no weights, before the lock is taken: rows into the prefix cache, then the moves."""
         for save in plan.saves:
-            save.segment.arrays = self._slots.read(save.row, save.segment.start, save.segment.stop)
+            save.segment.arrays = self._cache.read(save.row, save.segment.start, save.segment.stop)
         mx.eval([save.segment.arrays for save in plan.saves])
         if plan.moves:
-            length = -(-max(move.length for move in plan.moves) // MOVE_BLOCK) * MOVE_BLOCK
-            length = min(length, self._slots.position_capacity)
-            self._slots.move_rows([move.source for move in plan.moves], [move.target for move in plan.moves], length)
+            longest = max(move.length for move in plan.moves)
+            self._cache.move_rows([move.source for move in plan.moves], [move.target for move in plan.moves], longest)
         if plan.rows:
             longest = max(sequence.cached for sequence in plan.rows) + 1
-            self._slots.reserve(len(plan.rows), longest, plan.max_row_tokens)
+            self._cache.reserve(len(plan.rows), longest, plan.max_row_tokens)
 
-    def launch(self, plan: Plan, view: WeightsView) -> LaunchedStep:
+    def launch(self, plan: SchedulerOutput, view: WeightsView) -> LaunchedStep:
         """Builds the step's graph under the read lock of `view`; nothing is evaluated here."""
         pending: list[mx.array] = []
         for chunk in plan.prefill:
@@ -95,7 +105,7 @@ class ModelRunner:
             mx.async_eval(logits)  # the model computes while the grammars' masks are made
         sampled = sample(logits, batch, [len(sequence.tokens) for sequence in plan.rows])
         return LaunchedStep(
-            plan.rows, view.policy_version, batch, sampled, pending + sampled.arrays + self._slots.unread
+            plan.rows, view.policy_version, batch, sampled, pending + sampled.arrays + self._cache.unread
         )
 
     def collect(self, step: LaunchedStep) -> list[SampledToken]:
@@ -119,27 +129,53 @@ class ModelRunner:
 
     def reset(self) -> None:
         """After a failed step, or when idle: drops rows, adapter stacks and what the last batch held."""
-        self._slots.clear()
+        self._cache.clear()
         self._rows, self._batch = (), None
         self._lora.release()
 
     def _decode(self, rows: tuple[Sequence, ...], tokens: mx.array) -> mx.array:
         """Feeds each row its next token, tokens [n]; returns logits [n, V]."""
-        self._slots.begin_step([sequence.cached for sequence in rows])
+        self._cache.begin_step([sequence.cached for sequence in rows])
         logits = []
-        for start, stop, caches in self._slots.batches():
+        for start, stop, caches in self._cache.batches():
             self._lora.activate([sequence.adapter for sequence in rows[start:stop]])
             logits.append(self._model(tokens[start:stop, None], cache=caches)[:, -1])
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
+
+    def rebuild(self, sequence: Sequence, row: int) -> None:
+        """Computes the sequence's prompt and output without its newest token, and puts that into `row`.
+
+        Raises whatever the model or the sampler raises on it.
+        """
+        tokens = [*sequence.prompt, *sequence.tokens]
+        length = len(tokens) - 1
+        caches = self._cache.new_prefill(len(tokens))
+        for start in range(0, length, self._prefill_chunk):
+            self._forward(tokens[start : min(start + self._prefill_chunk, length)], sequence.adapter, caches)
+            mx.eval(arrays_of(caches))
+        logits = self._forward(tokens[-1:], sequence.adapter, copy.deepcopy(caches))
+        mx.eval(sample(logits, SamplingBatch((sequence,)), [len(sequence.tokens)]).arrays)
+        if length:
+            self._cache.write_prefixes(caches, (0,), row, length)
+
+    def try_forward(self) -> None:
+        """Computes one token of the base alone. Raises when the model cannot compute at all."""
+        mx.eval(self._forward([0], None, self._cache.new_prefill(1)))
+
+    def _forward(self, tokens: list[int], adapter: AdapterSlot | None, caches: list[Any]) -> mx.array:
+        """Logits [1, V] of the last token."""
+        with self._weights.read():
+            self._lora.activate([adapter])
+            return self._model(mx.array([tokens], dtype=mx.int32), cache=caches)[:, -1]
 
     def _prefill(self, chunk: PrefillChunk) -> list[mx.array]:
         prefill = chunk.prefill
         if not prefill.length:  # prompts of one token, which the decode step feeds
             return []
         if not prefill.caches:
-            prefill.caches = self._slots.new_prefill(prefill.length, [row.pieces for row in prefill.rows])
+            prefill.caches = self._cache.new_prefill(prefill.length, [row.prefix for row in prefill.rows])
             for row in prefill.rows:
-                row.pieces = ()
+                row.prefix = ()
         if chunk.stop > chunk.start:
             tokens = np.zeros((len(prefill.rows), chunk.stop - chunk.start), np.int32)
             for index, row in enumerate(prefill.rows):
@@ -149,7 +185,7 @@ class ModelRunner:
             self._model(mx.array(tokens), cache=prefill.caches)
         if chunk.sources:
             length = max(len(prefill.rows[source].tokens) for source in chunk.sources)
-            self._slots.write_prefixes(prefill.caches, chunk.sources, chunk.first_row, length)
+            self._cache.write_prefixes(prefill.caches, chunk.sources, chunk.first_row, length)
             prefill.caches = []
             return []  # the decode step reads the rows
         return arrays_of(prefill.caches)

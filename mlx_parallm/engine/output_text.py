@@ -1,15 +1,10 @@
 """The text of one choice: incremental decoding, stop strings, and what of it a stream may already show. No MLX."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class Detokenizer(Protocol):
-    """`models.tokenizer.Detokenizer`: text is given out once no later token can change it."""
-
-    def add(self, token_id: int) -> str: ...
-
-    def finish(self) -> str: ...
+if TYPE_CHECKING:
+    from mlx_parallm.models.tokenizer import Detokenizer
 
 
 class OutputText:
@@ -29,7 +24,7 @@ class OutputText:
     __slots__ = ("_decoder", "_done", "_eager", "_held", "_include_stop", "_lazy", "_make", "_stop", "_taken", "_text")
 
     def __init__(
-        self, detokenizer: Callable[[], Detokenizer], stop: tuple[str, ...], *, include_stop: bool, eager: bool
+        self, detokenizer: "Callable[[], Detokenizer]", stop: tuple[str, ...], *, include_stop: bool, eager: bool
     ) -> None:
         self._make = detokenizer
         self._decoder: Detokenizer | None = None

@@ -1,4 +1,4 @@
-"""Draws one token for every row in one vectorised call; each row has its own parameters and its own random stream.
+"""Draw one token for every row in one vectorised call; each row has its own parameters and its own random stream.
 
 `SamplingBatch` holds the rows' parameters as arrays and is made again only when the rows change. The order is vLLM's:
 tokens outside of the grammar → forbidden tokens and bias → penalties → temperature → min_p → top_k → top_p → draw.
@@ -13,14 +13,63 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.engine.draw import Masses
 from mlx_parallm.engine.grammar import allowed_tokens
 from mlx_parallm.engine.logit_edits import stack_edits
 from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.models.cpu_kernels import exp_minus
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.types import SamplingParams, TopLogprob
 
+BLOCK = 128
 _OFF = 2.0  # a top_p that keeps everything, beyond what rounding of the cumulated sum can reach
+
+
+@dataclass(frozen=True)
+class BlockedLogits:
+    """Logits in blocks of 128 tokens, for both the draw and the normaliser of the log-probability in one pass.
+
+    A token is drawn in two stages, the block by its mass and the token within its block, each by Gumbel's maximum
+    (`mx.random.categorical`): the distribution is the same as over the whole vocabulary, with (V / 128 + 128) random
+    numbers and logarithms a row instead of V. Times: docs/benchmarks/serving.md.
+
+    logits [n, N, 128] float32 in N = ⌈V / 128⌉ blocks, padded with -inf; largest [n, 1];
+    masses [n, N]: Σ exp(x - largest) over a block.
+    """
+
+    logits: mx.array
+    largest: mx.array
+    masses: mx.array
+
+    @staticmethod
+    def split(logits: mx.array) -> "BlockedLogits":
+        """Split [n, V] float32."""
+        rows, vocab = logits.shape
+        largest = logits.max(axis=-1, keepdims=True)
+        masses = exp_minus(logits, largest)
+        if padding := -vocab % BLOCK:
+            masses = mx.pad(masses, [(0, 0), (0, padding)])
+            logits = mx.pad(logits, [(0, 0), (0, padding)], constant_values=-mx.inf)
+        shape = (rows, -1, BLOCK)
+        return BlockedLogits(logits.reshape(shape), largest, masses.reshape(shape).sum(axis=-1))
+
+    @property
+    def logsumexp(self) -> mx.array:
+        """[n]; NaN where a logit is."""
+        return mx.log(self.masses.sum(axis=-1)) + self.largest.squeeze(-1)
+
+    def draw(self, keys: mx.array) -> mx.array:
+        """[n] tokens, each with its own key of `keys` [n, 2] uint32. One of mass 0 is never drawn."""
+        return _draw(mx.log(self.masses), self.logits, keys)
+
+
+def _draw_row(masses: mx.array, logits: mx.array, key: mx.array) -> mx.array:
+    for_block, for_token = mx.random.split(key)
+    block = mx.random.categorical(masses, key=for_block)
+    token = mx.random.categorical(mx.take(logits, block, axis=0), key=for_token)
+    return block * BLOCK + token
+
+
+_draw = mx.vmap(_draw_row)
 
 
 @dataclass(frozen=True)
@@ -82,22 +131,22 @@ def sample(logits: mx.array, batch: SamplingBatch, positions: list[int]) -> Samp
     edited = _edit(_constrain(plain, batch), batch)
     raw = _scaled(plain, batch)
     scaled = batch.filter.apply(raw if edited is plain else _scaled(edited, batch))
-    raw_masses = Masses.of(raw)
-    masses = raw_masses if scaled is raw else Masses.of(scaled)
+    raw_blocks = BlockedLogits.split(raw)
+    blocks = raw_blocks if scaled is raw else BlockedLogits.split(scaled)
     if batch.all_greedy:
         tokens = mx.argmax(edited, axis=-1)
     else:
-        tokens = masses.draw(batch.keys(positions))
+        tokens = blocks.draw(batch.keys(positions))
         if batch.any_greedy:
             tokens = mx.where(batch.greedy, mx.argmax(edited, axis=-1).astype(tokens.dtype), tokens)
     tokens = tokens.astype(mx.int32)
     processed = None
     if batch.reshaped:
         index = mx.array(batch.reshaped)
-        processed = token_logprobs(scaled[index], tokens[index], normalizer=masses.logsumexp[index])
-    shown = (scaled, masses) if batch.processed_alternatives else (raw, raw_masses)
+        processed = token_logprobs(scaled[index], tokens[index], normalizer=blocks.logsumexp[index])
+    shown = (scaled, blocks) if batch.processed_alternatives else (raw, raw_blocks)
     top_tokens, top_logprobs = _alternatives(*shown, batch)
-    logprobs = token_logprobs(logits, tokens, batch.temperature, normalizer=raw_masses.logsumexp)
+    logprobs = token_logprobs(logits, tokens, batch.temperature, normalizer=raw_blocks.logsumexp)
     return Sampled(tokens, logprobs, processed, top_tokens, top_logprobs)
 
 
@@ -144,12 +193,14 @@ def _edit(logits: mx.array, batch: SamplingBatch) -> mx.array:
     return edited
 
 
-def _alternatives(logits: mx.array, masses: Masses, batch: SamplingBatch) -> tuple[mx.array | None, mx.array | None]:
-    """Of [n, V] logits and their masses; the sampled token's log-probability among them is the one reported for it."""
+def _alternatives(
+    logits: mx.array, blocks: BlockedLogits, batch: SamplingBatch
+) -> tuple[mx.array | None, mx.array | None]:
+    """The likeliest tokens of [n, V] logits; the sampled token has the log-probability that is reported for it."""
     if not batch.wants_top:
         return None, None
     index = mx.array(batch.wants_top)
-    return top_logprobs(logits[index], batch.top_count, masses.logsumexp[index])
+    return top_logprobs(logits[index], batch.top_count, blocks.logsumexp[index])
 
 
 def top_logprobs(logits: mx.array, count: int, normalizer: mx.array | None = None) -> tuple[mx.array, mx.array]:

@@ -1,16 +1,16 @@
 """Decides what the next step does: plain Python over `Sequence`s, no tensor in sight.
 
-Rows of the KV cache are dense: running sequences hold rows 0..n-1. `schedule` fills the rows that were left by finished
-sequences and returns a `Plan`, which `ModelRunner` carries out in this order: saves, moves, chunks of prefill, one
+Rows of the KV cache are dense: running sequences hold rows 0..n-1. `schedule` fills the rows that finished sequences
+left and returns a `SchedulerOutput`. `ModelRunner` carries it out in this order: saves, moves, chunks of prefill, one
 decode step over `rows`.
 
-Queue: by priority (lower first), then by arrival; `AGEING_STEPS` steps of waiting weigh as much as one level, so nobody
-waits for ever. Nobody overtakes who waits for memory.
+Queue: by priority (lower first), then by arrival; `AGEING_STEPS` steps of waiting weigh as much as one level, so no
+request starves, and none overtakes a request that waits for memory.
 Prefill: any number of prompts may be under way; each step advances the one with the least left (so a short prompt does
 not wait for a long one), but one that was passed over gains a chunk a step. While rows decode, a prompt of several
 chunks advances by smaller ones.
-A prompt is computed once for all who ask it meanwhile, and its keys and values stay in the prefix cache
-(prefix_cache.py) under the weights that read it (`weights_of`), as far as that has room.
+A prompt is computed once for all requests that bring it meanwhile, and its keys and values stay in the prefix cache
+(cache/prefix.py) under the weights that computed it (`weights_of`), as far as that has room.
 """
 
 from bisect import insort
@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_parallm.engine.cache.prefix import Key, Piece, PrefixCache, Segment
+from mlx_parallm.engine.cache.prefix import Key, PrefixCache, PrefixChunk, Segment
 from mlx_parallm.engine.sequence import Sequence, Status
 
 AGEING_STEPS = 256
@@ -26,7 +26,7 @@ DECODING_SHARE = 4  # while all rows decode, a long prompt advances by this part
 
 
 @dataclass(frozen=True, slots=True)
-class RowMove:
+class SlotMove:
     """The last row goes into a hole: `length` tokens of row `source` to row `target`."""
 
     source: int
@@ -44,12 +44,12 @@ class PrefixSave:
 
 @dataclass(slots=True)
 class PrefillRow:
-    """One prompt being computed and everyone who waits for it. Its first `known` positions are in `pieces`, until
+    """One prompt being computed and the sequences that wait for it. Its first `known` positions are in `prefix`, until
     ModelRunner has taken them from there."""
 
     key: Key
-    owner: Sequence  # who asked first
-    pieces: tuple[Piece, ...]
+    owner: Sequence  # the first that brought the prompt
+    prefix: tuple[PrefixChunk, ...]
     known: int
     sequences: list[Sequence]
 
@@ -98,9 +98,9 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SchedulerOutput:
     saves: tuple[PrefixSave, ...]
-    moves: tuple[RowMove, ...]
+    moves: tuple[SlotMove, ...]
     prefill: tuple[PrefillChunk, ...]
     rows: tuple[Sequence, ...]  # row i of the cache belongs to rows[i]; all of them decode
     max_row_tokens: int | None  # rows × positions that the cache may have room for; the rest is the prompts'
@@ -123,10 +123,10 @@ class Scheduler:
         self,
         max_rows: int,
         prefill_chunk: int,
-        max_kv_tokens: int | None = None,
-        max_cached_tokens: int = 0,
+        max_kv_tokens: int | None,
+        max_cached_tokens: int,
         *,
-        rewindable: bool = True,
+        rewindable: bool,
     ) -> None:
         self.max_rows = max_rows
         self.prefill_chunk = prefill_chunk
@@ -180,12 +180,12 @@ class Scheduler:
             if sequence.finished:
                 sequence.prefix_key = None
 
-    def schedule(self, weights_of: Callable[[Sequence], Hashable], version: int = -1) -> Plan:
+    def schedule(self, weights_of: Callable[[Sequence], Hashable], version: int = -1) -> SchedulerOutput:
         """Plans one step. Finished sequences lose their rows here.
 
         Args:
-            weights_of: what identifies the weights that a sequence is read by now; equal for equal weights only.
-            version: the policy version, noted as `prompt_version` of who is admitted.
+            weights_of: identifies the weights that compute a sequence now; equal for equal weights only.
+            version: the policy version, noted as `prompt_version` of admitted sequences.
         """
         self._step += 1
         saves = self._saves(weights_of)
@@ -196,11 +196,11 @@ class Scheduler:
         limit = None if self.max_kv_tokens is None else self.max_kv_tokens - self._prompt_tokens
         chunks = self._next_chunks()
         prefilled = sum(row.computed_tokens for chunk in chunks if chunk.sources for row in chunk.prefill.rows)
-        return Plan(tuple(saves), tuple(moves), tuple(chunks), tuple(self.rows), limit, prefilled)
+        return SchedulerOutput(tuple(saves), tuple(moves), tuple(chunks), tuple(self.rows), limit, prefilled)
 
     def _saves(self, weights_of: Callable[[Sequence], Hashable]) -> list[PrefixSave]:
-        """What new rows hold of their prompts, and finished ones of all, goes into the prefix cache: unless it was read
-        under weights that have changed since, or is doubtful (a failed row may hold NaN)."""
+        """Puts new rows' prompts and finished rows' texts into the prefix cache, unless their weights have changed, or
+        they are doubtful (a failed row may hold NaN)."""
         saves: list[PrefixSave] = []
         if not self.prefix_cache.max_tokens:
             return saves
@@ -216,7 +216,7 @@ class Scheduler:
                     saves.append(PrefixSave(segment, sequence.row))
         return saves
 
-    def _compact(self) -> list[RowMove]:
+    def _compact(self) -> list[SlotMove]:
         """Fills the rows of finished sequences with the last ones. No row is both a source and a target."""
         moves = []
         row = 0
@@ -230,7 +230,7 @@ class Scheduler:
                 if last.finished:
                     last.row = -1
                     continue
-                moves.append(RowMove(len(self.rows), row, last.cached))
+                moves.append(SlotMove(len(self.rows), row, last.cached))
                 self.rows[row] = last
                 last.row = row
             else:
@@ -244,7 +244,7 @@ class Scheduler:
         self.prefills = [prefill for prefill in self.prefills if prefill.sequences]
 
     def _admit(self, weights_of: Callable[[Sequence], Hashable], version: int) -> None:
-        """Promises rows to those at the head of the queue, as many as there is room for."""
+        """Promises rows to the sequences at the head of the queue, as many as there is room for."""
         admitted = 0
         for sequence in self.waiting:
             active = self.active
@@ -278,8 +278,8 @@ class Scheduler:
 
     def _new_row(self, key: Key, sequence: Sequence, active: list[Sequence]) -> PrefillRow:
         """Adds the prompt to a group that has not started, where it fits beside the others, or makes one up."""
-        pieces = self.prefix_cache.find(key, sequence.prompt)
-        row = PrefillRow(key, sequence, pieces, pieces[-1].stop if pieces else 0, [])
+        prefix = self.prefix_cache.find(key, sequence.prompt)
+        row = PrefillRow(key, sequence, prefix, prefix[-1].stop if prefix else 0, [])
         length = len(row.tokens)
         for prefill in self.prefills:
             rows, longest = len(prefill.rows) + 1, max(prefill.length, length)
@@ -299,8 +299,8 @@ class Scheduler:
         return row
 
     def _next_chunks(self) -> list[PrefillChunk]:
-        """Prompts that can be finished within this step's `prefill_chunk` tokens, the most urgent first; when that one
-        cannot, a part of it. Who is finished gets a row."""
+        """Picks the prompts that can be finished within this step's `prefill_chunk` tokens, the most urgent first; when
+        that one cannot, a part of it. Finished prompts get their rows."""
         chunks: list[PrefillChunk] = []
         left = self.prefill_chunk
         for prefill in sorted(self.prefills, key=self._urgency):
@@ -326,7 +326,7 @@ class Scheduler:
         return prefill.length - prefill.done + self.prefill_chunk * (prefill.last_step + level * AGEING_STEPS)
 
     def _part_of_long_prompts(self) -> int:
-        """Less, the more rows wait for their next token; all of the chunk when none does."""
+        """Return fewer tokens, the more rows wait for their next token; all of the chunk when none does."""
         free = self.max_rows - len(self.rows)
         return max(self.prefill_chunk // DECODING_SHARE, self.prefill_chunk * free // self.max_rows)
 

@@ -23,12 +23,12 @@ from mlx_parallm.engine.client import (
     EngineInfo,
     Mailbox,
     NotifyIdle,
-    Stop,
+    StopThread,
     Submit,
     deliver_all,
 )
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.events import Event, Failed, StreamDelta
+from mlx_parallm.engine.live_requests import Event, Failed, StreamDelta
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import EngineUnavailableError, ParallmError, RequestError
 from mlx_parallm.system.log import get_logger
@@ -76,7 +76,7 @@ class EngineThread:
         """Ends the thread between two steps and joins it; unfinished requests get EngineUnavailableError."""
         if not self._thread.is_alive():
             return
-        self.client.commands.put(Stop())
+        self.client.commands.put(StopThread())
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise EngineUnavailableError(f"the engine thread did not end within {timeout_s} s")
@@ -186,7 +186,7 @@ class EngineThread:
                 self._idle_waiters.append(event)
             case Call(function, future):
                 _call(function, engine, future)
-            case Stop():
+            case StopThread():
                 self._stopping = True
 
     def _accept(self, engine: Engine, request: Request, mailbox: Mailbox) -> None:

@@ -11,15 +11,18 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from scripts.bench.models import bench_prompts, save_bench_model  # isort: skip  # the fast BLAS comes before MLX
 
 import numpy as np
 
+from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.grammar import Grammars, allowed_tokens
+from mlx_parallm.engine.starting import engine_options
 from mlx_parallm.models.loading import load_model, load_tokenizer
 from mlx_parallm.models.lora import prepare_for_serving
 from mlx_parallm.types import Request, SamplingParams, Structure
@@ -56,7 +59,7 @@ def make_engine(directory: Path) -> Engine:
     config = ModelConfig(base_path=str(save_bench_model(directory)))
     loaded = load_model(config)
     weights = SharedWeights(loaded.model)
-    options = EngineOptions(max_model_len=1024, vocab_size=loaded.vocab_size, max_rows=ROWS)
+    options = replace(engine_options(Config(), loaded), max_model_len=1024, max_rows=ROWS)
     lora = prepare_for_serving(loaded.model)
     return Engine(loaded.model, load_tokenizer(loaded.path, config), weights, lora, options)
 

@@ -15,14 +15,17 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx_parallm  # noqa: F401 - puts a fast BLAS under MLX before MLX is imported
 
 # isort: split
+from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.engine.client import EngineClient
-from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.served_models import ServedModels
+from mlx_parallm.engine.starting import engine_options
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.models.loading import load_model, load_tokenizer
 from mlx_parallm.models.lora import prepare_for_serving
@@ -40,7 +43,8 @@ def start(prefill_chunk: int) -> EngineThread:
     loaded = load_model(TINY)
     weights = SharedWeights(loaded.model)
     lora = prepare_for_serving(loaded.model)
-    options = EngineOptions(2 * LONG, loaded.vocab_size, prefill_chunk=prefill_chunk, prefix_cache_bytes=0)
+    plain = engine_options(Config(), loaded)
+    options = replace(plain, max_model_len=2 * LONG, prefill_chunk=prefill_chunk, prefix_cache_bytes=0)
     tokenizer = load_tokenizer(loaded.path, TINY)
     models = ServedModels("tiny", adapter_versions=dict, version=lambda: 0)
     thread = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), models)

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.engine.engine import Engine, EngineOptions
-from mlx_parallm.engine.events import Failed, Finished, StreamDelta
+from mlx_parallm.engine.live_requests import Failed, Finished, StreamDelta
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.served import LoraContext
 from mlx_parallm.models.lora import linear_layers, linear_shape, prepare_for_serving
@@ -64,6 +64,23 @@ def qwen3_model(seed: int = 0, **changes: Any) -> nn.Module:
     return make_model(QWEN3 | {"vocab_size": VOCAB, "tie_word_embeddings": False} | changes, seed=seed)
 
 
+def engine_options(**changes: Any) -> EngineOptions:
+    """The engine's options in tests, with changes."""
+    plain = EngineOptions(
+        max_model_len=2048,
+        vocab_size=VOCAB,
+        max_rows=64,
+        prefill_chunk=256,
+        kv_cache_bytes=None,
+        prefix_cache_bytes=1 << 26,
+        default_max_tokens=None,
+        seed=0,
+        architecture="this model",
+        processed_alternatives=False,
+    )
+    return replace(plain, **changes)
+
+
 @dataclass
 class Served:
     """An engine and what it was made of. `plain` is a second tree with the same arrays, for the naive twin."""
@@ -82,8 +99,7 @@ def serve(
     layers = linear_layers(plain)
     weights = SharedWeights(model, policy=policy, keep_versions=keep_versions)
     lora = prepare_for_serving(model)
-    settings = {"max_model_len": 2048, "vocab_size": VOCAB, "max_rows": 64, "prefill_chunk": 256} | options
-    engine = Engine(model, tokenizer or ByteTokenizer(), weights, lora, EngineOptions(**settings))
+    engine = Engine(model, tokenizer or ByteTokenizer(), weights, lora, engine_options(**options))
     return Served(engine, plain, weights, lora, layers)
 
 

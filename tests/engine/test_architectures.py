@@ -11,8 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
-from mlx_parallm.engine.cache.batch import BatchCache, RowCaches
-from mlx_parallm.engine.probe import why_not_batched
+from mlx_parallm.engine.cache.batch import BatchCache, RowCaches, why_not_batched
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.logprobs import token_logprobs
 from tests.engine.helpers import (
@@ -217,7 +216,7 @@ def test_batched_equals_its_own_forward(name):
     """16 ragged prompts over 6 rows, so rows change hands; ends at different times, one abort, 4 choices of one prompt.
     The last prompts are one token long: their rows hold what another sequence left."""
     served = serve(model_of(name), max_rows=6, prefill_chunk=32)
-    assert type(served.engine.slots) is expected_of(name)
+    assert type(served.engine.cache) is expected_of(name)
     prompts = [*ragged_prompts(13, longest=50), [7], [8], [9]]
     lengths = [7 + i % 9 for i in range(16)]
     for i, prompt in enumerate(prompts):
@@ -386,7 +385,7 @@ def test_a_model_that_forgets_the_mask_is_not_batched():
         lambda forward, self, x, mask, cache: forward(self, x, "causal" if x.shape[1] > 1 else None, cache),
     )
     assert why_not_batched(model) == "it does not give what its own forward gives"
-    assert type(serve(model).engine.slots) is RowCaches
+    assert type(serve(model).engine.cache) is RowCaches
 
 
 def test_a_model_that_cannot_even_go_on_alone_is_refused_by_name():

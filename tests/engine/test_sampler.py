@@ -6,7 +6,7 @@ import pytest
 
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
-from mlx_parallm.engine.sampler import SamplingBatch, random_keys, sample
+from mlx_parallm.engine.sampler import BLOCK, BlockedLogits, SamplingBatch, random_keys, sample
 from mlx_parallm.engine.sequence import Sequence, random_stream, splitmix64
 from mlx_parallm.types import SamplingParams
 from tests.engine.helpers import EOS, ByteTokenizer, qwen3_model, request, run, serve
@@ -203,3 +203,48 @@ def test_engine_applies_penalties_over_its_own_output(stop_early):
         assert tokens[place] == int(edited.argmax())
         expected = edited[tokens[place]] - np.log(np.exp(edited - edited.max()).sum()) - edited.max()
         assert completion.processed_logprobs[place] == pytest.approx(expected, abs=1e-4)
+
+
+def keys(rows: int) -> mx.array:
+    return mx.array(np.random.default_rng(0).integers(0, 2**32, (rows, 2), dtype=np.uint64).astype(np.uint32))
+
+
+@pytest.mark.parametrize("vocab", [5, BLOCK, 300, 4 * BLOCK])
+def test_normaliser_is_logsumexp(vocab: int) -> None:
+    logits = mx.random.normal((3, vocab), key=mx.random.key(1)) * 5
+    assert mx.abs(BlockedLogits.split(logits).logsumexp - mx.logsumexp(logits, axis=-1)).max() < 2e-6
+
+
+def test_tokens_come_as_often_as_the_softmax_says() -> None:
+    rows, vocab = 40_000, 300
+    logits = mx.random.normal((1, vocab), key=mx.random.key(2)) * 2
+    tokens = np.array(BlockedLogits.split(mx.broadcast_to(logits, (rows, vocab))).draw(keys(rows)))
+    found = np.bincount(tokens, minlength=vocab) / rows
+    expected = np.array(mx.softmax(logits, axis=-1))[0]
+    deviation = np.sqrt(expected * (1 - expected) / rows)
+    assert np.all(np.abs(found - expected) < 5 * deviation + 1e-4)
+    blocks = [found[start : start + BLOCK].sum() - expected[start : start + BLOCK].sum() for start in (0, 128, 256)]
+    assert np.abs(blocks).max() < 0.01
+
+
+def test_a_forbidden_token_is_never_drawn() -> None:
+    rows, vocab = 2000, 300
+    allowed = np.array([130, 131, 299])  # one block without any, one in the padded block
+    logits = np.full((rows, vocab), -np.inf, np.float32)
+    logits[:, allowed] = [0.0, -3.0, 1.0]
+    tokens = np.array(BlockedLogits.split(mx.array(logits)).draw(keys(rows)))
+    assert set(tokens.tolist()) == set(allowed.tolist())
+
+
+def test_a_row_alone_draws_what_it_draws_among_others() -> None:
+    logits, own = mx.random.normal((8, 300), key=mx.random.key(3)), keys(8)
+    together = np.array(BlockedLogits.split(logits).draw(own))
+    alone = [int(BlockedLogits.split(logits[row : row + 1]).draw(own[row : row + 1]).item()) for row in range(8)]
+    assert together.tolist() == alone
+
+
+def test_a_broken_row_shows_and_stays_in_range() -> None:
+    logits = mx.array([[1.0, float("nan"), 0.0], [1.0, 2.0, 3.0]])
+    blocks = BlockedLogits.split(logits)
+    assert np.isnan(np.array(blocks.logsumexp)).tolist() == [True, False]
+    assert np.array(blocks.draw(keys(2))).max() < BLOCK

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.engine.output_text import OutputText
-from mlx_parallm.engine.scheduler import AGEING_STEPS, Plan, Scheduler
+from mlx_parallm.engine.scheduler import AGEING_STEPS, Scheduler, SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence, Status
 from mlx_parallm.types import SamplingParams
 
@@ -30,6 +30,12 @@ def sequence(
     )
 
 
+def new_scheduler(
+    max_rows: int, prefill_chunk: int, max_kv_tokens: int | None = None, max_cached_tokens: int = 0, **options: bool
+) -> Scheduler:
+    return Scheduler(max_rows, prefill_chunk, max_kv_tokens, max_cached_tokens, **{"rewindable": True} | options)
+
+
 def under(epoch: int):
     """Weights as the engine names them: by adapter, and how often they changed."""
     return lambda sequence: (sequence.adapter, epoch)
@@ -47,12 +53,12 @@ class Rows:
         self.rows: dict[int, list[int]] = {}
         self.computed = 0
 
-    def step(self, epoch: int = 0) -> Plan:
+    def step(self, epoch: int = 0) -> SchedulerOutput:
         plan = self.scheduler.schedule(under(epoch))
         self.carry_out(plan)
         return plan
 
-    def carry_out(self, plan: Plan) -> None:
+    def carry_out(self, plan: SchedulerOutput) -> None:
         for save in plan.saves:
             save.segment.arrays = list(self.rows[save.row][save.segment.start : save.segment.stop])
             assert tuple(save.segment.arrays) == save.segment.tokens
@@ -64,7 +70,7 @@ class Rows:
             if not prefill.caches:
                 assert {row.known for row in prefill.rows} == {chunk.start}, "rows begin at one position"
                 for row in prefill.rows:
-                    held = [token for p in row.pieces for token in p.segment.arrays[: p.stop - p.start]]
+                    held = [token for p in row.prefix for token in p.segment.arrays[: p.stop - p.start]]
                     assert tuple(held) == row.tokens[: row.known]
                     prefill.caches.append(held)
             self.computed += len(prefill.rows) * (chunk.stop - chunk.start)
@@ -122,7 +128,7 @@ def test_rows_stay_dense_hold_their_tokens_and_keep_within_the_bounds(
     seed: int, max_rows: int, chunk: int, bound: int, cached: int, rewindable: bool
 ) -> None:
     generator = random.Random(seed)
-    scheduler = Scheduler(max_rows, chunk, bound, cached, rewindable=rewindable)
+    scheduler = new_scheduler(max_rows, chunk, bound, cached, rewindable=rewindable)
     rows, everyone = Rows(scheduler), []
     for step in range(2000):
         if step < 80 and generator.random() < 0.5:
@@ -142,7 +148,7 @@ def test_rows_stay_dense_hold_their_tokens_and_keep_within_the_bounds(
 
 
 def test_first_come_first_served():
-    scheduler = Scheduler(max_rows=2, prefill_chunk=64)
+    scheduler = new_scheduler(max_rows=2, prefill_chunk=64)
     order = [sequence(str(i), (i, i + 1)) for i in range(6)]
     scheduler.add(order)
     started = []
@@ -156,7 +162,7 @@ def test_first_come_first_served():
 
 def test_lower_priority_values_go_first_and_nobody_waits_for_ever():
     """A stream of urgent requests keeps the only row busy; one level of priority is worth AGEING_STEPS steps."""
-    scheduler = Scheduler(max_rows=1, prefill_chunk=64)
+    scheduler = new_scheduler(max_rows=1, prefill_chunk=64)
     patient = sequence("patient", (1, 2), priority=1)
     scheduler.add([sequence("first", (9,)), patient, sequence("urgent", (3, 4), priority=-1)])
     order = []
@@ -172,7 +178,7 @@ def test_lower_priority_values_go_first_and_nobody_waits_for_ever():
 
 
 def test_a_batch_of_prompts_stays_within_the_chunk():
-    scheduler = Scheduler(max_rows=16, prefill_chunk=100)
+    scheduler = new_scheduler(max_rows=16, prefill_chunk=100)
     scheduler.add([sequence(str(i), tokens_of(i, 31)) for i in range(5)])  # 30 positions each
     first = scheduler.schedule(under(0))
     [chunk] = first.prefill
@@ -182,7 +188,7 @@ def test_a_batch_of_prompts_stays_within_the_chunk():
 
 
 def test_a_long_prompt_goes_by_chunks_that_are_smaller_while_rows_decode():
-    scheduler = Scheduler(max_rows=4, prefill_chunk=64)
+    scheduler = new_scheduler(max_rows=4, prefill_chunk=64)
     scheduler.add([sequence("long", tokens_of(0, 200))])
     assert scheduler.schedule(under(0)).prefill[0].stop == 64, "nobody decodes"
     scheduler.add([sequence(str(i), (1, i)) for i in range(3)])
@@ -196,7 +202,7 @@ def test_a_long_prompt_goes_by_chunks_that_are_smaller_while_rows_decode():
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_ends():
-    scheduler = Scheduler(max_rows=8, prefill_chunk=64)
+    scheduler = new_scheduler(max_rows=8, prefill_chunk=64)
     long = sequence("long", tokens_of(0, 4000), max_tokens=1)
     scheduler.add([long])
     scheduler.schedule(under(0))
@@ -217,7 +223,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_ends():
 
 
 def test_identical_prompts_share_one_prefill_row_also_one_under_way():
-    scheduler = Scheduler(max_rows=8, prefill_chunk=16)
+    scheduler = new_scheduler(max_rows=8, prefill_chunk=16)
     prompt = tokens_of(0, 40)
     scheduler.add([sequence("a", prompt), sequence("b", prompt)])
     scheduler.schedule(under(0))
@@ -230,7 +236,7 @@ def test_identical_prompts_share_one_prefill_row_also_one_under_way():
 
 
 def test_a_known_prefix_is_not_computed_again():
-    scheduler = Scheduler(max_rows=8, prefill_chunk=64, max_cached_tokens=1000)
+    scheduler = new_scheduler(max_rows=8, prefill_chunk=64, max_cached_tokens=1000)
     rows = Rows(scheduler)
     first = sequence("first", tokens_of(0, 30), max_tokens=5)
     scheduler.add([first])
@@ -251,7 +257,7 @@ def test_a_known_prefix_is_not_computed_again():
 
 
 def test_no_prefix_goes_to_other_weights_another_adapter_or_another_salt():
-    scheduler = Scheduler(max_rows=8, prefill_chunk=64, max_cached_tokens=1000)
+    scheduler = new_scheduler(max_rows=8, prefill_chunk=64, max_cached_tokens=1000)
     rows = Rows(scheduler)
     prompt = tokens_of(0, 9)
     old, late = sequence("old", prompt), sequence("late", prompt)
@@ -270,7 +276,7 @@ def test_no_prefix_goes_to_other_weights_another_adapter_or_another_salt():
 
 
 def test_a_row_that_failed_and_a_measured_prompt_feed_no_prefix():
-    scheduler = Scheduler(max_rows=2, prefill_chunk=64, max_cached_tokens=1000)
+    scheduler = new_scheduler(max_rows=2, prefill_chunk=64, max_cached_tokens=1000)
     rows = Rows(scheduler)
     prompt = tokens_of(0, 9)
     failed, measured = sequence("failed", prompt), sequence("measured", tokens_of(20, 9))
@@ -284,20 +290,20 @@ def test_a_row_that_failed_and_a_measured_prompt_feed_no_prefix():
 
 
 def test_the_bound_on_cache_tokens_holds_admissions_back():
-    scheduler = Scheduler(max_rows=8, prefill_chunk=64, max_kv_tokens=100)
+    scheduler = new_scheduler(max_rows=8, prefill_chunk=64, max_kv_tokens=100)
     scheduler.add([sequence(str(i), (i,), max_tokens=29) for i in range(8)])  # 30 positions each
     plan = scheduler.schedule(under(0))
     assert len(plan.rows) == 3
     plan.rows[0].finish("length")
     assert len(scheduler.schedule(under(0)).rows) == 3
-    prompts = Scheduler(max_rows=8, prefill_chunk=64, max_kv_tokens=100)
+    prompts = new_scheduler(max_rows=8, prefill_chunk=64, max_kv_tokens=100)
     prompts.add([sequence(str(i), tokens_of(i, 21), max_tokens=9) for i in range(8)])  # and 20 while it is computed
     assert len(prompts.schedule(under(0)).rows) == 2
     assert len(prompts.schedule(under(0)).rows) == 2, "a third would need 20 more while its prompt is computed"
 
 
 def test_pausing_admits_nobody_and_forget_rows_loses_the_active():
-    scheduler = Scheduler(max_rows=2, prefill_chunk=16)
+    scheduler = new_scheduler(max_rows=2, prefill_chunk=16)
     scheduler.add([sequence("a", (1,)), sequence("b", tokens_of(0, 60)), sequence("c", (3,))])
     scheduler.schedule(under(0))
     scheduler.paused = True

@@ -2,7 +2,7 @@
 
 import random
 
-from mlx_parallm.engine.events import Finished
+from mlx_parallm.engine.live_requests import Finished
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.types import Request
 from tests.engine.helpers import Served, naive_greedy, qwen3_model, random_adapter, request, serve

@@ -14,14 +14,23 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ContextLengthError, EngineUnavailableError, ModelNotFoundError, RequestError
 from mlx_parallm.models.loading import load_model, load_tokenizer
 from mlx_parallm.models.lora import prepare_for_serving
 from mlx_parallm.weights import SharedWeights
-from tests.engine.helpers import Served, naive_greedy, qwen3_model, ragged_prompts, random_adapter, request, serve
+from tests.engine.helpers import (
+    Served,
+    engine_options,
+    naive_greedy,
+    qwen3_model,
+    ragged_prompts,
+    random_adapter,
+    request,
+    serve,
+)
 from tests.tiny_models import LLAMA3_ROPE, save_checkpoint
 
 MODELS = ServedModels("org/base", adapter_versions=dict, version=lambda: 0)
@@ -34,7 +43,8 @@ def served_checkpoint(path) -> Served:
     plain = load_model(config).model
     weights = SharedWeights(loaded.model)
     lora = prepare_for_serving(loaded.model)
-    options = EngineOptions(loaded.max_model_len, loaded.vocab_size, max_rows=16, prefill_chunk=64)
+    sizes = {"max_model_len": loaded.max_model_len, "vocab_size": loaded.vocab_size}
+    options = engine_options(**sizes, max_rows=16, prefill_chunk=64)
     return Served(Engine(loaded.model, load_tokenizer(path, config), weights, lora, options), plain, weights, lora)
 
 

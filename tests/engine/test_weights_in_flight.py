@@ -142,7 +142,7 @@ def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind():
         else:
             assert list(completion.token_ids) == naive_greedy(served.plain, prompts[i], 9)
     assert served.engine.counters.requests_failed == 4
-    assert not any(mx.isnan(array).any().item() for array in served.engine.slots.state)
+    assert not any(mx.isnan(array).any().item() for array in served.engine.cache.state)
 
 
 def test_a_failed_step_fails_who_took_part_and_the_engine_goes_on():
@@ -150,7 +150,7 @@ def test_a_failed_step_fails_who_took_part_and_the_engine_goes_on():
     served.engine.add(request("hit", [1, 2, 3], max_tokens=50))
     served.engine.add(request("queued", [4, 5, 6], temperature=0.0, max_tokens=7))
     served.engine.step()
-    layer = served.engine.slots.layers[0]
+    layer = served.engine.cache.layers[0]
     layer.keys = layer.keys[:, :, :, :3]  # the next write does not fit
     with pytest.raises(ValueError, match=r".*"):
         for _ in range(3):

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.models.loading import load_model, load_tokenizer
@@ -20,6 +20,7 @@ from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import Request, RequestOutput, Rollout, RolloutGroup, SamplingParams
 from mlx_parallm.weights import SharedWeights
+from tests.engine.helpers import engine_options
 
 TEMPERATURE = 0.8
 SEQUENCES = 64
@@ -51,7 +52,7 @@ def test_64_ragged_sequences_agree_to_1e_4(blocks_per_eval: int, dora: bool) -> 
     weights.add_adapter("policy", adapter_layers(policy.model))
     lora = prepare_for_serving(loaded.model)
     tokenizer = load_tokenizer(loaded.path, ModelConfig())
-    options = EngineOptions(max_model_len=256, vocab_size=loaded.vocab_size, max_rows=24, prefill_chunk=64)
+    options = engine_options(max_model_len=256, vocab_size=loaded.vocab_size, max_rows=24, prefill_chunk=64)
     names = ServedModels("m", adapter_versions=dict, version=lambda: 0, policy_adapter="policy")
     thread = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), names)
 

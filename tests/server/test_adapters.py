@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from mlx_parallm.engine.adapter_loader import AdapterLoader
-from mlx_parallm.engine.engine import Engine, EngineOptions
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.models.adapters.adapter import LoraPair
@@ -23,7 +23,7 @@ from mlx_parallm.models.loading import load_model, load_tokenizer
 from mlx_parallm.models.lora import linear_layers, linear_shapes, prepare_for_serving, save_adapter
 from mlx_parallm.weights import SharedWeights
 from tests.conftest import TINY, TINY_CONTEXT
-from tests.engine.helpers import naive_greedy
+from tests.engine.helpers import engine_options, naive_greedy
 from tests.server.serving import RunningServer, running_server
 
 PROMPT = [1, 40, 41, 42, 43]
@@ -85,7 +85,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         loader=weights.loader,
     )
     lora = prepare_for_serving(loaded.model)
-    options = EngineOptions(max_model_len=TINY_CONTEXT, vocab_size=loaded.vocab_size, max_rows=16, prefill_chunk=64)
+    options = engine_options(max_model_len=TINY_CONTEXT, vocab_size=loaded.vocab_size, max_rows=16, prefill_chunk=64)
     tokenizer = load_tokenizer(loaded.path, TINY)
     thread = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), names)
     thread.start()

@@ -1,32 +1,97 @@
-"""The cache of any mlx-lm architecture, behind one face: `ModelRunner` and `Engine` do not know which one they have.
+"""The cache of any mlx-lm architecture, behind one face: `ModelRunner` and `Engine` know `RunningCache` only.
 
-    BatchCache   one forward decodes all rows. Each layer keeps keys and values of all positions (`kv_cache.SlotCache`;
+    BatchCache   one forward decodes all rows. Each layer keeps keys and values of all positions (`rectangle.SlotCache`;
                  a sliding window is a mask over them, so prefixes can be shared), a recurrent state of fixed size a row
                  (mlx-lm's ArraysCache, dense rows as in SlotCache), or several of these (CacheList).
     RowCaches    one forward a row, over mlx-lm's own caches of that row alone: for architectures that read
                  `cache.offset` as a number, shape a mask for one row, or bring a cache of their own.
 
-`probe.choose_cache` takes the first that gives what the model's own forward gives. mlx-lm's batch caches (left padding)
-are not used: they copy all keys and values whenever a row comes or goes, and most of what RowCaches is for fails with
-them too. `tests/engine/test_architectures.py` holds both to mlx-lm's own answers.
+`choose_cache` asks the model at load, instead of at the first request, and takes the first that gives what the model's
+own forward gives. mlx-lm's batch caches (left padding) are not used: they copy all keys and values whenever a row comes
+or goes, and most architectures that need RowCaches fail with them too. `tests/engine/test_architectures.py` holds both
+to mlx-lm's own answers.
 """
 
 import copy
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_parallm.engine.cache.prefix import Piece
+from mlx_parallm.engine.cache.prefix import PrefixChunk
 from mlx_parallm.engine.cache.rectangle import LayerCache, SlotCache, restore_prefixes
+from mlx_parallm.errors import ModelError
 from mlx_parallm.models.mlx_lm_api import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_parallm.system.log import get_logger
+
+PROBE_ROWS = 5  # an odd number of rows: it fits no usual number of heads by accident
+_TOLERANCE = {mx.float32: 0.01}  # of the largest logit: far above rounding, far below a wrong position …
+_HALF_TOLERANCE = 0.1  # … and in half precision
+_PROBE_ERRORS = (ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
+
+log = get_logger(__name__)
+
+
+class RunningCache(Protocol):
+    """Keys, values and states of the running sequences: row i of the cache belongs to the scheduler's rows[i].
+
+    This is all that engine and runner use of a cache, so its memory may be laid out in any way.
+    """
+
+    @property
+    def rewindable(self) -> bool:
+        """True when a row holds every prefix of itself, so that others can use its beginning."""
+
+    @property
+    def unread(self) -> list[mx.array]:
+        """Arrays that a step computes and its logits do not need: to be evaluated with them, else its graph stays."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held now."""
+
+    def token_bytes(self) -> int:
+        """Memory of one position of one row, all layers; 0 when it does not grow with the text."""
+
+    def new_prefill(self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
+        """Caches of the model's layers for a prefill of `length` positions, which begin with the rows' `prefixes`."""
+
+    def write_prefixes(self, prefill: SequenceOf[Any], sources: tuple[int, ...], first_row: int, length: int) -> None:
+        """Gives rows first_row, first_row + 1, … the first `length` positions of rows `sources` of a prefill."""
+
+    def read(self, row: int, start: int, stop: int) -> list[mx.array]:
+        """Copies of positions [start, stop) of a row for the prefix cache, not evaluated."""
+
+    def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copies rows of at most `length` positions onto other rows. No row may be source and target at once."""
+
+    def reserve(self, rows: int, positions: int, max_tokens: int | None = None) -> None:
+        """Makes room for `rows` rows of `positions` tokens, within `max_tokens` positions in all where possible."""
+
+    def begin_step(self, positions: list[int]) -> None:
+        """Prepares a decode step: row i writes at positions[i]."""
+
+    def batches(self) -> list[tuple[int, int, list[Any]]]:
+        """(start, stop, caches) of each forward of the step: rows [start, stop) decode in it."""
+
+    def scrub_row(self, row: int) -> None:
+        """Removes a failed row's NaN."""
+
+    def shrink_to(self, cached: list[int]) -> None:
+        """Gives memory back that rows of these token counts do not need."""
+
+    def clear(self) -> None:
+        """Gives all memory back."""
+
+    def check_integrity(self, cached: list[int]) -> None:
+        """Raises AssertionError when the arrays do not fit the rows' token counts. Cheap; for idle times."""
 
 
 class CannotBatchError(Exception):
-    """A layer's cache is none that `BatchCache` knows; the message names it."""
+    """`BatchCache` has no cache for one of the layers; the message names it."""
 
 
 class WindowedKVCache(KVCache):
@@ -60,34 +125,27 @@ class BatchCache(SlotCache):
 
     @property
     def rewindable(self) -> bool:
-        """A longer row holds every prefix of itself; a recurrent state is only where it is."""
         return not self._states
 
     @property
     def unread(self) -> list[mx.array]:
-        """What a step computes and its logits do not need: to be evaluated with them, or its graph stays alive."""
         return [array for state in self._states for array in state.cache if array is not None]
 
     @property
     def nbytes(self) -> int:
         return super().nbytes + sum(array.nbytes for array in self.unread)
 
-    def new_prefill(self, length: int, known: SequenceOf[tuple[Piece, ...]] = ()) -> list[Any]:
-        """mlx-lm's caches for a prefill of `length` positions, allocated at once (their growth copies).
-
-        `known`: what the prefix cache holds of each row's prompt.
-        """
+    def new_prefill(self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
+        """mlx-lm's caches, allocated at once (their growth copies)."""
         caches = [_prefill_cache(cache, length) for cache in make_prompt_cache(self._model)]
-        if any(known):
-            restore_prefixes(_leaves(caches), known)
+        if any(prefixes):
+            restore_prefixes(_leaves(caches), prefixes)
         return caches
 
     def token_bytes(self) -> int:
-        """Memory of one position of one row, all layers; 0 when it does not grow with the text."""
         return token_bytes(self._model, self.new_prefill(1))
 
     def batches(self) -> list[tuple[int, int, list[Any]]]:
-        """(start, stop, caches) of each forward of the step: rows [start, stop) decode in it."""
         return [(0, self.rows, self._model_caches)]
 
     def begin_step(self, positions: list[int]) -> None:
@@ -158,11 +216,10 @@ class RowCaches:
 
     rewindable = False
 
-    def __init__(self, model: nn.Module, max_positions: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._rows: list[list[Any]] = []
         self.rows = 0
-        self.position_capacity = max_positions
 
     @property
     def unread(self) -> list[mx.array]:
@@ -172,7 +229,7 @@ class RowCaches:
     def nbytes(self) -> int:
         return sum(array.nbytes for row in self._rows for array in arrays_of(row))
 
-    def new_prefill(self, length: int, known: SequenceOf[tuple[Piece, ...]] = ()) -> list[Any]:
+    def new_prefill(self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
         return list(make_prompt_cache(self._model))
 
     def token_bytes(self) -> int:
@@ -220,6 +277,66 @@ class RowCaches:
     def _reach(self, rows: int) -> None:
         while len(self._rows) < rows:
             self._rows.append(self.new_prefill(0))
+
+
+def choose_cache(model: nn.Module, architecture: str, max_rows: int, max_positions: int) -> RunningCache:
+    """Choose all rows in one forward where that gives what the model's own forward gives, else row by row.
+
+    Raises ModelError when neither does.
+    """
+    reason = why_not_batched(model)
+    if not reason:
+        return BatchCache(model, max_rows, max_positions)
+    cache = RowCaches(model)
+    if failure := _failure(model, cache):
+        raise ModelError(f"the architecture {architecture!r} cannot be served: decoding: {failure}")
+    log.warning("sequences are decoded one by one, which is slow", architecture=architecture, reason=reason)
+    cache.clear()
+    return cache
+
+
+def why_not_batched(model: nn.Module) -> str:
+    """Return why one forward cannot decode rows of different lengths; "" when it can."""
+    try:
+        cache = BatchCache(model, PROBE_ROWS, 2 * PROBE_ROWS)
+    except CannotBatchError as error:
+        return str(error)
+    return _failure(model, cache)
+
+
+def _failure(model: nn.Module, cache: RunningCache) -> str:
+    try:
+        wrong = _rows_that_differ(model, cache)
+    except (*_PROBE_ERRORS, CannotBatchError) as error:
+        return str(error) or type(error).__name__
+    # One row may differ by chance: near ties of a router of experts, in half precision.
+    return "it does not give what its own forward gives" if wrong > PROBE_ROWS // 2 else ""
+
+
+def _rows_that_differ(model: nn.Module, cache: RunningCache) -> int:
+    """Decodes rows of 1, 2, … tokens one by one and compares the last logits with one plain forward over each row."""
+    tokens = mx.arange(PROBE_ROWS * PROBE_ROWS, dtype=mx.int32).reshape(PROBE_ROWS, PROBE_ROWS)
+    shapes = set()
+    for step in range(PROBE_ROWS):
+        # Row i starts at step i, so the rows are at different positions; until then it writes its first token again.
+        positions = [max(0, step - row) for row in range(PROBE_ROWS)]
+        cache.begin_step(positions)
+        inputs = mx.take_along_axis(tokens, mx.array(positions)[:, None], axis=1)
+        logits = [model(inputs[start:stop], cache=caches)[:, -1] for start, stop, caches in cache.batches()]
+        batched = mx.concatenate(logits)
+        mx.eval(batched, cache.unread)
+        shapes.add(tuple(array.shape for array in cache.unread))
+    if isinstance(cache, BatchCache) and len(shapes) > 1:
+        raise CannotBatchError("a layer's state grows with the text")
+    tolerance = _TOLERANCE.get(batched.dtype, _HALF_TOLERANCE)
+    wrong = 0
+    for row, position in enumerate(positions):
+        prompt, caches = tokens[row : row + 1, : position + 1], make_prompt_cache(model)
+        alone = model(prompt, cache=caches)[0, -1].astype(mx.float32)
+        mx.eval(alone, arrays_of(caches))
+        difference, largest = mx.abs(batched[row].astype(mx.float32) - alone).max(), mx.abs(alone).max()
+        wrong += not bool((difference <= tolerance * largest).item())
+    return wrong
 
 
 def arrays_of(caches: Iterable[Any]) -> list[mx.array]:

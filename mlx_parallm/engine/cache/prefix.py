@@ -1,8 +1,8 @@
-"""Keys and values of texts that were read before, for requests that begin with the same tokens. No tensor in sight.
+"""Keys and values of texts that were computed before, for requests that begin with the same tokens. No tensor in sight.
 
-    Scheduler   find(key, prompt)  → pieces: which stored segments make up the longest known prefix
+    Scheduler   find(key, prompt)  → chunks: which stored segments make up the longest known prefix
                 store(key, tokens) → the segment that is new, to be filled by ModelRunner from the row that holds it
-    ModelRunner copies arrays from rows into `Segment.arrays`, and pieces into the cache of a prefill
+    ModelRunner copies arrays from rows into `Segment.arrays`, and chunks into the cache of a prefill
 
 A tree for each key (weights, cache_salt): a segment holds the tokens that no earlier one has, and hangs where its text
 parts from its parent's, wherever in the parent that is. So nothing is held twice and no segment is ever split. Bounded
@@ -33,7 +33,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PrefixChunk:
     """The first positions of a segment, up to `stop` of the text."""
 
     segment: Segment
@@ -58,34 +58,34 @@ class PrefixCache:
         self._roots: dict[Key, Segment] = {}
         self._by_age: OrderedDict[int, tuple[Key, Segment]] = OrderedDict()  # by id, least recently used first
 
-    def find(self, key: Key, prompt: tuple[int, ...]) -> tuple[Piece, ...]:
+    def find(self, key: Key, prompt: tuple[int, ...]) -> tuple[PrefixChunk, ...]:
         """The longest known prefix, without the prompt's last token: the first decode step feeds it."""
         if not self.max_tokens:
             return ()
-        pieces = self._path(key, prompt[:-1])
-        self._touch(pieces)
+        chunks = self._path(key, prompt[:-1])
+        self._touch(chunks)
         self.query_tokens += len(prompt)
-        self.hit_tokens += pieces[-1].stop if pieces else 0
-        return pieces
+        self.hit_tokens += chunks[-1].stop if chunks else 0
+        return chunks
 
     def store(self, key: Key, tokens: tuple[int, ...]) -> Segment | None:
         """Makes room for what is new in `tokens`; None: nothing is, or it does not fit. The caller fills `arrays`."""
-        pieces = self._path(key, tokens)
-        self._touch(pieces)
-        start = pieces[-1].stop if pieces else 0
+        chunks = self._path(key, tokens)
+        self._touch(chunks)
+        start = chunks[-1].stop if chunks else 0
         size = len(tokens) - start
-        if not size or start + size > self.max_tokens or not self._make_room(size, len(pieces)):
+        if not size or start + size > self.max_tokens or not self._make_room(size, len(chunks)):
             return None
-        parent = pieces[-1].segment if pieces else self._roots.setdefault(key, Segment(None, 0, ()))
+        parent = chunks[-1].segment if chunks else self._roots.setdefault(key, Segment(None, 0, ()))
         segment = Segment(parent, start, tokens[start:])
         parent.children[start, tokens[start]] = segment
         self.tokens += size
         self._by_age[id(segment)] = (key, segment)
-        self._touch(pieces)
+        self._touch(chunks)
         return segment
 
     def keep_only(self, weights: set[Hashable]) -> None:
-        """Drops what was read under other weights than these."""
+        """Drops what other weights than these have computed."""
         for name, (key, segment) in list(self._by_age.items()):
             if key[0] not in weights:
                 del self._by_age[name]
@@ -103,20 +103,20 @@ class PrefixCache:
         assert self.tokens == sum(len(segment.tokens) for segment in segments) <= self.max_tokens
         assert all(segment.arrays for segment in segments), "a segment was never filled"
 
-    def _path(self, key: Key, tokens: tuple[int, ...]) -> tuple[Piece, ...]:
+    def _path(self, key: Key, tokens: tuple[int, ...]) -> tuple[PrefixChunk, ...]:
         """From the root to where the text parts from what is known."""
-        pieces: list[Piece] = []
+        chunks: list[PrefixChunk] = []
         segment, position = self._roots.get(key), 0
         while segment is not None and position < len(tokens):
             segment = segment.children.get((position, tokens[position]))
             if segment is not None:
                 position += _common(segment.tokens, tokens[position : position + len(segment.tokens)])
-                pieces.append(Piece(segment, position))
-        return tuple(pieces)
+                chunks.append(PrefixChunk(segment, position))
+        return tuple(chunks)
 
-    def _touch(self, pieces: tuple[Piece, ...]) -> None:
-        for piece in reversed(pieces):
-            self._by_age.move_to_end(id(piece.segment))
+    def _touch(self, chunks: tuple[PrefixChunk, ...]) -> None:
+        for chunk in reversed(chunks):
+            self._by_age.move_to_end(id(chunk.segment))
 
     def _make_room(self, size: int, in_use: int) -> bool:
         """Drops the oldest, but not the `in_use` youngest, which the new segment hangs from."""

@@ -12,11 +12,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.engine.cache.prefix import Piece
+from mlx_parallm.engine.cache.prefix import PrefixChunk
 
 POSITION_BLOCK = 32  # attention reads up to a multiple of this: few shapes, little padding
 FIRST_CAPACITY = 128  # positions of a fresh cache; doubles up to DOUBLING_LIMIT, then grows by that much
 DOUBLING_LIMIT = 2048
+MOVE_BLOCK = 32  # moved rows are copied up to a multiple of this many positions
 
 
 class LayerCache:
@@ -70,12 +71,6 @@ class LayerCache:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.state)
 
-    def empty(self) -> bool:
-        return self.keys is None
-
-    def is_trimmable(self) -> bool:
-        return False
-
 
 class SlotCache:
     """
@@ -110,7 +105,7 @@ class SlotCache:
         """Makes room for `rows` rows, which are all that are in use, of `positions` tokens.
 
         Growing copies the cache, layer by layer, and is rare by doubling. rows × positions stay within `max_tokens`,
-        unless what is asked exceeds it: then there is less to spare, and what is too much is given back.
+        unless `rows` and `positions` need more: then nothing is allocated ahead, and the excess is given back.
         """
         assert rows <= self._max_rows and positions <= self._max_positions, f"{rows} rows of {positions} positions"
         row_capacity, position_capacity = self.row_capacity, self.position_capacity
@@ -157,8 +152,8 @@ class SlotCache:
         return self._masks[window_size]
 
     def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copies the first `length` positions of rows onto other rows. No row may be source and target at once."""
         assert max(*sources, *targets) < self.row_capacity and length <= self.position_capacity, "beyond the array"
+        length = min(-(-length // MOVE_BLOCK) * MOVE_BLOCK, self.position_capacity)
         index = mx.array(sources, dtype=mx.int32)
         rows = [mx.take(array[:, :, :length], index, axis=0) for array in self.state]
         mx.eval(rows)  # a pending reader of the cache would make the write below copy all of it
@@ -166,7 +161,6 @@ class SlotCache:
             self._write(layer, keys, values, targets, length)
 
     def write_prefixes(self, prefill: SequenceOf[Any], sources: tuple[int, ...], first_row: int, length: int) -> None:
-        """Gives rows first_row, first_row + 1, … the first `length` positions of rows `sources` of a prefill cache."""
         self.reserve(first_row + len(sources), length + 1)
         index = None if sources == tuple(range(prefill[0].keys.shape[0])) else mx.array(sources, dtype=mx.int32)
         targets = list(range(first_row, first_row + len(sources)))
@@ -177,7 +171,7 @@ class SlotCache:
             self._write(layer, keys, values, targets, length)
 
     def read(self, row: int, start: int, stop: int) -> list[mx.array]:
-        """Copies of positions [start, stop) of a row, not evaluated: keys and values by layer, [1, H, stop - start, D].
+        """Keys and values by layer, [1, H, stop - start, D].
 
         A copy by index: a slice may be a view, and would keep all of the cache alive.
         """
@@ -193,7 +187,6 @@ class SlotCache:
         mx.eval(self.state)
 
     def clear(self) -> None:
-        """Gives all memory back."""
         for layer in self.layers:
             layer.keys = layer.values = None
         self.row_capacity = self.position_capacity = 0
@@ -205,7 +198,6 @@ class SlotCache:
         return mx.zeros((self.row_capacity, heads, self.position_capacity, width), dtype=like.dtype)
 
     def check_integrity(self, cached: list[int]) -> None:
-        """Raises AssertionError when the arrays do not fit the rows' token counts `cached`. Cheap; for idle times."""
         assert len(cached) <= self.row_capacity or not cached, f"{len(cached)} rows, capacity {self.row_capacity}"
         assert all(0 <= count <= self.position_capacity for count in cached), f"{cached}: {self.position_capacity}"
         shapes = {array.shape[0::2] for layer in self.layers for array in layer.state}
@@ -239,14 +231,14 @@ class SlotCache:
             layer.values[index, :, :length] = values
 
 
-def restore_prefixes(caches: Iterable[Any], rows: SequenceOf[tuple[Piece, ...]]) -> None:
+def restore_prefixes(caches: Iterable[Any], rows: SequenceOf[tuple[PrefixChunk, ...]]) -> None:
     """Begins fresh mlx-lm KVCaches of a prefill with what the prefix cache holds: as long for each row."""
     for layer, cache in enumerate(caches):
         stored = [
             mx.concatenate(
                 [
-                    mx.concatenate([p.segment.arrays[kind][:, :, : p.stop - p.start] for p in pieces], axis=2)
-                    for pieces in rows
+                    mx.concatenate([p.segment.arrays[kind][:, :, : p.stop - p.start] for p in chunks], axis=2)
+                    for chunks in rows
                 ]
             )
             for kind in (2 * layer, 2 * layer + 1)

@@ -119,7 +119,7 @@ def test_growth_keeps_the_rows_and_doubles():
     assert slots.row_capacity == 4 and slots.position_capacity == 3000
     slots.check_integrity([8, 3000, 2])
     slots.clear()
-    assert slots.nbytes == 0 and slots.layers[0].empty()
+    assert slots.nbytes == 0 and slots.layers[0].keys is None
 
 
 def test_shrinking_gives_memory_back_and_keeps_the_rows():
@@ -151,9 +151,9 @@ def test_the_engine_gives_its_cache_back_when_idle():
         served.engine.add(request(f"r{i}", prompt, max_tokens=3))
     while served.engine.has_work:
         served.engine.step()
-    assert served.engine.slots.nbytes > 0
+    assert served.engine.cache.nbytes > 0
     served.engine.release_memory()
-    assert served.engine.slots.nbytes == 0
+    assert served.engine.cache.nbytes == 0
 
 
 def test_prefill_caches_are_allocated_at_once():

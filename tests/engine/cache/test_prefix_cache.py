@@ -199,7 +199,7 @@ def test_memory_stays_within_both_bounds():
     """Rows, prompts being computed and stored prefixes, counted as the arrays that they are, after each step."""
     served = serve(qwen3_model(), kv_cache_bytes=1 << 20, prefix_cache_bytes=1 << 18, prefill_chunk=64, max_rows=16)
     engine = served.engine
-    token = engine.slots.token_bytes()
+    token = engine.cache.token_bytes()
     bound = engine.scheduler.max_kv_tokens
     assert bound == (1 << 20) // token
     generator = random.Random(3)
@@ -214,7 +214,7 @@ def test_memory_stays_within_both_bounds():
         prefills = [
             array for p in engine.scheduler.prefills for cache in p.caches for array in (cache.keys, cache.values)
         ]
-        used = engine.slots.nbytes + sum(array.nbytes for array in prefills)
+        used = engine.cache.nbytes + sum(array.nbytes for array in prefills)
         stored = [a for _, s in engine.scheduler.prefix_cache._by_age.values() for a in s.arrays]
         assert used <= bound * token and sum(array.nbytes for array in stored) <= 1 << 18
         assert sum(array.nbytes for array in stored) == engine.scheduler.prefix_cache.tokens * token
@@ -253,7 +253,7 @@ def test_a_failed_step_forgets_the_prefixes():
 
 def test_a_request_that_never_fits_is_refused_and_the_default_length_fits():
     served = serve(qwen3_model(), max_model_len=2048, kv_cache_bytes=1, default_max_tokens=30)
-    token = served.engine.slots.token_bytes()
+    token = served.engine.cache.token_bytes()
     served = serve(qwen3_model(), max_model_len=2048, kv_cache_bytes=100 * token, default_max_tokens=30)
     with pytest.raises(
         RequestError, match=r"holds keys and values of 100 tokens: with this prompt of 20 .* at most 61"
