@@ -23,10 +23,9 @@ import numpy as np
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, token_advantages
-from mlx_parallm.rl_training.monitor.batch_statistics import StatisticsCollector
 from mlx_parallm.rl_training.monitor.health import misfit_while_waiting, stale_while_waiting
 from mlx_parallm.rl_training.publish.versions import VersionSteps
-from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.batch import StatisticsCollector, TrainBatch, TrainSequence
 from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import Rollout, RolloutGroup

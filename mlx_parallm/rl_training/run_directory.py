@@ -9,9 +9,13 @@ from datetime import datetime
 from pathlib import Path
 
 from mlx_parallm.config.load import Config
+from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE
+from mlx_parallm.rl_training.events import CheckpointSaved, RunEvents
 from mlx_parallm.rl_training.metrics import METRICS_FILE
+from mlx_parallm.rollout_store.disk import GB, shortage
+from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.files import sync, write_atomically
 from mlx_parallm.system.log import get_logger
 
@@ -181,3 +185,43 @@ def _same_step(resume: Path) -> list[Path]:
     names = {resume.name, f"step_{int(number):06d}"} if word == "step" and number.isdecimal() else {resume.name}
     runs = sorted(path for path in resume.parent.glob("*/") if not path.is_symlink())
     return [run / name for run in runs for name in sorted(names) if (run / name).is_dir()]
+
+
+class DiskUse:
+    """Prunes a run's rollouts after each checkpoint, and ends the run in order before its disk is full.
+
+    Args:
+        keep: how many of the newest checkpoints can ask for their rollouts again. An older one that is kept as the best
+            cannot: a resume from it samples again.
+    """
+
+    def __init__(self, run: Path, store: RolloutStore, config: RolloutsConfig, *, keep: int) -> None:
+        self._run, self._store, self._config, self._keep = run, store, config, keep
+        self._warned = False
+
+    def subscribe(self, events: RunEvents) -> None:
+        events.subscribe(CheckpointSaved, lambda event: self.prune())
+
+    def check(self) -> None:
+        """Raises CheckpointError when less than the reserve is free: the time to save and to end."""
+        if fault := shortage(self._run, self._store.min_free_bytes):
+            raise CheckpointError(f"training stops: {fault}, then go on with --resume {self._run}")
+
+    def prune(self) -> None:
+        """Remove consumed rollouts that no recent checkpoint of the run needs for a resume."""
+        kept = [moment(path)[0] for path in checkpoints(self._run)[-self._keep :]]
+        if not kept:
+            return
+        keep, bound = self._config.keep, round(self._config.max_gb * GB)
+        always = -1 if keep == "all" else max(kept) - keep
+        pruned = self._store.prune(min(kept), always_up_to_step=always, max_bytes=bound)
+        if pruned:
+            log.info("consumed rollouts pruned", groups=pruned, file_gb=self._store.size_bytes() / GB)
+        elif bound and (used := self._store.database.size_bytes(used=True)) > bound and not self._warned:
+            self._warned = True
+            log.warning(
+                "rollouts.sqlite is larger than rollouts.max_gb, but every group in it waits or may be needed by a"
+                " resume: lower keep_checkpoints or checkpoint_interval to make it smaller",
+                gb=used / GB,
+                max_gb=self._config.max_gb,
+            )

@@ -47,14 +47,13 @@ from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.loop import Batches, Parts, RunControl, Source, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor import report
-from mlx_parallm.rl_training.monitor.disk_use import DiskUse
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
 from mlx_parallm.rl_training.monitor.memory_watch import MemoryWatch
 from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, SampleLog
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.publish.rollback import Rollbacks
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
-from mlx_parallm.rl_training.run_directory import STORE_FILE, RunDirectory
+from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory
 from mlx_parallm.rl_training.sources import ENVIRONMENTS, POLICY, RolloutSources
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy

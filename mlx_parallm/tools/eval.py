@@ -31,8 +31,7 @@ from mlx_parallm.environments.evaluate import (
 from mlx_parallm.errors import ConfigError, EndpointError, EnvironmentFailedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.inference.module import InferenceModule
-from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE
-from mlx_parallm.rl_training.monitor.samples_page import Shown, write_page
+from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, Shown, write_page
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.tools.eval_compare import RESULTS_FILE

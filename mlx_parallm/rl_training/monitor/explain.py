@@ -24,7 +24,6 @@ from mlx_parallm.errors import StoreError
 from mlx_parallm.losses.advantages import group_advantages, token_advantages
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, of_rows
 from mlx_parallm.rl_training.monitor import health
-from mlx_parallm.rl_training.monitor.batch_statistics import StatisticsCollector
 from mlx_parallm.rl_training.monitor.display import sparkline
 from mlx_parallm.rl_training.monitor.health import WINDOW, Diagnosis, Evidence
 from mlx_parallm.rl_training.rollout_buffer import TOO_OLD
@@ -37,6 +36,7 @@ from mlx_parallm.rl_training.run_directory import (
     RunDirectory,
     find_run,
 )
+from mlx_parallm.rl_training.step.batch import StatisticsCollector
 from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
 

@@ -1,10 +1,15 @@
 """What a training step is made of: `RolloutBuffer` → TrainBatch → `collate` → mini-batches → trainer. No MLX."""
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlx_parallm.types import Rollout, RolloutGroup
+
+WRONG, RIGHT = 0.0, 1.0
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -72,3 +77,122 @@ class TrainBatch:
     @property
     def group_ids(self) -> tuple[str, ...]:
         return tuple(group.group_id for group in self.groups)
+
+
+@dataclass
+class _Environment:
+    groups: int = 0
+    rewards: list[float] = field(default_factory=list)
+    sequences: int = 0
+    staleness: list[int] = field(default_factory=list)
+    dropped_stale: int = 0
+
+    def result(self) -> EnvironmentNumbers:
+        return {
+            "groups": self.groups,
+            "reward_mean": math.fsum(self.rewards) / len(self.rewards) if self.rewards else None,
+            "trained_groups": len(self.staleness),
+            "trained_sequences": self.sequences,
+            "staleness": sum(self.staleness) / len(self.staleness) if self.staleness else None,
+            "dropped_stale": self.dropped_stale,
+        }
+
+
+class StatisticsCollector:
+    """Adds up the groups of one step into BatchStatistics; single use."""
+
+    def __init__(self) -> None:
+        self._rewards: list[float] = []
+        self._by_environment: dict[str, _Environment] = defaultdict(_Environment)
+        self._parts: dict[str, list[float]] = defaultdict(list)
+        self._lengths: list[int] = []
+        self._surprise, self._surprising = 0.0, 0  # sum of -logprobs, and over how many tokens
+        self._ends: list[str | None] = []
+        self._all_wrong = self._all_right = 0
+        self._groups = 0
+        self._without_variance = 0
+        self._staleness: list[int] = []
+        self._stale = self._misfit = self._out_of_room = 0
+        self._without_logprobs = self._extra_segments = 0
+
+    def add_trained(self, group: RolloutGroup, staleness: int) -> None:
+        self._staleness.append(staleness)
+        self._by_environment[group.environment].staleness.append(staleness)
+        self._by_environment[group.environment].sequences += len(group.rollouts)
+        self._add(group)
+
+    def add_without_variance(self, group: RolloutGroup) -> None:
+        self._without_variance += 1
+        self._add(group)
+
+    def add_stale(self, group: RolloutGroup) -> None:
+        self._stale += 1
+        self._by_environment[group.environment].dropped_stale += 1
+
+    def add_misfit(self) -> None:
+        self._misfit += 1
+
+    @property
+    def stale(self) -> int:
+        """Groups that were too old."""
+        return self._stale
+
+    @property
+    def misfit(self) -> int:
+        """Groups of another tokenizer or model."""
+        return self._misfit
+
+    def _add(self, group: RolloutGroup) -> None:
+        self._groups += 1
+        self._without_logprobs += any(rollout.logprobs is None for rollout in group.rollouts)
+        self._extra_segments += sum(len(rollout.earlier) for rollout in group.rollouts)
+        self._out_of_room += group.metadata.get("out_of_room", 0)
+        rewards = [rollout.reward for rollout in group.rollouts]
+        self._rewards += rewards
+        self._by_environment[group.environment].groups += 1
+        self._by_environment[group.environment].rewards += rewards
+        for rollout in group.rollouts:
+            for name, score in rollout.scores.items():
+                if name != "reward":
+                    self._parts[name].append(score)
+        self._lengths += [rollout.sampled_tokens for rollout in group.rollouts]
+        for segment in (segment for rollout in group.rollouts for segment in rollout.segments):
+            if segment.logprobs is not None:
+                self._surprise -= math.fsum(segment.logprobs)  # 0 where not sampled
+                self._surprising += sum(segment.mask)
+        self._ends += [rollout.stop_reason for rollout in group.rollouts]
+        self._all_wrong += max(rewards) <= WRONG + ROUNDING
+        self._all_right += min(rewards) >= RIGHT - ROUNDING
+
+    def result(self) -> BatchStatistics:
+        count = len(self._rewards)
+        environments = {name: environment.result() for name, environment in sorted(self._by_environment.items())}
+        if count == 0:
+            return BatchStatistics(dropped_stale=self._stale, dropped_misfit=self._misfit, environments=environments)
+        mean = math.fsum(self._rewards) / count
+        known = [end for end in self._ends if end is not None]
+        return BatchStatistics(
+            groups=self._groups,
+            sequences=count,
+            reward_mean=mean,
+            reward_std=math.sqrt(math.fsum((reward - mean) ** 2 for reward in self._rewards) / count),
+            groups_without_variance=self._without_variance / self._groups,
+            groups_all_wrong=self._all_wrong / self._groups,
+            groups_all_right=self._all_right / self._groups,
+            truncated_fraction=self._ends.count("length") / count,
+            out_of_room_fraction=self._out_of_room / count,
+            eos_fraction=known.count("stop") / len(known) if known else None,
+            completion_tokens_mean=sum(self._lengths) / count,
+            rollout_entropy=self._surprise / self._surprising if self._surprising else None,
+            staleness=sum(self._staleness) / max(len(self._staleness), 1),
+            staleness_max=max(self._staleness, default=0),
+            dropped_stale=self._stale,
+            dropped_misfit=self._misfit,
+            groups_without_logprobs=self._without_logprobs,
+            extra_segments=self._extra_segments,
+            reward_by_environment={
+                name: numbers["reward_mean"] for name, numbers in environments.items() if numbers["groups"]
+            },
+            environments=environments,
+            parts={name: math.fsum(scores) / len(scores) for name, scores in sorted(self._parts.items())},
+        )

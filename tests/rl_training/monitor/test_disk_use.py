@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
-from mlx_parallm.rl_training.monitor.disk_use import DiskUse
+from mlx_parallm.rl_training.run_directory import DiskUse
 from mlx_parallm.rollout_store import disk
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.log import configure_logging
@@ -59,7 +59,7 @@ def test_only_what_no_checkpoint_can_bring_back_is_pruned(
     store.close()
 
 
-def test_a_file_above_its_size_that_cannot_be_pruned_is_told_once(tmp_path: Path) -> None:
+def test_a_file_above_its_size_that_cannot_be_pruned_is_warned_about_once(tmp_path: Path) -> None:
     store, use = run_with(tmp_path, ["step_000000"], 3, max_gb=1e-5)
     configure_logging(level="warning")
     with capture_logs() as logs:

@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.rl_training.monitor.batch_statistics import StatisticsCollector
 from mlx_parallm.rl_training.step import optimizer
+from mlx_parallm.rl_training.step.batch import StatisticsCollector
 from mlx_parallm.types import RolloutGroup
 from tests.rl_training.making import make_config, make_trainer, perturb_adapter, weights
 from tests.rl_training.rollouts import make_batch, make_group, make_rollout, random_groups

@@ -13,6 +13,7 @@ from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.monitor import samples as samples_module
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
 from mlx_parallm.rl_training.monitor.samples import (
+    LONGEST_TEXT,
     SAMPLES_PAGE,
     SHOWN_CHARACTERS,
     SampleLog,
@@ -20,7 +21,6 @@ from mlx_parallm.rl_training.monitor.samples import (
     samples_table,
     shortened,
 )
-from mlx_parallm.rl_training.monitor.samples_page import LONGEST_TEXT
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.types import RolloutGroup
 from tests.rl_training.rollouts import make_batch, make_group, make_rollout
