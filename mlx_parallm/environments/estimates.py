@@ -1,6 +1,6 @@
-"""What a sample of problems says of all of them: pass@k, 95% intervals, paired differences. No MLX.
+"""Estimates from a sample of problems: pass@k, 95% intervals, paired differences. No MLX.
 
-The problem is the unit everywhere: several answers to one problem are first made into one number of that problem.
+The problem is the unit everywhere: several answers to one problem are first combined to one number.
 """
 
 import math
@@ -34,7 +34,7 @@ class Difference:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Probability that at least one of k answers is right, from `samples` answers of which `right` are; unbiased.
+    """Estimate without bias the probability that one of k answers is right, from `samples` answers with `right` right.
 
     1 - C(samples - right, k) / C(samples, k): Chen et al. 2021, arXiv:2107.03374, equation 1. Worked: 5 answers, 2
     right, k = 2: 1 - C(3, 2) / C(5, 2) = 1 - 3 / 10 = 0.7. Raises ValueError: k above `samples`.
@@ -45,10 +45,10 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of one value for each problem (at least one) and its 95% interval.
+    """Return the mean of one value for each problem (at least one) and its 95% interval.
 
-    Shares, where every value is 0 or 1: Wilson's score interval (1927), right also near 0 and 1 and for few problems.
-    Everything else: percentile bootstrap over the problems. Worked: 8 of 10 → 0.8, [0.490, 0.943].
+    Where every value is 0 or 1: Wilson's score interval (1927), which also holds near 0 and 1 and for few problems.
+    Otherwise: percentile bootstrap over the problems. Worked: 8 of 10 → 0.8, [0.490, 0.943].
     """
     n, mean = len(values), math.fsum(values) / len(values)
     if not _shares(values):
@@ -60,10 +60,11 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> Difference:
-    """Of values for the same problems in the same order (at least one).
+    """Compare values for the same problems in the same order (at least one).
 
-    The interval is a paired bootstrap's over the problems; `p` doubles the smaller binomial tail of the problems that
-    changed sides (McNemar, exact). Worked: 8 gained, 1 lost: 2 · (C(9, 0) + C(9, 1)) / 2⁹ = 0.0390625.
+    The interval is a paired bootstrap's over the problems; `p` is McNemar's exact test: twice the smaller
+    binomial tail of the problems that changed sides. Worked: 8 gained, 1 lost:
+    2 · (C(9, 0) + C(9, 1)) / 2⁹ = 0.0390625.
     """
     changes = [after - before for before, after in zip(a, b, strict=True)]
     p = None
@@ -79,11 +80,11 @@ def _shares(values: Sequence[float]) -> bool:
 
 
 def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """The middle 95% of the means of resampled problems; the same every time."""
-    given, rng = np.asarray(values, np.float64), np.random.default_rng(0)
-    rows = max(1, RESAMPLED_AT_ONCE // len(given))
+    """Return the middle 95% of the means of resampled problems, the same every time."""
+    values_N, rng = np.asarray(values, np.float64), np.random.default_rng(0)
+    rows = max(1, RESAMPLED_AT_ONCE // len(values_N))
     means = [
-        given[rng.integers(0, len(given), (min(rows, RESAMPLES - done), len(given)))].mean(axis=1)
+        values_N[rng.integers(0, len(values_N), (min(rows, RESAMPLES - done), len(values_N)))].mean(axis=1)
         for done in range(0, RESAMPLES, rows)
     ]
     low, high = np.quantile(np.concatenate(means), [0.025, 0.975])

@@ -1,10 +1,10 @@
-"""Answers to held-out problems, and what they amount to: the one evaluator. No MLX.
+"""The one evaluator: answers to held-out problems, and their numbers. No MLX.
 
-    draw_problems   sources → the problems of each environment; `remarks` says what is wrong with them
-    evaluate        a greedy answer and some sampled ones to each, through any PolicyClient
-    Evaluation      what one environment came to: `numbers`, `score`, and `to_json` for files
+    draw_problems   sources → the problems of each environment, with warnings about them
+    evaluate        a greedy answer and some sampled ones to each problem
+    Evaluation      the result of one environment: `numbers`, `score`, and `to_json` for files
 
-A training run (`rl_training/evaluation/runner.py`) and `mlx_parallm_eval` (`tools/eval.py`) both work this way.
+A training run (`rl_training/evaluation/runner.py`) and `mlx_parallm_eval` (`tools/eval.py`) both use it.
 """
 
 import asyncio
@@ -23,22 +23,25 @@ from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.execution.user_code import is_reference, user_code
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import TrainingProgress
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import ChatTokenizer, PolicyClient
 
 ABSOLUTE = "absolute"  # the reward_method that needs no group
 SOLVED = 1.0 - 1e-9
 """A reward from here on counts as right."""
 FEW = 20  # problems: an accuracy is then known to ±0.2 at best
-LOOKED_AT = 500  # training problems of each environment that are compared with those held out
-KEPT_APART = "docs/your_environment.md#held-out"
+COMPARED_TASKS = 500  # training problems of each environment that are compared with those held out
+HELDOUT_PAGE = "docs/your_environment.md#held-out"
 EXAMPLES = 3  # problems whose answers are written into a file of evaluations
+
+log = get_logger("evaluation")
 
 
 def build_evaluated(
     config: Config, progress: Callable[[], TrainingProgress] = TrainingProgress
 ) -> tuple[EnvironmentSource, ...]:
-    """Sources of [[evaluation.environments]], else of [[environments]]. Each answer is scored for itself: a reward that
-    says how it compares with the others of its group says nothing here. Raises ConfigError."""
+    """Build the sources of [[evaluation.environments]], else of [[environments]]. Each answer is scored on its own: a
+    reward relative to the answer's group means nothing here. Raises ConfigError."""
     entries = config.evaluation.environments or config.environments
     absolute = [entry.model_copy(update={"reward_method": ABSOLUTE}) for entry in entries]
     return build_sources(absolute, seed=config.rl_training.seed, progress=progress)
@@ -52,43 +55,50 @@ class ProblemSet:
     tasks: tuple[Task, ...]
 
 
-def draw_problems(sources: Sequence[EnvironmentSource], n: int) -> list[ProblemSet]:
-    """Up to n of each source that has any. Raises ConfigError, RolloutRejectedError: a user's source fails."""
+def draw_problems(
+    sources: Sequence[EnvironmentSource], n: int, training: Sequence[EnvironmentSource] = ()
+) -> list[ProblemSet]:
+    """Draw up to n problems of each source that has any; warn where the result will say less than it seems to.
+
+    Raises ConfigError, RolloutRejectedError: a user's source fails.
+    """
     drawn = []
     for source in sources:
         with user_code(f"environments: {source.name}: held-out problems"):
             drawn.append(ProblemSet(source, tuple(source.heldout(n))))
-    return drawn
+    for warning in problem_warnings(drawn, n, training):
+        log.warning(warning)
+    return [problems for problems in drawn if problems.tasks]
 
 
-def remarks(drawn: Sequence[ProblemSet], n: int, training: Sequence[EnvironmentSource]) -> Iterator[str]:
-    """What makes an evaluation say less than it seems to: too few problems, or some that are trained on."""
-    asked_in_training: dict[str, set[object]] = {}
-    for own in drawn:
-        name, count = own.source.name, len(own.tasks)
+def problem_warnings(drawn: Sequence[ProblemSet], n: int, training: Sequence[EnvironmentSource] = ()) -> Iterator[str]:
+    """Yield what is wrong with drawn problems: there are too few, or some of them are training problems."""
+    training_openings: dict[str, set[object]] = {}
+    for problems in drawn:
+        name, count = problems.source.name, len(problems.tasks)
         if not count:
             yield f"{name} has no held-out problems: it is not evaluated"
             continue
         few = f": an accuracy of so few is known to ±{1.0 / math.sqrt(count):.2f} at best" if count < FEW else ""
         if count < n:
-            yield f"{name} has {count} held-out problems of {n} asked for{few}"
+            yield f"{name} has {count} held-out problems, {n} were requested{few}"
         elif few:
             yield f"{name}: {count} problems{few}"
         for source in training:
-            if source.in_order or (source is own.source and not is_reference(source.config.kind)):
-                continue  # its problems cannot be asked for out of turn; or a kind that divides them by a hash
-            if source.name not in asked_in_training:
+            if source.in_order or (source is problems.source and not is_reference(source.config.kind)):
+                continue  # its problems cannot be drawn out of turn; or a built-in kind, which divides them by a hash
+            if source.name not in training_openings:
                 with user_code(f"environments: {source.name}: task"):
-                    asked_in_training[source.name] = {_asked(source.task(index)) for index in range(LOOKED_AT)}
-            if both := sum(_asked(task) in asked_in_training[source.name] for task in own.tasks):
+                    training_openings[source.name] = {_opening(source.task(index)) for index in range(COMPARED_TASKS)}
+            if both := sum(_opening(task) in training_openings[source.name] for task in problems.tasks):
                 yield (
-                    f"{both} of the {count} held-out problems of {name} are among the first {LOOKED_AT} training"
-                    f" problems of {source.name}: what is measured there is memory; see {KEPT_APART}"
+                    f"{both} of the {count} held-out problems of {name} are among the first {COMPARED_TASKS} training"
+                    f" problems of {source.name}: their accuracy measures memory; see {HELDOUT_PAGE}"
                 )
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EvaluatedAnswer:
     """One finished episode. A failed one has the reward 0."""
 
     text: str  # `Trajectory.conversation`
@@ -103,17 +113,17 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class EvaluatedProblem:
     """One problem and all answers to it."""
 
     key: str
     prompt: str  # its last message
     expected: str | None
-    greedy: Answer | None
-    sampled: tuple[Answer, ...]
+    greedy: EvaluatedAnswer | None
+    sampled: tuple[EvaluatedAnswer, ...]
 
     @property
-    def answers(self) -> tuple[Answer, ...]:
+    def answers(self) -> tuple[EvaluatedAnswer, ...]:
         return (*((self.greedy,) if self.greedy else ()), *self.sampled)
 
     def to_json(self) -> dict[str, Any]:
@@ -122,8 +132,8 @@ class Answered:
 
     def example(self) -> dict[str, Any]:
         first = self.answers[0]
-        told = {"text": first.text, "reward": first.reward, "error": first.error}
-        return {"key": self.key, "prompt": self.prompt, "expected": self.expected, **told}
+        answer = {"text": first.text, "reward": first.reward, "error": first.error}
+        return {"key": self.key, "prompt": self.prompt, "expected": self.expected, **answer}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +141,7 @@ class Evaluation:
     """One environment's answers."""
 
     environment: str
-    problems: tuple[Answered, ...]
+    problems: tuple[EvaluatedProblem, ...]
 
     @property
     def errors(self) -> int:
@@ -139,7 +149,7 @@ class Evaluation:
 
     @property
     def failed(self) -> bool:
-        """Nothing was answered and scored: then there are no numbers."""
+        """Whether no answer was scored: then there are no numbers."""
         return self.errors == sum(len(problem.answers) for problem in self.problems)
 
     @property
@@ -149,22 +159,22 @@ class Evaluation:
 
     @property
     def score(self) -> float | None:
-        """The mean reward, of the greedy answers where there are some: what checkpoints are compared by."""
+        """The mean reward, of the greedy answers where there are some. Checkpoints are compared by it."""
         numbers = self.numbers()
         return numbers.get("reward", numbers.get("sampled_reward"))
 
     def numbers(self) -> dict[str, float]:
-        """EvaluationConfig.metrics, each a mean over the problems with the ends of its 95% interval (estimates.py);
-        `problems` and `errors` are counts, `truncated` is the share of answers that were cut off."""
+        """Return EvaluationConfig.metrics, each a mean over the problems with the ends of its 95% interval
+        (estimates.py); `problems` and `errors` are counts, `truncated` is the share of answers that were cut off."""
         answers = [answer for problem in self.problems for answer in problem.answers]
-        found: dict[str, float] = {"problems": len(self.problems), "errors": self.errors}
+        numbers: dict[str, float] = {"problems": len(self.problems), "errors": self.errors}
         if self.failed:
-            return found
-        found["truncated"] = sum(answer.stop_reason == "length" for answer in answers) / len(answers)
+            return numbers
+        numbers["truncated"] = sum(answer.stop_reason == "length" for answer in answers) / len(answers)
         for name, values in self._columns().items():
-            told = estimate(values)
-            found |= {name: told.mean, f"{name}_low": told.low, f"{name}_high": told.high}
-        return found
+            mean = estimate(values)
+            numbers |= {name: mean.mean, f"{name}_low": mean.low, f"{name}_high": mean.high}
+        return numbers
 
     def _columns(self) -> dict[str, list[float]]:
         columns = {}
@@ -184,7 +194,7 @@ class Evaluation:
         return columns
 
     def to_json(self) -> dict[str, Any]:
-        """`problems`: the reward of every answer; `examples`: what was said to the first ones."""
+        """`problems`: the reward of every answer; `examples`: the answers to the first ones."""
         return {
             "numbers": self.numbers(),
             "problems": [problem.to_json() for problem in self.problems],
@@ -193,10 +203,9 @@ class Evaluation:
 
 
 def overall_score(evaluations: Sequence[Evaluation]) -> float | None:
-    """Mean over the environments, each counting the same; None where one of them has no numbers."""
-    scores = [evaluation.score for evaluation in evaluations]
-    known = [score for score in scores if score is not None]
-    return math.fsum(known) / len(known) if known and len(known) == len(scores) else None
+    """Return the mean over the environments with equal weights; None where one of them has no numbers."""
+    scores = [score for evaluation in evaluations if (score := evaluation.score) is not None]
+    return math.fsum(scores) / len(scores) if scores and len(scores) == len(evaluations) else None
 
 
 async def evaluate(
@@ -212,12 +221,12 @@ async def evaluate(
     max_in_flight: int = 64,
     answered: Callable[[], None] = lambda: None,
 ) -> list[Evaluation]:
-    """Answers every problem, in the order of `problems`; sets without one are left out.
+    """Answer every problem, in the order of `problems`.
 
-    The sampled answers of a problem have the same seeds at each evaluation, so two of them differ by the weights alone.
+    The sampled answers of a problem have the same seeds in each evaluation, so two of them differ by the weights alone.
 
     Args:
-        priority: of the requests, as `types.Request`'s.
+        priority: of the requests, as in `types.Request`.
         max_in_flight: episodes that are played at once.
         answered: called after each of them.
     """
@@ -237,38 +246,42 @@ async def evaluate(
     greedy, sampled = runner(0.0, 1.0), runner(settings.temperature, settings.top_p)
     slots = asyncio.Semaphore(max_in_flight)
 
-    async def play(own: ProblemSet, number: int, way: str, runner: EpisodeRunner, sample: int = 0) -> Answer:
-        """An episode of its own: one that fails is one answer, not those to the same problem."""
-        name, task = own.source.name, own.tasks[number]
-        group_id, seed = f"evaluation/{name}/{number}/{way}", derive_seed(f"evaluation/{name}", number, sample)
+    async def play(
+        environment: ProblemSet, number: int, name: str, runner: EpisodeRunner, sample: int = 0
+    ) -> EvaluatedAnswer:
+        """Play a group of one episode: a failure is one answer, not all answers to the problem."""
+        source, task = environment.source, environment.tasks[number]
+        seed = derive_seed(f"evaluation/{source.name}", number, sample)
+        group_id = f"evaluation/{source.name}/{number}/{name}"
+        plan = GroupPlan(group_id, source, number, 1, seed, split="heldout", task=task)
         async with slots:
-            [result] = await runner.run([GroupPlan(group_id, own.source, number, 1, seed, split="heldout", task=task)])
+            [result] = await runner.run([plan])
         answered()
         return _answer(result)
 
-    async def one(own: ProblemSet, number: int) -> Answered:
-        first = [play(own, number, "greedy", greedy)] if settings.greedy else []
-        others = [play(own, number, f"sample-{i}", sampled, i) for i in range(settings.samples)]
-        answers, task = await asyncio.gather(*first, *others), own.tasks[number]
+    async def answer_problem(environment: ProblemSet, number: int) -> EvaluatedProblem:
+        first = [play(environment, number, "greedy", greedy)] if settings.greedy else []
+        others = [play(environment, number, f"sample-{i}", sampled, i) for i in range(settings.samples)]
+        answers, task = await asyncio.gather(*first, *others), environment.tasks[number]
         likeliest = answers.pop(0) if settings.greedy else None
-        return Answered(task.key, task.messages[-1]["content"], task.answer, likeliest, tuple(answers))
+        return EvaluatedProblem(task.key, task.messages[-1]["content"], task.answer, likeliest, tuple(answers))
 
-    async def whole(own: ProblemSet) -> Evaluation:
-        found = await asyncio.gather(*(one(own, number) for number in range(len(own.tasks))))
-        return Evaluation(own.source.name, tuple(found))
+    async def evaluate_environment(environment: ProblemSet) -> Evaluation:
+        answers = (answer_problem(environment, number) for number in range(len(environment.tasks)))
+        return Evaluation(environment.source.name, tuple(await asyncio.gather(*answers)))
 
-    return list(await asyncio.gather(*(whole(own) for own in problems if own.tasks)))
+    return list(await asyncio.gather(*map(evaluate_environment, problems)))
 
 
-def _asked(task: Task) -> object:
+def _opening(task: Task) -> object:
     return tuple((turn["role"], turn["content"]) for turn in task.messages)
 
 
-def _answer(result: GroupResult) -> Answer:
+def _answer(result: GroupResult) -> EvaluatedAnswer:
     text = result.trajectories[0].conversation if result.trajectories else ""
     if result.failure is not None:
-        return Answer(text, 0.0, error=result.failure)
+        return EvaluatedAnswer(text, 0.0, error=result.failure)
     [rollout] = result.group.rollouts
     if "reward" not in rollout.scores or UNSCORED in rollout.scores:
-        return Answer(text, 0.0, rollout.scores, rollout.stop_reason, "nothing scored it")
-    return Answer(text, rollout.reward, rollout.scores, rollout.stop_reason)
+        return EvaluatedAnswer(text, 0.0, rollout.scores, rollout.stop_reason, "nothing scored it")
+    return EvaluatedAnswer(text, rollout.reward, rollout.scores, rollout.stop_reason)

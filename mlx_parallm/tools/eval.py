@@ -26,14 +26,12 @@ from mlx_parallm.environments.evaluate import (
     draw_problems,
     evaluate,
     overall_score,
-    remarks,
 )
 from mlx_parallm.errors import ConfigError, EndpointError, EnvironmentFailedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, Shown, write_page
 from mlx_parallm.system.files import write_atomically
-from mlx_parallm.system.log import get_logger
 from mlx_parallm.tools.eval_compare import RESULTS_FILE
 from mlx_parallm.tools.eval_endpoint import UNBOUNDED, CharacterTokenizer, EndpointPolicy
 from mlx_parallm.types import PolicyClient
@@ -41,8 +39,6 @@ from mlx_parallm.types import PolicyClient
 RETRIES = 6
 ON_PAGE = 300  # answers; samples.jsonl has all
 NO_ROUTE = (404, 405, 501)
-
-log = get_logger("eval")
 
 
 @dataclass(frozen=True)
@@ -122,13 +118,11 @@ async def _model(endpoint: OpenAIEndpoint, wanted: str | None) -> str:
 def _problems(config: Config) -> list[ProblemSet]:
     count = config.evaluation.problems
     if not count:
-        raise ConfigError("evaluation.problems is 0: say with --problems how many of each environment to answer")
-    drawn = draw_problems(build_evaluated(config), count)
-    for remark in remarks(drawn, count, ()):
-        log.warning(remark)
-    if not any(own.tasks for own in drawn):
+        raise ConfigError("evaluation.problems is 0: set with --problems how many of each environment to answer")
+    problems = draw_problems(build_evaluated(config), count)
+    if not problems:
         raise ConfigError("there is no held-out problem to answer")
-    return [own for own in drawn if own.tasks]
+    return problems
 
 
 async def _answers(

@@ -6,7 +6,14 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.environments.base import EnvironmentSource, Task
-from mlx_parallm.environments.evaluate import build_evaluated, draw_problems, evaluate, overall_score, remarks
+from mlx_parallm.environments.evaluate import (
+    ProblemSet,
+    build_evaluated,
+    draw_problems,
+    evaluate,
+    overall_score,
+    problem_warnings,
+)
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.rewards.base import UNSCORED
 from tests.environments.scripted_client import ScriptedClient
@@ -155,10 +162,9 @@ def test_problems_that_are_trained_on_are_called_so(tmp_path):
     own = EnvironmentConfig(kind=f"python:{tmp_path}/leaky_environment.py:Leaky", name="leaky")
     tasks = EnvironmentConfig(kind="tasks", name="reverse")
     training = build_sources([own, tasks], seed=0)
-    told = list(remarks(draw_problems(training, 30), 30, training))
-    assert told == [
-        "30 of the 30 held-out problems of leaky are among the first 500 training problems of leaky: what is measured"
-        " there is memory; see docs/your_environment.md#held-out"
+    assert list(problem_warnings(draw_problems(training, 30), 30, training)) == [
+        "30 of the 30 held-out problems of leaky are among the first 500 training problems of leaky: their"
+        " accuracy measures memory; see docs/your_environment.md#held-out"
     ]
 
 
@@ -169,13 +175,14 @@ def test_too_few_problems_are_called_so(tmp_path):
     entry = {"kind": "dataset", "data": str(rows), "rewards": [f"python:{tmp_path}/score_it.py:one"]}
     none = EnvironmentConfig(**entry, name="none", heldout_fraction=0)
     [whole] = EvaluationConfig(problems=9, environments=[entry]).environments
-    drawn = draw_problems(build_sources([whole, none], seed=0), 9)
-    assert [len(own.tasks) for own in drawn] == [4, 0], "of a data set that is there to be evaluated every row is"
-    assert list(remarks(drawn, 9, ())) == [
-        "rows has 4 held-out problems of 9 asked for: an accuracy of so few is known to ±0.50 at best",
+    sources = build_sources([whole, none], seed=0)
+    drawn = draw_problems(sources, 9)
+    assert [len(problems.tasks) for problems in drawn] == [4], "of a data set that is only evaluated, every row is"
+    assert list(problem_warnings([*drawn, ProblemSet(sources[1], ())], 9)) == [
+        "rows has 4 held-out problems, 9 were requested: an accuracy of so few is known to ±0.50 at best",
         "none has no held-out problems: it is not evaluated",
     ]
-    assert list(remarks(draw_problems([drawn[0].source], 4), 4, ())) == [
+    assert list(problem_warnings(draw_problems(sources[:1], 4), 4)) == [
         "rows: 4 problems: an accuracy of so few is known to ±0.50 at best"
     ]
 

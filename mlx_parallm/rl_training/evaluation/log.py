@@ -1,4 +1,4 @@
-"""`evaluations.jsonl` of a run: what each evaluation came to, and how good a checkpoint is by them. No MLX."""
+"""`evaluations.jsonl` of a run: the result of each evaluation, and the score of a checkpoint by them. No MLX."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,23 +14,23 @@ Line = dict[str, Any]
 
 
 class EvaluationLog:
-    """One run's. The trainer's thread.
+    """The log of one run. Use it on the trainer's thread.
 
     A line is `{"step", "version", "seconds", "score", "environments": {NAME: Evaluation.to_json()}}`, or
-    `{"step", "skipped": why}`. It is on the disk before the metrics line that tells of it.
+    `{"step", "skipped": why}`. It is on the disk before the metrics line with its numbers.
 
     Args:
-        metric: the one of `flat` that checkpoints are compared by; None: they are by something else.
-        hide: takes secrets out of what is written.
+        metric: the key of `flat` that checkpoints are compared by; None: they are compared otherwise.
+        hide: removes secrets from a line.
     """
 
     def __init__(self, run: Path, metric: str | None = None, hide: Callable[[Line], Line] = dict) -> None:
         self._file, self._metric, self._hide = MetricsFile(run / EVALUATIONS_FILE), metric, hide
         self.lines: list[Line] = list(self._file.read())
-        self.running: int | None = None  # of which step
+        self.running: int | None = None  # the step that is being evaluated
 
     def cut(self, step: int) -> None:
-        """Removes those of later steps: the run goes on from `step`."""
+        """Remove the lines of later steps: the run continues from `step`."""
         self._file.cut(step)
         self.lines = [line for line in self.lines if line["step"] <= step]
 
@@ -45,20 +45,20 @@ class EvaluationLog:
 
     @property
     def skipped(self) -> int:
-        """How many were due and not made."""
+        """How many evaluations were due and not made."""
         return len(self.lines) - len(self.done())
 
     def settled(self, step: int) -> bool:
-        """It is there, or it is known why not."""
+        """Whether the step has a result, or a reason for having none."""
         return any(line["step"] == step for line in self.lines)
 
     @property
     def decides(self) -> bool:
-        """Which checkpoint is the best."""
+        """Whether evaluations decide which checkpoint is the best."""
         return self._metric is not None
 
     def score(self, step: int, version: int) -> float | None:
-        """Of a checkpoint's weights; None where they were not evaluated."""
+        """Return the score of a checkpoint's weights; None where they were not evaluated."""
         for line in self.done():
             if (line["step"], line["version"]) == (step, version):
                 return flat(line).get(self._metric or "")
@@ -70,16 +70,16 @@ class EvaluationLog:
 
 
 def flat(line: Line) -> dict[str, float]:
-    """An evaluation as keys of metrics.jsonl: eval/step, eval/score, eval/NAME/accuracy, …"""
-    found = {f"{PREFIX}{key}": line[key] for key in ("step", "version", "seconds", "score")}
+    """Return an evaluation as keys of metrics.jsonl: eval/step, eval/score, eval/NAME/accuracy, …"""
+    numbers = {f"{PREFIX}{key}": line[key] for key in ("step", "version", "seconds", "score")}
     for name, part in line["environments"].items():
-        found |= {f"{PREFIX}{name}/{metric}": value for metric, value in part["numbers"].items()}
-    return found
+        numbers |= {f"{PREFIX}{name}/{metric}": value for metric, value in part["numbers"].items()}
+    return numbers
 
 
 def sentence(line: Mapping[str, Any]) -> str:
-    """For people."""
-    told = []
+    """Describe an evaluation in a sentence for people."""
+    results = []
     for name, part in line["environments"].items():
         numbers = part["numbers"]
         shown = [metric for metric in numbers if metric in ("accuracy", "reward") or metric.startswith("pass@")]
@@ -87,12 +87,12 @@ def sentence(line: Mapping[str, Any]) -> str:
         if numbers.get("reward") == numbers.get("accuracy") and "reward" in shown:
             shown.remove("reward")
         parts = [f"{m} {numbers[m]:.3f} [{numbers[f'{m}_low']:.3f}, {numbers[f'{m}_high']:.3f}]" for m in shown]
-        told.append(f"{name}: {', '.join(parts) or 'every answer failed'}")
-    return f"evaluation of step {line['step']} (version {line['version']}): {'; '.join(told)}"
+        results.append(f"{name}: {', '.join(parts) or 'every answer failed'}")
+    return f"evaluation of step {line['step']} (version {line['version']}): {'; '.join(results)}"
 
 
 def best_by(config: Config) -> str | None:
-    """The metric of an evaluation that checkpoints are compared by; None: a score of their own."""
+    """Return the metric of evaluations that checkpoints are compared by; None: they have a score already."""
     keep = config.rl_training.keep_best
     if isinstance(keep, str):
         return keep
