@@ -1,7 +1,8 @@
-"""The part of [rl_training] that makes an algorithm, and `PRESETS`, which fills it in. Part of the tree of `load.py`.
+"""The keys of [rl_training] that make an algorithm, and `PRESETS`, their values for each algorithm.
 
-An algorithm is a loss, a ratio level, an aggregation and an advantage. Its name sets all of them; each one may be set
-otherwise. A setting that what was chosen does not read is an error. docs/algorithms.md has both tables.
+An algorithm is a loss, a ratio level, an aggregation and an advantage. Its name sets all of them, and each one may be
+set to something else. A setting that the chosen loss or algorithm does not read is an error. docs/algorithms.md has
+both tables.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,10 @@ AlgorithmName = Literal[
     "sft",
 ]
 
-CLIP = {"clip_ratio": 0.2, "clip_ratio_high": None}
+KLEstimator = Literal["k1", "abs", "k2", "k3"]
+
+CLIP_RATIO = 0.2
+CLIP: dict[str, float | None] = {"clip_ratio": CLIP_RATIO, "clip_ratio_high": None}
 LOSS_SETTINGS: dict[str, dict[str, float | None]] = {
     "clip": CLIP,
     "dual_clip": {**CLIP, "dual_clip": 3.0},
@@ -46,7 +50,7 @@ LOSS_SETTINGS: dict[str, dict[str, float | None]] = {
 }
 """Losses (`losses.registry.LOSSES`), the keys that each reads, and their defaults."""
 
-WITHOUT_LEVEL = ("dppo", "reinforce")  # the one compares probabilities of tokens, the other has no ratio
+WITHOUT_LEVEL = ("dppo", "reinforce")  # dppo compares probabilities of tokens, reinforce has no ratio
 ADVANTAGES = ("std", "std_sample", "mean", "rloo", "none")
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -66,17 +70,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "importance_sampling": {"loss": "importance_sampling", "loss_aggregation": "token", "advantage": "mean"},
     "ppo": {"loss": "clip", "loss_aggregation": "token"},  # its advantages are the value head's (GAE)
 }
-"""What each algorithm sets. Algorithms that learn from rows of a file ([data]) set, and read, none of it."""
+"""Keys that each algorithm sets. Algorithms that learn from rows of a file ([data]) set, and read, none of them."""
 
 SETTINGS = tuple(dict.fromkeys(key for settings in LOSS_SETTINGS.values() for key in settings))
 PRESET_KEYS = ("loss", "ratio_level", "loss_aggregation", "advantage", "advantage_whiten", *SETTINGS)
 
 
 class AlgorithmSection(Section):
-    """Inherited by RLTrainingConfig. Where a preset has a value for it, a key that is left out gets that value."""
+    """The part of RLTrainingConfig whose missing keys get the preset's values."""
 
     algorithm: AlgorithmName = "grpo"
-    """Sets what is left out of loss, ratio_level, loss_aggregation, advantage and bounds (docs/algorithms.md)."""
+    """Preset of loss, ratio_level, loss_aggregation, advantage and bounds; each can be set too (docs/algorithms.md)."""
     loss: str | None = None
     """"clip", "dual_clip", "two_sided", "cispo", "sapo", "dppo", "reinforce", "importance_sampling", or a loss of your
     own, "python:file.py:function" (docs/your_environment.md); default: the algorithm's."""
@@ -87,7 +91,7 @@ class AlgorithmSection(Section):
     advantage: str | None = None
     """"std", "std_sample", "mean", "rloo", "none" (the reward itself), or "python:file.py:function"."""
     advantage_whiten: bool | None = None
-    """Advantages minus their mean, divided by their std, over all tokens of the step (REINFORCE++)."""
+    """Subtract the mean of the advantages and divide by their std, over all tokens of the step (REINFORCE++)."""
     clip_ratio: float | None = Field(None, ge=0, le=1)
     """Bound below: ratio >= 1 - clip_ratio. "clip", "dual_clip", "two_sided" 0.2 (gspo 3e-4), "cispo" 1."""
     clip_ratio_high: float | None = Field(None, ge=0)
@@ -108,28 +112,28 @@ class AlgorithmSection(Section):
     """"dppo": weight of (log-probability - the sampler's)²; 0.001."""
     kl_beta: float = Field(0.0, ge=0)
     """Weight of the KL to the reference (adapter off) in the loss; 0 = not computed."""
-    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    kl_estimator: KLEstimator = "k3"
     """Schulman's estimators of KL(policy || reference), and the absolute difference."""
     entropy_weight: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     overlong_buffer: int = Field(0, ge=0)
     """Tokens before overlong_length over which a completion loses up to 1 of its reward (DAPO); 0 = off."""
     overlong_length: int | None = Field(None, ge=1)
-    """Sampled tokens from which on 1 is lost, e.g. the environment's max_tokens; needed with overlong_buffer."""
+    """Sampled tokens at which the whole 1 is lost, e.g. the environment's max_tokens; needed with overlong_buffer."""
 
     @field_validator("loss", "advantage")
     @classmethod
-    def _known_or_own(cls, value: str | None, info: Any) -> str | None:
-        known = tuple(LOSS_SETTINGS) if info.field_name == "loss" else ADVANTAGES
-        if value is not None and value not in known and not is_reference(value):
-            choices = ", ".join(map(repr, known))
+    def _exists(cls, value: str | None, info: Any) -> str | None:
+        builtin = tuple(LOSS_SETTINGS) if info.field_name == "loss" else ADVANTAGES
+        if value is not None and value not in builtin and not is_reference(value):
+            choices = ", ".join(map(repr, builtin))
             raise ValueError(f'{value!r} is not one of {choices}, or "python:file.py:function"')
         return value
 
     @model_validator(mode="before")
     @classmethod
-    def _filled(cls, data: Any) -> Any:
-        return filled(data) if isinstance(data, Mapping) else data
+    def _with_preset(cls, data: Any) -> Any:
+        return with_preset(data) if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
     def _fits(self) -> "AlgorithmSection":
@@ -137,7 +141,7 @@ class AlgorithmSection(Section):
         if self.ratio_delta is not None and high is not None and self.ratio_delta <= 1 + high:
             raise ValueError(f"ratio_delta ({self.ratio_delta:g}) has to be above 1 + clip_ratio_high ({1 + high:g})")
         if (self.overlong_length is None) != (self.overlong_buffer == 0):
-            raise ValueError("overlong_buffer and overlong_length go together: set both, or neither")
+            raise ValueError("overlong_buffer and overlong_length belong together: set both, or neither")
         if self.overlong_length is not None and self.overlong_buffer > self.overlong_length:
             raise ValueError(
                 f"overlong_buffer ({self.overlong_buffer}) is longer than overlong_length ({self.overlong_length})"
@@ -150,10 +154,11 @@ CORRECTION_CAPS = {"token": 2.0, "sequence": 3.0}
 
 
 class PrepareConfig(Section):
-    """Inherited by RLTrainingConfig; `check_prepared` says what does not fit together."""
+    """The part of RLTrainingConfig about a batch before the first update of its step."""
 
     sampler_correction: Literal["auto", "none", "tis", "mis"] = "auto"
-    """Weights for what engine and trainer round differently: "tis" cuts, "mis" drops; "auto": "tis" where they do."""
+    """Importance weights for rounding differences of engine and trainer: "tis" cuts large ones, "mis" drops their
+    tokens; "auto" is "tis" where there are such differences."""
     sampler_correction_level: Literal["token", "sequence"] = "token"
     """One weight for each token, or one for each sequence (the product of its tokens')."""
     sampler_correction_cap: float | None = Field(None, gt=0)
@@ -163,59 +168,58 @@ class PrepareConfig(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     """Where kl_beta's KL goes: a term of the loss, or -kl_beta · log(policy / reference) in each token's reward."""
     kl_target: float | None = Field(None, gt=0)
-    """Nats a token: kl_beta is then where the coefficient starts, and it is adapted after each step towards this KL."""
+    """Target KL in nats a token: the coefficient starts at kl_beta and is adapted after each step."""
     kl_horizon: int = Field(10_000, ge=1)
-    """kl_target: sequences over which a KL 20 % or more off changes the coefficient by 20 %."""
+    """kl_target: sequences over which a KL that is 20 % or more off changes the coefficient by 20 %."""
     mask_truncated: bool = False
-    """Answers that the length limit ended are not trained on; they count in their group's mean (DAPO, TRL)."""
+    """Do not train on completions that the length limit ended; they count in their group's mean (DAPO, TRL)."""
 
 
 def check_prepared(config: PrepareConfig, kl_beta: float) -> None:
-    """Raises ValueError."""
+    """Raises ValueError: keys of PrepareConfig that contradict each other."""
     cap, floor = sampler_bounds(config)
     if floor >= cap:
         raise ValueError(f"sampler_correction_floor ({floor:g}) has to be below sampler_correction_cap ({cap:g})")
     if config.sampler_correction_floor is not None and config.sampler_correction != "mis":
         raise ValueError(f'sampler_correction_floor is read with "mis" only, not with {config.sampler_correction!r}')
-    for key in ("sampler_correction_cap", "sampler_correction_level"):
-        if config.sampler_correction == "none" and getattr(config, key) not in (None, "token"):
+    for key in config.changed():
+        if config.sampler_correction == "none" and key in ("sampler_correction_cap", "sampler_correction_level"):
             raise ValueError(f'{key} is set, but sampler_correction = "none" corrects nothing')
-    for key in ("kl_target", "kl_in"):
-        if kl_beta == 0 and getattr(config, key) not in (None, "loss"):
+        if kl_beta == 0 and key in ("kl_target", "kl_in"):
             raise ValueError(f"{key} is about the KL to the reference, which kl_beta = 0 leaves out: set kl_beta > 0")
 
 
 def sampler_bounds(config: PrepareConfig) -> tuple[float, float]:
-    """The cap and the floor in force."""
+    """Return the cap and the floor in force."""
     cap = config.sampler_correction_cap or CORRECTION_CAPS[config.sampler_correction_level]
     return cap, 1 / cap if config.sampler_correction_floor is None else config.sampler_correction_floor
 
 
-def filled(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given of [rl_training], with the preset's values for what was not.
+def with_preset(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return [rl_training] with the preset's values for missing keys.
 
-    Raises ValueError: a key that the algorithm, or the loss, does not read. (One that says what the preset says is left
-    out without a word: the saved configuration of a run says everything.)
+    Raises ValueError: a key that the algorithm, or the loss, does not read. One with the preset's own value is dropped
+    silently: the saved configuration of a run sets every key.
     """
-    given = {key: value for key, value in data.items() if value is not None or key not in PRESET_KEYS}
-    name = given.get("algorithm", "grpo")
+    values = {key: value for key, value in data.items() if value is not None or key not in PRESET_KEYS}
+    name = values.get("algorithm", "grpo")
     if name not in get_args(AlgorithmName):
-        return given  # the field's own message says what there is
-    own = PRESETS.get(name, {}).get("loss")
-    loss = given.get("loss", own)
+        return values  # the field's validator raises
+    preset_loss = PRESETS.get(name, {}).get("loss")
+    loss = values.get("loss", preset_loss)
     if loss is not None and not (isinstance(loss, str) and (loss in LOSS_SETTINGS or is_reference(loss))):
-        return given
-    read, usual = defaults_of(name, loss), defaults_of(name, own)
-    unread = [key for key in PRESET_KEYS if key in given and key not in read]
-    if wrong := [key for key in unread if given[key] != usual.get(key)]:
-        who = f"algorithm = {name!r}" if loss == own or not read else f"loss = {loss!r}"
-        known = ", ".join(key for key in read if key != "loss") or "none of these keys"
-        raise ValueError(f"{wrong[0]} is set, but {who} does not read it (it reads {known})")
-    return {key: value for key, value in (read | given).items() if key not in unread}
+        return values
+    read, preset = defaults_of(name, loss), defaults_of(name, preset_loss)
+    unread = [key for key in PRESET_KEYS if key in values and key not in read]
+    if wrong := [key for key in unread if values[key] != preset.get(key)]:
+        reader = f"algorithm = {name!r}" if loss == preset_loss or not read else f"loss = {loss!r}"
+        keys = ", ".join(key for key in read if key != "loss") or "none of these keys"
+        raise ValueError(f"{wrong[0]} is set, but {reader} does not read it (it reads {keys})")
+    return {key: value for key, value in (read | values).items() if key not in unread}
 
 
 def defaults_of(algorithm: str, loss: str | None) -> dict[str, Any]:
-    """The PRESET_KEYS that an algorithm reads with this loss, and what each one is where it is left out."""
+    """Return the PRESET_KEYS that an algorithm reads with this loss, with their defaults."""
     if algorithm not in PRESETS:
         return {}
     preset = PRESETS[algorithm]
@@ -234,11 +238,11 @@ def defaults_of(algorithm: str, loss: str | None) -> dict[str, Any]:
 
 
 def without_unread(training: Mapping[str, Any], overrides: Sequence[str], *, saved: bool = False) -> dict[str, Any]:
-    """A file's [rl_training] under `--set rl_training.algorithm=…` or `.loss=…`: what the file says of PRESET_KEYS was
-    about its own algorithm, and of bounds about its own loss. It is left out where the command line names another one,
-    whose defaults then hold; a bound stays that means the same to both.
+    """Return a file's [rl_training] for use under `--set rl_training.algorithm=…` or `.loss=…`.
 
-    `saved`: by a run, of whatever version: what its loss did not read then is left out too.
+    The file's PRESET_KEYS are about its own algorithm, and its bounds about its own loss. If the command line names
+    another one, they are dropped and the other's defaults hold; a bound with the same meaning for both stays.
+    `saved`: a run of any version saved the file, so keys that its loss did not read are dropped too.
     """
     pairs = [override.partition("=") for override in overrides]
     named = {key.strip(): value.strip().strip("\"'") for key, _, value in pairs}

@@ -1,4 +1,4 @@
-"""[[environments]]: what one entry of the configuration may say. Part of the tree of `load.py`."""
+"""`Section`, the base of every part of the configuration, and [[environments]], one entry for each environment."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +14,14 @@ Method = Literal["absolute", "relative", "pareto"]
 
 
 class Section(BaseModel):
+    """A frozen part of the configuration. An unknown key is an error; a docstring below a key is its description."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    def changed(self) -> list[str]:
+        """Return the keys that differ from their defaults. (`model_fields_set` names every key of a saved file.)"""
+        fields = type(self).model_fields
+        return [name for name, value in self if value != fields[name].get_default(call_default_factory=True)]
 
 
 class EnvironmentConfig(Section):
@@ -32,13 +39,13 @@ class EnvironmentConfig(Section):
     stop: tuple[str, ...] = ()
     """Stop strings."""
     system_prompt: str | None = None
-    """Put before the task's own messages."""
+    """System message before the task's own messages."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the chat template, over model.chat_template_kwargs, e.g. { enable_thinking = false }."""
+    """Arguments of the chat template, over model.chat_template_kwargs, e.g. { enable_thinking = false }."""
     timeout_s: float = Field(600.0, gt=0)
     """Longest time of one episode, its reward included."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Handed to the environment (e.g. reasoning-gym's data set keywords)."""
+    """Options of the environment (e.g. reasoning-gym's data set keywords)."""
     data: str | None = None
     """dataset: a JSONL file, or "hf:owner/name" for one of the hub (needs the extra `datasets`)."""
     data_subset: str | None = None
@@ -50,8 +57,8 @@ class EnvironmentConfig(Section):
     heldout_split: str | None = None
     """dataset: the hub data set's split of held-out rows; then all rows of `data_split` are trained on."""
     heldout_fraction: float = Field(0.1, ge=0, le=1)
-    """dataset: share of the rows held out where neither of the former is given, by a hash of the prompt; 1 = all, for
-    [[evaluation.environments]]."""
+    """dataset: share of the rows held out, by a hash of the prompt, if neither of the two keys above is set; 1 = all,
+    for [[evaluation.environments]]."""
     prompt_column: str | None = None
     """dataset: column that holds the prompt, a string or a list of messages; default: prompt, else messages."""
     prompt_template: str | None = None
@@ -67,8 +74,8 @@ class EnvironmentConfig(Section):
     reward_weights: tuple[float, ...] = ()
     """One weight for each of `rewards`; default: 1, or a built-in part's own."""
     reward_method: Method = "absolute"
-    """What is trained on: the weighted sum (absolute), its rank in the group (relative), or the Pareto front on which
-    the rewards lie (pareto)."""
+    """Number that is trained on: the weighted sum (absolute), its rank in the group (relative), or the rank of the
+    rewards' Pareto front (pareto)."""
     reward_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Keyword arguments of rewards by their names, e.g. { length = { target = 200 } }."""
 
@@ -82,7 +89,7 @@ class EnvironmentConfig(Section):
         if is_reference(data["kind"]):
             return {**data, "name": data["kind"].rpartition(":")[2]}
         if data["kind"] not in NAMED_KINDS:
-            return {**data, "name": data["kind"]}  # what is wrong with the kind is said where the kinds are known
+            return {**data, "name": data["kind"]}  # environments.registry knows the kinds, and rejects others
         return data
 
     @model_validator(mode="after")
@@ -91,7 +98,8 @@ class EnvironmentConfig(Section):
             raise ValueError(f"{len(self.reward_weights)} reward_weights for {len(self.rewards)} rewards")
         if self.kind != "dataset":
             keys = (*DATASET_KEYS, *SCORING_KEYS) if self.kind in NAMED_KINDS else DATASET_KEYS
-            if wrong := [key for key in keys if getattr(self, key) != _default(key)]:
+            changed = self.changed()
+            if wrong := [key for key in keys if key in changed]:
                 raise ValueError(f'{wrong[0]} belongs to kind = "dataset", not to {self.kind!r}')
             return self
         if self.data is None:
@@ -99,18 +107,18 @@ class EnvironmentConfig(Section):
         if not self.rewards:
             raise ValueError('kind = "dataset" needs rewards = ["python:file.py:function"]')
         if self.prompt_column is not None and self.prompt_template is not None:
-            raise ValueError("prompt_column and prompt_template are two ways to say one thing: set one of them")
+            raise ValueError("prompt_column and prompt_template contradict each other: set one of them")
         if self.prompt_format == "text" and self.system_prompt is not None:
-            raise ValueError('prompt_format = "text" has no system prompt: put it into prompt_template')
+            raise ValueError('prompt_format = "text" has no system prompt: write it into prompt_template')
         if self.heldout_data is not None and self.heldout_split is not None:
-            raise ValueError("heldout_data and heldout_split are two ways to say one thing: set one of them")
+            raise ValueError("heldout_data and heldout_split contradict each other: set one of them")
         if self.options:
             raise ValueError(f'kind = "dataset" takes no options (got {", ".join(self.options)})')
         return self
 
 
 def unique_names(environments: Sequence[EnvironmentConfig]) -> list[str]:
-    """What each is called in a run: a name that comes again becomes "name#2"."""
+    """Return the name of each environment in a run: a repeated name becomes "name#2"."""
     seen: Counter[str] = Counter()
     names = []
     for entry in environments:
@@ -127,10 +135,6 @@ DATASET_KEYS = (
 SCORING_KEYS = ("prompt_format", "rewards", "reward_weights", "reward_method", "reward_options")
 
 
-def _default(key: str) -> Any:
-    return EnvironmentConfig.model_fields[key].get_default(call_default_factory=True)
-
-
 def name_of_data(data: str) -> str:
-    """How an environment is called after its data: "rows" for rows.jsonl, "owner-name" for hf:owner/name."""
+    """Return an environment's name from its data: "rows" for rows.jsonl, "owner-name" for hf:owner/name."""
     return data.removeprefix(HUB_PREFIX).replace("/", "-") if data.startswith(HUB_PREFIX) else Path(data).stem

@@ -1,5 +1,4 @@
-"""[evaluation]: held-out problems that are answered while training goes on, and by `mlx_parallm_eval`. Part of
-`config.py`'s tree."""
+"""[evaluation]: held-out problems, answered during training and by `mlx_parallm_eval`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +8,14 @@ from pydantic import Field, model_validator
 from mlx_parallm.config.environment import EnvironmentConfig, Section, unique_names
 
 ABOUT_TRAINING = ("weight", "group_size", "reward_method")
-"""Keys of an environment that say how it is trained on: each answer of an evaluation is scored for itself."""
+"""Keys of an environment about training only: each answer of an evaluation is scored alone."""
 GREEDY_METRICS = ("accuracy", "reward")
 PREFIX = "eval/"
 
 
 class EvaluationConfig(Section):
     problems: int = Field(0, ge=0)
-    """Held-out problems of each environment that are answered at an evaluation, the same each time; 0 = none at all."""
+    """Held-out problems of each environment in an evaluation, the same each time; 0 = no evaluation."""
     every: int = Field(0, ge=0)
     """Steps between two evaluations; 0 = only `at_start` and `at_end`."""
     at_start: bool = True
@@ -28,26 +27,26 @@ class EvaluationConfig(Section):
     samples: int = Field(0, ge=0)
     """Sampled answers to each problem (pass@1, pass@2, pass@4, … up to this number)."""
     temperature: float = Field(1.0, gt=0)
-    """Of the sampled answers."""
+    """Temperature of the sampled answers."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Of the sampled answers."""
+    """top_p of the sampled answers."""
     environments: tuple[EnvironmentConfig, ...] = ()
-    """What is evaluated instead of the held-out problems of [[environments]]; of a "dataset" all rows."""
+    """Environments to evaluate instead of the held-out problems of [[environments]]; of a "dataset" all rows."""
 
     @model_validator(mode="before")
     @classmethod
     def _all_rows(cls, data: Any) -> Any:
-        """A data set that is there to be evaluated is held out as a whole."""
+        """Hold out all rows of a data set that is there for evaluation."""
         entries = data.get("environments") if isinstance(data, dict) else None
         if not isinstance(entries, list | tuple):
             return data
-        own = [
+        heldout = [
             {"heldout_fraction": 1.0, **entry}
             if isinstance(entry, dict) and entry.get("kind") == "dataset" and not _has_split(entry)
             else entry
             for entry in entries
         ]
-        return {**data, "environments": own}
+        return {**data, "environments": heldout}
 
     @model_validator(mode="after")
     def _consistent(self) -> "EvaluationConfig":
@@ -56,21 +55,20 @@ class EvaluationConfig(Section):
         if "problems" not in self.model_fields_set and (self.every or self.samples or self.environments):
             raise ValueError("problems is not set: how many of each environment (0 switches evaluation off)")
         for entry in self.environments:
-            for key in ABOUT_TRAINING:
-                if getattr(entry, key) != EnvironmentConfig.model_fields[key].default:
-                    raise ValueError(f"environments: {entry.name}: {key} is about training; it has no place here")
+            if wrong := [key for key in ABOUT_TRAINING if key in entry.changed()]:
+                raise ValueError(f"environments: {entry.name}: {wrong[0]} is about training; it has no place here")
         return self
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What is said of each environment, as eval/NAME/<metric>; each with …_low and …_high."""
+        """Return the metrics of each environment, as in eval/NAME/<metric>; each has …_low and …_high."""
         greedy = GREEDY_METRICS if self.greedy else ()
         sampled = ("sampled_reward",) if self.samples else ()
         return (*greedy, *sampled, *(f"pass@{k}" for k in pass_ks(self.samples)))
 
 
 def pass_ks(samples: int) -> tuple[int, ...]:
-    """The k of pass@k that `samples` answers allow: powers of two, and `samples` itself."""
+    """Return the k of pass@k that `samples` answers allow: powers of two, and `samples` itself."""
     powers = {1 << exponent for exponent in range(samples.bit_length())}
     return tuple(sorted(powers | {samples})) if samples else ()
 
@@ -78,27 +76,27 @@ def pass_ks(samples: int) -> tuple[int, ...]:
 def check_evaluation(
     evaluation: EvaluationConfig, environments: Sequence[EnvironmentConfig], keep_best: bool | str
 ) -> None:
-    """Raises ValueError: nothing to evaluate, nothing left to train on, or a `keep_best` that is not measured."""
+    """Raises ValueError: nothing to evaluate, no rows left to train on, or a `keep_best` that is not measured."""
     if whole := [entry.name for entry in environments if entry.heldout_fraction == 1]:
         raise ValueError(f"environments: {whole[0]}: heldout_fraction = 1 leaves no rows to train on")
     evaluated = evaluation.environments or environments
     if evaluation.problems and not evaluated:
         raise ValueError(
-            f"evaluation.problems = {evaluation.problems}, but there are no environments whose problems could be held"
-            " out: add [[evaluation.environments]], or set evaluation.problems = 0"
+            f"evaluation.problems = {evaluation.problems}, but there is no environment to evaluate:"
+            " add [[evaluation.environments]], or set evaluation.problems = 0"
         )
     if isinstance(keep_best, str):
-        known = [f"{PREFIX}{name}/{metric}" for name in unique_names(evaluated) for metric in evaluation.metrics]
+        measured = [f"{PREFIX}{name}/{metric}" for name in unique_names(evaluated) for metric in evaluation.metrics]
         if not evaluation.problems or not (evaluation.every or evaluation.at_end):
             raise ValueError(f"rl_training.keep_best = {keep_best!r} needs [evaluation] with problems and every")
-        if keep_best not in (f"{PREFIX}score", *known):
+        if keep_best not in (f"{PREFIX}score", *measured):
             raise ValueError(
-                f"rl_training.keep_best = {keep_best!r} is not measured; there are {PREFIX}score, {', '.join(known)}"
+                f"rl_training.keep_best = {keep_best!r} is not measured; there are {PREFIX}score, {', '.join(measured)}"
             )
 
 
 def moved_keys(data: dict[str, Any]) -> None:
-    """rl_training.eval_problems, as 0.1 called it, is evaluation.problems. In place."""
+    """Move rl_training.eval_problems, the name in early 0.1, to evaluation.problems. In place."""
     training = data.get("rl_training")
     if isinstance(training, dict) and "eval_problems" in training:
         problems = training.pop("eval_problems")

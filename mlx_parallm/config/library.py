@@ -1,22 +1,38 @@
-"""BackpropConfig and AlgorithmConfig: what the library (`mlx_parallm.primitives`) is told in Python. Imports no MLX.
+"""BackpropConfig and AlgorithmConfig: keyword faces of `[rl_training]` for `mlx_parallm.primitives`. Imports no MLX.
 
-One number has one name here and several elsewhere; the others are accepted (`ALIASES`). Names of earlier versions that
-could have no effect are refused with the reason (`REFUSED`). Both are turned into the daemon's own `[rl_training]`.
+`training_keys` maps them onto the daemon's keys. A default is the daemon's own, unless `DIFFERENT` lists it. Names that
+other libraries have for a key are accepted (`ALIASES`); names of earlier versions that could have no effect are refused
+with the reason (`REFUSED`).
 """
 
 import difflib
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from mlx_parallm.config.environment import Section
-from mlx_parallm.config.training import LoraConfig
+from mlx_parallm.config.algorithm import CLIP_RATIO, KLEstimator
+from mlx_parallm.config.environment import Method, Section
+from mlx_parallm.config.training import LoggingConfig, LoraConfig, RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 
 RefUpdate = Literal["copy", "ema"]
-AlgorithmName = Literal["ppo", "grpo", "reinforce"]
+LibraryAlgorithm = Literal["ppo", "grpo", "reinforce"]
+
+DAEMON = RLTrainingConfig()
+DIFFERENT: dict[str, Any] = {
+    "gamma": 0.99,  # ppo.gamma: 1
+    "kl_coef": 0.1,  # kl_beta: 0
+    "entropy_coef": 0.01,  # entropy_weight: 0; without it PPO ended at 0.75 of 1 in one seed of three (docs/library.md)
+    "ppo_epochs": 4,  # update_epochs: 1
+    "learning_rate": 1e-6,  # 1e-5
+    "num_iterations": 1000,  # total_steps: 100
+    "save_every": 10,  # checkpoint_interval: 50
+}
+"""Defaults other than the daemon's, which the comments name. Reason: the library's specification prints these."""
+
 SHARED_ALIASES = {
     **dict.fromkeys(("clip_ratio", "clip_range", "clip_epsilon", "eps_clip"), "ppo_clip_range"),
     **dict.fromkeys(("kl_beta", "kl_weight", "beta"), "kl_coef"),
@@ -29,97 +45,97 @@ SHARED_ALIASES = {
 
 
 class Options(Section):
-    """A section that is made by keywords. Raises ConfigError: unknown, refused, given twice, or out of its range."""
+    """A section made by keywords. Raises ConfigError: a keyword is unknown, refused, repeated or out of its range."""
 
     ALIASES: ClassVar[Mapping[str, str]] = SHARED_ALIASES
     REFUSED: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, **values: Any) -> None:
         kind, named = type(self).__name__, dict[str, Any]()
-        for given, value in values.items():
-            name = self.ALIASES.get(given, given)
-            if given in self.REFUSED:
-                raise ConfigError(f"{kind}({given}=…): {self.REFUSED[given]}")
+        for keyword, value in values.items():
+            name = self.ALIASES.get(keyword, keyword)
+            if keyword in self.REFUSED:
+                raise ConfigError(f"{kind}({keyword}=…): {self.REFUSED[keyword]}")
             if name not in type(self).model_fields:
-                near = difflib.get_close_matches(given, [*type(self).model_fields, *self.ALIASES], n=1, cutoff=0.0)
-                raise ConfigError(f"{kind} has no {given!r}; did you mean {near[0]!r}?")
+                near = difflib.get_close_matches(keyword, [*type(self).model_fields, *self.ALIASES], n=1, cutoff=0.0)
+                raise ConfigError(f"{kind} has no {keyword!r}; did you mean {near[0]!r}?")
             if name in named:
-                raise ConfigError(f"{kind}: {name} is given twice, as {given!r} too")
+                raise ConfigError(f"{kind}: {name} is given twice, as {keyword!r} too")
             named[name] = value
         try:
             super().__init__(**named)
         except ValidationError as error:
-            found = (
+            problems = (
                 f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
             )
-            raise ConfigError(f"{kind}: " + "; ".join(text.removeprefix(": ") for text in found)) from error
+            raise ConfigError(f"{kind}: " + "; ".join(text.removeprefix(": ") for text in problems)) from error
 
 
 class BackpropConfig(Options):
-    gamma: float = Field(0.99, gt=0, le=1)
-    """Discount of what comes a step (in PPO: a token) later."""
-    gae_lambda: float = Field(0.95, ge=0, le=1)
+    gamma: float = Field(DIFFERENT["gamma"], gt=0, le=1)
+    """Discount of rewards a step (in PPO: a token) later."""
+    gae_lambda: float = Field(DAEMON.ppo.gae_lambda, ge=0, le=1)
     """Generalised advantage estimation (arXiv:1506.02438)."""
-    ppo_clip_range: float = Field(0.2, ge=0, le=1)
+    ppo_clip_range: float = Field(CLIP_RATIO, ge=0, le=1)
     """The ratio is held within 1 ± this."""
-    kl_coef: float = Field(0.1, ge=0)
+    kl_coef: float = Field(DIFFERENT["kl_coef"], ge=0)
     """Weight of the KL to the reference in the loss; 0 = not computed."""
-    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    kl_estimator: KLEstimator = DAEMON.kl_estimator
     """Schulman's estimators of KL(policy || reference), and the absolute difference."""
     normalize_advantages: bool = True
     """PPO, REINFORCE: whitened over the batch. GRPO: (r - mean) / std of the group, else r - mean."""
-    ppo_epochs: int = Field(4, ge=1)
+    ppo_epochs: int = Field(DIFFERENT["ppo_epochs"], ge=1)
     """Passes over the trajectories of one iteration. REINFORCE, which has no ratio, makes one."""
-    value_loss_coef: float = Field(0.1, gt=0)
+    value_loss_coef: float = Field(DAEMON.ppo.value_coefficient, gt=0)
     """Weight of the value loss."""
     clip_value_loss: bool = True
-    """Within an iteration a value may move by ppo_clip_range at most before its loss stops pulling."""
-    entropy_coef: float = Field(0.01, ge=0)
+    """Within an iteration a value may move by ppo_clip_range at most before its loss has no gradient."""
+    entropy_coef: float = Field(DIFFERENT["entropy_coef"], ge=0)
     """Weight of the entropy bonus."""
-    max_grad_norm: float = Field(1.0, ge=0)
+    max_grad_norm: float = Field(DAEMON.max_grad_norm, ge=0)
     """Clip the global gradient norm; 0 = off."""
-    learning_rate: float = Field(1e-6, gt=0)
-    """Of AdamW, where BackpropModule is given no optimizer."""
+    learning_rate: float = Field(DIFFERENT["learning_rate"], gt=0)
+    """Learning rate of AdamW, if BackpropModule gets no optimizer."""
     ref_update_method: RefUpdate = "copy"
-    """What `update_ref_model` does: the reference becomes the policy, or their moving average."""
-    ema_alpha: float = Field(0.99, ge=0, lt=1)
-    """The share of the reference that is kept: reference = ema_alpha · reference + (1 - ema_alpha) · policy."""
-    lora: LoraConfig = LoraConfig()
-    """The adapter that is trained; LoraConfig(enabled=False) trains all weights."""
-    token_budget: int = Field(8192, ge=1)
+    """`update_ref_model` makes the reference a copy of the policy, or a moving average of both."""
+    ema_alpha: float = Field(DAEMON.reference_decay, ge=0, lt=1)
+    """Share of the reference that stays: reference = ema_alpha · reference + (1 - ema_alpha) · policy."""
+    lora: LoraConfig = DAEMON.lora
+    """Adapter to train; LoraConfig(enabled=False) trains all weights."""
+    token_budget: int = Field(DAEMON.token_budget, ge=1)
     """Tokens of one backward pass, padding included."""
-    seed: int = 0
-    """Of the adapter's first numbers and of the order of trajectories."""
+    seed: int = DAEMON.seed
+    """Seed of the adapter's initial weights and of the order of trajectories."""
 
 
 class AlgorithmConfig(Options):
-    """Where a number is None, BackpropModule's own holds."""
+    """Where a key is None, BackpropConfig's holds."""
 
     REFUSED: ClassVar[Mapping[str, str]] = {
         "use_amp": "MLX has no autocast: load the model in bfloat16 (ModelConfig.dtype), its products are then in it",
-        "log_every": "every iteration is one TrainingMetrics, and one line of metrics.jsonl in checkpoint_dir",
-        "custom_params": "nothing reads it: keep numbers of your own in a callback or in the reward computer",
+        "log_every": "every iteration gives one TrainingMetrics, and one line of metrics.jsonl in checkpoint_dir",
+        "custom_params": "nothing reads it: keep your own numbers in a callback or in the reward computer",
         "gradient_accumulation_steps": "trajectories are cut into backward passes by BackpropConfig.token_budget",
     }
 
-    num_iterations: int = Field(1000, ge=1)
-    """Of `train`, where it is not told."""
-    batch_size: int = Field(32, ge=1)
-    """Trajectories that one iteration is trained on."""
+    num_iterations: int = Field(DIFFERENT["num_iterations"], ge=1)
+    """Iterations of `train` without an argument."""
+    batch_size: int = Field(DAEMON.batch_size, ge=1)
+    """Trajectories of one iteration."""
     mini_batch_size: int | None = Field(None, ge=1)
     """Trajectories of one optimizer update; default: batch_size."""
     group_size: int | None = Field(None, ge=1)
-    """Trajectories of one prompt. GRPO compares them: 8 (at least 2); PPO and REINFORCE: 1."""
+    """Trajectories of one prompt. Default: 8 for GRPO, which compares them and needs 2; 1 for PPO and REINFORCE."""
     max_steps_per_rollout: int | None = Field(None, ge=1)
     """Steps after which an episode is cut off; default: the rollout manager's."""
-    max_staleness: int = Field(1, ge=0)
-    """Iterations that a trajectory may have been on its way; older ones are dropped."""
-    reward_method: Literal["absolute", "relative", "pareto"] | None = None
-    """What the reward computer is asked for; default: its own default."""
+    max_staleness: int = Field(DAEMON.max_staleness, ge=0)
+    """Largest age of a trajectory in iterations; older ones are dropped."""
+    reward_method: Method | None = None
+    """Argument `method` of the reward computer; default: its own default."""
     filter_percentile: float = Field(0.0, ge=0, lt=100)
-    """Learn from trajectories at or above this percentile of their group's rewards only; 0 = from all."""
+    """Learn only from trajectories at or above this percentile of their group's rewards; 0 = from all."""
     learning_rate: float | None = Field(None, gt=0)
-    """In the place of the optimizer's."""
+    """Learning rate instead of the optimizer's."""
     ppo_epochs: int | None = Field(None, ge=1)
     """Passes over the trajectories of one iteration."""
     ppo_clip_range: float | None = Field(None, ge=0, le=1)
@@ -133,22 +149,22 @@ class AlgorithmConfig(Options):
     max_grad_norm: float | None = Field(None, ge=0)
     """Clip the global gradient norm; 0 = off."""
     update_ref_every: int = Field(0, ge=0)
-    """Iterations between two updates of the reference; 0 = it stays as it was."""
+    """Iterations between two updates of the reference; 0 = no updates."""
     ref_update_method: RefUpdate | None = None
-    """Of these updates."""
+    """BackpropConfig.ref_update_method of these updates."""
     ema_alpha: float | None = Field(None, ge=0, lt=1)
-    """Of these updates."""
+    """BackpropConfig.ema_alpha of these updates."""
     checkpoint_dir: Path | None = None
     """Directory of runs; None = nothing is written."""
     run_name: str | None = None
     """Directory of this run under checkpoint_dir; default: the algorithm's name and the time."""
-    save_every: int = Field(10, ge=1)
+    save_every: int = Field(DIFFERENT["save_every"], ge=1)
     """Iterations between checkpoints; `train` makes one at its end."""
-    keep_checkpoints: int = Field(3, ge=1)
-    """Newest ones that are kept, besides the best."""
+    keep_checkpoints: int = Field(DAEMON.keep_checkpoints, ge=1)
+    """Newest checkpoints to keep, besides the best."""
     use_wandb: bool = False
     """Send every iteration to Weights & Biases (extra `wandb`)."""
-    wandb_project: str = "mlx_parallm"
+    wandb_project: str = LoggingConfig().project
     """Project of the run there."""
 
     @model_validator(mode="after")
@@ -156,17 +172,33 @@ class AlgorithmConfig(Options):
         if (self.mini_batch_size or 1) > self.batch_size:
             raise ValueError(f"mini_batch_size ({self.mini_batch_size}) is larger than batch_size ({self.batch_size})")
         if self.use_wandb and self.checkpoint_dir is None:
-            raise ValueError("use_wandb keeps the run's id and files in checkpoint_dir: set it")
+            raise ValueError("use_wandb needs checkpoint_dir, where the run's id and files are kept")
         return self
 
-    def over(self, own: BackpropConfig) -> BackpropConfig:
-        """`own` with what is set here."""
+    def over(self, backprop: BackpropConfig) -> BackpropConfig:
+        """Return `backprop` with the keys that are set here too."""
         shared = BackpropConfig.model_fields.keys() & type(self).model_fields.keys()
-        return own.model_copy(update={key: value for key in shared if (value := getattr(self, key)) is not None})
+        return backprop.model_copy(update=self.model_dump(include=shared, exclude_none=True))
+
+    def training_keys(self, algorithm: LibraryAlgorithm, max_token_length: int | None) -> dict[str, Any]:
+        """Return the keys of [rl_training] that BackpropConfig does not have."""
+        keys: dict[str, Any] = {
+            "batch_size": self.mini_batch_size or self.batch_size,
+            "atropos": {"rollout_batch_size": self.batch_size, "max_token_length": max_token_length},
+            "total_steps": self.num_iterations,
+            "checkpoint_interval": self.save_every,
+            "keep_checkpoints": self.keep_checkpoints,
+        }
+        if self.learning_rate is not None:
+            keys["learning_rate"] = self.learning_rate
+        if self.checkpoint_dir is not None:
+            keys["checkpoint_dir"] = str(self.checkpoint_dir)
+            keys["run_name"] = self.run_name or f"{algorithm}-{datetime.now():%Y%m%d-%H%M%S}"
+        return keys
 
 
-def training_keys(algorithm: AlgorithmName, config: BackpropConfig) -> dict[str, Any]:
-    """[rl_training] that means the same."""
+def training_keys(algorithm: LibraryAlgorithm, config: BackpropConfig) -> dict[str, Any]:
+    """Return the keys of [rl_training] with the same meaning."""
     keys: dict[str, Any] = {
         "algorithm": algorithm,
         "learning_rate": config.learning_rate,
@@ -177,7 +209,7 @@ def training_keys(algorithm: AlgorithmName, config: BackpropConfig) -> dict[str,
         "lora": config.lora.model_dump(),
         "seed": config.seed,
         "token_budget": config.token_budget,
-        "max_staleness": 0,  # the next trajectories are sampled by the newest weights
+        "max_staleness": 0,  # the newest weights sample the next trajectories
     }
     if algorithm == "reinforce":
         return keys | {"advantage_whiten": config.normalize_advantages}

@@ -1,8 +1,8 @@
-"""The whole configuration tree. Strict and frozen; CLI > TOML > hardware defaults > defaults. Imports no MLX.
+"""`Config`, the whole configuration, strict and frozen; CLI > TOML > hardware defaults > defaults. Imports no MLX.
 
 `load_config` reads a TOML file (a path, or the name of a shipped configuration), applies `section.key=value` overrides
-and returns a `Config`; an unknown key is an error that names the nearest valid one. `docs/config.md` is generated from
-the descriptions here (`scripts/generate_config_docs.py`).
+and returns a `Config`; an unknown key is an error that names the nearest valid one. Each section is a class in a module
+of this folder. `scripts/generate_config_docs.py` makes docs/config.md of their descriptions.
 """
 
 import difflib
@@ -18,7 +18,7 @@ import tomli_w
 from pydantic import ValidationError, model_validator
 
 from mlx_parallm.config.algorithm import without_unread
-from mlx_parallm.config.data import DataConfig, check_data
+from mlx_parallm.config.data import DATA_ALGORITHMS, OPTIONS, ROLLOUT_KEYS, DataConfig
 from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig, Section
 from mlx_parallm.config.evaluation import EvaluationConfig, check_evaluation, moved_keys
 from mlx_parallm.config.server import ModelConfig, ServerConfig
@@ -48,12 +48,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Config":
-        check_data(self.data, self.rl_training, len(self.environments))
+        _check_data(self.data, self.rl_training, len(self.environments))
         check_evaluation(self.evaluation, self.environments, self.rl_training.keep_best)
         return self
 
     def resolve_api_key(self) -> str | None:
-        """The key from the environment, the file, or the configuration, in this order."""
+        """Return the API key of the environment, the file, or the configuration, in this order."""
         if key := os.environ.get(API_KEY_VARIABLE):
             return key
         if self.server.api_key_file is not None:
@@ -67,13 +67,42 @@ class Config(Section):
         return key
 
     def to_toml(self) -> str:
-        """The resolved configuration with secrets redacted."""
+        """Return the resolved configuration with secrets redacted."""
         return tomli_w.dumps(_without_none(self.redacted()))
 
     def redacted(self) -> dict[str, Any]:
-        """Every key as JSON, secrets hidden: an API key, `http://user:KEY@host`, options named like a secret."""
-        found: dict[str, Any] = Redactor(environment_secrets()).value(self.model_dump(mode="json"))
-        return found
+        """Return every key as JSON, secrets hidden: an API key, `http://user:KEY@host`, options named like a secret."""
+        redacted: dict[str, Any] = Redactor(environment_secrets()).value(self.model_dump(mode="json"))
+        return redacted
+
+
+def _check_data(data: DataConfig, training: RLTrainingConfig, environments: int) -> None:
+    """Raises ValueError: rows without an algorithm that learns from them or the reverse, both rows and environments, or
+    a key that the algorithm does not read."""
+    algorithm = training.algorithm
+    if algorithm not in DATA_ALGORITHMS:
+        if data.changed():
+            raise ValueError(
+                f"data.{data.changed()[0]} is set, but {algorithm} learns from rollouts: set rl_training.algorithm to"
+                f" one of {', '.join(DATA_ALGORITHMS)}, or give the rows to an environment (docs/your_data.md)"
+            )
+    elif data.path is None:
+        raise ValueError(f'algorithm = "{algorithm}" learns from rows of a file: set data.path = "rows.jsonl"')
+    elif environments:
+        raise ValueError(f'algorithm = "{algorithm}" learns from data.path alone: leave out [[environments]]')
+    elif unread := [name for name in ROLLOUT_KEYS if name in training.changed()]:
+        raise ValueError(f"rl_training.{unread[0]} is about rollouts: {algorithm} does not use it")
+    elif training.weight_updates.max_publish_kl is not None:
+        raise ValueError(
+            f"rl_training.weight_updates.max_publish_kl is measured on rollouts: {algorithm} does not use it"
+        )
+    elif changed := training.atropos.changed():
+        raise ValueError(f"rl_training.atropos.{changed[0]} is about rollouts: {algorithm} does not use it")
+    elif algorithm == "kto" and training.batch_size < 2:
+        raise ValueError("kto estimates a KL over a mini-batch: batch_size has to be at least 2")
+    if wrong := [name for name in training.preference.changed() if name not in OPTIONS.get(algorithm, ())]:
+        readers = ", ".join(name for name, keys in OPTIONS.items() if wrong[0] in keys)
+        raise ValueError(f"rl_training.preference.{wrong[0]} is an option of {readers}: {algorithm} does not use it")
 
 
 def load_config(
@@ -84,11 +113,15 @@ def load_config(
     text: str = "",
     saved: bool = False,
 ) -> Config:
-    """Reads a configuration file or shipped configuration and applies `section.key=value` overrides.
+    """Read a configuration and apply `section.key=value` overrides. Relative files in it are looked for beside the
+    configuration file, then in the working directory.
 
-    `text` is TOML to read where `source` is None. `saved`: the file is what a run was saved with. Relative files named
-    in it are looked for beside the configuration file, then in the working directory.
-    `defaults` (dotted key → value, from `hardware_defaults`) fill in keys that neither of them sets.
+    Args:
+        source: a file, or the name of a shipped configuration.
+        defaults: values of `hardware_defaults` for keys that neither the file nor an override sets.
+        text: TOML to read if `source` is None.
+        saved: the file is the one that a run was saved with.
+
     Raises ConfigError: a missing file, bad TOML, an unknown key (with the nearest valid one), a bad value.
     """
     where, directories = "the configuration", [Path.cwd()]
@@ -130,7 +163,7 @@ def hardware_defaults(hardware: Hardware) -> dict[str, Any]:
 
 
 def parse_config(data: dict[str, Any], where: str = "the configuration") -> Config:
-    """Validates a nested mapping; see `load_config` for what is raised."""
+    """Validate a nested mapping. Raises ConfigError, as `load_config`."""
     try:
         return Config.model_validate(data)
     except ValidationError as error:
@@ -138,7 +171,7 @@ def parse_config(data: dict[str, Any], where: str = "the configuration") -> Conf
 
 
 def find_config(source: str | Path) -> Path:
-    """A path as given, or the shipped configuration of that name (`quickstart` or `quickstart.toml`)."""
+    """Return the path, or the shipped configuration of that name (`quickstart` or `quickstart.toml`)."""
     path = Path(source)
     if path.is_file():
         return path
@@ -148,8 +181,8 @@ def find_config(source: str | Path) -> Path:
     shipped = {p.name: p for root in reversed(roots) if root.is_dir() for p in sorted(root.glob("*.toml"))}
     if name in shipped and (len(path.parts) == 1 or path.parent.name == "train_configs"):
         return shipped[name]
-    known = ", ".join(sorted(p.removesuffix(".toml") for p in shipped))
-    raise ConfigError(f"no configuration {str(source)!r}: not a file, and not one of the shipped ones ({known})")
+    names = ", ".join(sorted(p.removesuffix(".toml") for p in shipped))
+    raise ConfigError(f"no configuration {str(source)!r}: not a file, and not one of the shipped ones ({names})")
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
@@ -187,7 +220,7 @@ def _environments(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
-    """User code and data: the saved configuration must not depend on where it was read, or from where."""
+    """Make the paths of user code and data absolute: a saved configuration must not depend on the working directory."""
     for section in [data.get("rl_training"), data.get("data"), *_environments(data)]:
         if not isinstance(section, dict):
             continue
@@ -204,7 +237,7 @@ def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
 
 
 def _absolute_files(value: Any, directories: list[Path], key: str = "") -> Any:
-    """Options are anything: references become absolute, and what looks like a file, or stands for one, and is there."""
+    """Return options, which may be anything, with absolute references, and absolute paths of files that exist."""
     if isinstance(value, dict):
         return {name: _absolute_files(entry, directories, name) for name, entry in value.items()}
     if isinstance(value, list):
@@ -220,8 +253,8 @@ def _explain(entry: Any) -> str:
     dotted = ".".join(location)
     if entry["type"] != "extra_forbidden":
         message = entry["msg"].removeprefix("Value error, ")
-        given = "" if entry["type"] == "value_error" else f" (got {entry['input']!r})"
-        return f"{dotted or 'configuration'}: {message}{given}"
+        value = "" if entry["type"] == "value_error" else f" (got {entry['input']!r})"
+        return f"{dotted}: {message}{value}".removeprefix(": ")
     valid = _keys_of(location[:-1])
     near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.0)
     hint = f"; did you mean {'.'.join([*location[:-1], near[0]])!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""[server] and [model]: what is served, and how. Part of the tree of `load.py`."""
+"""[server] and [model]: the server and the model that it serves."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ class ServerConfig(Section):
     max_concurrent_requests: int = Field(256, ge=1)
     """Requests that run or wait; more are answered 429 with Retry-After."""
     request_timeout_s: float = Field(0.0, ge=0)
-    """No answer takes longer: 504, or a last event with the error in a stream. 0 = no limit."""
+    """Longest time of an answer; then 504, or a last event with the error in a stream. 0 = no limit."""
     prefill_chunk: int = Field(512, ge=16)
     """Prompt tokens computed between two decode steps."""
     max_model_len: int | None = Field(None, ge=16)
@@ -27,11 +27,11 @@ class ServerConfig(Section):
     default_max_tokens: int = Field(2048, ge=1)
     """Length limit of a chat request that sets none; less where the context ends before."""
     kv_cache_bytes: int | None = Field(None, ge=1)
-    """Keys and values of running requests: who does not fit waits, with prompt + max_tokens reserved; who never fits is
-    answered 400. Default: half of the memory that is free once the model is loaded; no bound when
-    deterministic."""
+    """Memory for keys and values of running requests. Each reserves prompt + max_tokens; without room it waits, and one
+    that never fits is answered 400. Default: half of the memory that is free once the model is loaded; no bound
+    when deterministic."""
     prefix_cache_bytes: int | None = Field(None, ge=0)
-    """Keys and values kept for later requests that begin alike; 0 = off. Default: 5 % of the memory; 0 when
+    """Memory for keys and values of prefixes that later requests may share; 0 = off. Default: 5 % of the memory; 0 when
     deterministic."""
     api_key: SecretStr | None = None
     """Bearer key of every route but /health. Better: the environment variable MLX_PARALLM_API_KEY, or api_key_file."""
@@ -40,20 +40,20 @@ class ServerConfig(Section):
     served_model_names: tuple[str, ...] = ()
     """Further names under which the model being served (in training: the policy) answers."""
     logprobs_mode: Literal["raw", "processed"] = "raw"
-    """What `logprobs` in answers are. "raw": log-softmax(logits / temperature) before bias, penalties and filters;
-    "processed": after them, of the distribution that was drawn from. vLLM's "raw" is also before the temperature."""
+    """Meaning of `logprobs` in answers. "raw": log-softmax(logits / temperature) before bias, penalties and filters;
+    "processed": after them, of the sampled distribution. vLLM's "raw" is also before the temperature."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins ("https://app.example.org") may use the server; "*" = any, needs an API key."""
     adapter_roots: tuple[Path, ...] = ()
-    """Directories from which POST /v1/load_lora_adapter may load; none: it answers 403. In training the directory of
-    the runs (rl_training.checkpoint_dir) is one more."""
+    """Directories from which POST /v1/load_lora_adapter may load; without one it answers 403. In training
+    rl_training.checkpoint_dir is allowed too."""
     keep_versions: int = Field(4, ge=1)
     """Newest versions of the policy's adapter that requests can ask for as NAME@VERSION; each keeps its arrays."""
     kept_completions_bytes: int = Field(64 << 20, ge=0)
-    """In training: packed size of the last answers that POST /v1/rewards can reward, about 8 bytes a sampled token;
+    """In training: memory for the last answers that POST /v1/rewards can reward, about 8 bytes a sampled token;
     0 = off."""
     kept_completions_s: float = Field(600.0, gt=0)
-    """How long an answer is kept for its rewards at most; later ones are answered 410."""
+    """Longest time an answer waits for its rewards; later rewards are answered 410."""
     drain_timeout_s: float = Field(5.0, ge=0)
     """How long shutdown waits for running requests before it aborts them."""
 
@@ -70,19 +70,19 @@ class ModelConfig(Section):
     chat_template: str | None = None
     """Jinja template, or a file that holds one; default: the tokenizer's."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the template, e.g. { enable_thinking = false }."""
+    """Arguments of the template, e.g. { enable_thinking = false }."""
     tool_parser: str = "auto"
-    """The model's tool-call format, one of mlx-lm's parsers ("json_tools", "qwen3_coder", ...); "auto" = what the chat
-    template and the vocabulary show; "off" = chat requests with tools are refused."""
+    """The model's tool-call format, one of mlx-lm's parsers ("json_tools", "qwen3_coder", ...); "auto" = detected from
+    the chat template and the vocabulary; "off" = chat requests with tools are refused."""
     reasoning_parser: Literal["auto", "off"] = "auto"
-    """"auto" = text between the tokenizer's thinking tokens is given as reasoning; "off" = it stays in the content."""
+    """"auto" = text between the tokenizer's thinking tokens is returned as reasoning; "off" = as content."""
     trust_remote_code: bool = False
-    """Lets the tokenizer run code of the checkpoint."""
+    """Let the tokenizer run code of the checkpoint."""
     quantized_cache: str = "auto"
     """Directory of quantize_base's 4-bit copies; "auto" = $XDG_CACHE_HOME/mlx_parallm/quantized; "off" keeps none."""
 
     def quantized_cache_directory(self) -> Path | None:
-        """$XDG_CACHE_HOME is ~/.cache when it is not set. None = no copies are read or kept."""
+        """Return the directory of 4-bit copies, or None for no copies. $XDG_CACHE_HOME defaults to ~/.cache."""
         if self.quantized_cache == "off":
             return None
         root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mlx_parallm" / "quantized"

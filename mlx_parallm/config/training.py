@@ -1,4 +1,4 @@
-"""[rl_training] with its parts, [rollouts] and [logging]: how a run learns, and what it keeps and says.
+"""[rl_training] with its parts, [rollouts] and [logging]: how a run learns, and what it keeps and logs.
 
 Keys of the loss and the advantage are in `algorithm.py`, those of rows of a file in `data.py`.
 """
@@ -42,14 +42,12 @@ class LoraConfig(Section):
         if isinstance(value, str) and not re.fullmatch(r"all|last [1-9]\d*", value):
             raise ValueError(f'{value!r} is not "all", "last 8" or [start, end)')
         if not isinstance(value, str) and not 0 <= value[0] < value[1]:
-            raise ValueError(f"{list(value)} holds no block: [start, end) needs 0 <= start < end")
+            raise ValueError(f"{list(value)} contains no block: [start, end) needs 0 <= start < end")
         return value
 
     @model_validator(mode="after")
     def _used(self) -> "LoraConfig":
-        unused = [key for key in ("use_rslora", "use_dora") if getattr(self, key)]
-        unused += ["loraplus_ratio"] if self.loraplus_ratio != 1.0 else []
-        unused += ["layers"] if self.layers != "all" else []
+        unused = [key for key in self.changed() if key in ("use_rslora", "use_dora", "loraplus_ratio", "layers")]
         if not self.enabled and unused:
             raise ValueError(f"{unused[0]} is set, but enabled = false trains all weights, not an adapter")
         return self
@@ -59,13 +57,13 @@ class AtroposConfig(Section):
     api_url: str = "embedded"
     """"embedded" = the queue under /atropos of this server; or the URL of an external Atropos API."""
     wandb_group: str = ""
-    """Told to environments that ask."""
+    """W&B group for environments that ask for one."""
     wandb_project: str = ""
-    """Told to environments that ask."""
+    """W&B project for environments that ask for one."""
     rollout_batch_size: int = Field(128, ge=1)
     """Sequences of one training step."""
     max_token_length: int = Field(2048, ge=1)
-    """Longest sequence that is trained on: prompt and all turns, with what the environment says between them."""
+    """Longest sequence that is trained on: prompt, all turns, and the environment's messages between them."""
     poll_interval_s: float = Field(1.0, gt=0)
     """Pause between two polls of an external API that has no batch."""
     missing_logprobs: Literal["reject", "recompute"] = "reject"
@@ -81,25 +79,24 @@ class AtroposConfig(Section):
 
 class PPOConfig(Section):
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount of what comes a token later; 1 as in InstructGPT, TRL and verl."""
+    """Discount of rewards a token later; 1 as in InstructGPT, TRL and verl."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
     """Generalised advantage estimation (arXiv:1506.02438): 0 trusts the value head, 1 the reward. TRL 0.95, verl 1."""
     normalize_advantages: bool = True
-    """Advantages minus their mean, divided by their std, over all tokens of the step, as TRL and verl do."""
+    """Subtract the mean of the advantages and divide by their std, over all tokens of the step, as TRL and verl do."""
     value_clip: float = Field(0.2, ge=0)
-    """How far a value may move within a step before its loss stops pulling; in units of the reward. 0 = no limit."""
+    """How far a value may move within a step before its loss has no gradient; in units of the reward. 0 = no limit."""
     value_coefficient: float = Field(0.1, gt=0)
     """Weight of the value loss, i.e. how much of it reaches the weights that policy and value head share (TRL: 0.1)."""
     value_learning_rate: float = Field(0.1, gt=0)
     """Peak learning rate of the value head, on the schedule of learning_rate: about how far an update moves a value."""
     target_kl: float | None = Field(None, gt=0)
-    """A mini-batch whose approximate KL to what the ratio is against exceeds 1.5 times this ends the step's updates."""
+    """The step's updates end when a mini-batch's approximate KL to the sampling policy exceeds 1.5 times this."""
 
     def check(self, algorithm: str) -> None:
         """Raises ValueError: a key is set, and `algorithm` does not read it."""
-        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
-        if algorithm != "ppo" and changed:
-            keys = ", ".join(f"ppo.{name}" for name in changed)
+        if algorithm != "ppo" and self.changed():
+            keys = ", ".join(f"ppo.{name}" for name in self.changed())
             raise ValueError(f'{keys}: only read with algorithm = "ppo", not with {algorithm!r}')
 
 
@@ -109,18 +106,19 @@ class WeightUpdateConfig(Section):
     lock_timeout_ms: float = Field(100.0, gt=0)
     """Longest wait for the weight lock; when it runs out the old weights keep serving until the next try."""
     in_flight: Literal["continue", "drain"] = "continue"
-    """What running requests do at a publish: go on under the new weights (each token tagged), or end first."""
+    """At a publish, running requests continue under the new weights (each token is tagged), or finish first."""
     max_publish_kl: float | None = Field(None, gt=0)
-    """Nats a token from the served version; an update beyond is taken back. Costs a forward pass; default: off."""
+    """Largest KL in nats a token from the served version; an update beyond is undone. Costs a forward pass. Default:
+    off."""
     rollback_versions: int | None = Field(None, ge=0)
-    """Newest versions kept in memory with their optimizer, to go back to; default: 1, or 0 when all weights train."""
+    """Newest versions kept in memory with their optimizer, for rollbacks; default: 1, or 0 if all weights train."""
 
     def kept_versions(self, *, lora: bool) -> int:
-        """`rollback_versions`, resolved. One costs an adapter's numbers three times, and all weights' too."""
+        """Return `rollback_versions`, resolved. A version takes three times the memory of the trained weights."""
         return int(lora) if self.rollback_versions is None else self.rollback_versions
 
     def check(self, *, max_staleness: int, lora: bool) -> None:
-        """Raises ValueError: what the rest of [rl_training] does not allow."""
+        """Raises ValueError: contradicts the rest of [rl_training]."""
         every = self.update_every_n_steps
         if max_staleness < every - 1:
             raise ValueError(
@@ -129,7 +127,7 @@ class WeightUpdateConfig(Section):
             )
         if self.max_publish_kl is not None and not self.kept_versions(lora=lora):
             raise ValueError(
-                "weight_updates.max_publish_kl takes updates back: rollback_versions has to be at least 1"
+                "weight_updates.max_publish_kl undoes updates: rollback_versions has to be at least 1"
                 " (it keeps the served weights and their optimizer in memory)"
             )
 
@@ -146,7 +144,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from 0."""
     weight_decay: float = Field(0.0, ge=0)
-    """Weight decay: decoupled; Muon adds it to the gradient, as MLX has it."""
+    """Weight decay, decoupled; Muon adds it to the gradient, as in MLX."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW's beta1."""
     adam_beta2: float = Field(0.95, ge=0, lt=1)
@@ -160,21 +158,21 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     token_budget: int = Field(8192, ge=1)
     """Tokens of one micro-batch, padding included."""
     packing: bool = True
-    """Short sequences share a row, without seeing each other, where that saves padding (docs/training_on_data.md)."""
+    """Let short sequences share a row, unseen by each other, where it saves padding (docs/training_on_data.md)."""
     blocks_per_eval: int = Field(1, ge=0)
     """Transformer blocks evaluated together in training; 1 = checkpoint every block, 0 = the whole graph at once."""
     max_eval_ms: int | None = Field(None, ge=1)
     """Micro-batches shrink until one evaluation takes no longer; off in deterministic mode. Default on Metal: 1000."""
     serve_priority: Literal["balanced", "serve", "train"] = "balanced"
-    """Who comes first on one device: nobody, requests, or training (docs/operations.md)."""
+    """Priority on one device: none, requests, or training (docs/operations.md)."""
     reference: Literal["base", "initial", "ema"] = "base"
-    """KL reference: the untouched base, what was trained as the run started, or its moving average."""
+    """KL reference: the untouched base, the policy as the run started, or the policy's moving average."""
     reference_decay: float = Field(0.99, ge=0, lt=1)
-    """"ema": d of reference = d · reference + (1 - d) · policy; 1 - d is TRL's mixup alpha."""
+    """"ema": d in reference = d · reference + (1 - d) · policy; 1 - d is TRL's mixup alpha."""
     reference_update_every: int = Field(1, ge=1)
     """"ema": steps between two updates of the reference."""
     temperature: float = Field(1.0, gt=0)
-    """Sampling temperature of rollouts; training divides logits by it too."""
+    """Sampling temperature of rollouts; training divides the logits by it too."""
     max_staleness: int = Field(1, ge=0)
     """Steps that a rollout may lag behind, and that the environments run ahead; 0 = on-policy: publish, then sample."""
     deterministic: bool = False
@@ -182,7 +180,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     buffer_sampling: Literal["fifo", "uniform", "priority"] = "fifo"
     """Which waiting groups a step takes: oldest first, at random, or by |advantage|."""
     max_empty_rounds: int = Field(8, ge=1)
-    """Refills of a step without one trainable group before the step is given up with a message."""
+    """Refills without one trainable group after which a step is skipped with a message."""
     total_steps: int = Field(100, ge=1)
     """Absolute number of steps, also after a resume."""
     checkpoint_interval: int = Field(50, ge=1)
@@ -190,7 +188,7 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     keep_checkpoints: int = Field(3, ge=1)
     """Newest step_* directories kept."""
     keep_best: bool | str = True
-    """Keep the best checkpoint too, as `best`: by a number of [evaluation], e.g. "eval/NAME/accuracy"; true = by
+    """Keep the best checkpoint too, as `best`: by a metric of [evaluation], e.g. "eval/NAME/accuracy"; true = by
     eval/score, else the score of held-out rows, else the mean reward of its last 10 steps."""
     checkpoint_dir: Path = Path("checkpoints")
     """Directory of runs."""
@@ -222,27 +220,27 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
         return self
 
     def _check_read(self) -> None:
-        """Raises ValueError: a key is set that what was chosen does not read."""
+        """Raises ValueError: a key is set that the chosen optimizer, reference or KL does not read."""
         readers = {
             'optimizer = "adamw" or "muon"': (self.optimizer in ("adamw", "muon"), ("adam_beta1", "adam_beta2")),
             'reference = "ema"': (self.reference == "ema", ("reference_decay", "reference_update_every")),
             "kl_target": (self.kl_target is not None, ("kl_horizon",)),
         }
+        changed = self.changed()
         for reader, (chosen, keys) in readers.items():
-            for key in keys:
-                if not chosen and getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"{key} is set, but only read with {reader}")
+            if unread := [key for key in keys if key in changed and not chosen]:
+                raise ValueError(f"{unread[0]} is set, but only read with {reader}")
 
 
 class RolloutsConfig(Section):
     keep: int | Literal["all"] = "all"
-    """Steps whose rollouts are kept whole, counted back from the newest; of older ones a line without tokens stays.
-    "all" = as many as max_gb holds. What waits, or a kept checkpoint may need again, is never pruned."""
+    """Newest steps whose rollouts are kept whole; older ones keep a line without tokens. "all" = as many as max_gb
+    holds. Waiting rollouts, and those that a kept checkpoint may need, are never pruned."""
     max_gb: float = Field(4.0, ge=0)
     """Size of rollouts.sqlite (10^9 bytes) at which the oldest consumed rollouts are pruned; 0 = no bound."""
     min_free_gb: float | None = Field(None, ge=0)
-    """Space (10^9 bytes) that stays free on the run's disk: below it groups are answered 503 and training stops with a
-    checkpoint. Default: 1, or 5 % of a disk smaller than 20 GB. 0 = off."""
+    """Free space (10^9 bytes) below which groups are answered 503 and training stops with a checkpoint. Default: 1, or
+    5 % of a disk smaller than 20 GB. 0 = off."""
 
     @field_validator("keep")
     @classmethod
@@ -254,9 +252,9 @@ class RolloutsConfig(Section):
 
 class LoggingConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least grave lines that go to the terminal and to run.log."""
+    """Lowest level of lines in the terminal and in run.log."""
     trackers: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
-    """Where metrics and samples are sent too; each needs the extra of its name (docs/operations.md)."""
+    """Trackers that get metrics and samples too; each needs the extra of its name (docs/operations.md)."""
     project: str = "mlx_parallm"
     """Project of the run in W&B and trackio."""
     sample_every: int = Field(10, ge=0)

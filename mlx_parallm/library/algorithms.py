@@ -14,14 +14,13 @@ from abc import ABC
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from mlx_parallm.config.library import AlgorithmConfig, AlgorithmName
+from mlx_parallm.config.library import AlgorithmConfig, LibraryAlgorithm
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.config.training import LoggingConfig
 from mlx_parallm.environments.manager import RolloutManager
@@ -67,7 +66,7 @@ class BaseAlgorithm(ABC):
     Raises ConfigError: what was given does not fit together.
     """
 
-    name: ClassVar[AlgorithmName]
+    name: ClassVar[LibraryAlgorithm]
     usual_group_size: ClassVar[int] = 1
 
     def __init__(
@@ -161,7 +160,9 @@ class BaseAlgorithm(ABC):
     def _make_loop(self, checkpoint: Path | None) -> TrainingLoop:
         config, backprop, weights = self.config, self.backprop, self.inference.weights
         assert weights is not None, "attach() has looked"
-        self._trainer = trainer = backprop.configure(self.name, config.over(backprop.config), self._settings())
+        self._trainer = trainer = backprop.configure(
+            self.name, config.over(backprop.config), config.training_keys(self.name, self.inference.max_model_len)
+        )
         training, store = backprop.run_config.rl_training, CollectedGroups(self._collect)
         checkpointer, metrics, state = None, None, None
         if config.checkpoint_dir is not None:
@@ -194,23 +195,6 @@ class BaseAlgorithm(ABC):
         return TrainingLoop(
             parts, training, control=RunControl(after_step=self._after_step), state=_between_steps(state)
         )
-
-    def _settings(self) -> dict[str, Any]:
-        """Keys of [rl_training] beside BackpropConfig's."""
-        config = self.config
-        keys: dict[str, Any] = {
-            "batch_size": config.mini_batch_size or config.batch_size,
-            "atropos": {"rollout_batch_size": config.batch_size, "max_token_length": self.inference.max_model_len},
-            "total_steps": config.num_iterations,
-            "checkpoint_interval": config.save_every,
-            "keep_checkpoints": config.keep_checkpoints,
-        }
-        if config.learning_rate is not None:
-            keys["learning_rate"] = config.learning_rate
-        if config.checkpoint_dir is not None:
-            keys["checkpoint_dir"] = str(config.checkpoint_dir)
-            keys["run_name"] = config.run_name or f"{self.name}-{datetime.now():%Y%m%d-%H%M%S}"
-        return keys
 
     def _write_settings(self, directory: RunDirectory) -> None:
         """What the commands read of a run, and `load_algorithm_from_checkpoint`."""

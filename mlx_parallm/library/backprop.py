@@ -21,7 +21,7 @@ import mlx.optimizers
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config.library import AlgorithmName, BackpropConfig, RefUpdate, training_keys
+from mlx_parallm.config.library import BackpropConfig, LibraryAlgorithm, RefUpdate, training_keys
 from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError
@@ -136,7 +136,9 @@ class BackpropModule:
         else:
             weights.publish_parameters(policy.full_parameters())
 
-    def configure(self, algorithm: AlgorithmName, config: BackpropConfig, settings: Mapping[str, Any]) -> LossTrainer:
+    def configure(
+        self, algorithm: LibraryAlgorithm, config: BackpropConfig, settings: Mapping[str, Any]
+    ) -> LossTrainer:
         """The trainer under an algorithm of the daemon's and further keys of [rl_training]; weights and the optimizer's
         state stay. Raises ConfigError."""
         if algorithm == "ppo" and not self._value_head:
@@ -177,7 +179,7 @@ class BackpropModule:
         self.publish()
         return self._trainer
 
-    def _run_config(self, algorithm: AlgorithmName, config: BackpropConfig, settings: Mapping[str, Any]) -> Config:
+    def _run_config(self, algorithm: LibraryAlgorithm, config: BackpropConfig, settings: Mapping[str, Any]) -> Config:
         training = training_keys(algorithm, config) | self._optimizer_keys | dict(settings)
         return parse_config({"rl_training": training}, type(self).__name__)
 

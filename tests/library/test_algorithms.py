@@ -127,7 +127,7 @@ def test_the_algorithms_differ_in_what_the_daemon_is_told(inference: InferenceMo
     found = {}
     for name, kind in ALGORITHMS.items():
         algorithm = make(kind, inference, Length(), batch_size=8, mini_batch_size=4, learning_rate=2e-4, kl_coef=0.03)
-        keys = algorithm.config.over(algorithm.backprop.config), algorithm._settings()
+        keys = algorithm.config.over(algorithm.backprop.config), algorithm.config.training_keys(kind.name, 64)
         found[name] = algorithm.backprop._run_config(kind.name, *keys).rl_training
         assert found[name].learning_rate == 2e-4 and found[name].kl_beta == 0.03, "the AlgorithmConfig's word"
         assert (found[name].batch_size, found[name].atropos.rollout_batch_size) == (4, 8)
@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused(inference: InferenceModule) -> None:
         PPOAlgorithm(*parts, BackpropModule("some/other-model"))
     with pytest.raises(ConfigError, match="value_head=False"):
         PPOAlgorithm(*parts, BackpropModule("builtin:tiny", value_head=False)).train(1)
-    with pytest.raises(ConfigError, match="use_wandb keeps"):
+    with pytest.raises(ConfigError, match="use_wandb needs"):
         AlgorithmConfig(use_wandb=True)
 
 

@@ -317,7 +317,7 @@ DATASET = {"kind": "dataset", "data": "rows.jsonl", "rewards": ["python:score.py
     [
         ({"evaluation": {"every": 5}}, "problems is not set"),
         ({"evaluation": {"problems": 3, "greedy": False}}, "neither greedy answers nor samples"),
-        ({"evaluation": {"problems": 3}, "environments": []}, "no environments whose problems could be held out"),
+        ({"evaluation": {"problems": 3}, "environments": []}, "there is no environment to evaluate"),
         ({"rl_training": {"keep_best": "eval/score"}}, f"{KEEP} = 'eval/score' needs"),
         (
             {"rl_training": {"keep_best": "eval/sum/acuracy"}, "evaluation": {"problems": 3, "every": 2}},
