@@ -16,6 +16,7 @@ from typing import Any
 from mlx_parallm.config.evaluation import EvaluationConfig, pass_ks
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource, Task
+from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.estimates import estimate, pass_at_k
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
@@ -232,16 +233,17 @@ async def evaluate(
     """
 
     def runner(temperature: float, top_p: float) -> EpisodeRunner:
-        return EpisodeRunner(
+        policy = EpisodePolicy(
             client,
             tokenizer,
             temperature=temperature,
             top_p=top_p,
             max_token_length=max_token_length,
             adapter=adapter,
-            template_kwargs=template_kwargs,
+            template_kwargs=template_kwargs or {},
             priority=priority,
         )
+        return EpisodeRunner(policy)
 
     greedy, sampled = runner(0.0, 1.0), runner(settings.temperature, settings.top_p)
     slots = asyncio.Semaphore(max_in_flight)

@@ -22,7 +22,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from mlx_parallm.config.environment import EnvironmentConfig, unique_names
 from mlx_parallm.environments.base import EnvironmentSource, PolicyInference
-from mlx_parallm.environments.episode import failed_trajectories
+from mlx_parallm.environments.episode import EpisodePolicy, failed_trajectories
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
 from mlx_parallm.environments.scheduler import RolloutScheduler
 from mlx_parallm.environments.state import BaseEnvironment
@@ -404,14 +404,15 @@ class RolloutManager(RolloutScheduler):
         return self._adapter or getattr(self.inference, "adapter", None)
 
     def _runner(self) -> EpisodeRunner:
-        self._episodes = EpisodeRunner(
+        policy = EpisodePolicy(
             self._client,
             self._tokenizer,
             temperature=self._config.temperature,
             max_token_length=self._config.max_token_length or self._client.max_model_len,
             adapter=self._adapter_now,
-            template_kwargs=self._template_kwargs,
+            template_kwargs=self._template_kwargs or {},
         )
+        self._episodes = EpisodeRunner(policy)
         return self._episodes
 
     def _begun(self, plans: Sequence[GroupPlan]) -> None:
@@ -422,10 +423,6 @@ class RolloutManager(RolloutScheduler):
         """Hand a result to the collector, to the sink, or to `on_failure`."""
         if self._collector is not None:
             self._collector.add(result)
-            if result.failure is None:
-                self._monitor.delivered(result, known=False)
-            else:
-                self._monitor.failed(result, result.failure)
             return None, True
         reason = result.failure
         if reason is None:
@@ -434,9 +431,7 @@ class RolloutManager(RolloutScheduler):
             except RolloutRejectedError as error:
                 reason = str(error)
         if reason is None:
-            self._monitor.delivered(result, known=known)
             return None, not known
-        self._monitor.failed(result, reason)
         log.warning("group dropped", group=result.group.group_id, reason=reason)
         if self._on_failure is not None:
             self._on_failure(result.group, reason)

@@ -1,4 +1,4 @@
-"""EnvironmentQueue: the groups of one environment in their order, and whether the environment delivers at all.
+"""EnvironmentQueue: the groups of one environment in their order, and how well the environment delivers.
 
 No threads: `RolloutScheduler` holds a lock around every call.
 """
@@ -20,6 +20,8 @@ FAILURES_UNTIL_BROKEN = 3
 """After this many failed groups in a row the environment gets one group at a time."""
 LONGEST_PAUSE_S = 5.0
 """Pause after a failed group: 0.05 s, doubled by each further failure in a row up to this."""
+WORST_HEALTHY_FAILURE_RATE = 0.2
+FEWEST_FAILURES = 3  # below it a rate says nothing
 
 
 @dataclass(slots=True)
@@ -34,6 +36,8 @@ class EnvironmentQueue:
         self.source = source
         self.failures_in_a_row = 0
         self.not_before = 0.0  # the next group starts then at the earliest
+        self.failures: deque[str | None] = deque(maxlen=RECENT_GROUPS)  # of the recent groups; None: one that worked
+        self.may_work = False  # a group has worked, or has failed because another server was away
         self._seed, self._clock = seed, clock
         self._group_size: int | None = None
         self._max_steps: int | None = None
@@ -41,6 +45,7 @@ class EnvironmentQueue:
         self._next = 0  # every group of this environment below it has been started
         self._pending: dict[int, _Started] = {}  # started and not settled, in their order
         self._seconds: deque[float] = deque(maxlen=RECENT_GROUPS)  # of groups that were played to an end
+        self._last_progress = clock()
 
     def rewind(self, groups: Iterator[tuple[int, int]], first: int) -> None:
         """Continue at group `first` with `groups`, this environment's from there on; forget what was pending."""
@@ -60,6 +65,8 @@ class EnvironmentQueue:
 
     def start(self, known: Collection[str]) -> GroupPlan:
         """Return the next group that is not `known`, and count it as in flight."""
+        if not self.in_flight:
+            self._last_progress = self._clock()
         index, task = next(group for group in self._groups if self._id(group[0]) not in known)
         self._next = index + 1
         seed = derive_seed("group", self._seed, index)
@@ -70,7 +77,7 @@ class EnvironmentQueue:
     def finish(self, result: GroupResult) -> None:
         assert result.plan.index is not None
         started = self._pending[result.plan.index]
-        started.result = result
+        started.result, self._last_progress = result, self._clock()
         if result.failure is None:
             self._seconds.append(self._clock() - started.at)
 
@@ -79,11 +86,14 @@ class EnvironmentQueue:
         """The result to deliver now: the oldest group's, once it has finished."""
         return self._head.result if self._head else None
 
-    def settle(self, *, failed: bool) -> None:
-        """Note that the `ready` result was delivered."""
-        del self._pending[self.cursor]
-        self.failures_in_a_row = self.failures_in_a_row + 1 if failed else 0
-        if failed:
+    def settle(self, reason: str | None, *, pause: bool) -> None:
+        """Note that the `ready` result was delivered, or failed for a reason; `pause` after a failure."""
+        result = self._pending.pop(self.cursor).result
+        assert result is not None
+        self.failures.append(reason)
+        self.may_work |= reason is None or result.may_pass
+        self.failures_in_a_row = self.failures_in_a_row + 1 if pause else 0
+        if pause:
             self.not_before = self._clock() + min(LONGEST_PAUSE_S, 0.05 * 2 ** min(self.failures_in_a_row - 1, 10))
 
     # --- where it stands
@@ -120,14 +130,25 @@ class EnvironmentQueue:
             return None
         return self._head.at + max(LEAST_PATIENCE_S, PATIENCE * usual)
 
-    def explain_late(self) -> str:
-        """Describe a late environment in a sentence."""
-        assert self._head is not None
-        return (
-            f"environment {self.source.name} delivers nothing: {self._head.plan.group_id} has run for"
-            f" {self._clock() - self._head.at:.0f} s, with {self.in_flight} groups in flight;"
-            " its places go to the others"
-        )
+    def health(self, *, late: bool, stall_after_s: float) -> str | None:
+        """Say in a sentence that nothing finishes, or that too many groups fail; None: neither."""
+        what, now = f"environment {self.source.name}", self._clock()
+        if late and self._head is not None:
+            return (
+                f"{what} delivers nothing: {self._head.plan.group_id} has run for {now - self._head.at:.0f} s, with"
+                f" {self.in_flight} groups in flight; its places go to the others"
+            )
+        in_flight = [started.plan.group_id for started in self._pending.values() if started.result is None]
+        if in_flight and now - self._last_progress > stall_after_s:
+            return (
+                f"{what} stalled: nothing finished for {now - self._last_progress:.0f} s with"
+                f" {len(in_flight)} groups in flight (oldest: {in_flight[0]})"
+            )
+        failures = [failure for failure in self.failures if failure is not None]
+        if len(failures) >= max(FEWEST_FAILURES, WORST_HEALTHY_FAILURE_RATE * len(self.failures)):
+            recent = len(self.failures)
+            return f"{what}: {len(failures)} of its last {recent} groups failed, the last one: {failures[-1]}"
+        return None
 
     def _id(self, index: int) -> str:
         return group_id(self.source.name, self._seed, index)

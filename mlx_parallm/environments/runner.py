@@ -12,7 +12,7 @@ they came.
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,9 +25,7 @@ from mlx_parallm.errors import EndpointError, EngineUnavailableError, ParallmErr
 from mlx_parallm.rewards.base import score_group
 from mlx_parallm.system.loop_thread import LoopThread
 from mlx_parallm.types import (
-    ChatTokenizer,
     Completion,
-    PolicyClient,
     Request,
     RequestOutput,
     Rollout,
@@ -62,11 +60,6 @@ class GroupResult:
     failure: str | None = None
     may_pass: bool = False  # it has failed because another server was away or busy
 
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """Last answer of each rollout."""
-        return tuple(trajectory.text for trajectory in self.trajectories)
-
 
 @dataclass(frozen=True, slots=True)
 class _Job:
@@ -77,22 +70,8 @@ class _Job:
 
 
 class EpisodeRunner:
-    def __init__(
-        self,
-        client: PolicyClient,
-        tokenizer: ChatTokenizer,
-        *,
-        temperature: float,
-        max_token_length: int,
-        adapter: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        top_p: float = 1.0,
-        priority: int = 0,
-    ) -> None:
-        """The arguments are those of `episode.EpisodePolicy`."""
-        self._policy = EpisodePolicy(
-            client, tokenizer, temperature, max_token_length, adapter, dict(template_kwargs or {}), top_p, priority
-        )
+    def __init__(self, policy: EpisodePolicy) -> None:
+        self._policy = policy
 
     def use_adapter(self, adapter: str | None) -> None:
         """Sample with `adapter` in the groups that start from now on."""

@@ -24,7 +24,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.environments.base import EnvironmentSource
-from mlx_parallm.environments.monitor import RolloutMonitor, RolloutStatistics
 from mlx_parallm.environments.queues import EnvironmentQueue, absent, is_late, next_event
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, RolloutWorker, describe
 from mlx_parallm.environments.schedule import Schedule
@@ -61,7 +60,7 @@ class RolloutScheduler(ABC):
                 (deterministic mode), in portions of `num_parallel`.
         """
         self._seed, self._num_parallel, self._fixed_order, self._clock = seed, num_parallel, fixed_order, clock
-        self._monitor = RolloutMonitor([source.name for source in sources], stall_after_s=stall_after_s, clock=clock)
+        self._stall_after_s = stall_after_s
         self._schedule = Schedule([source.config.weight for source in sources], seed=seed)
         self._changed = threading.Condition()  # guards what follows
         self._queues = tuple(EnvironmentQueue(source, seed=seed, clock=clock) for source in sources)
@@ -69,7 +68,7 @@ class RolloutScheduler(ABC):
         self._turn = 0  # position in the schedule: whose turn it is to start a group
         self._requested: deque[int] = deque()  # groups requested and not delivered, one entry for each call
         self._stored: set[str] = set()
-        self._paused = self._stopping = False
+        self._stopping = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._workers: list[RolloutWorker] = []
@@ -111,16 +110,6 @@ class RolloutScheduler(ABC):
             self._requested.append(n)
             self._changed.notify_all()
 
-    def pause(self) -> None:
-        """Start no more groups; those in flight go on."""
-        with self._changed:
-            self._paused = True
-
-    def resume(self) -> None:
-        with self._changed:
-            self._paused = False
-            self._changed.notify_all()
-
     def skip(self, group_ids: Collection[str]) -> None:
         """Do not play these groups, which the store holds already. They use up no request."""
         with self._changed:
@@ -152,7 +141,6 @@ class RolloutScheduler(ABC):
     def cancel(self) -> None:
         """`stop`, after which `start` plays what was in flight anew. Requests are forgotten."""
         self.stop()
-        self._monitor.cancelled()
         with self._changed:
             self._thread, self._workers = None, []
             self._requested.clear()
@@ -197,10 +185,11 @@ class RolloutScheduler(ABC):
 
     # --- reports
 
-    def absent(self) -> frozenset[str]:
-        """Return the environments that the others do not wait for now."""
+    @property
+    def in_flight(self) -> int:
+        """Groups that have started and not finished."""
         with self._changed:
-            return frozenset(queue.source.name for queue in self._absent(self._clock()))
+            return sum(queue.in_flight for queue in self._queues)
 
     def health(self) -> str | None:
         """Describe what is wrong; None: nothing is."""
@@ -208,16 +197,10 @@ class RolloutScheduler(ABC):
             return f"environments stopped: {describe(self._failure)}"
         with self._changed:
             now = self._clock()
-            late = [queue for queue in self._absent(now) if is_late(queue, self._queues, now)]
-            sentences = {queue.source.name: queue.explain_late() for queue in late}
+            late = {queue for queue in self._absent(now) if is_late(queue, self._queues, now)}
+            found = [queue.health(late=queue in late, stall_after_s=self._stall_after_s) for queue in self._queues]
         left = [_left_behind(queue.source) for queue in self._queues if queue.source.left_behind]
-        return "; ".join([*self._monitor.health(sentences), *left]) or None
-
-    def statistics(self) -> RolloutStatistics:
-        with self._changed:
-            demand = max(0, sum(self._requested) - sum(queue.pending for queue in self._queues))
-            held = sum(queue.pending - queue.in_flight for queue in self._queues)
-        return self._monitor.statistics(demand=demand, held=held)
+        return "; ".join([sentence for sentence in found if sentence] + left) or None
 
     # --- the scheduler's thread
 
@@ -239,7 +222,6 @@ class RolloutScheduler(ABC):
 
     def _on_results(self, results: Sequence[GroupResult]) -> None:
         """Called on a worker's thread."""
-        self._monitor.finished(results)
         with self._changed:
             for result in results:
                 self._queue_of(result.plan).finish(result)
@@ -247,7 +229,7 @@ class RolloutScheduler(ABC):
 
     def _start_groups(self) -> bool:
         """Start what may be started now; False: nothing."""
-        if self._stopping or self._paused or not self._requested:
+        if self._stopping or not self._requested:
             return False
         now = self._clock()
         away = self._absent(now)
@@ -278,7 +260,6 @@ class RolloutScheduler(ABC):
 
     def _play(self, queues: Iterable[EnvironmentQueue]) -> None:
         plans = [queue.start(self._stored) for queue in queues]
-        self._monitor.started(plans)
         self._begun(plans)
         number = 0 if self._fixed_order else self._queues.index(self._queue_of(plans[0]))
         self._workers[number].play(plans)
@@ -301,7 +282,7 @@ class RolloutScheduler(ABC):
                 return
             reason, wanted = self._deliver(result)
             with self._changed:
-                queue.settle(failed=reason is not None)
+                queue.settle(reason or result.failure, pause=reason is not None)
                 if wanted and self._requested:
                     self._requested[0] -= 1
                     if self._requested[0] == 0:
@@ -314,7 +295,9 @@ class RolloutScheduler(ABC):
 
     def _give_up_at_last(self, reason: str) -> None:
         failures = sum(queue.failures_in_a_row for queue in self._queues)
-        enough = ALIKE_FROM_THE_START if self._monitor.only_failure == reason else FAILURES_IN_A_ROW
+        alike = all(failure == reason for queue in self._queues for failure in queue.failures)
+        hopeless = alike and not any(queue.may_work for queue in self._queues)
+        enough = ALIKE_FROM_THE_START if hopeless else FAILURES_IN_A_ROW
         if failures >= enough and all(queue.broken for queue in self._queues):
             raise EnvironmentFailedError(f"{failures} groups in a row failed, the last one: {reason}")
 

@@ -56,7 +56,8 @@ class StateSource(EnvironmentSource):
         self.template, self.rewards, self._make = make(), rewards, make
         check_environment(type(self.template), f"environments: {config.kind}")
         self._reset_keywords = _reset_keywords(type(self.template), f"environments: {config.kind}")
-        self._threads = StepThreads()
+        self._abandoned: list[StepThread] = []
+        self._threads: weakref.WeakSet[StepThread] = weakref.WeakSet()  # a thread that runs is kept by itself
         self._attached = self._traced = False
         self.in_order = not {"index", "seed"} & set(self._reset_keywords)
         self.opens_together = not overrides_step(self.template)
@@ -110,7 +111,8 @@ class StateSource(EnvironmentSource):
         episode.played = state
         last = functools.partial(_end, environment, episode.name)
         try:
-            with self._threads.thread(episode.name, state, last) as thread:
+            with StepThread(episode.name, state, last, self._abandoned) as thread:
+                self._threads.add(thread)
                 step = _step_of(environment, episode, thread)
                 for _ in range(max_steps):
                     if _is_over(environment, state):
@@ -129,10 +131,12 @@ class StateSource(EnvironmentSource):
 
     @property
     def left_behind(self) -> int:
-        return self._threads.left_behind
+        self._abandoned[:] = [thread for thread in self._abandoned if thread.is_alive]
+        return len(self._abandoned)
 
     def join(self, deadline: float) -> None:
-        self._threads.join(deadline)
+        for thread in list(self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     @functools.cached_property
     def _heldout(self) -> BaseEnvironment:
@@ -220,39 +224,15 @@ def _step_of(environment: BaseEnvironment, episode: Episode, thread: "StepThread
     return step
 
 
-class StepThreads:
-    """The threads of a source's episodes. A thread cannot be killed: one that blocks when its episode has ended is left
-    behind, and ends as soon as it asks for another turn."""
-
-    def __init__(self) -> None:
-        self._abandoned: list[StepThread] = []
-        self._all: weakref.WeakSet[StepThread] = weakref.WeakSet()  # a thread that runs is kept by itself
-
-    def thread(self, name: str, state: State, last: Callable[[State], None]) -> "StepThread":
-        thread = StepThread(name, self._abandoned, state, last)
-        self._all.add(thread)
-        return thread
-
-    def join(self, deadline: float) -> None:
-        """Wait for steps that were left behind and for what frees states, at most until then (time.monotonic)."""
-        for thread in list(self._all):
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    @property
-    def left_behind(self) -> int:
-        """Threads that still run code of an episode that has ended."""
-        self._abandoned[:] = [thread for thread in self._abandoned if thread.is_alive]
-        return len(self._abandoned)
-
-
 class StepThread:
     """Runs the code of one episode that may block, always on the same thread, which starts with the first call.
 
     At the end it calls `last` with the state that the last call returned, even if nobody waited for it any more: on the
-    thread, or where none was started, in `__exit__`.
+    thread, or where none was started, in `__exit__`. A thread cannot be killed: one that blocks when its episode has
+    ended is left behind (`abandoned`), and ends as soon as it asks for another turn.
     """
 
-    def __init__(self, name: str, abandoned: "list[StepThread]", state: State, last: Callable[[State], None]) -> None:
+    def __init__(self, name: str, state: State, last: Callable[[State], None], abandoned: "list[StepThread]") -> None:
         self.state = state
         self._name, self._abandoned, self._last = name, abandoned, last
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -84,7 +84,7 @@ def test_nothing_is_in_flight_after_a_call_unless_it_is_kept_up(manager_of, toke
     manager = manager_of(client, num_parallel=4, callbacks=callbacks)
     manager.collect_rollouts(6)
     assert begun == [f"Walk-0-{index}/0" for index in range(6)]
-    assert manager.statistics().in_flight == 0
+    assert manager.in_flight == 0
 
 
 def test_what_is_in_flight_goes_on_and_is_returned_by_the_next_call(manager_of, tokenizer):

@@ -6,6 +6,7 @@ import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import Environment, EnvironmentSource, Task
+from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.rewards.base import exact_match
@@ -47,7 +48,7 @@ def plan(built, task=3, size=2):
 
 
 def runner(tokenizer, client, **options):
-    return EpisodeRunner(client, tokenizer, **{"temperature": 1.0, "max_token_length": 256, **options})
+    return EpisodeRunner(EpisodePolicy(client, tokenizer, **{"temperature": 1.0, "max_token_length": 256, **options}))
 
 
 async def test_a_group_is_one_request_of_n_and_keeps_every_token(tokenizer):
@@ -62,7 +63,7 @@ async def test_a_group_is_one_request_of_n_and_keeps_every_token(tokenizer):
     prompt = tuple(tokenizer.render_chat(built.task(3).messages))
     assert request.prompt_token_ids == prompt
     assert result.failure is None
-    assert result.texts == ("3", "4")
+    assert tuple(each.text for each in result.trajectories) == ("3", "4")
     group = result.group
     assert (group.group_id, group.environment, group.index) == ("echo-0-3", "echo", 3)
     assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0]

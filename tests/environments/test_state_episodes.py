@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.episode import CURRENT, EpisodeOver
+from mlx_parallm.environments.episode import CURRENT, EpisodeOver, EpisodePolicy
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.environments.state_source import StateSource
@@ -67,7 +67,7 @@ def source(environment, rewards=None, **fields):
 async def played(tokenizer, client, built, *, task=3, size=2, **options):
     settings = {"max_token_length": 256, "temperature": 1.0, **options.pop("runner", {})}
     plan = GroupPlan("own-0-3", built, task, size, seed=11, index=task, **options)
-    [result] = await EpisodeRunner(client, tokenizer, **settings).run([plan])
+    [result] = await EpisodeRunner(EpisodePolicy(client, tokenizer, **settings)).run([plan])
     return result
 
 
@@ -105,7 +105,7 @@ async def test_the_first_turn_of_a_group_is_one_request(tokenizer):
     client = ScriptedClient(tokenizer, lambda request, choice: f"{choice}")
     result = await played(tokenizer, client, source(Counting()), task=1, size=4)
     assert [request.params.n for request in client.requests] == [4]
-    assert result.texts == ("0", "1", "2", "3")
+    assert tuple(each.text for each in result.trajectories) == ("0", "1", "2", "3")
     client = ScriptedClient(tokenizer, lambda request, choice: "x")
     await played(tokenizer, client, source(CountingItself()), task=1, size=4)
     assert [request.params.n for request in client.requests] == [1] * 4
@@ -383,5 +383,5 @@ async def test_an_opening_that_is_not_the_groups_is_asked_for_again(tokenizer):
 
     client = ScriptedClient(tokenizer, lambda request, _: "own" if "/" in request.request_id else "group")
     result = await played(tokenizer, client, source(Random()), task=1, size=2)
-    assert result.texts == ("own", "own")
+    assert tuple(each.text for each in result.trajectories) == ("own", "own")
     assert "Number 0:" not in {t.prompt for t in result.trajectories}

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, attempt
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import EnvironmentFailedError, RequestError
@@ -164,7 +165,7 @@ class DryRun(TrainingRun):
         inference = policy_inference(self._config, self._serving)
         for source in self._sources:
             source.attach(inference)
-        runner = EpisodeRunner(
+        policy = EpisodePolicy(
             self._serving.client,
             tokenizer,
             temperature=training.temperature,
@@ -172,6 +173,7 @@ class DryRun(TrainingRun):
             adapter=POLICY if training.lora.enabled else None,
             template_kwargs=self._config.model.chat_template_kwargs,
         )
+        runner = EpisodeRunner(policy)
         plans = [
             GroupPlan(f"dry-run-{s.name}", s, 0, s.config.group_size, derive_seed("dry-run", training.seed, number))
             for number, s in enumerate(self._sources)

@@ -9,6 +9,7 @@ import pytest
 
 from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.config.load import parse_config
+from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.evaluate import draw_problems, evaluate
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
@@ -185,7 +186,7 @@ def test_a_data_set_of_the_hub_without_the_package(make, monkeypatch):
 
 async def play(tokenizer, source, answer, **options):
     client = ScriptedClient(tokenizer, answer)
-    runner = EpisodeRunner(client, tokenizer, temperature=1.0, max_token_length=256, **options)
+    runner = EpisodeRunner(EpisodePolicy(client, tokenizer, temperature=1.0, max_token_length=256, **options))
     [result] = await runner.run([GroupPlan("g", source, 0, 2, seed=1)])
     return result, client.requests[0].prompt_token_ids
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.kinds.gymnasium import GymnasiumEnvironment, episode_return
 from mlx_parallm.environments.registry import create_environment
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
@@ -211,7 +212,7 @@ async def test_every_simulation_is_closed(tokenizer, way, monkeypatch):
     config = EnvironmentConfig(kind="own", name="own", timeout_s=60)
     source = StateSource(config, lambda: environment, seed=0)
     client = ScriptedClient(tokenizer, lambda *_: "what?")
-    runner = EpisodeRunner(client, tokenizer, temperature=1, max_token_length=256)
+    runner = EpisodeRunner(EpisodePolicy(client, tokenizer, temperature=1, max_token_length=256))
     task = asyncio.create_task(runner.run([GroupPlan("g", source, 0, 2, seed=0, max_steps=2)]))
     if held == "waits":
         for _ in range(2):
