@@ -7,9 +7,7 @@ ParallmError
 ├── RequestError             a generation request that cannot be run (HTTP 400); carries `param` and `code`
 │   ├── ContextLengthError   the prompt does not fit ("maximum context length")
 │   ├── ModelNotFoundError   no such served model (HTTP 404)
-│   ├── AdapterRefusedError  an adapter that is not loaded or unloaded (HTTP 400, 403, 404)
-│   ├── RewardRefusedError   a reward for a completion that cannot have one (HTTP 400, 404, 409, 410)
-│   └── RollbackRefusedError a rollback that cannot be made (HTTP 404, 409)
+│   └── RefusedError         an adapter, reward or rollback that cannot be accepted; carries HTTP's `status`
 ├── EngineUnavailableError   the engine thread is loading, draining or dead (HTTP 503)
 ├── GenerationFailedError    the engine gave one request up with an error of its own (HTTP 500); others go on
 ├── RolloutRejectedError     a scored group that may not be trained on; the reason is kept with it
@@ -71,24 +69,8 @@ class ModelNotFoundError(RequestError):
         )
 
 
-class AdapterRefusedError(RequestError):
-    """An adapter that is not loaded or unloaded; `status` is HTTP's."""
-
-    def __init__(self, message: str, status: int, param: str | None = None) -> None:
-        super().__init__(message, param=param)
-        self.status = status
-
-
-class RewardRefusedError(RequestError):
-    """A reward for a completion that cannot have one (any more); `status` is HTTP's."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message, param="id")
-        self.status = status
-
-
-class RollbackRefusedError(RequestError):
-    """A rollback that cannot be made; `status` is HTTP's."""
+class RefusedError(RequestError):
+    """An adapter, a reward or a rollback that the server cannot accept (any more); `status` is HTTP's."""
 
     def __init__(self, message: str, status: int, param: str | None = None) -> None:
         super().__init__(message, param=param)

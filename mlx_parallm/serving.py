@@ -11,8 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fastapi import APIRouter
-
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.adapter_loader import AdapterLoader
 from mlx_parallm.engine.client import EngineClient
@@ -30,10 +28,9 @@ from mlx_parallm.models.loading import (
 )
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rollout_store.completions import KeptCompletions
-from mlx_parallm.server.api.training import RollbackDesk
-from mlx_parallm.server.app import create_app
+from mlx_parallm.server.app import AddedRouter, create_app
 from mlx_parallm.server.auth import check_bind, check_origins
-from mlx_parallm.server.context import ServerDeps, ServerState
+from mlx_parallm.server.context import RollbackAPI, ServerDeps, ServerState
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.weights import SharedWeights
@@ -82,24 +79,19 @@ class Serving:
 
     def listen(
         self,
-        routers: Sequence[APIRouter] = (),
+        routers: Sequence[AddedRouter] = (),
         completions: KeptCompletions | None = None,
-        rollbacks: RollbackDesk | None = None,
+        rollbacks: RollbackAPI | None = None,
     ) -> None:
-        server = self.config.server
         deps = ServerDeps(
             state=self.state,
+            config=self.config.server,
             api_key=self.api_key,
             chat_template_kwargs=self.config.model.chat_template_kwargs,
-            max_concurrent_requests=server.max_concurrent_requests,
-            request_timeout_s=server.request_timeout_s,
-            cors_origins=server.cors_origins,
-            logprobs_mode=server.logprobs_mode,
-            extra_routers=routers,
             completions=completions,
             rollbacks=rollbacks,
         )
-        self._http = ServerThread(create_app(deps), self._listener)
+        self._http = ServerThread(create_app(deps, routers), self._listener)
         self._http.start()
 
     def load(self, *, quantize: bool = False) -> LoadedModel:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mlx_parallm.engine.served_models import ServedModels
-from mlx_parallm.errors import AdapterError, AdapterRefusedError
+from mlx_parallm.errors import AdapterError, RefusedError
 from mlx_parallm.models.lora import ADAPTER_CONFIG, check_adapter, find_adapter_file, load_adapter
 from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.weights import SharedWeights
@@ -43,34 +43,34 @@ class AdapterLoader:
         Args:
             in_place: a name that is taken is replaced; without it only when `path` is where it came from.
 
-        Raises AdapterRefusedError; the adapters there were are as they were.
+        Raises RefusedError; the adapters there were are as they were.
         """
         self._check_name(name)
         source = self._within_roots(path)
         with self._alone(name):
             if name in self._weights.adapters() and not in_place and self._paths.get(name) != source:
                 message = f"The lora adapter {name!r} has already been loaded; load_inplace = true replaces it"
-                raise AdapterRefusedError(message, 400, "lora_name")
+                raise RefusedError(message, 400, "lora_name")
             try:
                 file = find_adapter_file(source)
             except (AdapterError, OSError) as error:
-                raise AdapterRefusedError(str(error), 404, "lora_path") from error
+                raise RefusedError(str(error), 404, "lora_path") from error
             for each in (file, file.parent / ADAPTER_CONFIG):
                 self._within_roots(str(each))  # a link inside of the directory may lead out of it
             try:
                 in_mlx_thread(lambda: self._add(name, file))
             except AdapterError as error:
-                raise AdapterRefusedError(str(error), 400, "lora_path") from error
+                raise RefusedError(str(error), 400, "lora_path") from error
             self._paths[name] = source
 
     def unload(self, name: str) -> None:
-        """Takes a name away: requests that run end under what they began with. Raises AdapterRefusedError."""
+        """Takes a name away: requests that run end under what they began with. Raises RefusedError."""
         self._check_name(name)
         with self._alone(name):
             try:
                 self._weights.remove_adapter(name)
             except AdapterError as error:
-                raise AdapterRefusedError(f"The lora adapter {name!r} cannot be found", 404, "lora_name") from error
+                raise RefusedError(f"The lora adapter {name!r} cannot be found", 404, "lora_name") from error
             self._paths.pop(name, None)
 
     def _add(self, name: str, file: Path) -> None:
@@ -80,26 +80,22 @@ class AdapterLoader:
 
     def _check_name(self, name: str) -> None:
         if not self._roots:
-            raise AdapterRefusedError(
+            raise RefusedError(
                 "loading adapters into a running server is off: server.adapter_roots names the directories"
                 " that they may be loaded from",
                 403,
             )
         if not name or self._names.taken_by_server(name):
-            raise AdapterRefusedError(
-                f"an adapter cannot be named {name!r} here: that is the server's", 400, "lora_name"
-            )
+            raise RefusedError(f"an adapter cannot be named {name!r} here: that is the server's", 400, "lora_name")
 
     def _within_roots(self, path: str) -> Path:
         """The path without links and `..`."""
         try:
             real = Path(os.path.realpath(path))
         except (OSError, ValueError) as error:
-            raise AdapterRefusedError(f"{path!r} is not a path: {error}", 400, "lora_path") from error
+            raise RefusedError(f"{path!r} is not a path: {error}", 400, "lora_path") from error
         if not any(real.is_relative_to(root) for root in self._roots):
-            raise AdapterRefusedError(
-                f"{path!r} is in none of the directories of server.adapter_roots", 403, "lora_path"
-            )
+            raise RefusedError(f"{path!r} is in none of the directories of server.adapter_roots", 403, "lora_path")
         return real
 
     @contextmanager

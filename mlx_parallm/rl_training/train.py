@@ -51,7 +51,7 @@ from mlx_parallm.rl_training.monitor.display import TrainingDisplay
 from mlx_parallm.rl_training.monitor.memory_watch import MemoryWatch
 from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, SampleLog
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
-from mlx_parallm.rl_training.publish.rollback import Rollbacks
+from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory
 from mlx_parallm.rl_training.sources import ENVIRONMENTS, POLICY, RolloutSources
@@ -62,7 +62,6 @@ from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.rollout_store.disk import reserve_bytes
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.server.api.training import RollbackDesk
 from mlx_parallm.serving import Serving
 from mlx_parallm.system.log import RunLog, get_logger
 from mlx_parallm.weights import SharedWeights
@@ -104,7 +103,7 @@ class TrainingRun:
         self._disk: DiskUse | None = None
         self._data: DataSource | None = None
         self._heldout: HeldOut | None = None
-        self._rollbacks = RollbackDesk()
+        self._rollbacks = RollbackService()
         self._rollouts = RolloutSources(config, self._sources, current_step=self._step, policy_version=self._version)
 
     def execute(self) -> None:

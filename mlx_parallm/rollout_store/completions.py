@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from mlx_parallm.errors import RequestError, RewardRefusedError, RolloutRejectedError
+from mlx_parallm.errors import RefusedError, RequestError, RolloutRejectedError
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.rollout_store.payload import decode_group, encode_group
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -103,7 +103,7 @@ class KeptCompletions:
 
         `rewards`: one for each choice, in the order of `ids` and then of the choices' indices; None leaves it out.
 
-        Raises RequestError: rewards that do not fit the choices; RewardRefusedError: an answer that is unknown (404),
+        Raises RequestError: rewards that do not fit the choices; RefusedError: an answer that is unknown (404),
         rewarded already, aborted or not the policy's (409), no longer kept (410), not to be trained on (400);
         StoreError.
         Whatever is raised, nothing is used up: the same ids may be sent again.
@@ -130,18 +130,18 @@ class KeptCompletions:
         self._forget_old()
         answer = self._kept.get(response_id)
         if response_id in self._being_rewarded:
-            raise RewardRefusedError(f"{response_id!r} is being rewarded by another request", 409)
+            raise RefusedError(f"{response_id!r} is being rewarded by another request", 409, "id")
         if answer is not None:
             return answer
         if response_id in self._gone:
             status, reason = self._gone[response_id]
             if status == 410:
                 reason += f" (server.kept_completions_s = {self._max_age_s:g}, _bytes = {self._max_bytes})"
-            raise RewardRefusedError(f"{response_id!r} {reason}", status)
+            raise RefusedError(f"{response_id!r} {reason}", status, "id")
         prefix = f"{response_id}-"  # and the prompt's position: the start of an id is no id
         if any(name.removeprefix(prefix).isdecimal() for name in self._store.known_ids(prefix)):
-            raise RewardRefusedError(f"{response_id!r} has its rewards already", 409)
-        raise RewardRefusedError(f"no completion {response_id!r} was answered since the server started", 404)
+            raise RefusedError(f"{response_id!r} has its rewards already", 409, "id")
+        raise RefusedError(f"no completion {response_id!r} was answered since the server started", 404, "id")
 
     def _check(self, group: RolloutGroup) -> None:
         try:
@@ -153,7 +153,7 @@ class KeptCompletions:
                 )
         except RolloutRejectedError as error:
             self._store.reject(group, source=SOURCE, reason=str(error))
-            raise RewardRefusedError(f"cannot be trained on: {error}", 400) from error
+            raise RefusedError(f"cannot be trained on: {error}", 400, "id") from error
 
     def _forget(self, response_id: str, refusal: tuple[int, str]) -> None:
         answer = self._kept.pop(response_id, None)
@@ -210,7 +210,7 @@ def _scored(
         if reward is None:
             continue
         if rollout.stop_reason == "abort":
-            raise RewardRefusedError(f"choice {number} was aborted before its end: its reward must be null", 409)
+            raise RefusedError(f"choice {number} was aborted before its end: its reward must be null", 409, "id")
         scored = replace(rollout, scores={"reward": reward})
         prompt = rollout.tokens[: len(rollout.tokens) - sum(rollout.mask)]
         by_prompt.setdefault(prompt, []).append((group_id, number, scored))

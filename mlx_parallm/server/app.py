@@ -1,52 +1,155 @@
-"""The HTTP application: `create_app(deps)` puts the layers around the routes. Nothing here is global; each call makes a
-new app with its own metrics.
+"""The HTTP application: `create_app(deps, routers)` puts the layers around the routes. Nothing is global: each call
+makes a new app with its own metrics.
 
-    uvicorn → (CORS) → request context → auth → body limit → gate → routes_*.py → generation.py → EngineClient
+    uvicorn → (CORS) → request context → auth → body limit → gate → api/*.py → generation.py → EngineClient
+
+ROUTERS lists the server's own route families. A part outside of the server brings an `AddedRouter` of its own; key,
+limits, metrics and the OpenAPI document apply to it too.
 """
 
-from fastapi import FastAPI
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.utils import get_openapi
 
 import mlx_parallm
-from mlx_parallm.server.api.adapters import adapters_router
-from mlx_parallm.server.api.chat import chat_router
-from mlx_parallm.server.api.completions import completions_router
-from mlx_parallm.server.api.control import control_router
-from mlx_parallm.server.api.generate import generate_router
-from mlx_parallm.server.api.inference import inference_router
-from mlx_parallm.server.api.rewards import rewards_router
-from mlx_parallm.server.api.status import status_router
-from mlx_parallm.server.api.tokenize import tokenize_router
-from mlx_parallm.server.api.training import training_router
+from mlx_parallm.server.api import (
+    adapters,
+    chat,
+    completions,
+    control,
+    generate,
+    inference,
+    rewards,
+    status,
+    tokenize,
+    training,
+)
 from mlx_parallm.server.auth import AuthMiddleware
 from mlx_parallm.server.context import ServerContext, ServerDeps
-from mlx_parallm.server.errors import install_error_handlers
+from mlx_parallm.server.errors import ERROR_CONTENT, ERROR_SCHEMA, HEALTH, TIMED_OUT, install_error_handlers
 from mlx_parallm.server.middleware import BodyLimitMiddleware, GateMiddleware, RequestContextMiddleware
-from mlx_parallm.server.openapi import install_openapi
+from mlx_parallm.server.sse import EVENT_STREAM
+
+ROUTERS = (
+    status.router,
+    completions.router,
+    chat.router,
+    tokenize.router,
+    generate.router,
+    inference.router,
+    control.router,
+    adapters.router,
+    rewards.router,
+    training.router,
+)
+GENERATING = {"openai", "tokens"}  # tags of routes that take a place in the queue
+MEANINGS = {
+    400: "The request is wrong; `param` names the field",
+    401: "The API key is missing or wrong",
+    403: "Without a key: a foreign Host or Origin",
+    404: "No such model, adapter or object",
+    413: "The body is too large",
+    429: "The queue is full: try again after Retry-After",
+    500: "The server failed on this request; others go on",
+    503: "Loading, draining, or the engine is dead: try again after Retry-After",
+    TIMED_OUT: "Not ready within server.request_timeout_s",
+}
+EVERYWHERE = {401, 403, 500, 503, TIMED_OUT}
 
 
-def create_app(deps: ServerDeps) -> FastAPI:
+@dataclass(frozen=True)
+class AddedRouter:
+    """A router from outside of the server, and what its clients need of the layers around it.
+
+    Attributes:
+        basic_auth: below the router's prefix the key may come as the password of Basic authentication, for clients that
+            can only put it into the URL (`http://name:KEY@host/prefix`).
+        while_loading: path → the body of a 200 while the model loads, where a client would take the 503 badly.
+    """
+
+    router: APIRouter
+    basic_auth: bool = False
+    while_loading: Mapping[str, Any] = field(default_factory=dict)
+
+
+def create_app(deps: ServerDeps, routers: Sequence[AddedRouter] = ()) -> FastAPI:
     """An app that can be served at once: until `deps.state.ready(…)` everything answers 503."""
     app = FastAPI(title="mlx_parallm", version=mlx_parallm.__version__)
     app.state.context = ServerContext(deps)
-    openai = (completions_router(), chat_router())
-    tokens = (tokenize_router(), generate_router(), inference_router())
-    control = (control_router(), adapters_router(), rewards_router(), training_router())
-    for router in (status_router(), *openai, *tokens, *control, *deps.extra_routers):
+    for router in (*ROUTERS, *(added.router for added in routers)):
         app.include_router(router)
     install_error_handlers(app)
-    install_openapi(app)
+    _install_openapi(app)
     # add_middleware puts each layer outside the ones before it.
-    app.add_middleware(GateMiddleware, state=deps.state)
+    while_loading = {path: body for added in routers for path, body in added.while_loading.items()}
+    app.add_middleware(GateMiddleware, state=deps.state, while_loading=while_loading)
     app.add_middleware(BodyLimitMiddleware, max_bytes=deps.max_body_bytes)
-    app.add_middleware(AuthMiddleware, api_key=deps.api_key, origins=deps.cors_origins)
-    app.add_middleware(RequestContextMiddleware, metrics=deps.state.metrics, timeout_s=deps.request_timeout_s)
-    if deps.cors_origins:  # outside of the key: a browser's preflight request cannot carry one
+    origins = deps.config.cors_origins
+    basic_prefixes = [added.router.prefix for added in routers if added.basic_auth]
+    app.add_middleware(AuthMiddleware, api_key=deps.api_key, origins=origins, basic_prefixes=basic_prefixes)
+    app.add_middleware(RequestContextMiddleware, metrics=deps.state.metrics, timeout_s=deps.config.request_timeout_s)
+    if origins:  # outside of the key: a browser's preflight request cannot carry one
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=deps.cors_origins,
+            allow_origins=origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
             expose_headers=("X-Request-ID",),
         )
     return app
+
+
+def _install_openapi(app: FastAPI) -> None:
+    """Declares what each operation may answer besides 200.
+
+    FastAPI declares a 422 in a shape that this server never sends. Which statuses an operation can have follows from
+    its input (a body, parameters) and its tag; a route adds its own, or another shape, by `responses=`. The document is
+    made at its first request, when all routes are there.
+    """
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            for unused in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(unused, None)
+            schemas["Error"] = ERROR_SCHEMA
+            for path, operations in document["paths"].items():
+                for operation in operations.values():
+                    _declare(path, operation, schemas)
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
+
+
+def _declare(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> None:
+    responses = operation["responses"]
+    if "HTTPValidationError" in str(responses.get("422")):
+        del responses["422"]
+    if path == HEALTH:  # neither key nor gate nor OpenAI's error body
+        responses["503"] = {"description": "Not able to answer; `reason` says why"}
+        return
+    statuses = {*EVERYWHERE}
+    body = operation.get("requestBody")
+    if body or operation.get("parameters"):
+        statuses |= {400, 404}
+    if body:
+        statuses.add(413)
+    if body and GENERATING.intersection(operation.get("tags", [])):
+        statuses.add(429)
+    for status_code in sorted(statuses):
+        responses.setdefault(str(status_code), {"description": MEANINGS[status_code], "content": ERROR_CONTENT})
+    if "stream" in _body_properties(body, schemas):
+        responses["200"].setdefault("content", {})[EVENT_STREAM] = {}
+
+
+def _body_properties(body: dict[str, Any] | None, schemas: dict[str, Any]) -> dict[str, Any]:
+    schema = (body or {}).get("content", {}).get("application/json", {}).get("schema", {})
+    name = schema.get("$ref", "").rsplit("/", 1)[-1]
+    properties: dict[str, Any] = schemas.get(name, schema).get("properties", {})
+    return properties

@@ -2,8 +2,7 @@
 
 A server without a key on loopback could be driven by any web page through DNS rebinding, so then only requests whose
 Host (and Origin, where a browser sends one) is a loopback name are answered. `check_bind` refuses a public address
-without a key. Environments of the Atropos kind send no key of their own, but their HTTP client turns
-`http://env:KEY@host/atropos` into Basic authentication, which /atropos therefore takes too.
+without a key.
 """
 
 import base64
@@ -16,11 +15,9 @@ from collections.abc import Collection, Sequence
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.server.errors import error_response
+from mlx_parallm.server.errors import HEALTH, error_response
 
-OPEN_PATH = "/health"
 ANY_ORIGIN = "*"
-BASIC_PREFIX = "/atropos"
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:@/\\\[\]]+)(?::\d{0,5})?")
 _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(?P<authority>[^\s/?#]+)")
 
@@ -78,12 +75,16 @@ def is_loopback_origin(origin: str) -> bool:
 class AuthMiddleware:
     """Answers 401 (key missing or wrong) or 403 (foreign Host or Origin, when there is no key).
 
-    Without a key the pages of `origins` are let in beside this machine's.
+    Without a key the pages of `origins` are let in beside this machine's. Below `basic_prefixes` the key may also come
+    as the password of Basic authentication.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None, origins: Sequence[str] = ()) -> None:
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, origins: Sequence[str], basic_prefixes: Sequence[str]
+    ) -> None:
         self._app = app
         self._origins = frozenset(origins)
+        self._basic_prefixes = basic_prefixes
         self._key = api_key.encode() if api_key is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,7 +105,7 @@ class AuthMiddleware:
 
     def _has_key(self, scope: Scope, key: bytes) -> bool:
         path: str = scope["path"]
-        if path == OPEN_PATH:
+        if path == HEALTH:
             return True
         credentials = _header(scope, b"authorization")
         if len(credentials) != 1:
@@ -112,7 +113,7 @@ class AuthMiddleware:
         scheme, _, value = credentials[0].partition(b" ")
         if scheme.lower() == b"bearer":
             return hmac.compare_digest(value.strip(), key)
-        if scheme.lower() == b"basic" and (path == BASIC_PREFIX or path.startswith(BASIC_PREFIX + "/")):
+        if scheme.lower() == b"basic" and any(f"{path}/".startswith(f"{prefix}/") for prefix in self._basic_prefixes):
             return hmac.compare_digest(_basic_password(value.strip()), key)
         return False
 

@@ -1,37 +1,40 @@
-"""What the routes share. The daemon makes a `ServerState`, puts it into `ServerDeps` and hands these to `create_app`,
-which builds the one `ServerContext`; once the model is loaded the daemon calls `state.ready(engine, tokenizer)`.
+"""The parts that routes share. The daemon makes a `ServerState`, puts it into `ServerDeps` and hands these to
+`create_app`, which builds the one `ServerContext`; once the model is loaded the daemon calls `state.ready(…)`.
 
     daemon ── ServerState ──► ServerDeps ──► create_app ──► ServerContext ──► every route (`Context` parameter)
 """
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-from fastapi import APIRouter, Depends, Request
+import structlog
+from fastapi import Depends
+from fastapi import Request as HTTPRequest
 
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.engine.client import CLIENTS
-from mlx_parallm.errors import AdapterRefusedError, EngineUnavailableError
+from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.server.errors import ServerBusyError
-from mlx_parallm.server.in_flight import InFlight
 from mlx_parallm.server.metrics import ServerMetrics
+from mlx_parallm.server.protocol.answers import TokenTexts
 from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
-from mlx_parallm.server.protocol.token_texts import TokenTexts
+from mlx_parallm.types import Request
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.adapter_loader import AdapterLoader
     from mlx_parallm.engine.client import EngineClient
     from mlx_parallm.models.tokenizer import Tokenizer
     from mlx_parallm.rollout_store.completions import KeptCompletions
-    from mlx_parallm.server.api.training import RollbackDesk
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedParts:
-    """What exists only once the model is loaded. The tokenizer belongs to the server's thread alone."""
+    """The parts that exist once the model is loaded. The tokenizer belongs to the server's thread alone."""
 
     engine: "EngineClient"
     tokenizer: "Tokenizer"
@@ -52,7 +55,7 @@ class ServerState:
         self._quiet.set()
 
     def ready(self, engine: "EngineClient", tokenizer: "Tokenizer", adapters: "AdapterLoader | None" = None) -> None:
-        """From now on every route answers; call it once."""
+        """Lets every route answer from now on; call it once."""
         self.metrics.watch_engine(engine.stats)
         self._parts = LoadedParts(engine, tokenizer, TokenTexts(tokenizer), adapters)
 
@@ -61,13 +64,13 @@ class ServerState:
         self.failure = reason
 
     def drain(self, timeout_s: float) -> None:
-        """From now on new requests are answered 503; returns once the running ones have ended, or the time is over."""
+        """Answers new requests with 503; returns once the running ones have ended, or after `timeout_s`."""
         self.draining = True
         self._quiet.wait(timeout_s)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Around each request that is let in; in the server's thread."""
+        """Counts a request that was let in; in the server's thread."""
         self._answering += 1
         self._quiet.clear()
         try:
@@ -86,7 +89,7 @@ class ServerState:
 
     @property
     def unavailable(self) -> tuple[str, str] | None:
-        """Why no request is let in: ("loading" | "failed" | "draining", a sentence); None when they are."""
+        """Why no request is let in: ("loading" | "failed" | "draining", a sentence); None when requests are."""
         if self.draining:
             return "draining", "the server is shutting down"
         if self._parts is not None:
@@ -96,22 +99,63 @@ class ServerState:
         return "loading", "the model is still loading"
 
 
+class RollbackRequest(Protocol):
+    """A requested rollback. `result`: its numbers, once it is done; the error, when it was refused."""
+
+    @property
+    def target(self) -> object: ...
+    @property
+    def result(self) -> Future[dict[str, Any]]: ...
+
+
+class RollbackAPI(Protocol):
+    """Takes requests to roll the trained weights back. The trainer's side implements it, the daemon connects it."""
+
+    def request(self, *, version: int | None, checkpoint: str | None) -> RollbackRequest:
+        """Requests one target. Raises RefusedError: another request waits, or the training has ended."""
+
+    def last(self) -> RollbackRequest | None:
+        """The last request; None = there was none."""
+
+
 @dataclass(frozen=True)
 class ServerDeps:
     """Everything an app is made of."""
 
     state: ServerState
-    api_key: str | None = None
+    config: ServerConfig
+    api_key: str | None = None  # resolved from the configuration, its file or the environment
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    max_concurrent_requests: int = 256  # HTTP generation requests that run or wait; more are answered 429
     max_body_bytes: int = MAX_BODY_BYTES
-    request_timeout_s: float = 0.0  # no answer takes longer (504); 0 = no limit
-    stall_seconds: float = 60.0  # /health is 503 when there is work and no engine step for so long
-    cors_origins: Sequence[str] = ()  # web pages of these origins may read answers; ("*",) = any
-    logprobs_mode: str = "raw"  # or "processed": what `logprobs` in answers are, see ServerConfig
-    extra_routers: Sequence[APIRouter] = ()  # e.g. /atropos; behind the same key and loading gate
     completions: "KeptCompletions | None" = None  # for /v1/rewards; None = this server trains nothing
-    rollbacks: "RollbackDesk | None" = None  # for /v1/training/rollback; None = the same
+    rollbacks: RollbackAPI | None = None  # for /v1/training/rollback; None = the same
+
+
+class RunningRequests:
+    """The names by which clients know running generations: the id in the answer, X-Request-ID, their own `request_id`.
+
+    For /abort_requests. The server's thread only.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, frozenset[str]] = {}  # engine request id → names
+
+    @contextmanager
+    def holding(self, requests: Iterable[Request], client_id: str | None = None) -> Iterator[None]:
+        """Around the generation of one HTTP request's engine requests; `client_id`: a name that its body gave."""
+        header = structlog.contextvars.get_contextvars().get("request_id")  # X-Request-ID, see RequestContextMiddleware
+        shared = {name for name in (client_id, header) if name is not None}
+        names = {r.request_id: frozenset({*shared, r.request_id, r.request_id.rpartition("-")[0]}) for r in requests}
+        self._names |= names
+        try:
+            yield
+        finally:
+            for request_id in names:
+                self._names.pop(request_id, None)
+
+    def find(self, names: Collection[str] | None) -> list[str]:
+        """Engine request ids of everything that runs, or of what goes by one of `names`."""
+        return [key for key, aliases in self._names.items() if names is None or not aliases.isdisjoint(names)]
 
 
 class ServerContext:
@@ -119,8 +163,9 @@ class ServerContext:
 
     def __init__(self, deps: ServerDeps) -> None:
         self.deps = deps
+        self.metrics = deps.state.metrics
         self.created = int(time.time())
-        self.in_flight = InFlight()
+        self.running = RunningRequests()
         self._admitted = 0
 
     @property
@@ -136,18 +181,6 @@ class ServerContext:
         return self.deps.state.parts.texts
 
     @property
-    def adapters(self) -> "AdapterLoader":
-        """Raises AdapterRefusedError: this server's adapters are fixed."""
-        adapters = self.deps.state.parts.adapters
-        if adapters is None:
-            raise AdapterRefusedError("this server loads no adapters while it runs", 403)
-        return adapters
-
-    @property
-    def metrics(self) -> ServerMetrics:
-        return self.deps.state.metrics
-
-    @property
     def clients_paused(self) -> bool:
         """True between a client's /pause and /resume; the trainer's own drain does not count."""
         return CLIENTS in self.engine.stats().holders
@@ -155,7 +188,7 @@ class ServerContext:
     @contextmanager
     def admitted(self) -> Iterator[None]:
         """Holds one of `max_concurrent_requests` places. Raises ServerBusyError when all are taken."""
-        limit = self.deps.max_concurrent_requests
+        limit = self.deps.config.max_concurrent_requests
         if self._admitted >= limit:
             raise ServerBusyError(f"the server is busy: {limit} requests are running or waiting; try again")
         self._admitted += 1
@@ -167,7 +200,7 @@ class ServerContext:
             self.metrics.http_in_flight.set(self._admitted)
 
 
-async def _context_of(request: Request) -> ServerContext:
+async def _context_of(request: HTTPRequest) -> ServerContext:
     context: ServerContext = request.app.state.context
     return context
 

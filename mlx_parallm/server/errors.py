@@ -1,7 +1,7 @@
 """Errors as the OpenAI API shows them: `{"error": {message, type, param, code}}`, whatever went wrong.
 
-`error_response` builds one; `install_error_handlers` puts the handlers of a FastAPI application in place: our own
-error tree, failed validation, unknown routes and methods. What nobody foresaw is the outermost middleware's business.
+`error_response` builds one; `install_error_handlers` adds the handlers of a FastAPI application: our own error tree,
+failed validation, unknown routes and methods. The outermost middleware answers errors that nobody foresaw.
 """
 
 from collections.abc import Mapping
@@ -13,19 +13,35 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from mlx_parallm.errors import (
-    AdapterRefusedError,
     EngineUnavailableError,
     ModelNotFoundError,
     ParallmError,
+    RefusedError,
     RequestError,
-    RewardRefusedError,
-    RollbackRefusedError,
     StoreError,
 )
 
+HEALTH = "/health"  # the one path without key and gate
 RETRY_AFTER_SECONDS = 1
 TIMED_OUT = 504  # not 408, which says that the client was too slow in sending
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is left to read it
+ERROR_SCHEMA = {  # components.schemas.Error of the OpenAPI document
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "integer", "null"]},
+            },
+        }
+    },
+}
+ERROR_CONTENT: dict[str, Any] = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -62,10 +78,10 @@ def error_response(
 
 
 def status_of(error: ParallmError) -> int:
-    """The HTTP status that an error of our own tree is answered with."""
+    """The HTTP status for an error of our own tree."""
     if isinstance(error, ModelNotFoundError):
         return 404
-    if isinstance(error, AdapterRefusedError | RewardRefusedError | RollbackRefusedError):
+    if isinstance(error, RefusedError):
         return error.status
     if isinstance(error, RequestError):
         return 400

@@ -1,27 +1,34 @@
-"""From a route to the engine and back: prompts to token ids, admission, running requests, ending them on a hang-up.
+"""From a route to the engine and back: prompts to token ids, admission, running requests, the answer whole or streamed.
+
+    route → build_requests → respond(…, ResponseBuilder) → run → ResponseBuilder.whole → JSON
+                                                         → stream → ResponseBuilder.chunks → EventStream
 
 Encoding happens here, at the edge, exactly once; token ids that a client sends are used as they are.
 """
 
 import time
 import uuid
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
-from starlette.requests import Request as HTTPRequest
+from fastapi import Request as HTTPRequest
+from fastapi.responses import JSONResponse, Response
 
 from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import GenerationFailedError, RequestError
 from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.protocol.answers import last_version, usage, usage_of, version_spans
 from mlx_parallm.server.protocol.fields import QueueFields
 from mlx_parallm.server.protocol.openai import Conversation
-from mlx_parallm.server.sse import merged, until_hangup
+from mlx_parallm.server.sse import EventStream, merged, until_hangup
 from mlx_parallm.types import Completion, CompletionDelta, Request, RequestOutput, SamplingParams, ServedModel
 
-UNNAMED = "gen"  # ids of answers that do not show them
+UNNAMED = "gen"  # prefix of response ids that no client sees
 Part = TypeVar("Part", Completion, CompletionDelta)
 
 
@@ -146,8 +153,8 @@ def build_requests(
 
 
 def in_mode(context: ServerContext, part: Part) -> Part:
-    """`logprobs` as `server.logprobs_mode` says: with "processed" those of the distribution that was drawn from."""
-    if context.deps.logprobs_mode == "raw" or part.processed_logprobs is None:
+    """Sets `logprobs` as `server.logprobs_mode` says: "processed" are those of the distribution that was drawn from."""
+    if context.deps.config.logprobs_mode == "raw" or part.processed_logprobs is None:
         return part
     return replace(part, logprobs=part.processed_logprobs)
 
@@ -161,7 +168,7 @@ async def run(
 
     Raises RequestError, EngineUnavailableError, ClientDisconnectedError, GenerationFailedError.
     """
-    with context.admitted(), context.in_flight.holding(requests, client_id):
+    with context.admitted(), context.running.holding(requests, client_id):
         outputs = await until_hangup(http_request.receive, context.engine.generate_many(list(requests)))
     for output in outputs:
         for completion in output.completions:
@@ -175,7 +182,7 @@ async def stream(
     context: ServerContext, requests: Sequence[Request], client_id: str | None = None
 ) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
     """Deltas of all requests as they come, with the request's position. Closing it aborts what still runs."""
-    with context.admitted(), context.in_flight.holding(requests, client_id):
+    with context.admitted(), context.running.holding(requests, client_id):
         submitted: float | None = time.perf_counter()
         parts: list[list[list[CompletionDelta]]] = [[[] for _ in range(request.params.n)] for request in requests]
         unfinished = sum(request.params.n for request in requests)
@@ -203,3 +210,63 @@ def _keep(
     response_id = requests[0].request_id.rpartition("-")[0]
     if context.deps.completions is not None and not response_id.startswith(f"{UNNAMED}-"):
         context.deps.completions.keep(client_id or response_id, requests, choices)
+
+
+class ResponseBuilder(ABC):
+    """Builds one HTTP answer. `head`: the fields with which the answer, or each of its chunks, begins."""
+
+    def __init__(self, context: ServerContext, model: ServedModel, head: dict[str, Any]) -> None:
+        self.context, self.model, self.head = context, model, head
+
+    @abstractmethod
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """The answer without its head, usage and policy version."""
+
+    @abstractmethod
+    def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
+        """The stream's chunks for a delta; the last one has one choice, the delta's.
+
+        `index`: the choice's position in the answer (choices of a second prompt come after all of the first's).
+        """
+
+
+async def respond(
+    answer: ResponseBuilder,
+    http_request: HTTPRequest,
+    requests: Sequence[Request],
+    *,
+    streamed: bool,
+    include_usage: bool,
+    client_id: str | None = None,
+) -> Response:
+    """Runs the requests. `include_usage`: a stream ends with a chunk of it. Raises as `run` does."""
+    if streamed:
+        events = _events(answer, requests, include_usage, client_id)
+        return await EventStream(events).prefetch(http_request.receive)
+    outputs = await run(answer.context, http_request, requests, client_id)
+    version = last_version(outputs, answer.model.policy_version)
+    return JSONResponse({**answer.head, **answer.whole(outputs), "usage": usage_of(outputs), "policy_version": version})
+
+
+async def _events(
+    answer: ResponseBuilder, requests: Sequence[Request], include_usage: bool, client_id: str | None
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Chunks; a choice's last one has the policy versions of its tokens. Closing it aborts the requests."""
+    versions: dict[int, list[int]] = defaultdict(list)  # by choice
+    generated = cached = 0
+    async with aclosing(stream(answer.context, requests, client_id)) as deltas:
+        async for position, delta in deltas:
+            generated += len(delta.token_ids)
+            cached += delta.cached_tokens
+            index = position * requests[0].params.n + delta.index
+            versions[index] += delta.policy_versions
+            chunks = answer.chunks(index, delta)
+            if delta.finish_reason is not None:
+                spans = version_spans(tuple(versions[index]))
+                chunks[-1]["choices"][0] |= {"stop_reason": delta.stop_reason, "weight_versions": spans}
+                chunks[-1]["policy_version"] = (versions[index] or [answer.model.policy_version])[-1]
+            for chunk in chunks:
+                yield answer.head | chunk
+    if include_usage:
+        prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        yield answer.head | {"choices": [], "usage": usage(prompt_tokens, generated, cached)}

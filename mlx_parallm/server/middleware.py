@@ -7,14 +7,16 @@ import asyncio
 import re
 import time
 import uuid
+from collections.abc import Mapping
+from typing import Any
 
 import structlog
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.server.context import ServerState
-from mlx_parallm.server.errors import TIMED_OUT, error_body, error_response
+from mlx_parallm.server.errors import HEALTH, TIMED_OUT, error_body, error_response
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.sse import DONE, EVENT_STREAM, event
 from mlx_parallm.system.log import get_logger
@@ -24,10 +26,12 @@ _log = get_logger("server")
 
 
 class RequestContextMiddleware:
-    """Request id (echoed or made, bound to the log), access log, time limit; and the last resort for unforeseen errors:
-    one 500 without a traceback in it, the traceback in the log, the server unharmed."""
+    """Adds the request id (echoed or made, bound to the log), the access log and the time limit.
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, timeout_s: float = 0.0) -> None:
+    An unforeseen error becomes a 500 without a traceback; the traceback is in the log, other requests go on.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, timeout_s: float) -> None:
         self._app = app
         self._metrics = metrics
         self._timeout_s = timeout_s
@@ -37,9 +41,9 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send)
             return
         request_id = _named(scope, b"x-request-id") or uuid.uuid4().hex.encode()
-        session = _named(scope, b"x-session-id")  # which of a client's conversations it is; for the log
+        session = _named(scope, b"x-session-id")  # the client's name for its conversation; for the log
         bound = {"request_id": request_id.decode()} | ({"session_id": session.decode()} if session else {})
-        answer = _Answer(send, request_id)
+        answer = _Sender(send, request_id)
         started = time.perf_counter()
         limit = asyncio.timeout(self._timeout_s or None)
         with structlog.contextvars.bound_contextvars(**bound):
@@ -68,8 +72,8 @@ class RequestContextMiddleware:
                 )
 
 
-class _Answer:
-    """What of one answer has been sent, and the words that end it when it cannot go on."""
+class _Sender:
+    """Sends one answer, knows how far it is, and ends it when it cannot go on."""
 
     def __init__(self, send: Send, request_id: bytes) -> None:
         self.status = 0
@@ -113,7 +117,7 @@ class BodyLimitMiddleware:
 
         async def counted_receive() -> Message:
             nonlocal received
-            if too_long:  # whoever reads the body hears of it: /atropos keeps a record of what it refused
+            if too_long:  # raised where the body is read, so that a route can record the refusal
                 raise HTTPException(413, self._message())
             message = await receive()
             if message["type"] == "http.request":
@@ -128,26 +132,26 @@ class BodyLimitMiddleware:
         return f"the request body is larger than {self._max_bytes} bytes"
 
 
-_WAIT = {"status": "wait for trainer to start"}
-"""What atroposlib's queue says before its trainer is there. A BaseEnv asks again; at the third 503 it would exit."""
-
-
 class GateMiddleware:
-    """503 from every route but /health until the engine and the tokenizer are there, and once the server drains."""
+    """503 from every route but /health until the engine and the tokenizer are there, and once the server drains.
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    `while_loading`: path → the body of a 200 that is sent instead while the model loads.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState, while_loading: Mapping[str, Any]) -> None:
         self._app = app
         self._state = state
+        self._while_loading = while_loading
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health":
+        if scope["type"] != "http" or scope["path"] == HEALTH:
             await self._app(scope, receive, send)
             return
         unavailable = self._state.unavailable
         if unavailable is not None:
-            answer: Response = error_response(unavailable[1], 503, code="model_not_ready")
-            if unavailable[0] == "loading" and scope["path"] == "/atropos/register-env":
-                answer = JSONResponse(_WAIT)
+            answer = error_response(unavailable[1], 503, code="model_not_ready")
+            if unavailable[0] == "loading" and scope["path"] in self._while_loading:
+                answer = JSONResponse(self._while_loading[scope["path"]])
             await answer(scope, receive, send)
             return
         with self._state.answering():

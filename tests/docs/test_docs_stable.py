@@ -3,6 +3,7 @@
 import re
 
 import mlx_parallm
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.integrations.atropos.queue import AtroposQueue
 from mlx_parallm.integrations.atropos.routes import create_atropos_router
 from mlx_parallm.rl_training.metrics import KEYS
@@ -32,8 +33,7 @@ def test_every_flag_of_every_command_is_promised() -> None:
 
 def test_promised_routes_are_there(store: RolloutStore) -> None:
     queue = AtroposQueue(store, ATROPOS_SETTINGS, current_step=lambda: 0, policy_version=lambda: 0)
-    app = create_app(ServerDeps(state=ServerState()))
-    app.include_router(create_atropos_router(queue))
+    app = create_app(ServerDeps(ServerState(), ServerConfig()), [create_atropos_router(queue)])
     routes = {(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods}
     promised = re.findall(r"`(GET|POST) (/[\w/-]+)`", TEXT)
     assert len(promised) >= 10

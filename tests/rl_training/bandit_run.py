@@ -14,14 +14,13 @@ from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
 from mlx_parallm.rl_training.events import CheckpointSaved, RunEvents, StepFinished, WeightsPublished
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import MetricsFile
-from mlx_parallm.rl_training.publish.rollback import Rollbacks
+from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.server.api.training import RollbackDesk
 from mlx_parallm.types import RolloutGroup
 from mlx_parallm.weights import PublishReport, SharedWeights
 from tests.rl_training.making import make_config, make_policy
@@ -74,7 +73,7 @@ class Run:
     store: RolloutStore
     shared: SharedWeights
     loop: TrainingLoop
-    desk: RollbackDesk
+    rollback_service: RollbackService
     stream: RunEvents
     events: list[str] = field(default_factory=list)
     published: list[PublishReport] = field(default_factory=list)
@@ -113,8 +112,8 @@ def open_run(
     stream.subscribe(StepFinished, lambda event: events.append(f"line {event.line['step']}"))
     stream.subscribe(CheckpointSaved, lambda event: events.append(f"saved {event.path.name}"))
     updater = WeightUpdater(shared, trainer, versions, config, numbers=numbers, events=stream)
-    desk = RollbackDesk()
-    rollbacks = Rollbacks(desk, directory, trainer, updater)
+    rollback_service = RollbackService()
+    rollbacks = Rollbacks(rollback_service, directory, trainer, updater)
     buffer = RolloutBuffer(
         store,
         versions,
@@ -129,7 +128,7 @@ def open_run(
     parts = Parts(trainer, buffer, versions, updater, checkpointer, metrics, {"bandit": bandit}, rollbacks)
     control = replace(control or RunControl(), wait_turn_s=0.05)
     loop = TrainingLoop(parts, config, control=control, events=stream, state=state)
-    return Run(config, directory, parts, bandit, store, shared, loop, desk, stream, events, published)
+    return Run(config, directory, parts, bandit, store, shared, loop, rollback_service, stream, events, published)
 
 
 @contextmanager

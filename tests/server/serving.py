@@ -1,6 +1,6 @@
 """A real server thread on a free port, for as long as a `with` block."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,8 @@ import httpx
 from fastapi import FastAPI
 from openai import OpenAI
 
-from mlx_parallm.server.app import create_app
+from mlx_parallm.config.server import ServerConfig
+from mlx_parallm.server.app import AddedRouter, create_app
 from mlx_parallm.server.context import ServerDeps, ServerState
 from mlx_parallm.server.thread import ServerThread, bind_socket
 
@@ -31,14 +32,21 @@ class RunningServer:
 
 @contextmanager
 def running_server(
-    engine: Any, tokenizer: Any, *, loaded: bool = True, adapters: Any = None, **deps: Any
+    engine: Any,
+    tokenizer: Any,
+    *,
+    loaded: bool = True,
+    adapters: Any = None,
+    routers: Sequence[AddedRouter] = (),
+    config: ServerConfig | None = None,
+    **deps: Any,
 ) -> Iterator[RunningServer]:
     """Serves `engine`; `deps` are fields of ServerDeps. With loaded=False the server stays in its loading state."""
     state = ServerState()
     if loaded:
         state.ready(engine, tokenizer, adapters)
     listener = bind_socket("127.0.0.1", 0)
-    app = create_app(ServerDeps(state=state, **deps))
+    app = create_app(ServerDeps(state, config or ServerConfig(), **deps), routers)
     thread = ServerThread(app, listener)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     thread.start()

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from openai import AuthenticationError
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.server.auth import check_bind, is_loopback_authority, is_loopback_origin
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import running_server
@@ -17,10 +18,11 @@ KEY = "s3cret-ü"
 
 @pytest.fixture(scope="module")
 def guarded(tiny_tokenizer):
-    router = APIRouter()
-    router.add_api_route("/atropos/status", lambda: {"queue_size": 0}, methods=["GET"])
-    router.add_api_route("/atroposity", lambda: {}, methods=["GET"])
-    with running_server(FakeEngine(), tiny_tokenizer, api_key=KEY, extra_routers=(router,)) as server:
+    added, other = APIRouter(prefix="/atropos"), APIRouter()
+    added.add_api_route("/status", lambda: {"queue_size": 0}, methods=["GET"])
+    other.add_api_route("/atroposity", lambda: {}, methods=["GET"])
+    routers = (AddedRouter(added, basic_auth=True), AddedRouter(other))
+    with running_server(FakeEngine(), tiny_tokenizer, api_key=KEY, routers=routers) as server:
         yield server
 
 

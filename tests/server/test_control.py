@@ -166,7 +166,7 @@ async def test_ids_of_the_request_and_of_the_session_are_bound_to_the_log():
 
     headers = [(b"x-request-id", b"mine"), (b"x-session-id", b"rollout-7")]
     scope = {"type": "http", "method": "GET", "path": "/", "headers": headers}
-    await RequestContextMiddleware(app, ServerMetrics())(scope, None, None)
+    await RequestContextMiddleware(app, ServerMetrics(), timeout_s=0)(scope, None, None)
     assert bound == {"request_id": "mine", "session_id": "rollout-7"}
 
 

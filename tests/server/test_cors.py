@@ -3,6 +3,7 @@
 import pytest
 
 from mlx_parallm.config.load import Config
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.auth import check_origins
 from mlx_parallm.serving import Serving
@@ -15,13 +16,13 @@ PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-He
 
 @pytest.fixture(scope="module")
 def guarded(tiny_tokenizer):
-    with running_server(FakeEngine(), tiny_tokenizer, api_key=KEY, cors_origins=(APP,)) as server:
+    with running_server(FakeEngine(), tiny_tokenizer, api_key=KEY, config=ServerConfig(cors_origins=(APP,))) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def unguarded(tiny_tokenizer):
-    with running_server(FakeEngine(), tiny_tokenizer, cors_origins=(APP,)) as server:
+    with running_server(FakeEngine(), tiny_tokenizer, config=ServerConfig(cors_origins=(APP,))) as server:
         yield server
 
 
@@ -79,7 +80,7 @@ def test_any_origin_needs_a_key():
 
 
 def test_any_origin_with_a_key(tiny_tokenizer):
-    with running_server(FakeEngine(), tiny_tokenizer, api_key=KEY, cors_origins=("*",)) as server:
+    with running_server(FakeEngine(), tiny_tokenizer, api_key=KEY, config=ServerConfig(cors_origins=("*",))) as server:
         assert preflight(server, OTHER).headers["access-control-allow-origin"] == "*"
         with server.http(headers={"Origin": OTHER}) as http:
             assert http.get("/v1/models").status_code == 401

@@ -9,6 +9,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.thread import bind_socket
 from mlx_parallm.system.log import configure_logging
@@ -47,8 +48,6 @@ def test_while_loading_health_is_503_and_every_route_says_so(tiny_tokenizer):
         answer = http.post("/v1/completions", json=COMPLETION)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert "loading" in answer.json()["error"]["message"]
-        waits = http.post("/atropos/register-env", json={})  # a BaseEnv gives up after three errors
-        assert (waits.status_code, waits.json()) == (200, {"status": "wait for trainer to start"})
         server.state.ready(server.engine, tiny_tokenizer)
         assert http.get("/health").json()["status"] == "ok"
         assert http.post("/v1/completions", json=COMPLETION).status_code == 200
@@ -113,7 +112,7 @@ def test_an_unavailable_engine_is_503_with_retry_after(fake, stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_over_the_cap_are_429_and_a_hangup_frees_its_place(tiny_tokenizer, stream):
     engine = FakeEngine("hang")
-    with running_server(engine, tiny_tokenizer, max_concurrent_requests=1) as server:
+    with running_server(engine, tiny_tokenizer, config=ServerConfig(max_concurrent_requests=1)) as server:
         with server.http() as http, pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json={**COMPLETION, "stream": stream}, timeout=0.3)
         until(lambda: engine.cancelled == 1 and engine.running == 0)
@@ -201,7 +200,10 @@ def test_while_draining_the_running_end_and_new_ones_are_503(tiny_tokenizer):
 
 def test_an_answer_that_takes_too_long_is_504_and_its_work_is_stopped(tiny_tokenizer):
     engine = FakeEngine("hang")
-    with running_server(engine, tiny_tokenizer, request_timeout_s=0.2) as server, server.http() as http:
+    with (
+        running_server(engine, tiny_tokenizer, config=ServerConfig(request_timeout_s=0.2)) as server,
+        server.http() as http,
+    ):
         late = http.post("/v1/completions", json=COMPLETION)
         assert (late.status_code, late.headers["x-should-retry"]) == (504, "false")
         assert "server.request_timeout_s = 0.2" in late.json()["error"]["message"]

@@ -2,13 +2,14 @@
 
 import pytest
 
+from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.context import ServerDeps, ServerState
 from scripts.soak.fuzz_openapi import fuzz, tiny_server
 
 
 def test_every_route_declares_the_errors_it_can_answer() -> None:
-    document = create_app(ServerDeps(state=ServerState())).openapi()
+    document = create_app(ServerDeps(ServerState(), ServerConfig())).openapi()
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             declared = set(operation["responses"])

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from mlx_parallm.errors import RewardRefusedError
+from mlx_parallm.errors import RefusedError
 from mlx_parallm.rollout_store.completions import GONE_IDS, KeptCompletions
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import Completion, Request, SamplingParams
@@ -260,7 +260,7 @@ def keep(kept: KeptCompletions, name: str, tokens: int = 8) -> None:
 def status(kept: KeptCompletions, name: str) -> int:
     try:
         kept.reward([name], [0.0, 1.0], "e")
-    except RewardRefusedError as error:
+    except RefusedError as error:
         return error.status
     return 200
 

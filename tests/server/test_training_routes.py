@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.errors import RollbackRefusedError
+from mlx_parallm.errors import RefusedError
+from mlx_parallm.rl_training.publish.rollback import RollbackService, RollbackTarget
 from mlx_parallm.server.api import training as routes_training
-from mlx_parallm.server.api.training import RollbackDesk, RollbackTarget
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import RunningServer, running_server
 
@@ -18,12 +18,12 @@ RESULT = {"to": "version 3", "to_step": 3, "step": 9, "policy_version": 10}
 
 
 @pytest.fixture
-def desk() -> RollbackDesk:
-    return RollbackDesk()
+def desk() -> RollbackService:
+    return RollbackService()
 
 
 @pytest.fixture
-def server(tiny_tokenizer: Any, desk: RollbackDesk) -> Iterator[RunningServer]:
+def server(tiny_tokenizer: Any, desk: RollbackService) -> Iterator[RunningServer]:
     with running_server(FakeEngine(), tiny_tokenizer, rollbacks=desk, api_key=KEY) as server:
         yield server
 
@@ -37,7 +37,7 @@ def http(server: RunningServer) -> Iterator[Any]:
 class AsTrainer(threading.Thread):
     """Takes what is asked for and answers it."""
 
-    def __init__(self, desk: RollbackDesk, outcome: dict[str, Any] | Exception) -> None:
+    def __init__(self, desk: RollbackService, outcome: dict[str, Any] | Exception) -> None:
         super().__init__(daemon=True)
         self.desk, self.outcome = desk, outcome
         self.asked: list[RollbackTarget] = []
@@ -46,8 +46,8 @@ class AsTrainer(threading.Thread):
     def run(self) -> None:
         while not self.over.wait(0.005):
             if (taken := self.desk.take()) is not None:
-                target, future = taken
-                self.asked.append(target)
+                self.asked.append(taken.target)
+                future = taken.result
                 if isinstance(self.outcome, Exception):
                     future.set_exception(self.outcome)
                 else:
@@ -62,7 +62,7 @@ class AsTrainer(threading.Thread):
         self.join()
 
 
-def test_it_is_answered_when_it_is_done(http: Any, desk: RollbackDesk) -> None:
+def test_it_is_answered_when_it_is_done(http: Any, desk: RollbackService) -> None:
     assert http.get(PATH).json() == {"object": "rollback", "status": "none"}
     with AsTrainer(desk, RESULT) as trainer:
         first = http.post(PATH, json={"version": 3})
@@ -74,7 +74,7 @@ def test_it_is_answered_when_it_is_done(http: Any, desk: RollbackDesk) -> None:
 
 
 def test_a_long_step_is_answered_202_and_a_second_request_409(
-    http: Any, desk: RollbackDesk, monkeypatch: pytest.MonkeyPatch
+    http: Any, desk: RollbackService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes_training, "ANSWERED_WITHIN_S", 0.05)
     answer = http.post(PATH, json={"version": 3})
@@ -83,14 +83,14 @@ def test_a_long_step_is_answered_202_and_a_second_request_409(
     assert second.status_code == 409
     assert "a rollback to version 3 is not done yet" in second.json()["error"]["message"]
     taken = desk.take()
-    assert taken is not None and taken[0] == RollbackTarget(version=3)
+    assert taken is not None and taken.target == RollbackTarget(version=3)
     assert http.get(PATH).json()["status"] == "waiting"
-    taken[1].set_result(RESULT)
+    taken.result.set_result(RESULT)
     assert http.get(PATH).json() == {"object": "rollback", "status": "done", **RESULT}
 
 
-def test_what_the_trainer_refuses_has_openai_s_error_body(http: Any, desk: RollbackDesk) -> None:
-    with AsTrainer(desk, RollbackRefusedError("version 3 is not kept. Kept: 8, 9", 404, "version")):
+def test_what_the_trainer_refuses_has_openai_s_error_body(http: Any, desk: RollbackService) -> None:
+    with AsTrainer(desk, RefusedError("version 3 is not kept. Kept: 8, 9", 404, "version")):
         answer = http.post(PATH, json={"version": 3})
     assert answer.status_code == 404
     assert answer.json()["error"]["param"] == "version"
@@ -106,7 +106,7 @@ def test_what_the_trainer_refuses_has_openai_s_error_body(http: Any, desk: Rollb
         *({"version": -1}, {"version": "x"}, {"version": "1"}, {"version": True}),
     ],
 )
-def test_a_bad_body_is_400_and_asks_nobody(http: Any, desk: RollbackDesk, body: dict[str, Any]) -> None:
+def test_a_bad_body_is_400_and_asks_nobody(http: Any, desk: RollbackService, body: dict[str, Any]) -> None:
     answer = http.post(PATH, json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
@@ -126,10 +126,10 @@ def test_a_server_that_trains_nothing_says_so(tiny_tokenizer: Any) -> None:
             assert "trains nothing" in answer.json()["error"]["message"]
 
 
-def test_when_the_training_ends_who_waits_is_told(http: Any, desk: RollbackDesk) -> None:
-    waiting = desk.ask(RollbackTarget(version=3))
+def test_when_the_training_ends_who_waits_is_told(http: Any, desk: RollbackService) -> None:
+    waiting = desk.request(version=3).result
     desk.close()
-    with pytest.raises(RollbackRefusedError, match="ended before"):
+    with pytest.raises(RefusedError, match="ended before"):
         waiting.result(timeout=0)
     answer = http.post(PATH, json={"version": 3})
     assert answer.status_code == 409

@@ -28,10 +28,28 @@ from starlette.exceptions import HTTPException
 from mlx_parallm.errors import RolloutRejectedError, StoreError
 from mlx_parallm.integrations.atropos.queue import AtroposQueue
 from mlx_parallm.integrations.atropos.wire import ScoredData
+from mlx_parallm.server.app import MEANINGS, AddedRouter
+from mlx_parallm.server.errors import ERROR_CONTENT
 
 MAX_UNPACKED_BYTES = 64 << 20  # a gzip body may unpack to this; the app limits what comes over the wire
 _NO_EXAMPLE = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs")
 _JSON = Body()
+_DETAIL = {"type": "object", "required": ["detail"], "properties": {"detail": {}}}
+
+
+def _refusal(meaning: str) -> dict[str, Any]:
+    """run-api's shape for what these routes refuse themselves, OpenAI's for what the key or the gate refuses."""
+    schemas = [ERROR_CONTENT["application/json"]["schema"], _DETAIL]
+    content = {"application/json": {"schema": {"anyOf": schemas}}, "text/plain": {}}
+    return {"description": meaning, "content": content}
+
+
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    **{status: _refusal(MEANINGS[status]) for status in (400, 404, 413)},
+    422: _refusal("Not what the Atropos API wants, or not to be trained on; `detail` says why"),
+}
+_WAIT = {"status": "wait for trainer to start"}
+"""Sent while the model loads. An environment that reads it asks again; at its third 503 it would exit."""
 _BAD_GZIP = "Invalid gzip payload"
 
 
@@ -96,13 +114,15 @@ def _route_class(queue: AtroposQueue) -> type[APIRoute]:
     return AtroposRoute
 
 
-def create_atropos_router(queue: AtroposQueue) -> APIRouter:
+def create_atropos_router(queue: AtroposQueue) -> AddedRouter:
     """The `/atropos` routes over `queue`."""
-    router = APIRouter(prefix="/atropos", tags=["atropos"], route_class=_route_class(queue))
+    router = APIRouter(
+        prefix="/atropos", tags=["atropos"], route_class=_route_class(queue), responses={503: _refusal(MEANINGS[503])}
+    )
     _add_run_routes(router, queue)
     _add_environment_routes(router, queue)
     _add_data_routes(router, queue)
-    return router
+    return AddedRouter(router, basic_auth=True, while_loading={"/atropos/register-env": _WAIT})
 
 
 def _add_run_routes(router: APIRouter, queue: AtroposQueue) -> None:
@@ -130,7 +150,7 @@ def _add_run_routes(router: APIRouter, queue: AtroposQueue) -> None:
 
 
 def _add_environment_routes(router: APIRouter, queue: AtroposQueue) -> None:
-    @router.post("/register-env")
+    @router.post("/register-env", responses=_REFUSALS)
     def register_environment(registration: EnvironmentRegistration) -> dict[str, Any]:
         settings = queue.settings
         entry = queue.register_environment(
@@ -150,13 +170,13 @@ def _add_environment_routes(router: APIRouter, queue: AtroposQueue) -> None:
             "num_steps": settings.total_steps,
         }
 
-    @router.post("/disconnect-env")
+    @router.post("/disconnect-env", responses=_REFUSALS)
     def disconnect_environment(environment: EnvironmentId) -> dict[str, str]:
         if queue.disconnect_environment(environment.env_id):
             return {"status": "success"}
         return {"status": "failure", "error": f"no environment {environment.env_id}"}
 
-    @router.get("/status-env")  # a GET with a JSON body: so it is called
+    @router.get("/status-env", responses=_REFUSALS)  # a GET with a JSON body: so it is called
     def environment_status(environment: EnvironmentId) -> dict[str, int | float]:  # they slice with the counts
         status = queue.environment_status(environment.env_id)
         if status is None:
@@ -165,13 +185,14 @@ def _add_environment_routes(router: APIRouter, queue: AtroposQueue) -> None:
 
 
 def _add_data_routes(router: APIRouter, queue: AtroposQueue) -> None:
-    @router.post("/scored_data", openapi_extra=_json_body(ScoredData.model_json_schema()))
+    @router.post("/scored_data", responses=_REFUSALS, openapi_extra=_json_body(ScoredData.model_json_schema()))
     def scored_data(group: Annotated[Any, _JSON]) -> Response:
         faults = _submit(queue, group, ["body"])
         return JSONResponse({"detail": faults}, 422) if faults else JSONResponse({"status": "received"})
 
     @router.post(
         "/scored_data_list",
+        responses=_REFUSALS,
         openapi_extra=_json_body({"type": "array", "items": ScoredData.model_json_schema()}),
     )
     def scored_data_list(groups: Annotated[Any, _JSON]) -> Response:

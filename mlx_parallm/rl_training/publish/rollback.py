@@ -1,11 +1,12 @@
-"""Rollbacks: what /v1/training/rollback asks for, done by the trainer's thread between two steps.
+"""Rollbacks requested at /v1/training/rollback, done by the trainer's thread between two steps.
 
-    RollbackDesk ─ take ─► find the version in memory, or a checkpoint → put it back → publish under a new number
+    RollbackService ─ take ─► find the version in memory, or a checkpoint → put it back → publish under a new number
 
 Weights, optimizer and the trainer's own numbers go back; steps, schedules, data and random states go on. Rollouts of
 versions that are left count as stale (versions.py); those of the version that is back are fresh.
 """
 
+import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import structlog
 
-from mlx_parallm.errors import ParallmError, RollbackRefusedError
+from mlx_parallm.errors import ParallmError, RefusedError
 from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
 from mlx_parallm.rl_training.checkpoints.versions import CheckpointVersions
@@ -23,9 +24,63 @@ from mlx_parallm.rl_training.publish.guard import TrainingState
 from mlx_parallm.rl_training.step.policy import read_tensors
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
-from mlx_parallm.server.api.training import RollbackDesk, RollbackTarget
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RollbackTarget:
+    """One of the two. `checkpoint`: the name of a directory of the run, e.g. step_000120."""
+
+    version: int | None = None
+    checkpoint: str | None = None
+
+    def __str__(self) -> str:
+        return self.checkpoint or f"version {self.version}"
+
+
+@dataclass(frozen=True)
+class RequestedRollback:
+    target: RollbackTarget
+    result: Future[dict[str, Any]]
+
+
+class RollbackService:
+    """Hands one request at a time from any thread to the trainer's, which takes it and sets its result."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        self._waiting: RequestedRollback | None = None
+        self._last: RequestedRollback | None = None
+
+    def request(self, *, version: int | None = None, checkpoint: str | None = None) -> RequestedRollback:
+        """Raises RefusedError: another request is not done yet, or the training has ended."""
+        with self._lock:
+            if self._closed:
+                raise RefusedError("the training has ended: nothing is rolled back any more", 409)
+            if self._last is not None and not self._last.result.done():
+                raise RefusedError(f"a rollback to {self._last.target} is not done yet: ask again then", 409)
+            self._waiting = self._last = RequestedRollback(RollbackTarget(version, checkpoint), Future())
+            self._last.result.set_running_or_notify_cancel()  # it is done even if its client has gone
+            return self._last
+
+    def take(self) -> RequestedRollback | None:
+        """Returns a request that was not taken yet."""
+        with self._lock:
+            taken, self._waiting = self._waiting, None
+            return taken
+
+    def last(self) -> RequestedRollback | None:
+        with self._lock:
+            return self._last
+
+    def close(self) -> None:
+        """Refuses the request that waits, and one whose rollback failed half-way. Called by the thread that takes."""
+        with self._lock:
+            self._closed, self._waiting = True, None
+        if self._last is not None and not self._last.result.done():
+            self._last.result.set_exception(RefusedError("the training has ended before it was rolled back", 409))
 
 
 @dataclass(frozen=True)
@@ -39,20 +94,20 @@ class Rollback:
 
 
 class Rollbacks:
-    """One run's. The trainer's thread only; the desk is for the others."""
+    """One run's. The trainer's thread only; the service is for the others."""
 
-    def __init__(self, desk: RollbackDesk, run: Path, trainer: Trainer, updater: WeightUpdater) -> None:
-        self._desk, self._run = desk, run
+    def __init__(self, service: RollbackService, run: Path, trainer: Trainer, updater: WeightUpdater) -> None:
+        self._service, self._run = service, run
         self._trainer, self._states, self._updater = trainer, updater.states, updater
         self._archive = CheckpointVersions(run)
         self._answer: tuple[Future[dict[str, Any]], Rollback] | None = None
 
     def perform(self, step: int) -> Rollback | None:
-        """What is waiting, after `step` finished steps; None: nothing, or it was refused. `settle` tells who asked."""
-        asked = self._desk.take()
-        if asked is None:
+        """Does what is waiting, after `step` finished steps; None: nothing, or it was refused. `settle` answers."""
+        requested = self._service.take()
+        if requested is None:
             return None
-        target, future = asked
+        target, future = requested.target, requested.result
         started = time.perf_counter()
         try:
             state = self._put_back(target)
@@ -67,7 +122,7 @@ class Rollbacks:
         return done
 
     def settle(self) -> None:
-        """It is in a checkpoint now: who asked is answered."""
+        """Answers the client: the rollback is in a checkpoint now."""
         if self._answer is not None:
             future, done = self._answer
             future.set_result(
@@ -103,7 +158,7 @@ class Rollbacks:
             path = self._archive.path(target.version)
             if path is None:
                 versions = sorted({*self._states.kept(), *self._archive.versions()})
-                raise RollbackRefusedError(
+                raise RefusedError(
                     f"version {target.version} is not kept. Kept: {_listed(versions)}; see"
                     " rl_training.weight_updates.rollback_versions and keep_checkpoints",
                     404,
@@ -112,7 +167,7 @@ class Rollbacks:
             return path
         name = target.checkpoint or ""
         if name not in there:
-            raise RollbackRefusedError(f"no checkpoint {name!r}. There are: {_listed(there)}", 404, "checkpoint")
+            raise RefusedError(f"no checkpoint {name!r}. There are: {_listed(there)}", 404, "checkpoint")
         return (self._run / name).resolve()
 
 

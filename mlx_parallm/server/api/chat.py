@@ -5,18 +5,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import Request
+from fastapi.responses import Response
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.server.answering import Answer, respond
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.generation import (
     EncodedPrompt,
+    ResponseBuilder,
     build_requests,
     new_id,
     render_conversation,
     resolve_model,
+    respond,
 )
 from mlx_parallm.server.protocol.answer_parts import AnswerFormat, AnswerSplitter
 from mlx_parallm.server.protocol.answers import (
@@ -27,33 +28,29 @@ from mlx_parallm.server.protocol.answers import (
     version_spans,
 )
 from mlx_parallm.server.protocol.openai import ChatBody, ChatTokensBody
-from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
+from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.types import Completion, CompletionDelta, FinishReason, RequestOutput, SamplingParams, ServedModel
 
 _TAIL_TOKENS = 16  # enough for the markers with which a template opens an answer
+router = json_router("openai")
 
 
-def chat_router() -> APIRouter:
-    router = APIRouter(route_class=StrictJSONRoute, tags=["openai"])
-    router.add_api_route("/v1/chat/completions", create_chat_completion, methods=["POST"], response_class=JSONResponse)
-    router.add_api_route("/v1/chat/completions/tokens", continue_tokens, methods=["POST"], response_class=JSONResponse)
-    return router
-
-
+@router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatBody, request: Request, context: Context) -> Response:
     model = resolve_model(context, body.model)
-    prompt = EncodedPrompt(body.given_tokens or render_conversation(context, body)).last(body.truncate_prompt_tokens)
+    prompt = EncodedPrompt(body.prompt_tokens or render_conversation(context, body)).last(body.truncate_prompt_tokens)
     response_id = new_id("chatcmpl")
     params = body.to_params()
     form = answer_format(context, body, params, prompt.token_ids)
     params = replace(params, skip_special_tokens=params.skip_special_tokens and not form.needs_special_tokens)
     requests = build_requests(response_id, [prompt], params, model, body, stream=body.stream)
-    answer = _ChatAnswer(context, model, response_id, body, form, prompt.token_ids)
+    answer = _ChatResponse(context, model, response_id, body, form, prompt.token_ids)
     return await respond(answer, request, requests, streamed=body.stream, include_usage=body.include_usage)
 
 
+@router.post("/v1/chat/completions/tokens")
 async def continue_tokens(body: ChatTokensBody, request: Request, context: Context) -> Response:
-    """A chat whose prompt is `tokens`, as they are; multi-turn RL clients keep what was sampled that way."""
+    """A chat whose prompt is `tokens`, unchanged; so multi-turn RL clients keep the tokens that were sampled."""
     return await create_chat_completion(body, request, context)
 
 
@@ -65,7 +62,7 @@ def answer_format(
     if body.must_call:
         return AnswerFormat(parse=_json_calls, forced=True, parallel=body.parallel_tool_calls)
     if params.structure is not None:
-        return AnswerFormat()  # the whole answer is what was asked for
+        return AnswerFormat()  # the whole answer is the structure
     if tools and tokenizer.tool_markers is None:
         raise RequestError(
             "this server cannot read this model's tool calls: set model.tool_parser to their format, "
@@ -75,7 +72,7 @@ def answer_format(
     think = tokenizer.think_markers if body.separate_reasoning else None
     opened = False
     if think is not None:
-        # What a user's message says of thinking must not count: only the prompt's end does, or the text gone on with.
+        # Markers in a user's message must not count: only the prompt's end does, or the message that is continued.
         tail = tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
         if body.continues_final_message:
             tail = str(body.template_messages()[-1]["content"])
@@ -101,12 +98,12 @@ def _json_calls(text: str, tools: Any) -> Any:
 
 
 def openai_reason(reason: FinishReason | None, called: bool) -> str | None:
-    """An answer that its model ended with tool calls in it ends with them."""
+    """`tool_calls` when the model stopped by itself and called tools, else the engine's reason."""
     return "tool_calls" if called and reason == "stop" else reason
 
 
-class _ChatAnswer(Answer):
-    """One prompt's answer. Of a streamed choice a role comes first, then content, the reason last."""
+class _ChatResponse(ResponseBuilder):
+    """One prompt's answer. A streamed choice sends its role first, then content, and the finish reason last."""
 
     def __init__(
         self,
@@ -154,7 +151,7 @@ class _ChatAnswer(Answer):
     def _logprobs(self, part: Completion | CompletionDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        # The engine gives the alternatives that were asked for; with top_logprobs = 0 none are shown.
+        # The engine returns the requested alternatives; with top_logprobs = 0 none are shown.
         tops = part.top_logprobs if self._body.top_logprobs else None
         as_ids = self._body.return_tokens_as_token_ids
         return chat_logprobs(self.context.texts, part.token_ids, part.logprobs, tops, as_ids)

@@ -2,17 +2,18 @@
 
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import Request
+from fastapi.responses import Response
 
-from mlx_parallm.server.answering import Answer, respond
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.generation import (
     EncodedPrompt,
+    ResponseBuilder,
     build_requests,
     encode_prompts,
     new_id,
     resolve_model,
+    respond,
 )
 from mlx_parallm.server.protocol.answers import (
     CompletionLogprobs,
@@ -23,26 +24,23 @@ from mlx_parallm.server.protocol.answers import (
     version_spans,
 )
 from mlx_parallm.server.protocol.openai import CompletionBody
-from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
+from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.types import Completion, CompletionDelta, RequestOutput, ServedModel
 
-
-def completions_router() -> APIRouter:
-    router = APIRouter(route_class=StrictJSONRoute, tags=["openai"])
-    router.add_api_route("/v1/completions", create_completion, methods=["POST"], response_class=JSONResponse)
-    return router
+router = json_router("openai")
 
 
+@router.post("/v1/completions")
 async def create_completion(body: CompletionBody, request: Request, context: Context) -> Response:
     model = resolve_model(context, body.model)
     prompts = [prompt.last(body.truncate_prompt_tokens) for prompt in encode_prompts(context, body.prompt)]
     response_id = new_id("cmpl")
     requests = build_requests(response_id, prompts, body.to_params(), model, body, stream=body.stream)
-    answer = _CompletionsAnswer(context, model, response_id, body, prompts)
+    answer = _CompletionsResponse(context, model, response_id, body, prompts)
     return await respond(answer, request, requests, streamed=body.stream, include_usage=body.include_usage)
 
 
-class _CompletionsAnswer(Answer):
+class _CompletionsResponse(ResponseBuilder):
     def __init__(
         self,
         context: ServerContext,
@@ -66,16 +64,16 @@ class _CompletionsAnswer(Answer):
         return {"choices": choices}
 
     def _choice(self, position: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
-        asked = self._body.logprobs is not None
+        wanted = self._body.logprobs is not None
         choice: dict[str, Any] = {
             "index": position * self._body.n + completion.index,
             "text": self._echoed(position) + completion.text,
-            "logprobs": self._all_logprobs(output, completion) if asked else None,
+            "logprobs": self._all_logprobs(output, completion) if wanted else None,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
             "weight_versions": version_spans(completion.policy_versions),
         }
-        if asked:
+        if wanted:
             choice |= processed_logprobs(completion)
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprob_entries(
@@ -96,7 +94,7 @@ class _CompletionsAnswer(Answer):
         return self.context.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
     def _all_logprobs(self, output: RequestOutput, completion: Completion) -> dict[str, list[Any]]:
-        """Of the completion; with `echo` of the prompt before it."""
+        """The completion's log-probabilities; with `echo` the prompt's before them."""
         lists = self._new_logprobs()
         prompt_part = lists.take((), (), None)
         if self._body.echo and output.prompt_logprobs is not None:

@@ -1,15 +1,14 @@
-"""What a trainer outside of this process asks of the server, vLLM's names: /pause, /resume, /is_paused,
-/abort_requests, /reset_prefix_cache, /server_info, /get_world_size, /weight_info, /version.
+"""Control by a trainer outside of this process, by vLLM's names: /pause, /resume, /is_paused, /abort_requests,
+/reset_prefix_cache, /server_info, /get_world_size, /weight_info, /version.
 
 Behind the same key as every other route. A client's pause and the trainer's own drain are two holders of the engine's
 admission (`EngineClient.pause_admission`): neither ends the other's.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ConfigDict
 
@@ -17,13 +16,14 @@ import mlx_parallm
 from mlx_parallm.engine.client import CLIENTS
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.protocol.fields import Body
-from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
+from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.sse import until_hangup
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.client import EngineClient
 
 _IDLE_WAIT_S = 0.5
+router = json_router("control")
 
 
 class AbortBody(Body):
@@ -31,30 +31,12 @@ class AbortBody(Body):
     request_ids: list[str] | None = None
 
 
-def control_router() -> APIRouter:
-    router = APIRouter(route_class=StrictJSONRoute, tags=["control"])
-    routes: list[tuple[str, str, Callable[..., Awaitable[Response]]]] = [
-        ("POST", "/pause", pause),
-        ("POST", "/resume", resume),
-        ("POST", "/abort_requests", abort_requests),
-        ("POST", "/inference/v1/abort_requests", abort_requests),
-        ("POST", "/reset_prefix_cache", reset_prefix_cache),
-        ("GET", "/is_paused", is_paused),
-        ("GET", "/server_info", server_info),
-        ("GET", "/get_world_size", world_size),
-        ("GET", "/weight_info", weight_info),
-        ("GET", "/version", version),
-    ]
-    for method, path, endpoint in routes:
-        router.add_api_route(path, endpoint, methods=[method], response_class=JSONResponse)
-    return router
-
-
+@router.post("/pause")
 async def pause(
     request: Request, context: Context, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
 ) -> Response:
-    """Requests are accepted and wait until /resume. What runs is ended with finish_reason "abort", or ends by itself
-    ("wait"), or stands still and goes on after /resume ("keep"). Answered once that is so."""
+    """New requests are accepted and wait until /resume. Running ones end with finish_reason "abort" ("abort"), end by
+    themselves ("wait"), or stand still until /resume ("keep"). Answered once that is so."""
     engine = context.engine
     await asyncio.wrap_future(engine.pause_admission(CLIENTS, freeze=mode == "keep"))
     if mode == "abort":
@@ -66,26 +48,32 @@ async def pause(
     return JSONResponse({"status": "paused"})
 
 
+@router.post("/resume")
 async def resume(context: Context) -> Response:
     await asyncio.wrap_future(context.engine.resume_admission(CLIENTS))
     return JSONResponse({"status": "resumed"})
 
 
+@router.get("/is_paused")
 async def is_paused(context: Context) -> Response:
     return JSONResponse({"is_paused": context.clients_paused})
 
 
+@router.post("/inference/v1/abort_requests")
+@router.post("/abort_requests")
 async def abort_requests(context: Context, body: AbortBody | None = None) -> Response:
     """Ends these requests with finish_reason "abort"; without ids, all that came over HTTP."""
     names = body.request_ids if body is not None else None
     return JSONResponse({"status": "aborted", "aborted": _abort(context, names or None)})
 
 
+@router.post("/reset_prefix_cache")
 async def reset_prefix_cache(context: Context) -> Response:
     await _reset_prefix_cache(context.engine)
     return JSONResponse({"success": True})
 
 
+@router.get("/server_info")
 async def server_info(context: Context) -> Response:
     engine = context.engine
     return JSONResponse(
@@ -93,7 +81,7 @@ async def server_info(context: Context) -> Response:
             "version": mlx_parallm.__version__,
             "models": [model.id for model in engine.models()],
             "policy_version": engine.stats().policy_version,
-            "logprobs_mode": context.deps.logprobs_mode,
+            "logprobs_mode": context.deps.config.logprobs_mode,
             "max_model_len": engine.max_model_len,
             "vocab_size": engine.vocab_size,
             "world_size": 1,
@@ -102,20 +90,23 @@ async def server_info(context: Context) -> Response:
     )
 
 
+@router.get("/get_world_size")
 async def world_size() -> Response:
     return JSONResponse({"world_size": 1})
 
 
+@router.get("/weight_info")
 async def weight_info(context: Context) -> Response:
     return JSONResponse({"weight_version": context.engine.stats().policy_version})
 
 
+@router.get("/version")
 async def version() -> Response:
     return JSONResponse({"version": mlx_parallm.__version__})
 
 
 def _abort(context: ServerContext, names: list[str] | None) -> int:
-    found = context.in_flight.find(names)
+    found = context.running.find(names)
     for request_id in found:
         context.engine.abort(request_id)
     return len(found)

@@ -1,11 +1,20 @@
-"""Root /generate: token ids in, token ids and log-probabilities out, in vLLM's and SGLang's shapes."""
+"""Root /generate: token ids in, token ids and log-probabilities out, in the shapes of two families of RL clients.
 
-from typing import Any
+vLLM's (Atropos' default): `prompt: {"prompt_token_ids": […]}`, parallel lists out. SGLang's: `input_ids` or `text` with
+`sampling_params`, one object with `meta_info` a completion out. Both ignore unknown keys.
+"""
 
-from fastapi import APIRouter, Request
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import ConfigDict, Field, ValidationError
 
+from mlx_parallm.engine.validation import MAX_CHOICES
+from mlx_parallm.errors import EngineUnavailableError, RequestError
 from mlx_parallm.server.context import Context, ServerContext
+from mlx_parallm.server.errors import request_error
 from mlx_parallm.server.generation import (
     UNNAMED,
     build_requests,
@@ -15,24 +24,112 @@ from mlx_parallm.server.generation import (
     resolve_model,
     run,
 )
-from mlx_parallm.server.protocol.generate import (
-    SglangBody,
-    VllmBody,
-    parse_generate,
-    sglang_objects,
-    vllm_response,
+from mlx_parallm.server.protocol.answers import TokenTexts, finite, last_version, version_spans
+from mlx_parallm.server.protocol.fields import (
+    Body,
+    LogprobCount,
+    QueueFields,
+    SamplingFields,
+    StructureFields,
+    TokenId,
 )
-from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
+from mlx_parallm.server.protocol.strict_json import json_router
+from mlx_parallm.types import Completion, PromptLogprobs, RequestOutput, SamplingParams, TopLogprob
+
+router = json_router("tokens")
+VLLM_MAX_TOKENS = 16
+SGLANG_MAX_NEW_TOKENS = 128
 
 
-def generate_router() -> APIRouter:
-    router = APIRouter(route_class=StrictJSONRoute, tags=["tokens"])
-    router.add_api_route("/generate", generate, methods=["POST"], response_class=JSONResponse)
-    return router
+class GenerationAbortedError(EngineUnavailableError):
+    """Stopped from outside (HTTP 503: ask again); clients of /generate know only "stop" and "length"."""
 
 
+class VllmPrompt(Body):
+    model_config = ConfigDict(extra="ignore")
+    screened: ClassVar[bool] = False
+    prompt_token_ids: list[TokenId] | None = None
+    prompt: str | None = None
+
+
+class VllmBody(QueueFields, StructureFields, SamplingFields):
+    model_config = ConfigDict(extra="ignore")
+    screened: ClassVar[bool] = False
+    prompt: VllmPrompt | str | list[TokenId]
+    stop: str | list[str] | list[TokenId] = Field(default_factory=list)  # type: ignore[assignment]
+    max_tokens: int = Field(VLLM_MAX_TOKENS, ge=1)
+    logprobs: LogprobCount | None = None
+
+    def prompt_value(self) -> str | list[int]:
+        if not isinstance(self.prompt, VllmPrompt):
+            return self.prompt
+        value = self.prompt.prompt_token_ids if self.prompt.prompt_token_ids is not None else self.prompt.prompt
+        if value is None:
+            raise RequestError("'prompt' needs 'prompt_token_ids' or 'prompt'", param="prompt")
+        return value
+
+    def to_params(self) -> SamplingParams:
+        return self.sampling_params(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+class SglangSampling(SamplingFields):
+    model_config = ConfigDict(extra="ignore")
+    screened: ClassVar[bool] = False
+    max_new_tokens: int = Field(SGLANG_MAX_NEW_TOKENS, ge=1)
+    min_new_tokens: int = Field(0, ge=0)
+    sampling_seed: int | None = None
+    no_stop_trim: bool = False
+    stop: str | list[str] | list[TokenId] = Field(default_factory=list)  # type: ignore[assignment]
+
+    def to_params(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+        neutral_names = self.model_copy(
+            update={
+                "min_tokens": self.min_new_tokens,
+                "seed": self.sampling_seed if self.sampling_seed is not None else self.seed,
+                "include_stop_str_in_output": self.no_stop_trim,
+            }
+        )
+        return neutral_names.sampling_params(
+            max_tokens=self.max_new_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        )
+
+
+class SglangBody(QueueFields, Body):
+    model_config = ConfigDict(extra="ignore")
+    screened: ClassVar[bool] = False
+    model: str | None = None
+    lora_path: str | None = None  # an adapter's name
+    text: str | list[str] | None = None
+    input_ids: list[TokenId] | list[list[TokenId]] | None = None
+    sampling_params: SglangSampling | Annotated[list[SglangSampling], Field(max_length=MAX_CHOICES)] = SglangSampling()
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: LogprobCount = 0
+    return_text_in_logprobs: bool = False
+    stream: bool = False
+
+    def prompt_values(self) -> tuple[list[Any], bool]:
+        """The prompts, and whether they came as a batch (which is answered with a list)."""
+        source: Any = self.input_ids if self.input_ids is not None else self.text
+        if source is None or source == []:
+            raise RequestError("'input_ids' or 'text' must be given and not empty", param="input_ids")
+        if isinstance(source, str) or isinstance(source[0], int):
+            return [source], False
+        return list(source), True
+
+    def params_of(self, count: int) -> list[SamplingParams]:
+        """One `SamplingParams` a prompt."""
+        given = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params] * count
+        if len(given) != count:
+            raise RequestError("'sampling_params' as a list needs one entry a prompt", param="sampling_params")
+        logprobs = self.top_logprobs_num if self.return_logprob else None
+        prompt_logprobs = self.top_logprobs_num if self.return_logprob and self.logprob_start_len >= 0 else None
+        return [sampling.to_params(logprobs, prompt_logprobs) for sampling in given]
+
+
+@router.post("/generate")
 async def generate(body: dict[str, Any], request: Request, context: Context) -> Response:
-    parsed = parse_generate(body)
+    parsed = _parse(body)
     if isinstance(parsed, VllmBody):
         return JSONResponse(await _vllm(parsed, request, context))
     return JSONResponse(await _sglang(parsed, request, context))
@@ -42,7 +139,7 @@ async def _vllm(body: VllmBody, request: Request, context: ServerContext) -> dic
     model = resolve_model(context, body.model)
     prompt = encode_prompt(context, body.prompt_value())
     [output] = await run(context, request, build_requests(new_id(UNNAMED), [prompt], body.to_params(), model, body))
-    return vllm_response(body, output, model.policy_version)
+    return _vllm_answer(body, output, model.policy_version)
 
 
 async def _sglang(body: SglangBody, request: Request, context: ServerContext) -> Any:
@@ -57,5 +154,112 @@ async def _sglang(body: SglangBody, request: Request, context: ServerContext) ->
         for position, (value, params) in enumerate(zip(values, params_of, strict=True))
     ]
     outputs = await run(context, request, requests)
-    objects = [each for output in outputs for each in sglang_objects(context.texts, body, output)]
+    objects = [each for output in outputs for each in _sglang_objects(context.texts, body, output)]
     return objects[0] if len(objects) == 1 and not batched else objects
+
+
+def _parse(body: dict[str, Any]) -> VllmBody | SglangBody:
+    """Tells the shapes apart by their prompt key. Raises RequestError."""
+    if body.get("stream"):
+        raise RequestError("'stream' is not supported on /generate; use /v1/completions", param="stream")
+    shape = SglangBody if "input_ids" in body or "text" in body else VllmBody
+    try:
+        return shape.model_validate(body)
+    except ValidationError as error:
+        raise request_error(error.errors()) from error
+
+
+def _vllm_answer(body: VllmBody, output: RequestOutput, default_version: int) -> dict[str, Any]:
+    """`logprobs`: [n][T][1] of {"<id>": logprob}, the sampled token's entry first."""
+    completions = output.completions
+    prompt = body.prompt_value()
+    response: dict[str, Any] = {
+        "text": [completion.text for completion in completions],
+        "prompt": prompt if isinstance(prompt, str) else None,
+        "finish_reasons": [_finish_reason(completion) for completion in completions],
+        "prompt_token_ids": output.prompt_token_ids,
+        "token_ids": [completion.token_ids for completion in completions],
+        "weight_versions": [version_spans(completion.policy_versions) for completion in completions],
+        "policy_version": last_version([output], default_version),
+    }
+    if body.logprobs is not None:
+        response["logprobs"] = [_vllm_logprobs(completion) for completion in completions]
+    if output.prompt_logprobs is not None:
+        response["prompt_logprobs"] = _vllm_prompt_logprobs(output.prompt_token_ids, output.prompt_logprobs)
+    return response
+
+
+def _vllm_logprobs(completion: Completion) -> list[list[dict[str, float]]]:
+    tops: Sequence[Sequence[TopLogprob]] = completion.top_logprobs or [()] * len(completion.token_ids)
+    return [
+        [_by_id(token_id, logprob, top)]
+        for token_id, logprob, top in zip(completion.token_ids, completion.logprobs, tops, strict=True)
+    ]
+
+
+def _vllm_prompt_logprobs(token_ids: Sequence[int], scores: PromptLogprobs) -> list[dict[str, float] | None]:
+    return [
+        None if logprob is None else _by_id(token_id, logprob, top or ())
+        for token_id, logprob, top in zip(token_ids, scores.logprobs, scores.top_logprobs, strict=True)
+    ]
+
+
+def _by_id(token_id: int, logprob: float, top: Sequence[TopLogprob]) -> dict[str, float]:
+    """The given token first: clients read the first entry."""
+    entry = {str(token_id): finite(logprob)}
+    for alternative in top:
+        entry.setdefault(str(alternative.token_id), finite(alternative.logprob))
+    return entry
+
+
+def _sglang_objects(texts: TokenTexts, body: SglangBody, output: RequestOutput) -> list[dict[str, Any]]:
+    """One object a completion."""
+
+    def shown(token_id: int) -> str | None:
+        return texts.text(token_id) if body.return_text_in_logprobs else None
+
+    def triples(ids: Sequence[int], logprobs: Sequence[float | None]) -> list[list[Any]]:
+        return [
+            [None if logprob is None else finite(logprob), token_id, shown(token_id)]
+            for token_id, logprob in zip(ids, logprobs, strict=True)
+        ]
+
+    objects = []
+    for completion in output.completions:
+        meta: dict[str, Any] = {
+            "id": output.request_id,
+            "finish_reason": _sglang_finish(completion),
+            "prompt_tokens": len(output.prompt_token_ids),
+            "completion_tokens": len(completion.token_ids),
+            "cached_tokens": completion.cached_tokens,
+            "weight_version": str(completion.policy_versions[-1]) if completion.policy_versions else None,
+            "weight_versions": version_spans(completion.policy_versions),
+        }
+        if body.return_logprob:
+            meta["output_token_logprobs"] = triples(completion.token_ids, completion.logprobs)
+        if body.return_logprob and body.top_logprobs_num and completion.top_logprobs is not None:
+            meta["output_top_logprobs"] = [
+                triples([t.token_id for t in top], [t.logprob for t in top]) for top in completion.top_logprobs
+            ]
+        if body.return_logprob and output.prompt_logprobs is not None:
+            start = body.logprob_start_len
+            meta["input_token_logprobs"] = triples(
+                output.prompt_token_ids[start:], output.prompt_logprobs.logprobs[start:]
+            )
+        objects.append({"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta})
+    return objects
+
+
+def _sglang_finish(completion: Completion) -> dict[str, Any]:
+    reason = _finish_reason(completion)
+    if reason == "length":
+        return {"type": "length", "length": len(completion.token_ids)}
+    matched = completion.stop_reason if completion.stop_reason is not None else completion.token_ids[-1]
+    return {"type": "stop", "matched": matched}
+
+
+def _finish_reason(completion: Completion) -> str:
+    """ "stop" or "length". Raises GenerationAbortedError for anything else."""
+    if completion.finish_reason not in ("stop", "length"):
+        raise GenerationAbortedError("the generation was aborted")
+    return completion.finish_reason

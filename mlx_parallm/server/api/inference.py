@@ -1,24 +1,39 @@
 """/inference/v1/generate: token ids in, token ids and log-probabilities out, in vLLM's shape.
 
 RL clients (verifiers' TrainClient) check it strictly: `logprobs.content` has one entry a token id, its `token` is
-"token_id:<id>". Unknown fields are ignored, as vLLM's are; a sampling field that is known and missing here is not.
+"token_id:<id>". Unknown fields are ignored, as in vLLM; a known sampling field that this server lacks is refused.
 """
 
 from typing import Any, ClassVar, Self
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import Request
+from fastapi.responses import Response
 from pydantic import ConfigDict, Field, model_validator
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.server.answering import Answer, respond
 from mlx_parallm.server.context import Context, ServerContext
-from mlx_parallm.server.generation import EncodedPrompt, build_requests, new_id, resolve_model
+from mlx_parallm.server.generation import (
+    EncodedPrompt,
+    ResponseBuilder,
+    build_requests,
+    new_id,
+    resolve_model,
+    respond,
+)
 from mlx_parallm.server.protocol.answers import chat_logprobs, processed_logprobs, prompt_logprob_entries, version_spans
-from mlx_parallm.server.protocol.fields import Body, LogprobCount, QueueFields, SamplingFields, StreamOptions, TokenId
-from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
-from mlx_parallm.server.protocol.structured_outputs import StructureFields
+from mlx_parallm.server.protocol.fields import (
+    Body,
+    LogprobCount,
+    QueueFields,
+    SamplingFields,
+    StreamOptions,
+    StructureFields,
+    TokenId,
+)
+from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.types import Completion, CompletionDelta, RequestOutput, SamplingParams, ServedModel
+
+router = json_router("tokens")
 
 
 class InferenceSampling(StructureFields, SamplingFields):
@@ -56,16 +71,11 @@ class InferenceBody(QueueFields, Body):
         return self
 
 
-def inference_router() -> APIRouter:
-    router = APIRouter(route_class=StrictJSONRoute, tags=["tokens"])
-    router.add_api_route("/inference/v1/generate", generate_tokens, methods=["POST"], response_class=JSONResponse)
-    return router
-
-
+@router.post("/inference/v1/generate")
 async def generate_tokens(body: InferenceBody, request: Request, context: Context) -> Response:
     model = resolve_model(context, body.model)
     response_id = new_id("generate-tokens")
-    answer = _TokensAnswer(context, model, body.request_id or response_id, body)
+    answer = _TokensResponse(context, model, body.request_id or response_id, body)
     prompts = [EncodedPrompt(tuple(body.token_ids))]
     params = body.sampling_params.to_params()
     requests = build_requests(response_id, prompts, params, model, body, stream=body.stream)
@@ -75,7 +85,7 @@ async def generate_tokens(body: InferenceBody, request: Request, context: Contex
     )
 
 
-class _TokensAnswer(Answer):
+class _TokensResponse(ResponseBuilder):
     def __init__(self, context: ServerContext, model: ServedModel, request_id: str, body: InferenceBody) -> None:
         super().__init__(context, model, {"request_id": request_id, "model": model.id})
         self._logprobs = body.sampling_params.logprobs

@@ -1,29 +1,32 @@
-"""POST /v1/rewards: rewards for answers that were given before, by their ids. An ordinary client trains the model.
+"""POST /v1/rewards: rewards for earlier answers, by their ids. An ordinary client trains the model.
 
-rollout_store/completions.py keeps the answers and makes the groups; this is its HTTP face, in every server: one that
-trains nothing says so.
+rollout_store/completions.py keeps the answers and makes the groups. Every server has the route: one that trains nothing
+answers 409.
 """
 
 import asyncio
 from typing import Annotated, Any, Self
 
-from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
 
 from mlx_parallm.engine.validation import MAX_CHOICES
-from mlx_parallm.errors import RequestError, RewardRefusedError
+from mlx_parallm.errors import RefusedError, RequestError
 from mlx_parallm.server.context import Context
+from mlx_parallm.server.errors import ERROR_CONTENT
 from mlx_parallm.server.protocol.fields import Body
-from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
+from mlx_parallm.server.protocol.strict_json import json_router
 
-_ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    404: {"description": "No such completion", "content": _ERROR},
-    409: {"description": "Rewarded already, still running, aborted, or not the trained policy's", "content": _ERROR},
-    410: {"description": "Too late: the completion is kept no longer", "content": _ERROR},
+    404: {"description": "No such completion", "content": ERROR_CONTENT},
+    409: {
+        "description": "Rewarded already, running, aborted, or not from the policy",
+        "content": ERROR_CONTENT,
+    },
+    410: {"description": "Too late: the completion is kept no longer", "content": ERROR_CONTENT},
 }
 
+router = json_router("training")
 CompletionId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -48,26 +51,19 @@ class RewardsBody(Body):
         return [self.id] if self.id is not None else self.ids or []
 
 
-def rewards_router() -> APIRouter:
-    router = APIRouter(route_class=StrictJSONRoute, tags=["training"])
-    router.add_api_route(
-        "/v1/rewards", reward_completions, methods=["POST"], response_class=JSONResponse, responses=_REFUSALS
-    )
-    return router
-
-
+@router.post("/v1/rewards", responses=_REFUSALS)
 async def reward_completions(body: RewardsBody, context: Context) -> Response:
     """The scored groups are on the disk when this answers."""
     kept = context.deps.completions
     if kept is None:
-        raise RewardRefusedError("this server trains nothing: rewards are for mlx_parallm_train", 409)
+        raise RefusedError("this server trains nothing: rewards are for mlx_parallm_train", 409, "id")
     if not kept.enabled:
-        raise RewardRefusedError("completions are not kept: server.kept_completions_bytes is 0", 409)
+        raise RefusedError("completions are not kept: server.kept_completions_bytes is 0", 409, "id")
     try:
         groups = await asyncio.to_thread(kept.reward, body.all_ids, body.rewards, body.environment)
-    except RewardRefusedError as error:
-        if error.status == 404 and context.in_flight.find(body.all_ids):
-            raise RewardRefusedError("a completion is still being generated: reward it when it ends", 409) from error
+    except RefusedError as error:
+        if error.status == 404 and context.running.find(body.all_ids):
+            raise RefusedError("a completion is still being generated: reward it when it ends", 409, "id") from error
         raise
     listed = [{"id": group.group_id, "rollouts": len(group.rollouts)} for group in groups]
     return JSONResponse({"object": "rewards", "environment": body.environment, "groups": listed})

@@ -1,23 +1,18 @@
 """/tokenize and /detokenize, vLLM's shapes, at the root and under /v1."""
 
-from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.context import Context
 from mlx_parallm.server.generation import check_size, check_text, render_conversation, resolve_model
 from mlx_parallm.server.protocol.openai import DetokenizeBody, TokenizeBody
-from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
+from mlx_parallm.server.protocol.strict_json import json_router
+
+router = json_router("tokens")
 
 
-def tokenize_router() -> APIRouter:
-    router = APIRouter(route_class=StrictJSONRoute, tags=["tokens"])
-    for prefix in ("", "/v1"):
-        router.add_api_route(f"{prefix}/tokenize", tokenize, methods=["POST"], response_class=JSONResponse)
-        router.add_api_route(f"{prefix}/detokenize", detokenize, methods=["POST"], response_class=JSONResponse)
-    return router
-
-
+@router.post("/v1/tokenize")
+@router.post("/tokenize")
 async def tokenize(body: TokenizeBody, context: Context) -> Response:
     resolve_model(context, body.model)
     if body.prompt is None:
@@ -37,6 +32,8 @@ async def tokenize(body: TokenizeBody, context: Context) -> Response:
     )
 
 
+@router.post("/v1/detokenize")
+@router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, context: Context) -> Response:
     resolve_model(context, body.model)
     size = context.tokenizer.vocab_size

@@ -1,18 +1,23 @@
-"""A route class that reads request bodies as JSON proper: Python's `json` would let NaN and Infinity through."""
+"""Routers that read request bodies as strict JSON: Python's `json` would let NaN and Infinity through."""
 
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-from fastapi import Request
-from fastapi.responses import Response
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 
+def json_router(tag: str) -> APIRouter:
+    """A router of JSON routes under this tag of the OpenAPI document."""
+    return APIRouter(route_class=StrictJSONRoute, default_response_class=JSONResponse, tags=[tag])
+
+
 class StrictJSONRequest(Request):
     async def json(self) -> Any:
-        """The body's value. Raises HTTPException 400: not UTF-8, not JSON, NaN or Infinity, nested too deep."""
+        """The body's value. Raises HTTPException 400: not UTF-8, not JSON, NaN or Infinity, nested too deeply."""
         try:
             return json.loads((await self.body()).decode(), parse_constant=_refuse_constant)
         except UnicodeDecodeError as error:

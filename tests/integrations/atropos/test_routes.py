@@ -14,6 +14,8 @@ from mlx_parallm.integrations.atropos.routes import create_atropos_router
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server.middleware import BodyLimitMiddleware
 from tests.rollout_store.groups import ATROPOS_SETTINGS, scored_data
+from tests.server.fake_engine import FakeEngine
+from tests.server.serving import running_server
 
 SETTINGS = replace(ATROPOS_SETTINGS, wandb_group="group", wandb_project="project")
 JSON = {"Content-Type": "application/json"}
@@ -30,7 +32,7 @@ ENVIRONMENT = {
 def app(store):
     queue = AtroposQueue(store, SETTINGS, current_step=lambda: 5, policy_version=lambda: 3)
     app = FastAPI()
-    app.include_router(create_atropos_router(queue))
+    app.include_router(create_atropos_router(queue).router)
     return app
 
 
@@ -42,6 +44,16 @@ def client(app):
 
 def status_of(client: TestClient, env_id: int):
     return client.request("GET", "/atropos/status-env", json={"env_id": env_id})
+
+
+def test_while_the_model_loads_an_environment_waits(store):
+    """A BaseEnv gives up after three errors."""
+    queue = AtroposQueue(store, SETTINGS, current_step=lambda: 5, policy_version=lambda: 3)
+    added = [create_atropos_router(queue)]
+    with running_server(FakeEngine(), None, loaded=False, routers=added) as server, server.http() as http:
+        reply = http.post("/atropos/register-env", json={})
+        assert (reply.status_code, reply.json()) == (200, {"status": "wait for trainer to start"})
+        assert http.get("/atropos/info").status_code == 503
 
 
 def test_the_calls_of_a_base_env_in_their_order(client, store):

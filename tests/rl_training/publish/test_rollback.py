@@ -9,11 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.errors import CheckpointError, RollbackRefusedError
+from mlx_parallm.errors import CheckpointError, RefusedError
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.loop import RunControl
+from mlx_parallm.rl_training.publish.rollback import RollbackTarget
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.server.api.training import RollbackTarget
 from tests.rl_training.bandit_run import Run, running
 from tests.rl_training.making import weights
 from tests.rl_training.rollouts import make_group
@@ -35,7 +35,8 @@ class Asking:
         self.weights[line["step"]] = weights(trainer)
         self.optimizer[line["step"]] = {name: np.array(a) for name, a in trainer.optimizer.state().items()}
         if line["step"] == self.step:
-            self.future = self.run.desk.ask(self.target)
+            service, target = self.run.rollback_service, self.target
+            self.future = service.request(version=target.version, checkpoint=target.checkpoint).result
 
 
 def roll_back(tmp_path: Path, step: int, target: RollbackTarget, **values: Any) -> tuple[Asking, Run]:
@@ -138,8 +139,8 @@ def test_until_the_new_checkpoint_is_there_the_old_one_can_be_resumed(tmp_path: 
             run.loop.run()
         assert TrainerState.read(run.directory / "latest").policy_version == 3
         assert asking.future is not None
-        run.desk.close()
-        with pytest.raises(RollbackRefusedError, match="ended before it was rolled back"):
+        run.rollback_service.close()
+        with pytest.raises(RefusedError, match="ended before it was rolled back"):
             asking.future.result(timeout=0)
 
 
@@ -160,7 +161,7 @@ def test_what_is_not_kept_is_refused_and_nothing_changes(
         asking.run = run
         assert run.loop.run() == "finished"
         assert asking.future is not None
-        with pytest.raises(RollbackRefusedError) as refused:
+        with pytest.raises(RefusedError) as refused:
             asking.future.result(timeout=0)
         assert refused.value.status == status
         assert message in str(refused.value)
