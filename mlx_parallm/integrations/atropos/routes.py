@@ -1,8 +1,8 @@
 """The Atropos API under `/atropos`: a drop-in for environments that derive from atroposlib's `BaseEnv`.
 
-`app.create_app` includes the router; `AtroposQueue` (integrations/atropos/queue.py) does the work. Paths, bodies and
-replies are atroposlib 0.4.0's; docs/atropos.md lists what differs. Errors have FastAPI's shape ({"detail": …}), as there,
-not the OpenAI shape of the other routes.
+`create_atropos_router` gives the daemon the router; `AtroposQueue` (queue.py) does the work. Paths, bodies and replies
+are atroposlib 0.4.0's; docs/atropos.md lists the differences. Errors have FastAPI's shape ({"detail": …}), as there,
+not OpenAI's as on the other routes.
 
 Handlers are plain functions: FastAPI runs them in its thread pool, because each touches the database.
 """
