@@ -1,4 +1,4 @@
-"""kind → source: the one list of environment kinds, and the user's own classes."""
+"""The registry of environment kinds: makes a source from a configured kind or from the user's class."""
 
 import difflib
 import functools
@@ -31,23 +31,23 @@ ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
         "gymnasium": "gymnasium:GymnasiumEnvironment",
     }
 )
-"""Kinds that are a `BaseEnvironment`, imported when they are asked for: some need more than others."""
-ELSEWHERE = "verifiers"
-"""A kind that is asked for here and lives in a process of its own."""
+"""Kinds that are a `BaseEnvironment`, imported on demand: some need further packages."""
+SEPARATE_PROCESS = "verifiers"
+"""A name that people try as a kind; such an environment runs in a process of its own."""
 
 
 def build_sources(
     configs: Sequence[EnvironmentConfig], *, seed: int, progress: Callable[[], TrainingProgress] = TrainingProgress
 ) -> tuple[EnvironmentSource, ...]:
-    """One source for each [[environments]] entry, in their order; a name that comes again becomes "name#2".
+    """Make one source for each [[environments]] entry, in their order; a repeated name becomes "name#2".
 
-    `progress` is what reward functions are told of the training.
+    `progress` tells reward functions how far the training is.
 
-    Raises ConfigError: an unknown kind (the message names the known ones), or what the source itself refuses.
+    Raises ConfigError: an unknown kind (the message lists the known ones), or what the source itself refuses.
     """
     sources = []
     for config, name in zip(configs, unique_names(configs), strict=True):
-        make = _own_class(config) if is_reference(config.kind) else _known(config.kind)
+        make = _user_class(config) if is_reference(config.kind) else _builtin(config.kind)
         with user_code(f"environments: {config.kind}") if is_reference(config.kind) else nullcontext():
             source = make(config, seed=seed, name=name)
         source.progress = progress
@@ -56,13 +56,13 @@ def build_sources(
 
 
 def create_environment(kind: str, **options: Any) -> BaseEnvironment:
-    """An environment by its kind, "simple_text" and so on. Raises ConfigError: no such kind, or other options than it
-    has."""
+    """Make an environment of a kind, such as "simple_text". Raises ConfigError: no such kind, or an option that it does
+    not have."""
     environment = _environment(kind)
     return _construct(environment, options, f"create_environment({kind!r})")
 
 
-def _known(kind: str) -> Callable[..., EnvironmentSource]:
+def _builtin(kind: str) -> Callable[..., EnvironmentSource]:
     if kind in ENVIRONMENTS:
         return functools.partial(_state_source, _environment(kind))
     if kind not in KINDS:
@@ -81,7 +81,7 @@ def _environment(kind: str) -> type[BaseEnvironment]:
 def _unknown(kind: str, known: Sequence[str]) -> ConfigError:
     if ":" in kind:
         return ConfigError(f'environments: unknown kind {kind!r}; a class of yours is "python:{kind}"')
-    if kind == ELSEWHERE:
+    if kind == SEPARATE_PROCESS:
         return ConfigError(
             f"environments: {kind!r} is no kind: such an environment runs in a process of its own and comes over HTTP"
             " (docs/verifiers.md)"
@@ -120,28 +120,29 @@ def _construct(environment: type[BaseEnvironment], options: Mapping[str, Any], w
         return environment(**options)
 
 
-def _own_class(config: EnvironmentConfig) -> Callable[..., EnvironmentSource]:
-    """Of a class of the user's. Raises ConfigError: it is no environment, or one that cannot work."""
+def _user_class(config: EnvironmentConfig) -> Callable[..., EnvironmentSource]:
+    """Return what makes the source from a class of the user's. Raises ConfigError: it is no environment, or one that
+    cannot work."""
     reference = config.kind
-    own, what = load(reference, "environments: kind"), f"environments: kind: {reference}"
-    if isinstance(own, type) and issubclass(own, BaseEnvironment):
-        check_environment(own, what)
-        return functools.partial(_state_source, own)
-    if not isinstance(own, type) or not issubclass(own, EnvironmentSource):
+    cls, what = load(reference, "environments: kind"), f"environments: kind: {reference}"
+    if isinstance(cls, type) and issubclass(cls, BaseEnvironment):
+        check_environment(cls, what)
+        return functools.partial(_state_source, cls)
+    if not isinstance(cls, type) or not issubclass(cls, EnvironmentSource):
         raise ConfigError(
             f"{what} is a subclass neither of mlx_parallm.environments.state.BaseEnvironment nor of"
             " mlx_parallm.environments.base.EnvironmentSource"
         )
-    if missing := sorted(own.__abstractmethods__):
+    if missing := sorted(cls.__abstractmethods__):
         raise ConfigError(f"{what} does not define {', '.join(missing)}(index, split)")
-    if inspect.iscoroutinefunction(own.task):
+    if inspect.iscoroutinefunction(cls.task):
         raise ConfigError(f"{what}.task is async; it has to be a plain function")
-    check_call(inspect.signature(own.task), ("self", "index", "split"), f"{what}.task")
-    check_call(inspect.signature(own.environment), ("self", "task"), f"{what}.environment")
-    check_call(inspect.signature(own), ("config",), what, keywords=("seed", "name"))
+    check_call(inspect.signature(cls.task), ("self", "index", "split"), f"{what}.task")
+    check_call(inspect.signature(cls.environment), ("self", "task"), f"{what}.environment")
+    check_call(inspect.signature(cls), ("config",), what, keywords=("seed", "name"))
     fields = EnvironmentConfig.model_fields
     if wrong := [
         key for key in SCORING_KEYS if getattr(config, key) != fields[key].get_default(call_default_factory=True)
     ]:
         raise ConfigError(f"{what} is an EnvironmentSource, which scores its tasks itself: {wrong[0]} has no effect")
-    return own
+    return cls

@@ -2,11 +2,13 @@
 
     reset() → State → step(state) → … → is_terminal(state)
 
-A `BaseEnvironment` has no rewards inside, and keeps nothing of an episode on itself: each rollout of a group starts
-from a copy of one `State`, and whatever belongs to an episode lies in it. Its default `step` asks the policy for
-`build_prompt(state)` and hands what it said to `update_state`; then the episodes need no thread. A `step` of your own
-may block: it runs on a thread of its episode, where `self.inference.generate` belongs to the episode (its tokens and
-log-probabilities are recorded); or it is async, and awaits `self.inference.agenerate`.
+A `BaseEnvironment` has no rewards inside and stores nothing of an episode on itself: each rollout of a group starts
+from a copy of one `State`, which holds everything that belongs to the episode. The default `step` asks the policy
+`build_prompt(state)` and passes the answer to `update_state`; such episodes need no thread. A `step` of your own may
+block: it runs on a thread of its episode, where `self.inference.generate` is a turn of the episode (its tokens and
+log-probabilities are recorded). It may also be async and await `self.inference.agenerate`.
+
+`state_source.StateSource` plays a `BaseEnvironment` as an `EnvironmentSource` (`base.py`), which is what a run plays.
 """
 
 import copy
@@ -36,22 +38,22 @@ class Inference(Protocol):
 
 @dataclass
 class State:
-    """Where one episode stands. Single use: made by `reset`, copied for each rollout of a group."""
+    """The state of one episode, used once: `reset` makes it, and each rollout of a group gets a copy."""
 
     prompt: str | list[dict[str, Any]]
     response: str = ""  # the policy's last answer
     step_count: int = 0
     done: bool = False
     history: list[dict[str, str]] = field(default_factory=list)  # {"prompt", "response"} of each turn
-    metadata: dict[str, Any] = field(default_factory=dict)  # what rewards are to know: columns, tool calls, spent …
+    metadata: dict[str, Any] = field(default_factory=dict)  # what rewards see: columns, tool calls, spent …
     trajectory_id: str = ""  # "<group id>/<number in its group>", set when the episode starts
 
     def copy(self) -> "State":
-        """Shares nothing with this one."""
+        """Return a state that shares nothing with this one."""
         return copy.deepcopy(self)
 
     def add_turn(self, prompt: Prompt, response: str) -> None:
-        """Notes a turn: it is the last `response`, part of `history`, and counts as a step."""
+        """Record a turn as the last `response`, in `history`, and as a step."""
         self.history.append({"prompt": text_of(prompt), "response": response})
         self.response = response
         self.step_count += 1
@@ -61,36 +63,36 @@ class State:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "State":
-        """What `to_dict` gave. Raises ValueError: names that a State does not have."""
+        """Make a State from what `to_dict` returned. Raises ValueError: names that a State does not have."""
         if unknown := sorted(set(data) - {entry.name for entry in dataclasses.fields(cls)}):
             raise ValueError(f"a State has no {', '.join(unknown)}")
         return cls(**copy.deepcopy(dict(data)))
 
 
 class BaseEnvironment(ABC):
-    """How episodes go: the task, what is asked, when it is over. One instance plays them all, many at once."""
+    """The rules of an episode: its task, its prompts, its end. One instance plays all episodes, many at once."""
 
     default_rewards: tuple[str, ...] = ()
-    """References to the reward functions of a configuration that names none."""
+    """References to the reward functions where the configuration names none."""
     inference: Inference | None = None
     blocking: bool = False
-    """Whether `update_state` may take its time (tools, a simulation): then it runs on a thread of the episode."""
+    """Whether `update_state` may take long (tools, a simulation): then it runs on a thread of the episode."""
 
     def __init__(self, inference: Inference | None = None) -> None:
-        """`inference` may stay None where a run sets it, or where `step` is the default."""
+        """`inference` may be None where a run sets it."""
         self.inference = inference
 
     @abstractmethod
     def reset(self) -> State:
-        """The beginning of an episode, for a whole group.
+        """Return the state that every episode of a group begins with.
 
         It may take any of the keywords `index` (number of the task), `split` ("train" or "heldout") and `seed` (made of
-        index, split and, in training, the run's seed), and is then a pure function of them: a run can be resumed and
-        repeated. With neither index nor seed it is called once for each group, in their order.
+        index, split and, in training, the run's seed). It is then a pure function of them, so that a run can be resumed
+        and repeated. With neither index nor seed it is called once for each group, in their order.
         """
 
     def step(self, state: State) -> State:
-        """One turn. Overridden, it may do anything, `self.inference.generate([prompt])[0]` any number of times."""
+        """Play one turn. An override may do anything, and call `self.inference.generate([prompt])[0]` repeatedly."""
         prompt = self.build_prompt(state)
         return self.advance(state, prompt, self._inference.generate([prompt])[0])
 
@@ -98,21 +100,24 @@ class BaseEnvironment(ABC):
         return state.done
 
     def build_prompt(self, state: State) -> Prompt:
-        """What the policy is asked next. Where it begins with the last prompt and answer, it goes on from the tokens
-        that were sampled; else it begins a new sequence of the same episode."""
+        """Return what the policy is asked next. A prompt that begins with the last prompt and its answer continues the
+        sampled tokens; any other begins a new sequence of the same episode."""
         return state.prompt
 
     def update_state(self, state: State, response: str) -> State:
-        """Takes the policy's answer to `build_prompt(state)`; returns `state`, changed, or a new one."""
+        """Take the policy's answer to `build_prompt(state)`; return `state`, changed, or a new one."""
         state.add_turn(self.build_prompt(state), response)
         return state
 
     def end_episode(self, state: State) -> None:  # noqa: B027  most hold nothing
-        """Frees what `state` holds, which no step follows: the episode is over, has failed, was cancelled or timed out.
-        On the thread of its steps, after the last of them, and before the rewards: they may not need what it frees."""
+        """Free what `state` holds, when the episode is over, has failed, was cancelled or has timed out.
+
+        It is called on the thread of the steps, after the last step and before the rewards, which may not need what it
+        frees.
+        """
 
     def batch_step(self, states: Sequence[State]) -> list[State]:
-        """One step of each: with the default `step` one call of `generate`, else a thread for each."""
+        """Step each state: with the default `step` in one call of `generate`, else on a thread for each."""
         if not states:
             return []
         if overrides_step(self):
@@ -123,7 +128,7 @@ class BaseEnvironment(ABC):
         return [self.advance(*turn) for turn in zip(states, prompts, answers, strict=True)]
 
     def advance(self, state: State, prompt: Prompt, response: str) -> State:
-        """`update_state`, after which the turn counts as a step and is in the history, whoever wrote it.
+        """Call `update_state`, and record the turn as a step and in the history where it has not done so.
 
         Raises RolloutRejectedError: it returned no State.
         """
@@ -145,23 +150,23 @@ class BaseEnvironment(ABC):
 
 
 def overrides_step(environment: BaseEnvironment) -> bool:
-    """Whether its `step` is not the default one."""
+    """Whether the environment has a `step` of its own."""
     return type(environment).step is not BaseEnvironment.step
 
 
-def check_state(given: Any, what: str) -> State:
-    """Raises RolloutRejectedError: `what` returned something else."""
-    if isinstance(given, State):
-        return given
-    if inspect.iscoroutine(given):
-        given.close()  # or Python warns that it was never awaited
+def check_state(value: Any, what: str) -> State:
+    """Return the value that `what` returned. Raises RolloutRejectedError: it is no State."""
+    if isinstance(value, State):
+        return value
+    if inspect.iscoroutine(value):
+        value.close()  # or Python warns that it was never awaited
         raise RolloutRejectedError(f"{what} is async; it has to be a plain function")
-    raise RolloutRejectedError(f"{what} returned {given!r}, not a State")
+    raise RolloutRejectedError(f"{what} returned {value!r}, not a State")
 
 
 @functools.cache
 def _warn_of_a_late_count(kind: type[BaseEnvironment]) -> None:
-    """Its `update_state` has not counted the turn. Once, and only where it looks at the count."""
+    """Warn once of an `update_state` that looks at the step count and has not counted the turn."""
     code = getattr(kind.update_state, "__code__", None)
     if code is not None and "step_count" in code.co_names:
         log.warning(
@@ -171,7 +176,7 @@ def _warn_of_a_late_count(kind: type[BaseEnvironment]) -> None:
 
 
 def text_of(prompt: Prompt, after: int = 0) -> str:
-    """A prompt as text: itself, or the contents of its messages from number `after` on, a line each."""
+    """Return a prompt as text: itself, or the contents of its messages from number `after` on, a line each."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(str(message.get("content") or "") for message in prompt[after:])

@@ -65,7 +65,8 @@ class StateSource(EnvironmentSource):
             raise ConfigError(f'environments: {config.kind}: prompt_format = "text" has no system prompt')
 
     def task(self, index: int, split: Split = "train") -> Task:
-        """A pure function of its arguments where `reset` takes `index` or `seed`; else the next one (`in_order`)."""
+        """Return a task: a pure function of the arguments where `reset` takes `index` or `seed`, else the next one
+        (`in_order`)."""
         state = self._reset(index, split)
         prompt = self.template.build_prompt(state.copy())
         asked = self.format_prompt(prompt)
@@ -155,7 +156,7 @@ class StateSource(EnvironmentSource):
 
 
 def check_environment(kind: type[BaseEnvironment], what: str) -> None:
-    """Raises ConfigError: a class whose methods cannot be called as they will be."""
+    """Raises ConfigError: a method of the class cannot be called as the source will call it."""
     if missing := sorted(kind.__abstractmethods__):
         raise ConfigError(f"{what} does not define {', '.join(missing)}()")
     for name, arguments in {

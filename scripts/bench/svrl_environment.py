@@ -4,11 +4,11 @@ or two lines, for a model of half a million parameters; all else is SVRLEnvironm
 import random
 
 from mlx_parallm.environments.base import Split
-from mlx_parallm.environments.kinds.svrl import SVRLEnvironment, Tool, calculate
+from mlx_parallm.environments.kinds.svrl import SVRLEnvironment, VerificationTool, calculate
 from mlx_parallm.environments.state import Inference, Prompt, State
 
 BUDGET, COST, MAX_STEPS = 1.5, 1.0, 3  # one call can be paid, a second one cannot
-CALCULATOR = Tool("calc", calculate, COST, "the value of an expression")
+CALCULATOR = VerificationTool("calc", calculate, COST, "the value of an expression")
 TASKS = [{"prompt": f"{a}*{b}", "answer": str(a * b)} for a in range(10, 100) for b in range(10, 100)]
 random.Random(0).shuffle(TASKS)
 

@@ -1,10 +1,10 @@
-"""ConversationEnvironment: the policy talks with a user, who is scripted, a function, or a model.
+"""kind = "conversation": the policy talks with a user, who is scripted, a function, or a model.
 
     the script's first turn → policy → the script's next turn, then what `user` says → policy → …
         → an end signal, max_turns, or a user with nothing more to say
 
 The metadata of an episode holds the row's columns, `said` (the user's turns), and `ended_by`: "user" or "policy" (who
-gave the signal), "script" (the user had nothing more to say), or "turns".
+gave the end signal), "script" (the user had nothing more to say), or "turns".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,10 +46,10 @@ class ConversationEnvironment(BaseEnvironment):
         """
         Args:
             conversations: rows {"turns": [what the user says, …], …}, or a JSONL file of them.
-            user: says what comes after the script, None at the end: a function of the State, a reference to one
-                ("python:file.py:name"), a module with `generate` (another model), or the options of an `EndpointUser`.
-            max_turns: of the policy.
-            end_signals: whoever's turn holds one of them, whatever its case, ends the conversation.
+            user: returns what the user says after the script, None at the end: a function of the State, a reference to
+                one ("python:file.py:name"), a module with `generate` (another model), or an `EndpointUser`'s options.
+            max_turns: most turns of the policy.
+            end_signals: a turn that contains one of them, in any case, ends the conversation.
 
         Raises ConfigError: no conversations, one without turns, or a user that is none of these.
         """
@@ -76,7 +76,7 @@ class ConversationEnvironment(BaseEnvironment):
         return State(opening, metadata=row | {"said": [turns[0]], "ended_by": None})
 
     def update_state(self, state: State, response: str) -> State:
-        """Ends the conversation, or adds the user's next turn to it."""
+        """End the conversation, or add the user's next turn to it."""
         state = super().update_state(state, response)
         said = None
         if self._is_end(response):
@@ -134,7 +134,7 @@ class EndpointUser:
         self._fields = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
 
     def __call__(self, state: State) -> str:
-        """What the user says next. Blocks. Raises EndpointError."""
+        """Return what the user says next. Blocks. Raises EndpointError."""
         body = {**self._fields, "messages": as_seen_by_the_user(state, self._instructions)}
         answer = threads.ASYNC_FUNCTIONS.submit(self._endpoint.post("/chat/completions", body)).result()
         try:
@@ -144,7 +144,7 @@ class EndpointUser:
 
 
 def as_seen_by_the_user(state: State, instructions: str) -> list[dict[str, str]]:
-    """A conversation from the other side: what the user said is the model's own, the policy is who asks."""
+    """Return the conversation from the user's side: the user's turns are the assistant's, the policy's the user's."""
     messages = [{"role": "system", "content": instructions}, {"role": "user", "content": "(The conversation begins.)"}]
     for own, turn in zip(state.metadata["said"], state.history, strict=True):
         messages += [{"role": "assistant", "content": own}, {"role": "user", "content": turn["response"]}]

@@ -1,9 +1,9 @@
-"""GymnasiumEnvironment: a text policy in any environment of gymnasium, which is imported only when one is made.
+"""kind = "gymnasium": a text policy in any environment of gymnasium, which is imported only when one is made.
 
     observation → text → policy → text → action → step → observation …, until terminated or truncated
 
-The metadata of an episode holds `seed`, `return` (the sum of the rewards), `actions` (what was done), `invalid_actions`
-(answers that were no action: nothing is done, but the turn counts), `terminated` and `truncated`.
+The metadata of an episode holds `seed`, `return` (the sum of the rewards), `actions`, `invalid_actions` (the number of
+answers that were no action: nothing is done, but the turn counts), `terminated` and `truncated`.
 """
 
 import json
@@ -25,7 +25,7 @@ WHOLE_NUMBER = re.compile(r"-?\d+")
 
 @dataclass
 class SimulationState(State):
-    """The simulation belongs to the episode: a copy of the State begins one of its own, from seed and actions."""
+    """A State with a live simulation. A copy starts a simulation of its own, from the seed and the actions."""
 
     def __post_init__(self) -> None:
         self.live: Any = None
@@ -58,8 +58,8 @@ class GymnasiumEnvironment(BaseEnvironment):
             instructions: stand before the first observation; default: what the actions are, where they are known.
             observation_text: an observation as text, or a reference to such a function ("python:file.py:name");
                 default: a string as it is, anything else as JSON.
-            action_of: the action that an answer means, None for none; default: for a Discrete space one of
-                `action_names`, else a number in it; for a Text space the answer; for others JSON.
+            action_of: returns the action of an answer, None for none; default: for a Discrete space one of
+                `action_names`, else a number in the answer; for a Text space the answer; for others JSON.
             action_names: of a Discrete space, in its order.
             max_steps: turns of the policy.
 
@@ -86,7 +86,7 @@ class GymnasiumEnvironment(BaseEnvironment):
         self._next = 0
 
     def reset(self, *, index: int | None = None, split: Split = "train") -> State:
-        """Episode `index` of a split has a seed of its own; without an index the next one."""
+        """Begin episode `index` of a split, which has its own seed; without an index the next one."""
         if index is None:
             index, self._next = self._next, self._next + 1
         seed = derive_seed(f"gymnasium {split}", self._seed if split == "train" else 0, index)
@@ -101,7 +101,7 @@ class GymnasiumEnvironment(BaseEnvironment):
         return state
 
     def update_state(self, state: State, response: str) -> State:
-        """Takes the action that the answer means, and shows what came of it."""
+        """Take the action of the answer and show the next observation."""
         if not isinstance(state, SimulationState):
             raise RolloutRejectedError("a GymnasiumEnvironment goes on from the State that its reset has made")
         state = super().update_state(state, response)
@@ -128,31 +128,30 @@ class GymnasiumEnvironment(BaseEnvironment):
         return state
 
     def end_episode(self, state: State) -> None:
-        """Closes the simulation, if it is open."""
+        """Close the simulation, if it is open."""
         if isinstance(state, SimulationState) and state.live is not None:
             live, state.live = state.live, None
             live.close()
 
     def _open(self) -> Any:
-        """Raises ConfigError: what gymnasium does not make."""
+        """Raises ConfigError: gymnasium cannot make it."""
         with user_code(f"gymnasium: {self._id or 'id is missing'}"):
             return self._gymnasium.make(self._id, **self._make)
 
     def _check_actions(self) -> None:
-        """Raises ConfigError: an action, as JSON has it, does not come back as one."""
+        """Raises ConfigError: an action does not survive a round trip through JSON."""
         try:
             fits = self._space.contains(self._space.from_jsonable([_plain(self._space.sample())])[0])
         except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError):
             fits = False
         if not fits:
             raise ConfigError(
-                f"gymnasium: {self._id} has the actions {self._space}, which answers in JSON do not give: say with"
-                " action_of what an answer means, or wrap it so that they are Discrete, MultiDiscrete, MultiBinary, Box"
-                " or Text"
+                f"gymnasium: {self._id} has the actions {self._space}, which an answer in JSON cannot express: set"
+                " action_of, or wrap it so that its actions are Discrete, MultiDiscrete, MultiBinary, Box or Text"
             )
 
     def _begin(self, state: SimulationState) -> Any:
-        """Starts the simulation, goes as far as the episode has come, and returns the last observation."""
+        """Start the simulation, repeat the episode's actions, and return the last observation."""
         state.live = self._open()
         with user_code(f"gymnasium: {self._id}", RolloutRejectedError):
             observation, _ = state.live.reset(seed=state.metadata["seed"])
@@ -180,7 +179,7 @@ class GymnasiumEnvironment(BaseEnvironment):
             return None
 
     def _discrete_action(self, text: str) -> int | None:
-        """The one name that stands in the answer, else its one whole number."""
+        """Return the one action name in the answer, else its one whole number."""
         words = [n for n, name in enumerate(self._names) if re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE)]
         if self._names:
             return int(self._space.start) + words[0] if len(words) == 1 else None
@@ -199,7 +198,7 @@ class GymnasiumEnvironment(BaseEnvironment):
 
 
 def episode_return(trajectories: Sequence[Trajectory]) -> list[float]:
-    """The reward function of these episodes: the sum of gymnasium's rewards."""
+    """Return gymnasium's rewards, summed over each episode: the default reward function."""
     return [trajectory.metadata["return"] for trajectory in trajectories]
 
 
@@ -220,7 +219,7 @@ def _observation_text(observation: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """numpy's numbers and arrays as Python's."""
+    """Return numpy's numbers and arrays as Python's."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

@@ -1,8 +1,7 @@
 """kind = "reasoning_gym": tasks and verifiers of the reasoning-gym package, which is imported only when configured.
 
-The package draws item i of a data set from `seed + i`. Training and held-out items come from seeds that lie apart,
-and since small data sets repeat themselves under any seed, a hash of the question's text decides besides which split
-a question belongs to: no question is in both.
+The package draws item i of a data set from `seed + i`. Training and held-out items come from distant seeds. Small data
+sets repeat questions under any seed, so a hash of the question's text also decides its split: no question is in both.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ STRIDE = 7_919  # between two draws of one index
 
 
 def question_key(dataset: str, question: str) -> str:
-    """What makes two questions the same one; `tasks.split_of` of it is the question's split."""
+    """Return what identifies a question; `tasks.split_of` of it is the question's split."""
     return f"reasoning_gym/{dataset}:{question}"
 
 

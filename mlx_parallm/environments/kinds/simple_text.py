@@ -8,7 +8,7 @@ from mlx_parallm.errors import ConfigError
 
 
 class SimpleTextEnvironment(BaseEnvironment):
-    """Goes through its prompts again and again. A further step goes on where the answer stopped."""
+    """Repeats a list of prompts. A further step continues where the answer stopped."""
 
     def __init__(
         self,
@@ -17,7 +17,7 @@ class SimpleTextEnvironment(BaseEnvironment):
         max_steps: int = 1,
         completion_signals: Sequence[str] = ("[DONE]", "[COMPLETE]"),
     ) -> None:
-        """An answer that holds one of the `completion_signals` ends the episode before `max_steps`.
+        """An answer that contains one of the `completion_signals` ends the episode before `max_steps`.
 
         Raises ConfigError: no prompts, or no steps.
         """
@@ -30,7 +30,7 @@ class SimpleTextEnvironment(BaseEnvironment):
         self._indices = itertools.count()
 
     def reset(self, index: int | None = None) -> State:
-        """Prompt number `index`, counted round; without it the next one."""
+        """Begin prompt number `index`, counted modulo their number; without an index the next one."""
         prompt = self.prompts[(next(self._indices) if index is None else index) % len(self.prompts)]
         return State(prompt=prompt if isinstance(prompt, str) else [dict(message) for message in prompt])
 

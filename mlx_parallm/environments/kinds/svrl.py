@@ -1,9 +1,9 @@
-"""SVRLEnvironment: the policy may check its work with tools, which cost money, before it answers.
+"""kind = "svrl": the policy may check its work with tools that cost part of a budget before it answers.
 
     prompt (task, tools, costs, budget, last verifications) → answer → its USE_TOOL calls are made and paid → prompt …
         → FINAL ANSWER, budget spent, or max_steps
 
-What was paid stands in the State's metadata, where the reward reads it (`rewards.parts.SVRLRewardComputer`):
+The State's metadata holds what was paid, and the reward reads it there (`rewards.parts.SVRLRewardComputer`):
 `budget`, `spent`, `max_steps`, `final_answer`, and `tool_calls`, one dictionary for each call with `name`, `arguments`
 (the text that the tool was given), `ok`, `result`, `cost` (0 for a call that was not made) and `skipped` (the budget
 did not allow it). Everything that belongs to an episode is in its State, so that classes may be combined.
@@ -35,23 +35,22 @@ from mlx_parallm.execution.user_code import did_you_mean, is_reference, load_fun
 SHOWN_VERIFICATIONS = 3
 FINAL_ANSWER = re.compile(r"FINAL ANSWER:[ \t]*([^\n]*)", re.IGNORECASE)
 LONGEST_RESULT = 500  # characters of a tool's result that are shown
-
-
 LONGEST_EXPRESSION, LARGEST = 200, 1e300
-MOST_BITS = 4096  # of an integer that is raised to a power: the largest that a calculation may make
+MOST_BITS = 4096  # of the largest integer power that a calculation may make
 CODE_TIMEOUT_S = 5.0
 _NUMBERS_AND_SIGNS = re.compile(r"[0-9.eE+\-*/%()\s]*")  # so that there are no names, no texts, no calls
 
 
 @dataclass(frozen=True)
-class Tool:
-    """What a call of it costs, in the units of the budget, and what it does."""
+class VerificationTool:
+    """A tool that takes the text between the parentheses of a call and returns its result. An exception is a failed
+    call."""
 
     name: str
     call: Callable[[str], str]
     cost: float = 1.0
     description: str = ""
-    blocking: bool = False  # it takes long enough to hold up the other episodes
+    blocking: bool = False  # it takes long enough to delay the other episodes
 
 
 class SVRLEnvironment(BaseEnvironment):
@@ -62,7 +61,7 @@ class SVRLEnvironment(BaseEnvironment):
     def __init__(
         self,
         inference: Inference | None = None,
-        tools: Sequence[str | Tool | Callable[[str], str]] | None = None,
+        tools: Sequence[str | VerificationTool | Callable[[str], str]] | None = None,
         budget: float = 10.0,
         *,
         max_steps: int = 50,
@@ -74,15 +73,15 @@ class SVRLEnvironment(BaseEnvironment):
         """
         Args:
             tools: names of built-in ones ("verify_calculation", "check_facts", "run_code"), functions from text to text
-                or references to them ("python:file.py:name"), `Tool`s. Default: the built-in ones, check_facts only
+                or references to them ("python:file.py:name"), `VerificationTool`s. Default: the built-in ones, check_facts only
                 with `facts`.
-            budget: what an episode may spend; a call that costs more than is left is not made.
-            max_steps: turns of the policy.
+            budget: most that an episode may spend; a call that costs more than is left is not made.
+            max_steps: most turns of the policy.
             tasks: rows {"prompt", "answer", …}, or a JSONL file of them; default: `arithmetic_task`.
-            costs: by a tool's name, instead of its own (built-in: 1.0, 2.0, 1.5; functions: 1.0).
+            costs: costs by tool name, which replace the default ones (built-in: 1.0, 2.0, 1.5; functions: 1.0).
             facts: the table of "check_facts": term → what is known of it, or a JSON file.
 
-        Raises ConfigError: an unknown tool, two of one name, a cost, a budget or a number of steps that makes no sense.
+        Raises ConfigError: an unknown tool, two of one name, or a cost, budget or number of steps out of its range.
         """
         super().__init__(inference)
         if not budget > 0 or max_steps < 1:
@@ -94,7 +93,7 @@ class SVRLEnvironment(BaseEnvironment):
         self._next = 0
 
     def reset(self, *, index: int | None = None, split: Split = "train") -> State:
-        """Task `index` of a split; without an index the next one."""
+        """Begin task `index` of a split; without an index the next one."""
         if index is None:
             index, self._next = self._next, self._next + 1
         if self._rows is None:
@@ -106,7 +105,7 @@ class SVRLEnvironment(BaseEnvironment):
         return state
 
     def build_prompt(self, state: State) -> Prompt:
-        """The task, the tools with their costs, the budget, and what the last verifications found."""
+        """Return the task, the tools with their costs, the budget, and the results of the last verifications."""
         noted = self._account(state)
         about = [
             "Before you answer you may verify. A call is written USE_TOOL[name](input). Tools:",
@@ -118,13 +117,13 @@ class SVRLEnvironment(BaseEnvironment):
         return _with(super().build_prompt(state), "\n".join(about))
 
     def last_verifications(self, state: State) -> list[str]:
-        """What became of the last calls, a line each."""
+        """Return the last calls and their results, a line each."""
         calls = self._account(state)["tool_calls"][-SHOWN_VERIFICATIONS:]
         return [f"{_written(call)} -> {call['result'][:LONGEST_RESULT]}" for call in calls]
 
     def update_state(self, state: State, response: str) -> State:
-        """Makes and pays the calls that stand before the final answer; ends the episode when it is there, when nothing
-        is left to spend, or with the last step."""
+        """Make and pay the calls before the final answer. The episode ends with that answer, when nothing is left to
+        spend, or with the last step."""
         state = super().update_state(state, response)
         noted = self._account(state)
         answer = FINAL_ANSWER.search(response)
@@ -140,7 +139,7 @@ class SVRLEnvironment(BaseEnvironment):
         return state
 
     def _account(self, state: State) -> dict[str, Any]:
-        """The State's metadata, with an account of its own, whoever made the State."""
+        """Return the State's metadata, with an account in it whichever class made the State."""
         for name, value in {"budget": self.budget, "spent": 0.0, "max_steps": self.max_steps}.items():
             state.metadata.setdefault(name, value)
         state.metadata.setdefault("tool_calls", [])
@@ -148,7 +147,7 @@ class SVRLEnvironment(BaseEnvironment):
         return state.metadata
 
     def _call(self, name: str, given: str, left: float) -> dict[str, Any]:
-        """The record of one call, made if it exists and is not too dear."""
+        """Return the record of one call, made if the tool exists and the budget allows it."""
         tool = self.tools.get(name)
         if tool is None:
             return _record(name, given, f"there is no such tool, only {', '.join(self.tools)}")
@@ -163,7 +162,7 @@ class SVRLEnvironment(BaseEnvironment):
 
 
 def arithmetic_task(index: int, split: Split = "train", seed: int = 0) -> dict[str, str]:
-    """Task `index`: two numbers of two digits multiplied, and one of three digits added or taken away."""
+    """Return task `index`: two numbers of two digits multiplied, and one of three digits added or subtracted."""
     rng = random.Random(f"arithmetic/{seed if split == 'train' else 'heldout'}/{index}")
     while True:
         a, b, c = rng.randrange(12, 100), rng.randrange(12, 100), rng.randrange(100, 1000)
@@ -174,16 +173,16 @@ def arithmetic_task(index: int, split: Split = "train", seed: int = 0) -> dict[s
 
 
 def _make_tools(
-    given: Sequence[str | Tool | Callable[[str], str]] | None,
+    given: Sequence[str | VerificationTool | Callable[[str], str]] | None,
     facts: Mapping[str, str] | str | Path | None,
     costs: Mapping[str, float],
-) -> list[Tool]:
-    built_in: dict[str, Callable[[], Tool]] = {"verify_calculation": calculator, "run_code": code_runner}
+) -> list[VerificationTool]:
+    built_in: dict[str, Callable[[], VerificationTool]] = {"verify_calculation": calculator, "run_code": code_runner}
     if facts is not None:
         built_in["check_facts"] = lambda: fact_table(facts)
     tools = []
     for entry in list(built_in) if given is None else given:
-        if isinstance(entry, Tool):
+        if isinstance(entry, VerificationTool):
             tools.append(entry)
         elif isinstance(entry, str) and not is_reference(entry):
             if entry not in built_in:
@@ -193,7 +192,7 @@ def _make_tools(
         else:
             call = load_function_of(("text",), entry, "svrl: tools") if isinstance(entry, str) else entry
             description = (call.__doc__ or "").strip().partition("\n")[0]
-            tools.append(Tool(name_of(call), call, description=description, blocking=True))
+            tools.append(VerificationTool(name_of(call), call, description=description, blocking=True))
     names = [tool.name for tool in tools]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"svrl: two tools are called {twice[0]!r}")
@@ -218,13 +217,13 @@ def _written(call: Mapping[str, Any]) -> str:
 
 
 def _input_of(call: str) -> str:
-    """What stands between the parentheses of `USE_TOOL[name](…)`, without quotation marks around it."""
+    """Return the text between the parentheses of `USE_TOOL[name](…)`, without quotation marks around it."""
     text = call[call.index("(", call.index("]")) + 1 :].removesuffix(")").strip()
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
 
 def _with(prompt: Prompt, about: str) -> Prompt:
-    """The text below a prompt, or below the last of its messages."""
+    """Return the prompt with a text below it, or below the last of its messages."""
     if isinstance(prompt, str):
         return f"{prompt}\n\n{about}"
     *earlier, last = prompt
@@ -234,13 +233,15 @@ def _with(prompt: Prompt, about: str) -> Prompt:
 # --- the built-in tools
 
 
-def calculator(cost: float = 1.0) -> Tool:
-    """`verify_calculation`: the value of an expression; of an equation, whether it holds."""
-    return Tool("verify_calculation", calculate, cost, "the value of an expression, or whether an equation holds")
+def calculator(cost: float = 1.0) -> VerificationTool:
+    """Make `verify_calculation`: the value of an expression; of an equation, whether it holds."""
+    return VerificationTool(
+        "verify_calculation", calculate, cost, "the value of an expression, or whether an equation holds"
+    )
 
 
-def fact_table(facts: Mapping[str, str] | str | Path, cost: float = 2.0) -> Tool:
-    """`check_facts`: the entry of a table, but for case and white space. `facts`: a mapping, or a JSON file of one.
+def fact_table(facts: Mapping[str, str] | str | Path, cost: float = 2.0) -> VerificationTool:
+    """Make `check_facts`: looks up an entry, ignoring case and white space. `facts`: a mapping, or a JSON file of one.
 
     Raises ConfigError: a file that is not such a table.
     """
@@ -252,11 +253,11 @@ def fact_table(facts: Mapping[str, str] | str | Path, cost: float = 2.0) -> Tool
             raise ToolFailedError("not in the table")
         return found
 
-    return Tool("check_facts", look_up, cost, "what the table of facts says of a term")
+    return VerificationTool("check_facts", look_up, cost, "what the table of facts says of a term")
 
 
-def code_runner(cost: float = 1.5, *, timeout_s: float = CODE_TIMEOUT_S) -> Tool:
-    """`run_code`: what a Python program prints, in the sandbox. Raises ConfigError: the sandbox cannot protect."""
+def code_runner(cost: float = 1.5, *, timeout_s: float = CODE_TIMEOUT_S) -> VerificationTool:
+    """Make `run_code`: what a Python program prints, in the sandbox. Raises ConfigError: the sandbox cannot protect."""
     sandbox = Sandbox(timeout_s=timeout_s)
 
     def run(code: str) -> str:
@@ -266,11 +267,11 @@ def code_runner(cost: float = 1.5, *, timeout_s: float = CODE_TIMEOUT_S) -> Tool
             raise ToolFailedError(last_words or f"it did not end well: {result.outcome}")
         return result.stdout.strip()
 
-    return Tool("run_code", run, cost, "what a Python program prints", blocking=True)
+    return VerificationTool("run_code", run, cost, "what a Python program prints", blocking=True)
 
 
 def calculate(text: str) -> str:
-    """ "84" for "12*7"; "true" or "false: it is 84" for "12*7 = 81". Raises ToolFailedError."""
+    """Return "84" for "12*7", and "false: it is 84" or "true" for an equation. Raises ToolFailedError."""
     expression, equals, claim = text.partition("=")
     value = _evaluate(expression)
     if not equals:
@@ -281,7 +282,7 @@ def calculate(text: str) -> str:
 
 
 def _evaluate(expression: str) -> float:
-    """Numbers, + - * / // % ** and parentheses. Raises ToolFailedError."""
+    """Evaluate numbers, + - * / // % ** and parentheses. Raises ToolFailedError."""
     if len(expression) > LONGEST_EXPRESSION or not _NUMBERS_AND_SIGNS.fullmatch(expression):
         raise ToolFailedError(f"that is no expression of numbers and signs of at most {LONGEST_EXPRESSION} characters")
     try:

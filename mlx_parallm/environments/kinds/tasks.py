@@ -34,7 +34,7 @@ class Problem:
     messages: tuple[dict[str, str], ...]
     answer: str
     key: str
-    """What makes two problems the same problem: the split is decided by its hash."""
+    """Identifies the problem; its hash decides the split."""
 
 
 def _problem(task: str, question: str, answer: str, payload: str) -> Problem:

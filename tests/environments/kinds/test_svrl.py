@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.kinds.svrl import SVRLEnvironment, Tool, arithmetic_task, calculate
+from mlx_parallm.environments.kinds.svrl import SVRLEnvironment, VerificationTool, arithmetic_task, calculate
 from mlx_parallm.environments.registry import build_sources, create_environment
 from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.errors import ConfigError
@@ -61,7 +61,7 @@ def test_the_reward_reads_what_was_spent():
 
 def test_a_call_beyond_the_budget_is_not_made_and_that_is_said():
     made = []
-    tool = Tool("ask", lambda text: made.append(text) or "yes", cost=2.0)
+    tool = VerificationTool("ask", lambda text: made.append(text) or "yes", cost=2.0)
     environment = svrl("USE_TOOL[ask](a) USE_TOOL[ask](b)", "FINAL ANSWER: x", tools=[tool], budget=3.0)
     state = play(environment)
     assert made == ["a"]
