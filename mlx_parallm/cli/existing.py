@@ -93,14 +93,13 @@ def evaluate(parser: ArgumentParser) -> Run:
             parser.error("--concurrency: at least 1")
         from rich.console import Console
 
-        if args.compare:
-            from mlx_parallm.tools.eval_compare import compare
-
-            first, second = args.compare
-            compare(first, second, Console())
-            return 0
         from mlx_parallm.system.log import configure_logging
         from mlx_parallm.tools import eval as evaluation
+
+        if args.compare:
+            first, second = args.compare
+            evaluation.compare(first, second, Console())
+            return 0
 
         configure_logging(level="warning")
         config = load(args.config, [*args.set, *_evaluation_flags(args)])

@@ -43,6 +43,60 @@ class EpisodeOver(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """A turn that an episode asks for."""
+
+    name: str
+    prompt: Prompt
+    config: EnvironmentConfig
+    seed: int
+    overrides: Mapping[str, Any]  # of SamplingParams, set by the environment
+    options: Mapping[str, Any]  # for the chat template
+
+
+@dataclass(frozen=True, slots=True)
+class LastTurn:
+    prompt: Prompt
+    options: Mapping[str, Any]
+    completion: Completion
+
+
+class TurnPolicy(Protocol):
+    """Plays the policy's part in episodes. `EpisodePolicy` is the engine; `tools/eval.py` has one for an endpoint."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def client(self) -> object:
+        """What an `InferenceModule` of the same policy recognises it by."""
+
+    @property
+    def adapter(self) -> str | None: ...
+
+    @property
+    def since(self) -> float:
+        """When `adapter` was chosen, by time.monotonic()."""
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of one sequence."""
+
+    def with_sampling(self, temperature: float, top_p: float) -> "TurnPolicy": ...
+
+    def open_group(self, turn: TurnRequest, n: int) -> Request | None:
+        """Return one request for the first turn of n episodes; None: each of them asks for its first turn."""
+
+    async def sample(
+        self, turn: TurnRequest, sequences: list[SequenceRecorder], last: LastTurn | None
+    ) -> Completion | None:
+        """Sample a turn, and record its prompt in the last of `sequences`, which is new where the turn starts one.
+
+        Returns None: there is no room for another turn. Raises RolloutRejectedError: not even for the first.
+        """
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodePolicy:
     """The engine that answers, and how it samples. `temperature` 0 is greedy, `adapter` None the base."""
 
@@ -54,27 +108,40 @@ class EpisodePolicy:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     top_p: float = 1.0
     priority: int = 0  # of its requests; lower goes first
-    since: float = field(default_factory=time.monotonic)  # when `adapter` was chosen
+    since: float = field(default_factory=time.monotonic)
     tokenizer_lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
     """Environments on several threads share the tokenizer: a large one takes seconds to load and much memory."""
 
     @property
     def longest(self) -> int:
-        """Most tokens of one sequence."""
         return min(self.max_token_length, self.client.max_model_len)
 
-    def params(self, config: EnvironmentConfig, *, room: int, seed: int, n: int = 1) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            max_tokens=min(config.max_tokens, room),
-            n=n,
-            seed=seed,
-            stop=config.stop,
-        )
+    def with_sampling(self, temperature: float, top_p: float) -> "EpisodePolicy":
+        return dataclasses.replace(self, temperature=temperature, top_p=top_p)
 
-    def request(self, name: str, token_ids: Sequence[int], params: SamplingParams) -> Request:
-        return Request(name, tuple(token_ids), params, adapter=self.adapter, priority=self.priority)
+    def open_group(self, turn: TurnRequest, n: int) -> Request:
+        """Raises RolloutRejectedError: the prompt leaves no room."""
+        token_ids = self.ids(turn.prompt, turn.config, turn.options)
+        room = self.longest - len(token_ids)
+        if room < 1:
+            raise RolloutRejectedError(_no_room(len(token_ids), self.longest))
+        return self._request(turn, token_ids, room, n)
+
+    async def sample(
+        self, turn: TurnRequest, sequences: list[SequenceRecorder], last: LastTurn | None
+    ) -> Completion | None:
+        sequence, added = self._follow(turn, sequences, last)
+        token_ids = (*sequence.token_ids, *added)
+        room = self.longest - len(token_ids)
+        if room < 1 and not sequences:
+            raise RolloutRejectedError(_no_room(len(token_ids), self.longest))
+        if room < 1:
+            return None
+        output = await self.client.generate(self._request(turn, token_ids, room))
+        sequence.add_prompt(added)
+        if sequence not in sequences:
+            sequences.append(sequence)
+        return output.completions[0]
 
     def ids(self, prompt: Prompt, config: EnvironmentConfig, options: Mapping[str, Any]) -> list[int]:
         """Return the tokens of a prompt on its own. Raises RequestError: the template refuses the messages."""
@@ -83,21 +150,36 @@ class EpisodePolicy:
                 return self.tokenizer.encode(prompt)
             return self.tokenizer.render_chat(prompt, template_kwargs=self._kwargs(config), **options)
 
-    def continuation(
-        self, last: "_LastTurn", prompt: Prompt, config: EnvironmentConfig, options: Mapping[str, Any], last_token: int
-    ) -> list[int] | None:
-        """Return the tokens that `prompt` adds after the last turn; None: it does not go on from it."""
-        if isinstance(prompt, str) != isinstance(last.prompt, str):
-            return None
-        with self.tokenizer_lock:
-            return continuation(
-                self.tokenizer,
-                self._text(last.prompt, config, last.options),
-                last.completion.text,
-                self._text(prompt, config, options),
-                last_token=last_token,
-                stop=last.completion.stop_reason,
-            )
+    def _request(self, turn: TurnRequest, token_ids: Sequence[int], room: int, n: int = 1) -> Request:
+        overrides = dict(turn.overrides)
+        params = SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=min(turn.config.max_tokens, room, overrides.pop("max_tokens", room)),
+            n=n,
+            seed=turn.seed,
+            stop=turn.config.stop,
+        )
+        params = dataclasses.replace(params, **overrides)
+        return Request(turn.name, tuple(token_ids), params, adapter=self.adapter, priority=self.priority)
+
+    def _follow(
+        self, turn: TurnRequest, sequences: Sequence[SequenceRecorder], last: LastTurn | None
+    ) -> tuple[SequenceRecorder, list[int]]:
+        """Return the sequence that a turn belongs to, the last one or a new one, and the tokens that it adds."""
+        if last is not None and isinstance(turn.prompt, str) == isinstance(last.prompt, str):
+            with self.tokenizer_lock:
+                added = continuation(
+                    self.tokenizer,
+                    self._text(last.prompt, turn.config, last.options),
+                    last.completion.text,
+                    self._text(turn.prompt, turn.config, turn.options),
+                    last_token=sequences[-1].last_token,
+                    stop=last.completion.stop_reason,
+                )
+            if added is not None:
+                return sequences[-1], added
+        return SequenceRecorder(()), self.ids(turn.prompt, turn.config, turn.options)
 
     def _text(self, prompt: Prompt, config: EnvironmentConfig, options: Mapping[str, Any]) -> str:
         if isinstance(prompt, str):
@@ -124,19 +206,12 @@ class Opening:
     completion: Completion
 
 
-@dataclass(frozen=True, slots=True)
-class _LastTurn:
-    prompt: Prompt
-    options: Mapping[str, Any]
-    completion: Completion
-
-
 class Episode:
     """Belongs to the asyncio loop that made it; `generate` is for other threads."""
 
     def __init__(
         self,
-        policy: EpisodePolicy,
+        policy: TurnPolicy,
         config: EnvironmentConfig,
         *,
         group_id: str,
@@ -160,7 +235,7 @@ class Episode:
         self._seed, self._number = seed, number
         self._sequences: list[SequenceRecorder] = []
         self._turns: list[Turn] = []
-        self._last: _LastTurn | None = None
+        self._last: LastTurn | None = None
         self._failure: str | None = None
         self._one_at_a_time = asyncio.Lock()
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
@@ -172,7 +247,7 @@ class Episode:
     # so that another model's answers inside a step (one that plays the user, a judge) stay out of the trajectory.
 
     @property
-    def client(self) -> PolicyClient:
+    def client(self) -> object:
         return self._policy.client
 
     @property
@@ -252,7 +327,7 @@ class Episode:
                 completion = await self._sample(asked, overrides, options)
             self._sequences[-1].add_sampled(completion)
             self._turns.append(Turn(self._new_text(asked), completion.text))
-            self._last = _LastTurn(asked, options, completion)
+            self._last = LastTurn(asked, options, completion)
             if completion.finish_reason not in ("stop", "length"):
                 self._failure = completion.error or f"generation ended with {completion.finish_reason!r}"
                 self.close()
@@ -269,33 +344,15 @@ class Episode:
 
     async def _sample(self, prompt: Prompt, overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Completion:
         """Sample a turn. Nothing is recorded of one that was not sampled to its end."""
-        policy, turn = self._policy, len(self._turns)
-        sequence, added = self._follow(prompt, options)
-        token_ids = (*sequence.token_ids, *added)
-        room = policy.longest - len(token_ids)
-        if room < 1 and not self._sequences:
-            raise RolloutRejectedError(no_room(len(token_ids), policy.longest))
-        if room < 1:
+        number = len(self._turns)
+        seed = derive_seed("turn", self._seed, self._number, number)
+        turn = TurnRequest(f"{self.name}/{number}", prompt, self._config, seed, overrides, options)
+        completion = await self._policy.sample(turn, self._sequences, self._last)
+        if completion is None:
             self.cut = self._full = True
             self.close()
             raise EpisodeOver
-        room = min(room, overrides.get("max_tokens", room))
-        params = policy.params(self._config, room=room, seed=derive_seed("turn", self._seed, self._number, turn))
-        params = dataclasses.replace(params, **{**overrides, "max_tokens": params.max_tokens})
-        output = await policy.client.generate(policy.request(f"{self.name}/{turn}", token_ids, params))
-        sequence.add_prompt(added)
-        if sequence not in self._sequences:
-            self._sequences.append(sequence)
-        return output.completions[0]
-
-    def _follow(self, prompt: Prompt, options: Mapping[str, Any]) -> tuple[SequenceRecorder, list[int]]:
-        """Return the sequence that `prompt` belongs to, the last one or a new one, and the tokens that it adds."""
-        if self._last is not None:
-            sequence = self._sequences[-1]
-            added = self._policy.continuation(self._last, prompt, self._config, options, sequence.last_token)
-            if added is not None:
-                return sequence, added
-        return SequenceRecorder(()), self._policy.ids(prompt, self._config, options)
+        return completion
 
     def _new_text(self, prompt: Prompt) -> str:
         """Return a text as it is, and of messages those that are new since the last turn."""
@@ -353,7 +410,7 @@ def failed_trajectories(group_id: str, size: int, temperature: float, failure: s
     return tuple(Trajectory("", rollout, step_count=0, group_id=group_id) for _ in range(size))
 
 
-def no_room(prompt_tokens: int, longest: int) -> str:
+def _no_room(prompt_tokens: int, longest: int) -> str:
     return f"the prompt has {prompt_tokens} tokens, at most {longest} are allowed"
 
 

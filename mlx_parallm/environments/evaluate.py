@@ -16,7 +16,7 @@ from typing import Any
 from mlx_parallm.config.evaluation import EvaluationConfig, pass_ks
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource, Task
-from mlx_parallm.environments.episode import EpisodePolicy
+from mlx_parallm.environments.episode import TurnPolicy
 from mlx_parallm.environments.estimates import estimate, pass_at_k
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
@@ -25,7 +25,6 @@ from mlx_parallm.execution.user_code import is_reference, user_code
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.types import ChatTokenizer, PolicyClient
 
 ABSOLUTE = "absolute"  # the reward_method that needs no group
 SOLVED = 1.0 - 1e-9
@@ -210,15 +209,10 @@ def overall_score(evaluations: Sequence[Evaluation]) -> float | None:
 
 
 async def evaluate(
-    client: PolicyClient,
+    policy: TurnPolicy,
     problems: Sequence[ProblemSet],
-    tokenizer: ChatTokenizer,
     settings: EvaluationConfig,
     *,
-    max_token_length: int,
-    adapter: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    priority: int = 0,
     max_in_flight: int = 64,
     answered: Callable[[], None] = lambda: None,
 ) -> list[Evaluation]:
@@ -227,25 +221,12 @@ async def evaluate(
     The sampled answers of a problem have the same seeds in each evaluation, so two of them differ by the weights alone.
 
     Args:
-        priority: of the requests, as in `types.Request`.
+        policy: who answers; `settings` say how it samples.
         max_in_flight: episodes that are played at once.
         answered: called after each of them.
     """
-
-    def runner(temperature: float, top_p: float) -> EpisodeRunner:
-        policy = EpisodePolicy(
-            client,
-            tokenizer,
-            temperature=temperature,
-            top_p=top_p,
-            max_token_length=max_token_length,
-            adapter=adapter,
-            template_kwargs=template_kwargs or {},
-            priority=priority,
-        )
-        return EpisodeRunner(policy)
-
-    greedy, sampled = runner(0.0, 1.0), runner(settings.temperature, settings.top_p)
+    greedy = EpisodeRunner(policy.with_sampling(0.0, 1.0))
+    sampled = EpisodeRunner(policy.with_sampling(settings.temperature, settings.top_p))
     slots = asyncio.Semaphore(max_in_flight)
 
     async def play(

@@ -18,9 +18,16 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Split, Task
-from mlx_parallm.environments.episode import CURRENT, Episode, EpisodeOver, EpisodePolicy, Opening, no_room
+from mlx_parallm.environments.episode import (
+    CURRENT,
+    Episode,
+    EpisodeOver,
+    EpisodePolicy,
+    Opening,
+    TurnPolicy,
+    TurnRequest,
+)
 from mlx_parallm.errors import EndpointError, EngineUnavailableError, ParallmError, RolloutRejectedError
 from mlx_parallm.rewards.base import score_group
 from mlx_parallm.system.loop_thread import LoopThread
@@ -70,11 +77,12 @@ class _Job:
 
 
 class EpisodeRunner:
-    def __init__(self, policy: EpisodePolicy) -> None:
+    def __init__(self, policy: TurnPolicy) -> None:
         self._policy = policy
 
     def use_adapter(self, adapter: str | None) -> None:
         """Sample with `adapter` in the groups that start from now on."""
+        assert isinstance(self._policy, EpisodePolicy), "an endpoint has no adapters"
         self._policy = dataclasses.replace(self._policy, adapter=adapter, since=time.monotonic())
 
     async def run(self, plans: Sequence[GroupPlan]) -> list[GroupResult]:
@@ -93,23 +101,11 @@ class EpisodeRunner:
             task = plan.task or source.task(plan.task_index, plan.split)
             if not isinstance(task, Task):
                 raise RolloutRejectedError(f"{type(source).__name__}.task returned {task!r}, not a Task")
-            request = self._opening(plan, task) if source.opens_together else None
+            opening = TurnRequest(plan.group_id, task.opening, config, plan.seed, {}, {})
+            request = self._policy.open_group(opening, plan.size) if source.opens_together else None
         if outcome.failure is not None:
             return _failed(plan, outcome)
         return _Job(plan, task, asyncio.get_running_loop().time() + config.timeout_s, request)
-
-    def _opening(self, plan: GroupPlan, task: Task) -> Request:
-        policy, config = self._policy, plan.source.config
-        prompt = policy.ids(task.opening, config, {})
-        room = policy.longest - len(prompt)
-        if room < 1:
-            raise RolloutRejectedError(no_room(len(prompt), policy.longest))
-        params = policy.params(config, room=room, seed=plan.seed, n=plan.size)
-        return policy.request(plan.group_id, prompt, params)
-
-    def render_prompt(self, task: Task, config: EnvironmentConfig) -> list[int]:
-        """Return the token ids that open every episode of `task`. Raises RequestError."""
-        return self._policy.ids(task.opening, config, {})
 
     async def _play(self, jobs: Sequence[_Job]) -> list[GroupResult]:
         together = [job for job in jobs if job.request is not None]
@@ -129,9 +125,10 @@ class EpisodeRunner:
 
     async def _ask(self, jobs: Sequence[_Job]) -> list[RequestOutput]:
         requests = [job.request for job in jobs if job.request is not None]
+        client: Any = self._policy.client  # an engine's, where there are requests
         if len(requests) == 1:
-            return [await self._policy.client.generate(requests[0])]
-        return await self._policy.client.generate_many(requests)
+            return [await client.generate(requests[0])]
+        return await client.generate_many(requests)
 
     async def _finish(self, job: _Job, output: RequestOutput | None) -> GroupResult:
         first: Sequence[Completion | None] = output.completions if output else [None] * job.plan.size

@@ -174,23 +174,23 @@ class EngineBackend:
             self._greedy.popitem(last=False)
 
 
-def own_format(tokenizer: Tokenizer) -> OwnFormat | None:
+def own_format(tokenizer: Tokenizer | None) -> OwnFormat | None:
     """How the model itself writes calls, where mlx-lm knows it."""
-    if tokenizer.tool_markers is None or tokenizer.parse_tool_call is None:
+    if tokenizer is None or tokenizer.tool_markers is None or tokenizer.parse_tool_call is None:
         return None
     return OwnFormat(tokenizer.tool_markers, tokenizer.parse_tool_call)
 
 
 def told_of(
-    prompt: Prompt, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+    prompt: Prompt, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None
 ) -> tuple[Any, list[dict[str, Any]] | None]:
     """The prompt that tells the model of the tools, and the `tools` of its chat template: the template's way where it
     takes tools, else in words. With a chat template a text becomes a user's message. Token ids stay as they are."""
     if not isinstance(prompt, str) and not is_messages(prompt):
         return prompt, None
-    if tokenizer.has_chat_template and isinstance(prompt, str):
+    if tokenizer is not None and tokenizer.has_chat_template and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if tokenizer.template_takes_tools:
+    if tokenizer is not None and tokenizer.template_takes_tools:
         return prompt, openai_tools(tools)
     return with_instructions(prompt, tools), None
 

@@ -337,7 +337,7 @@ class InferenceModule:
         """The episode that the calling code belongs to, where this module is its policy, or was when it began and has
         been given an adapter by training since."""
         episode = CURRENT.get()
-        if episode is None or episode.client is not self.client:
+        if episode is None or episode.client is not (self if self.client is None else self.client):
             return None
         began_as_base = episode.adapter is None and episode.since < self._trained_since
         return episode if began_as_base or episode.adapter == self.adapter else None
@@ -346,7 +346,6 @@ class InferenceModule:
         self, episode: Episode, prompts: Any, tools: Any, formats: Any, options: Mapping[str, Any]
     ) -> tuple[str, ParsedCalls]:
         prompt, params = _one_turn(prompts, options)
-        assert self.tokenizer is not None, "an episode is of an engine"
         told, given = told_of(prompt, tools, self.tokenizer)
         own = own_format(self.tokenizer)
         asked = {**params, **({"tools": given} if given else {})}

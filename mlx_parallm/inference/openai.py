@@ -36,6 +36,7 @@ class OpenAIBackend:
         root = self._endpoint.base_url.removesuffix("/v1")
         self._root = open_endpoint(root)  # /tokenize lies there
         self._gives_token_ids = True
+        self.completion_tokens = 0  # of all answers so far, as the endpoint counts them
 
     async def generate(
         self, prompts: Sequence[Prompt], params: Mapping[str, Any], *, logprobs: bool
@@ -79,6 +80,7 @@ class OpenAIBackend:
             asked = {"logprobs": 0} if logprobs else {}
             given = prompt if isinstance(prompt, str) else list(prompt)
             reply = await self._post("/completions", {"prompt": given, **body, **asked})
+        self.completion_tokens += (reply.get("usage") or {}).get("completion_tokens") or 0
         return [_answer(choice, reply, logprobs=logprobs) for choice in _choices(reply)]
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:

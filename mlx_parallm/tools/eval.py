@@ -1,15 +1,15 @@
-"""`mlx_parallm_eval`: held-out problems answered by a model on this machine or by any OpenAI endpoint.
+"""`mlx_parallm_eval`: answers held-out problems with a model on this machine or over any OpenAI endpoint.
 
-    evaluate_here, evaluate_endpoint → Result → show, write
+    evaluate_here, evaluate_endpoint → Result → show, write;  compare: two written results
 
-The problems, the ways to answer and the numbers are those of a training run's [evaluation] (environments/evaluate.py).
+Problems, episodes and numbers are those of a training run's [evaluation] (environments/evaluate.py).
 """
 
 import asyncio
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlx_parallm.config.load import Config
+from mlx_parallm.environments.episode import EpisodePolicy, LastTurn, TurnPolicy, TurnRequest
 from mlx_parallm.environments.evaluate import (
     Evaluation,
     ProblemSet,
@@ -27,16 +28,20 @@ from mlx_parallm.environments.evaluate import (
     evaluate,
     overall_score,
 )
+from mlx_parallm.environments.trajectory import UNKNOWN_VERSION, SequenceRecorder
 from mlx_parallm.errors import ConfigError, EndpointError, EnvironmentFailedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.inference.module import InferenceModule
+from mlx_parallm.inference.openai import OpenAIBackend
+from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, Shown, write_page
 from mlx_parallm.system.files import write_atomically
-from mlx_parallm.tools.eval_compare import RESULTS_FILE
-from mlx_parallm.tools.eval_endpoint import UNBOUNDED, CharacterTokenizer, EndpointPolicy
-from mlx_parallm.types import PolicyClient
+from mlx_parallm.types import Completion
 
+RESULTS_FILE = "results.json"
 RETRIES = 6
+SEEDS = 2**31  # most endpoints take a signed 32-bit number
+UNBOUNDED = 2**31 - 1  # tokens: the endpoint refuses what is too long for its model
 ON_PAGE = 300  # answers; samples.jsonl has all
 NO_ROUTE = (404, 405, 501)
 
@@ -53,11 +58,11 @@ class Result:
     completion_tokens: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        keys = ("problems", "greedy", "samples", "temperature", "top_p")
+        settings = {"problems", "greedy", "samples", "temperature", "top_p"}
         return {
             "model": self.model,
             "url": self.url,
-            "settings": {key: getattr(self.config.evaluation, key) for key in keys},
+            "settings": self.config.evaluation.model_dump(include=settings),
             "seconds": self.seconds,
             "completion_tokens": self.completion_tokens,
             "score": overall_score(self.evaluations),
@@ -65,43 +70,107 @@ class Result:
         }
 
 
+@dataclass(frozen=True)
+class EndpointPolicy:
+    """`TurnPolicy` of an endpoint: it gets prompts as text or messages, and records tokens where it returns their ids.
+
+    `client` is the module through which code inside the episodes asks the same model.
+    """
+
+    backend: OpenAIBackend
+    client: InferenceModule
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    temperature: float = 0.0
+    top_p: float = 1.0
+    adapter: str | None = None
+    since: float = 0.0
+    longest: int = UNBOUNDED
+
+    def with_sampling(self, temperature: float, top_p: float) -> "EndpointPolicy":
+        return replace(self, temperature=temperature, top_p=top_p)
+
+    def open_group(self, turn: TurnRequest, n: int) -> None:
+        """Not every endpoint takes `n`."""
+
+    async def sample(self, turn: TurnRequest, sequences: list[SequenceRecorder], last: LastTurn | None) -> Completion:
+        """Raises EndpointError."""
+        template_kwargs = {**self.template_kwargs, **turn.config.chat_template_kwargs}
+        optional = {
+            "top_p": self.top_p if self.top_p < 1 else None,
+            "stop": turn.config.stop or None,
+            "chat_template_kwargs": template_kwargs or None,
+        }
+        params = {
+            "temperature": self.temperature,
+            "seed": turn.seed % SEEDS,
+            **{name: value for name, value in optional.items() if value is not None},
+            **turn.options,
+            **turn.overrides,
+            "max_tokens": min(turn.config.max_tokens, turn.overrides.get("max_tokens", UNBOUNDED)),
+        }
+        [[answer]] = await self.backend.generate([turn.prompt], params, logprobs=False)
+        sequences.append(SequenceRecorder(answer.prompt_token_ids or ()))
+        token_ids = answer.token_ids or ()
+        return Completion(
+            index=0,
+            text=answer.text,
+            token_ids=token_ids,
+            logprobs=(0.0,) * len(token_ids),
+            processed_logprobs=None,
+            top_logprobs=None,
+            policy_versions=(UNKNOWN_VERSION,) * len(token_ids),
+            finish_reason="length" if answer.finish_reason == "length" else "stop",
+        )
+
+
 def evaluate_here(config: Config, max_in_flight: int) -> Result:
-    """By the model of the configuration, in this process. Raises ConfigError, ModelError, EnvironmentFailedError."""
+    """Evaluate the model of the configuration in this process.
+
+    Raises ConfigError, ModelError, EnvironmentFailedError.
+    """
     problems = _problems(config)
     with InferenceModule(config=config) as inference:
-        client, tokenizer = inference.client, inference.tokenizer
-        assert client is not None and tokenizer is not None, "an engine of its own has both"
+        assert inference.client is not None and inference.tokenizer is not None, "it has an engine"
+        policy = EpisodePolicy(
+            inference.client,
+            inference.tokenizer,
+            temperature=0.0,
+            max_token_length=config.rl_training.atropos.max_token_length,
+            adapter=inference.adapter,
+            template_kwargs=config.model.chat_template_kwargs,
+        )
         started = time.monotonic()
-        bound = config.rl_training.atropos.max_token_length
-        work = _answers(config, problems, client, tokenizer, max_in_flight, bound, adapter=inference.adapter)
-        found = asyncio.run(work)
+        evaluations = asyncio.run(_answer(config, problems, policy, inference, max_in_flight))
     name = config.model.base_path + (f" + {config.model.lora_path}" if config.model.lora_path else "")
-    return Result(name, config, found, time.monotonic() - started)
+    return Result(name, config, evaluations, time.monotonic() - started)
 
 
 def evaluate_endpoint(config: Config, url: str, model: str | None, max_in_flight: int) -> Result:
-    """By the endpoint at `url`; `model` None is the first one that it names.
+    """Evaluate the endpoint at `url`; `model` None is the first one that it lists.
 
     Raises ConfigError, EndpointError, EnvironmentFailedError.
     """
     problems, key = _problems(config), config.resolve_api_key()
     name = asyncio.run(_model(OpenAIEndpoint(url, key), model))
-    endpoint = OpenAIEndpoint(url, key, retries=RETRIES, max_in_flight=max_in_flight)
-    client = EndpointPolicy(endpoint, name)
 
-    async def answers() -> list[Evaluation]:
+    async def answer(inference: InferenceModule) -> tuple[list[Evaluation], int]:
+        backend = OpenAIBackend(
+            name, url, lambda base: OpenAIEndpoint(base, key, retries=RETRIES, max_in_flight=max_in_flight)
+        )
+        policy = EndpointPolicy(backend, inference, config.model.chat_template_kwargs)
         try:
-            return await _answers(config, problems, client, CharacterTokenizer(), max_in_flight, UNBOUNDED)
+            return await _answer(config, problems, policy, inference, max_in_flight), backend.completion_tokens
         finally:
-            await endpoint.aclose()
+            await backend.aclose()
 
     started = time.monotonic()
-    found = asyncio.run(answers())
-    return Result(name, config, found, time.monotonic() - started, url, client.completion_tokens or None)
+    with InferenceModule(name, backend="openai", base_url=url, api_key=key) as inference:
+        evaluations, tokens = asyncio.run(answer(inference))
+    return Result(name, config, evaluations, time.monotonic() - started, url, tokens or None)
 
 
-async def _model(endpoint: OpenAIEndpoint, wanted: str | None) -> str:
-    """The model to ask for. A wrong address or key is found out here, with one request."""
+async def _model(endpoint: OpenAIEndpoint, model: str | None) -> str:
+    """Return the name of the model to ask. This one request also finds a wrong address or key."""
     try:
         models = await endpoint.models()
     except EndpointError as error:
@@ -110,9 +179,9 @@ async def _model(endpoint: OpenAIEndpoint, wanted: str | None) -> str:
         models = []
     finally:
         await endpoint.aclose()
-    if not (wanted or models):
-        raise ConfigError(f"{endpoint.base_url} does not say what it serves: name it with --model")
-    return wanted or models[0]
+    if not (model or models):
+        raise ConfigError(f"{endpoint.base_url} lists no models: set the model's name with --model")
+    return model or models[0]
 
 
 def _problems(config: Config) -> list[ProblemSet]:
@@ -125,42 +194,32 @@ def _problems(config: Config) -> list[ProblemSet]:
     return problems
 
 
-async def _answers(
+async def _answer(
     config: Config,
     problems: Sequence[ProblemSet],
-    client: PolicyClient,
-    tokenizer: Any,
+    policy: TurnPolicy,
+    inference: InferenceModule,
     max_in_flight: int,
-    max_token_length: int,
-    adapter: str | None = None,
 ) -> list[Evaluation]:
-    settings, kwargs = config.evaluation, config.model.chat_template_kwargs
-    for own in problems:
-        own.source.attach(InferenceModule.over(client, tokenizer, adapter, template_kwargs=kwargs))
-    answers = sum(len(own.tasks) for own in problems) * (settings.greedy + settings.samples)
+    for environment in problems:
+        environment.source.attach(inference)
+    settings = config.evaluation
+    answers = sum(len(environment.tasks) for environment in problems) * (settings.greedy + settings.samples)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("answering", total=answers)
-        found = await evaluate(
-            client,
-            problems,
-            tokenizer,
-            settings,
-            max_token_length=max_token_length,
-            adapter=adapter,
-            template_kwargs=kwargs,
-            max_in_flight=max_in_flight,
-            answered=lambda: progress.advance(task),
+        evaluations = await evaluate(
+            policy, problems, settings, max_in_flight=max_in_flight, answered=lambda: progress.advance(task)
         )
-    if all(evaluation.failed for evaluation in found):
-        raise EnvironmentFailedError(f"every answer failed: {found[0].first_error}")
-    return found
+    if all(evaluation.failed for evaluation in evaluations):
+        raise EnvironmentFailedError(f"every answer failed: {evaluations[0].first_error}")
+    return evaluations
 
 
-# ---------------------------------------------------------------------- telling
+# ---------------------------------------------------------------------- output
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
-    """The numbers with their intervals; `result` is `Result.to_json()`."""
+    """Print the numbers with their intervals; `result` is `Result.to_json()`."""
     table = Table(title=Text(f"{result['model']}, {result['seconds']:.1f} s"), title_justify="left")
     for name in ("environment", "metric", "mean", "95% interval", "problems", "errors"):
         table.add_column(name, justify="left" if name in ("environment", "metric") else "right")
@@ -177,7 +236,10 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 
 
 def write(result: Result, output: Path) -> None:
-    """results.json, samples.jsonl and samples.html into `output`. Raises ConfigError, CheckpointError: not writable."""
+    """Write results.json, samples.jsonl and samples.html into `output`.
+
+    Raises ConfigError, CheckpointError: it is not writable.
+    """
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -191,7 +253,7 @@ def write(result: Result, output: Path) -> None:
 
 
 def _rows(evaluations: Sequence[Evaluation]) -> Iterator[dict[str, Any]]:
-    """Every answer, as a line of samples.jsonl."""
+    """Yield every answer as a line of samples.jsonl."""
     for evaluation in evaluations:
         for number, problem in enumerate(evaluation.problems, 1):
             ways = ["greedy"] * (problem.greedy is not None) + [f"sample {i + 1}" for i in range(len(problem.sampled))]
@@ -216,3 +278,28 @@ def _shown(row: Mapping[str, Any]) -> Shown:
     notes = tuple(note for note in (expected, row["stop_reason"], row["error"]) if note)
     heading = f"{row['environment']}, problem {row['number']}"
     return Shown(heading, row["which"], row["reward"], notes, row["prompt"], row["completion"], row["scores"])
+
+
+# ---------------------------------------------------------------------- comparison
+
+
+def compare(a: Path, b: Path, console: Console) -> None:
+    """Print how B differs from A over the problems that both answered. Raises ConfigError: no results, none shared."""
+    first, second = _load(a), _load(b)
+    comparisons = report.compare(first, second)
+    if not comparisons:
+        raise ConfigError(f"{a} and {b} share no problem: were they made with the same environments?")
+    title = f"A: {first['model']} ({a})\nB: {second['model']} ({b})"
+    console.print(report.accuracy_table(comparisons, title, ("A", "B", "B - A")))
+    console.print("interval: paired bootstrap over the problems; p: exact McNemar test", style="dim")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    file = path / RESULTS_FILE if path.is_dir() else path
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--compare {path}: {error}") from error
+    if not isinstance(result, dict) or not {"model", "environments"} <= set(result):
+        raise ConfigError(f"--compare {file}: these are no results of mlx_parallm_eval")
+    return result

@@ -6,6 +6,7 @@ from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.environments.base import EnvironmentSource, Task
+from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.evaluate import (
     ProblemSet,
     build_evaluated,
@@ -26,8 +27,12 @@ def sources():
     return build_sources([EnvironmentConfig(kind="tasks", name=name) for name in ("sum", "reverse")], seed=0)
 
 
+def policy(client, tokenizer, **options):
+    return EpisodePolicy(client, tokenizer, temperature=0.0, max_token_length=128, **options)
+
+
 async def answered(client, sources, tokenizer, n, settings=GREEDY, **options):
-    return await evaluate(client, draw_problems(sources, n), tokenizer, settings, max_token_length=128, **options)
+    return await evaluate(policy(client, tokenizer), draw_problems(sources, n), settings, **options)
 
 
 async def test_every_heldout_task_is_answered_once_and_greedily(tokenizer, sources):
@@ -40,7 +45,8 @@ async def test_every_heldout_task_is_answered_once_and_greedily(tokenizer, sourc
         return "wrong" if expected.isdigit() else expected
 
     client = ScriptedClient(tokenizer, answer)
-    sums, reverses = await answered(client, sources, tokenizer, 8, adapter="policy@3", priority=1)
+    pinned = policy(client, tokenizer, adapter="policy@3", priority=1)
+    sums, reverses = await evaluate(pinned, draw_problems(sources, 8), GREEDY)
     assert (sums.environment, sums.numbers()["accuracy"], len(sums.problems)) == ("sum", 0.0, 8)
     assert (reverses.environment, reverses.numbers()["accuracy"], reverses.score) == ("reverse", 1.0, 1.0)
     assert reverses.problems[0].greedy.text == reverses.problems[0].expected
@@ -68,7 +74,7 @@ async def test_sampled_answers_make_pass_at_k(tokenizer, sources):
 
     settings = EvaluationConfig(problems=3, samples=4, temperature=0.7, top_p=0.9)
     client = ScriptedClient(tokenizer, answer)
-    [found] = await evaluate(client, [own], tokenizer, settings, max_token_length=128)
+    [found] = await evaluate(policy(client, tokenizer), [own], settings)
     numbers = found.numbers()
     assert settings.metrics == ("accuracy", "reward", "sampled_reward", "pass@1", "pass@2", "pass@4")
     assert set(settings.metrics) <= set(numbers)
@@ -83,7 +89,7 @@ async def test_sampled_answers_make_pass_at_k(tokenizer, sources):
     assert len(asked) == 15
     again = ScriptedClient(tokenizer, answer)
     first, asked[:] = sorted(asked), []
-    await evaluate(again, [own], tokenizer, settings, max_token_length=128)
+    await evaluate(policy(again, tokenizer), [own], settings)
     assert sorted(asked) == first, "the same seeds at each evaluation"
     record = json.loads(json.dumps(found.to_json()))
     assert [problem["sampled"] for problem in record["problems"]] == [[0] * 4, [1, 0, 0, 0], [1, 1, 0, 0]]

@@ -9,6 +9,7 @@ import pytest
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.environments.base import Environment
+from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.evaluate import draw_problems, evaluate
 from mlx_parallm.environments.kinds.tasks import TasksSource
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
@@ -140,8 +141,8 @@ def test_heldout_accuracy_of_the_shipped_model(tiny_engine, tiny_tokenizer):
 
     def run():
         problems = draw_problems(sources("sum", "count"), 24)
-        work = evaluate(tiny_engine.client, problems, tiny_tokenizer, EvaluationConfig(), max_token_length=LENGTH)
-        return asyncio.run(work)
+        policy = EpisodePolicy(tiny_engine.client, tiny_tokenizer, temperature=0.0, max_token_length=LENGTH)
+        return asyncio.run(evaluate(policy, problems, EvaluationConfig()))
 
     first = run()
     answers = [problem.greedy for evaluation in first for problem in evaluation.problems]

@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mlx_parallm import cli as cli_tools
-from mlx_parallm.environments.evaluate import draw_problems
+from mlx_parallm import cli
+from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.config.evaluation import EvaluationConfig
+from mlx_parallm.environments.episode import TurnRequest
+from mlx_parallm.environments.evaluate import draw_problems, evaluate
 from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.environments.trajectory import SequenceRecorder
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.tools.eval_compare import compare
-from mlx_parallm.tools.eval_endpoint import CharacterTokenizer, EndpointPolicy
-from mlx_parallm.types import Request, SamplingParams
+from mlx_parallm.inference.module import InferenceModule
+from mlx_parallm.inference.openai import OpenAIBackend
+from mlx_parallm.tools.eval import EndpointPolicy, compare
 
 TOML = """
 [evaluation]
@@ -55,7 +59,7 @@ def test_over_http_and_here_the_same_model_gives_the_same_greedy_answers(
     server: Any, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
-    code = cli_tools.evaluate(["--config", str(config), "--url", f"{server.url}/v1", "--output", str(there)])
+    code = cli.evaluate(["--config", str(config), "--url", f"{server.url}/v1", "--output", str(there)])
     assert code == 0
     told = capsys.readouterr().out
     assert re.search(r"sum +│ accuracy +│ [01]\.\d{3} │ \d\.\d{3} to \d\.\d{3} +│ +10 │ +0", told)
@@ -68,14 +72,14 @@ def test_over_http_and_here_the_same_model_gives_the_same_greedy_answers(
     assert len({text for text, _ in answers(there).values()}) >= 20
 
     here_flags = ["--config", str(config), "--model", "builtin:tiny", "--output", str(here)]
-    assert cli_tools.evaluate(here_flags) == 0
+    assert cli.evaluate(here_flags) == 0
     greedy = {key: value for key, value in answers(here).items() if key[2] == "greedy"}
     assert greedy == {key: value for key, value in answers(there).items() if key[2] == "greedy"}
     for name in ("sum", "reverse"):
         numbers = [results(place)["environments"][name]["numbers"]["accuracy"] for place in (here, there)]
         assert numbers[0] == numbers[1] == sum(value for key, (_, value) in greedy.items() if key[0] == name) / 10
     capsys.readouterr()
-    assert cli_tools.evaluate(["--compare", str(here), str(there)]) == 0
+    assert cli.evaluate(["--compare", str(here), str(there)]) == 0
     assert re.search(r"sum +│ +10 │.*│ \+0\.000 │ \+0\.000 to \+0\.000 │ +1 ", capsys.readouterr().out)
 
 
@@ -91,7 +95,7 @@ class Tags(HTMLParser):
 def test_the_page_has_every_answer_and_no_script(server: Any, config: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     flags = ["--config", str(config), "--url", f"{server.url}/v1", "--problems", "2", "--samples", "0"]
-    assert cli_tools.evaluate([*flags, "--output", str(out)]) == 0
+    assert cli.evaluate([*flags, "--output", str(out)]) == 0
     page = (out / "samples.html").read_text()
     tags = Tags()
     tags.feed(page)
@@ -114,7 +118,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(
     flags: list[str], words: str, server: Any, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [flag.replace("{server}", server.url) for flag in flags]
-    assert cli_tools.evaluate(["--config", str(config), *given]) == 2
+    assert cli.evaluate(["--config", str(config), *given]) == 2
     assert re.search(words, capsys.readouterr().err)
 
 
@@ -123,7 +127,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(
 )
 def test_flags_that_do_not_go_together(flags: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli_tools.evaluate(flags)
+        cli.evaluate(flags)
     assert ended.value.code == 2
 
 
@@ -154,7 +158,7 @@ def test_a_comparison_pairs_problems_and_names_the_chance(tmp_path: Path) -> Non
 
 
 class Endpoint:
-    """Keeps what it is asked."""
+    """Replies in their order, and keeps what it is asked."""
 
     base_url = "http://x/v1"
 
@@ -162,75 +166,87 @@ class Endpoint:
         self.replies, self.asked = list(replies), []  # type: ignore[var-annotated]
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append((path, body))
+        self.asked.append((path, {key: value for key, value in body.items() if key != "return_token_ids"}))
         return self.replies.pop(0)
 
+    def policy(self, inference: Any = None, **options: Any) -> EndpointPolicy:
+        backend = OpenAIBackend("m", self.base_url, lambda url: self)  # type: ignore[arg-type,return-value]
+        return EndpointPolicy(backend, inference, **options)
 
-def chat(text: str, reason: str = "stop") -> dict[str, Any]:
-    return {"choices": [{"message": {"content": text}, "finish_reason": reason}], "usage": {"completion_tokens": 3}}
+
+def chat(text: str, reason: str = "stop", **more: Any) -> dict[str, Any]:
+    choice = {"message": {"content": text}, "finish_reason": reason, **more}
+    return {"choices": [choice], "usage": {"completion_tokens": 3}}
 
 
-async def test_a_conversation_arrives_as_it_was_meant() -> None:
-    tokenizer = CharacterTokenizer()
-    messages = [{"role": "system", "content": "Be \ufdd0brief"}, {"role": "user", "content": "Why?\n"}]
-    prompt = tokenizer.render_chat(messages, template_kwargs={"enable_thinking": False})
-    endpoint = Endpoint(chat("Because."), chat("Too long", "length"))
-    policy = EndpointPolicy(endpoint, "m")  # type: ignore[arg-type]
-    params = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7, n=2, seed=2**31 - 1, stop=("\n",))
-    output = await policy.generate(Request("r", tuple(prompt), params))
-    assert [(c.text, c.finish_reason) for c in output.completions] == [("Because.", "stop"), ("Too long", "length")]
-    assert policy.completion_tokens == 6
-    common = {
-        "model": "m",
-        "messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Why?\n"}],
-        "chat_template_kwargs": {"enable_thinking": False},
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "max_tokens": 7,
-        "stop": ["\n"],
-    }
+def turn(prompt: Any) -> TurnRequest:
+    config = EnvironmentConfig(
+        kind="tasks", name="sum", max_tokens=7, stop=("\n",), chat_template_kwargs={"enable_thinking": False}
+    )
+    return TurnRequest("t", prompt, config, seed=2**31 + 5, overrides={}, options={})
+
+
+async def test_a_turn_is_one_request_and_records_the_tokens_that_the_endpoint_names() -> None:
+    messages = ({"role": "system", "content": "Be brief"}, {"role": "user", "content": "Why?\n"})
+    endpoint = Endpoint(chat("Because.", "length", token_ids=[4, 5]), {"choices": [{"text": " 4"}]})
+    policy = endpoint.policy(template_kwargs={"enable_thinking": True, "x": 1}).with_sampling(0.5, 0.9)
+    sequences: list[SequenceRecorder] = []
+    completion = await policy.sample(turn(messages), sequences, None)
+    assert (completion.text, completion.finish_reason, completion.token_ids) == ("Because.", "length", (4, 5))
+    assert (await policy.sample(turn("2 + 2 ="), sequences, None)).text == " 4"
+    assert len(sequences) == 2, "no turn continues another one's tokens"
+    assert policy.backend.completion_tokens == 3
+    common = {"model": "m", "chat_template_kwargs": {"enable_thinking": False, "x": 1}, "max_tokens": 7}
+    common |= {"temperature": 0.5, "top_p": 0.9, "stop": ["\n"], "seed": 5}
     assert endpoint.asked == [
-        ("/chat/completions", common | {"seed": 2**31 - 1}),
-        ("/chat/completions", common | {"seed": 0}),
+        ("/chat/completions", common | {"messages": list(messages)}),
+        ("/completions", common | {"prompt": "2 + 2 ="}),
     ]
 
 
-async def test_a_text_goes_to_completions_as_it_is() -> None:
-    endpoint = Endpoint({"choices": [{"text": " 4", "finish_reason": "stop"}]})
-    ids = CharacterTokenizer().encode("2 + 2 =")
-    output = await EndpointPolicy(endpoint, "m").generate(Request("r", tuple(ids), SamplingParams(max_tokens=2)))  # type: ignore[arg-type]
-    assert output.completions[0].text == " 4"
-    assert endpoint.asked[0][0] == "/completions"
-    assert endpoint.asked[0][1]["prompt"] == "2 + 2 ="
+ENVIRONMENTS = """
+from mlx_parallm.environments.base import Environment, EnvironmentSource, Task
+from mlx_parallm.environments.state import BaseEnvironment, State
+
+class Again(Environment):
+    turns = 0
+    async def step(self, text):
+        self.turns += 1
+        return ({'role': 'user', 'content': 'again'},) if self.turns == 1 else None
+
+class TwoTurns(EnvironmentSource):
+    def task(self, index, split='train'):
+        reward = lambda group: [{'reward': float(one.text == 'second')} for one in group]
+        return Task(f'k{index}', ({'role': 'user', 'content': 'hello'},), reward)
+
+    def environment(self, task):
+        return Again()
+
+class AsksItself(BaseEnvironment):
+    def reset(self, *, index=0):
+        return State([{'role': 'user', 'content': 'hello'}], metadata={'answer': 'second'})
+
+    def step(self, state):
+        [text] = self.inference.generate([state.prompt])
+        state.add_turn('', text)
+        state.prompt = [*state.prompt, {'role': 'assistant', 'content': text}, {'role': 'user', 'content': 'again'}]
+        state.done = state.step_count == 2
+        return state
+"""
 
 
-async def test_a_second_turn_holds_the_first(tmp_path: Path) -> None:
-    """Played by the very runner of the engine's environments."""
-    from mlx_parallm.config.environment import EnvironmentConfig
-    from mlx_parallm.config.evaluation import EvaluationConfig
-    from mlx_parallm.environments.evaluate import evaluate
-
-    (tmp_path / "two_turns.py").write_text(
-        "from mlx_parallm.environments.base import Environment, EnvironmentSource, Task\n"
-        "class Again(Environment):\n"
-        "    turns = 0\n"
-        "    async def step(self, text):\n"
-        "        self.turns += 1\n"
-        "        return ({'role': 'user', 'content': 'again'},) if self.turns == 1 else None\n"
-        "class TwoTurns(EnvironmentSource):\n"
-        "    def task(self, index, split='train'):\n"
-        "        reward = lambda group: [{'reward': float(one.text == 'second')} for one in group]\n"
-        "        return Task(f'k{index}', ({'role': 'user', 'content': 'hello'},), reward)\n"
-        "    def environment(self, task):\n"
-        "        return Again()\n"
-    )
-    kind = f"python:{tmp_path}/two_turns.py:TwoTurns"
+@pytest.mark.parametrize("kind", ["TwoTurns", "AsksItself"])
+async def test_a_second_turn_holds_the_first(tmp_path: Path, kind: str) -> None:
+    """Played by the runner of the engine's environments, also where the environment asks by itself."""
+    (tmp_path / "two_turns.py").write_text(ENVIRONMENTS)
+    rewards = ("builtin:answer_match",) if kind == "AsksItself" else ()
+    config = EnvironmentConfig(kind=f"python:{tmp_path}/two_turns.py:{kind}", name="two", rewards=rewards)
+    problems = draw_problems(build_sources([config], seed=0), 1)
     endpoint = Endpoint(chat("first"), chat("second"))
-    problems = draw_problems(build_sources([EnvironmentConfig(kind=kind, name="two")], seed=0), 1)
-    policy: Any = EndpointPolicy(endpoint, "m")  # type: ignore[arg-type]
-    settings = EvaluationConfig(problems=1)
-    [found] = await evaluate(policy, problems, CharacterTokenizer(), settings, max_token_length=2**31 - 1)
-    assert found.numbers()["accuracy"] == 1.0
+    with InferenceModule("m", backend="openai", base_url=Endpoint.base_url) as inference:
+        problems[0].source.attach(inference)
+        [found] = await evaluate(endpoint.policy(inference), problems, EvaluationConfig(problems=1))
+    assert found.numbers().get("accuracy") == 1.0, found.first_error
     assert endpoint.asked[1][1]["messages"] == [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "first"},

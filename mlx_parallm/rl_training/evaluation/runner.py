@@ -19,6 +19,7 @@ from typing import Any
 from mlx_parallm.config.evaluation import PREFIX
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.evaluate import (
     ABSOLUTE,
     Evaluation,
@@ -215,17 +216,16 @@ class Evaluations:
         if adapter is not None:
             self._weights.history.hold(version)
         now = time.monotonic()
-        work = evaluate(
+        answering = EpisodePolicy(
             self._client,
-            self._problems,
             self._tokenizer,
-            self._settings,
+            temperature=0.0,
             max_token_length=self._config.rl_training.atropos.max_token_length,
             adapter=adapter,
             template_kwargs=self._config.model.chat_template_kwargs,
             priority=BEHIND_ROLLOUTS,
-            answered=self._answered,
         )
+        work = evaluate(answering, self._problems, self._settings, answered=self._answered)
         self._thread = self._thread or LoopThread("evaluation")
         self._running = _Running(step, version, adapter is not None, self._thread.submit(work), now, now)
         self._log.running = step

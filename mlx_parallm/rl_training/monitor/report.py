@@ -127,17 +127,23 @@ def reward_of(problem: Line) -> float:
     return float(problem["greedy"]) if problem["greedy"] is not None else sum(sampled) / len(sampled)
 
 
-def accuracy_table(comparisons: Sequence[Comparison]) -> Table:
-    """Held-out accuracy of each environment, before and after, and the 95% interval of the difference."""
-    table = Table(title="answers to held-out problems", title_justify="left")
+def accuracy_table(
+    comparisons: Sequence[Comparison],
+    title: str = "answers to held-out problems",
+    columns: tuple[str, str, str] = ("before", "after", "change"),
+) -> Table:
+    """Held-out accuracy of each environment, before and after, with the 95% interval and p of the difference."""
+    table = Table(title=Text(title), title_justify="left")
     table.add_column("environment")
-    for name in ("problems", "before", "after", "change", "95% interval"):
+    for name in ("problems", *columns, "95% interval", "p"):
         table.add_column(name, justify="right")
     for name, before, after in (measure for row in comparisons for measure in row.measured):
         found = difference(before, after)
         change = Text(f"{found.mean:+.3f}", style="green" if found.mean >= 0 else "red")
         interval = f"{found.low:+.3f} to {found.high:+.3f}"
-        table.add_row(name, str(len(before)), f"{_mean(before):.3f}", f"{_mean(after):.3f}", change, interval)
+        p = "–" if found.p is None else f"{found.p:.3g}"
+        means = (f"{_mean(values):.3f}" for values in (before, after))
+        table.add_row(Text(name), str(len(before)), *means, change, interval, p)
     return table
 
 

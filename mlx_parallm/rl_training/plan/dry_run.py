@@ -192,7 +192,7 @@ class DryRun(TrainingRun):
                 self._console.print(show_group(result, prompt, tokenizer))
                 for rollout in result.group.rollouts:
                     self._probe.saw(len(prompt), len(rollout.tokens) - len(prompt))
-            failure = result.failure or self._look_through(runner, result.plan.source)
+            failure = result.failure or self._look_through(policy, result.plan.source)
             if failure is not None:
                 broken.append(f"{key} ({result.plan.source.name}): {failure}")
             template = self._template_fault(result, tokenizer)
@@ -200,12 +200,12 @@ class DryRun(TrainingRun):
         if broken:
             raise EnvironmentFailedError("; ".join(broken))
 
-    def _look_through(self, runner: EpisodeRunner, source: EnvironmentSource) -> str | None:
+    def _look_through(self, policy: EpisodePolicy, source: EnvironmentSource) -> str | None:
         """Renders some prompts, for their lengths. What is wrong with the environment; None when nothing is."""
         most, lengths = self._config.rl_training.atropos.max_token_length, []
         with attempt() as outcome:
             for index in range(PROMPTS):
-                lengths.append(len(runner.render_prompt(source.task(index), source.config)))
+                lengths.append(len(policy.ids(source.task(index).opening, source.config, {})))
         if outcome.failure is not None:
             return outcome.failure
         fitting = [length for length in lengths if length < most]

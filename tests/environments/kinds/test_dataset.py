@@ -237,7 +237,8 @@ async def test_held_out_rows_are_evaluated(make, tokenizer):
     source = make(numbered(30))
     client = ScriptedClient(tokenizer, lambda *_: "yes")
     drawn = draw_problems([source, make(numbered(3), heldout_fraction=0.0)], 3)
-    [found] = await evaluate(client, drawn, tokenizer, EvaluationConfig(), max_token_length=128)
+    policy = EpisodePolicy(client, tokenizer, temperature=0.0, max_token_length=128)
+    [found] = await evaluate(policy, drawn, EvaluationConfig())
     assert (found.score, len(found.problems)) == (1.0, min(3, len(source.heldout(9))))
 
 

@@ -117,7 +117,7 @@ def test_tables_show_prompt_expected_before_and_after(comparisons):
     assert [part.strip() for part in line.strip("│").split("│")] == ["Add 2 and 2.", "4", "✗ 5", "✓ 4"]
     [line] = [line for line in text.splitlines() if "0.333" in line]
     cells = [part.strip() for part in line.strip("│").split("│")]
-    assert cells == ["sum", "3", "0.333", "0.667", "+0.333", "+0.000 to +1.000"]
+    assert cells == ["sum", "3", "0.333", "0.667", "+0.333", "+0.000 to +1.000", "1"]
 
 
 def test_an_answer_cannot_smuggle_in_markup():
