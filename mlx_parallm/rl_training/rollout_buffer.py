@@ -23,7 +23,7 @@ import numpy as np
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, token_advantages
-from mlx_parallm.rl_training.monitor.health import misfit_while_waiting, stale_while_waiting
+from mlx_parallm.rl_training.monitor.health import Arrivals, find_waiting
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.step.batch import StatisticsCollector, TrainBatch, TrainSequence
 from mlx_parallm.rollout_store.checks import OTHER_MODEL
@@ -149,14 +149,12 @@ class RolloutBuffer:
 
     def health(self) -> str | None:
         """What keeps the step from its batch, in words; None when nothing does. From any thread."""
-        chosen, held = len(self._chosen), len(self._held)
-        statistics = self._statistics
-        found = misfit_while_waiting(statistics.misfit, self._step) or stale_while_waiting(
-            statistics.stale, chosen + held, self._step
-        )
-        if found is None and self._lifted:
+        usable, statistics = len(self._chosen) + len(self._held), self._statistics
+        arrivals = Arrivals(self._step, usable=usable, stale=statistics.stale, misfit=statistics.misfit)
+        found = find_waiting(arrivals)
+        if not found and self._lifted:
             return f"step {self._step} is made without the minimum share of {', '.join(self._lifted)}: {UNTRAINABLE}"
-        return str(found) if found else None
+        return str(found[0]) if found else None
 
     # ------------------------------------------------------------------ the batch
 

@@ -25,7 +25,7 @@ from mlx_parallm.losses.advantages import group_advantages, token_advantages
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, of_rows
 from mlx_parallm.rl_training.monitor import health
 from mlx_parallm.rl_training.monitor.display import sparkline
-from mlx_parallm.rl_training.monitor.health import WINDOW, Diagnosis, Evidence
+from mlx_parallm.rl_training.monitor.health import WINDOW, Arrivals, Diagnosis, Evidence
 from mlx_parallm.rl_training.rollout_buffer import TOO_OLD
 from mlx_parallm.rl_training.run_directory import (
     CONFIG_FILE,
@@ -42,8 +42,6 @@ from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
 
 Metrics = Mapping[str, Any]
 
-REFUSED = 0.2
-FEWEST_REFUSED = 3
 LOOKED_AT = 256
 """Groups, rejects: as many of the store's as are read."""
 NOTHING = StoreCounts(0, 0, 0, 0)
@@ -126,7 +124,7 @@ def explain(path: Path) -> Explanation:
     record = read_record(path)
     notes = [f"the rollouts cannot be read: {record.contents.unreadable}"] if record.contents.unreadable else []
     evidence = Evidence(record.lines[-WINDOW:], record.start)
-    findings = (*over_the_run(record.lines), *(Finding(diagnosis) for diagnosis in of_the_whole(record)))
+    findings = (*over_the_run(record.lines), *(Finding(diagnosis) for diagnosis in outside_of_steps(record)))
     if record.lines and of_rows(record.lines[-1]):
         scores = [line["heldout_score"] for line in record.lines if line.get("heldout_score") is not None]
         notes += [f"held-out score: first {scores[0]:.3f}, last {scores[-1]:.3f}"] if scores else []
@@ -163,50 +161,38 @@ def over_the_run(lines: Sequence[Metrics]) -> Iterator[Finding]:
     return (Finding(diagnosis, tuple(spans[name])) for name, diagnosis in found.items())
 
 
-def of_the_whole(record: Record) -> Iterator[Diagnosis]:
-    """What shows outside of the metrics lines."""
+def outside_of_steps(record: Record) -> Iterator[Diagnosis]:
+    """Yield what no metrics line shows."""
     contents, counts = record.contents, record.contents.counts
-    groups = counts.waiting + counts.taken + counts.dropped + counts.rejected
-    if counts.rejected >= max(FEWEST_REFUSED, REFUSED * groups):
-        reason, times = contents.refused[0]
-        yield Diagnosis(
-            "groups-refused",
-            f"groups refused: {counts.rejected} of {groups}; the most frequent reason: {reason}",
-            "the environment, reward function or sender that the reason names",
-            {"rejected": counts.rejected, "groups": groups, "with_this_reason": times},
-        )
+    step, groups = record.steps + 1, counts.waiting + counts.taken + counts.dropped + counts.rejected
+    reason, times = next(iter(contents.refused), ("", 0))
+    refused = Arrivals(step, received=groups, rejected=counts.rejected, reason=reason, times=times)
+    yield from health.find_waiting(refused)
     if contents.statistics is not None:
         yield from health.find([contents.statistics])
     if not record.waits or contents.unreadable:
         return
-    too_old = contents.too_old - round(sum(line.get("dropped_stale") or 0 for line in record.lines))
-    misfits = contents.misfits - round(sum(line.get("dropped_misfit") or 0 for line in record.lines))
-    dropped = health.misfit_while_waiting(misfits, record.steps + 1)
-    dropped = dropped or health.stale_while_waiting(too_old, counts.waiting, record.steps + 1)
-    if dropped is not None:
-        yield dropped
-    elif (stalled := _stalled(record, groups)) is not None:
-        yield stalled
+    arrivals = Arrivals(
+        step,
+        usable=counts.waiting,
+        stale=contents.too_old - round(sum(line.get("dropped_stale") or 0 for line in record.lines)),
+        misfit=contents.misfits - round(sum(line.get("dropped_misfit") or 0 for line in record.lines)),
+        received=groups,
+        silent_s=_silent_s(record, groups),
+    )
+    yield from health.find_waiting(arrivals)[:1]
 
 
-def _stalled(record: Record, groups: int) -> Diagnosis | None:
-    """Nothing has come for long, or ever; a first step that is in training (its groups are taken) is no stall."""
+def _silent_s(record: Record, groups: int) -> float | None:
+    """Seconds since anything came, where that is too long. A first step that trains (its groups are taken) is fine."""
     written = (record.path / METRICS_FILE).stat().st_mtime if record.lines else record.started
-    since = max(record.started, written, record.contents.last_received or 0.0)
-    silent_s = max(record.until - since, 0.0)
+    silent_s = max(record.until - max(record.started, written, record.contents.last_received or 0.0), 0.0)
     seconds = [(line.get("time_rollout_s") or 0.0) + (line.get("time_train_s") or 0.0) for line in record.lines]
     usual = statistics.median(seconds) if seconds else 0.0
     never = not groups and not record.lines and not record.running  # how long it waited may not be known
     training = not record.lines and record.contents.counts.taken
-    if training or (silent_s < max(health.STALLED_AFTER_S, health.STALLED_TIMES * usual) and not never):
-        return None
-    what = f"no group of rollouts came in the last {silent_s:.0f} s" if groups else "no group of rollouts ever came"
-    return Diagnosis(
-        "environment-stalled",
-        f"environment stalled: {what}, step {record.steps + 1} waits for its batch",
-        "see what the environment waits for; timeout_s bounds an episode",
-        {"silent_s": round(silent_s, 1), "groups": groups},
-    )
+    long = silent_s >= max(health.STALLED_AFTER_S, health.STALLED_TIMES * usual)
+    return silent_s if not training and (long or never) else None
 
 
 # ---------------------------------------------------------------------- reading a run

@@ -1,9 +1,9 @@
-"""Weights & Biases, TensorBoard, trackio: every metrics line and every sample table, under the same names. No MLX.
+"""Weights & Biases, trackio, TensorBoard: every metrics line and every sample table, under the same names. No MLX.
 
-    Trackers    hands lines to a thread of its own, so that a slow or dead network never holds up a step
-    Tracker     one service's client; whatever it raises becomes one warning, and the run goes on
+    Trackers    hands lines to its own thread, so that a slow or dead network never delays a step
+    Tracker     the client of one service; an error in it becomes one warning, and the run goes on
 
-A resumed run goes on in the same tracker run: `trackers.json` in the run directory keeps its id.
+A resumed run continues the same tracker run: `trackers.json` in the run directory keeps its id.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ log = get_logger("trackers")
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of the run. `config`: secrets hidden. `step`: the one that it goes on after."""
+    """`config`: with secrets hidden. `step`: the last one before a resume, or 0."""
 
     directory: Path
     project: str
@@ -55,7 +55,7 @@ class Tracker(Protocol):
 
 
 def check_installed(config: LoggingConfig) -> None:
-    """Raises ConfigError: a tracker whose package is missing."""
+    """Raises ConfigError: the package of a tracker is missing."""
     for name in config.trackers:
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise ConfigError(
@@ -64,7 +64,7 @@ def check_installed(config: LoggingConfig) -> None:
 
 
 class Trackers:
-    """Single use. `log` and `samples` never wait and never raise; the trainer's thread calls them."""
+    """Single use. `log` and `samples` are called on the trainer's thread; they never wait and never raise."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Trackers:
         self._makers = {name: (makers or MAKERS)[name] for name in names}
         self._run = run
         self._waiting: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(WAITING_LINES)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
         if names:
             self._thread.start()
@@ -94,14 +94,14 @@ class Trackers:
         self._put(lambda tracker: tracker.samples(step, samples))
 
     def close(self) -> None:
-        """Sends what waits, for at most CLOSE_SECONDS. May be called again."""
+        """Send what waits, for at most CLOSE_SECONDS. May be called again."""
         if not self._thread.is_alive():
             return
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=CLOSE_SECONDS)
             self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._warn("trackers", f"not finished within {CLOSE_SECONDS:.0f} s: the last lines may be missing there")
+            self._warn("trackers", f"not finished within {CLOSE_SECONDS:.0f} s: the last lines may be missing")
 
     def _put(self, work: Callable[[Tracker], None]) -> None:
         if not self._thread.is_alive():
@@ -123,7 +123,7 @@ class Trackers:
             self._attempt(name, tracker.close)
 
     def _attempt(self, name: str, action: Callable[[], Any]) -> Any:
-        """The boundary: a tracker that fails must not stop the training."""
+        """Boundary: a tracker that fails must not stop the training."""
         try:
             return action()
         except Exception as error:  # noqa: BLE001
@@ -131,54 +131,18 @@ class Trackers:
             return None
 
     def _warn(self, name: str, problem: str) -> None:
-        if name not in self._told:
-            self._told.add(name)
+        if name not in self._warned:
+            self._warned.add(name)
             log.warning("tracker failed; training goes on, metrics.jsonl is complete", tracker=name, problem=problem)
 
 
 def flat(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """A metrics line without its nulls; nested names are joined by "/": reward_by_environment/reverse."""
+    """Yield a metrics line without its nulls; nested names are joined by "/": reward_by_environment/reverse."""
     for key, value in line.items():
         if isinstance(value, Mapping):
             yield from ((f"{key}/{inner}", item) for inner, item in flat(value))
         elif value is not None:
             yield key, value
-
-
-class _Wandb:
-    """`step` is an ordinary metric, and the x axis: W&B's own step cannot go back, as a resume does."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        import wandb
-
-        self._wandb = wandb
-        offline = wandb.setup().settings.mode in ("offline", "disabled", "dryrun")
-        if not offline and not wandb.login(prompt=False, verify=False):
-            raise RuntimeError("not logged in: run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline")
-        settings = wandb.Settings(console="off", silent=True, x_disable_meta=True, disable_git=True, save_code=False)
-        self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            id=_kept_id(run.directory, "wandb"),
-            resume="allow",
-            dir=str(run.directory),
-            config=dict(run.config),
-            settings=settings,
-        )
-        self._run.define_metric("*", step_metric="step")
-        log.info("W&B", run=self._run.id, url=None if offline else self._run.url, files=self._run.dir)
-
-    def log(self, step: int, line: Mapping[str, Any]) -> None:
-        self._run.log(dict(flat(line)))
-
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [sample.to_json() for sample in samples]
-        columns = list(rows[0])
-        table = self._wandb.Table(columns=columns, data=[[str(row[column]) for column in columns] for row in rows])
-        self._run.log({"step": step, "samples": table})
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class _TensorBoard:
@@ -208,42 +172,68 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _Trackio:
-    """A local dashboard (`trackio show`), where TRACKIO_DIR says. It keeps `step` as its own axis."""
+class _Wandb:
+    """W&B's interface, which trackio has too; `log_values(step, values)` sends."""
 
-    def __init__(self, run: TrackedRun) -> None:
-        import trackio
-
-        self._trackio = trackio
-        self._run = trackio.init(
-            project=run.project,
-            name=f"{run.name}-{_kept_id(run.directory, 'trackio')}",
-            resume="allow",
-            config=dict(run.config),
-            embed=False,
-            auto_log_cpu=False,
-            auto_log_gpu=False,
-        )
+    def __init__(self, module: Any, run: Any, log_values: Callable[[int, dict[str, Any]], object]) -> None:
+        self._module, self._run, self._log = module, run, log_values
 
     def log(self, step: int, line: Mapping[str, Any]) -> None:
-        self._run.log({key: value for key, value in flat(line) if key != "step"}, step=step)
+        self._log(step, {name: value for name, value in flat(line) if name != "step"})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [{key: str(value) for key, value in sample.to_json().items()} for sample in samples]
-        self._run.log({"samples": self._trackio.Table(data=rows)}, step=step)
+        rows = [sample.to_json() for sample in samples]
+        columns = list(rows[0])
+        table = self._module.Table(columns=columns, data=[[str(row[column]) for column in columns] for row in rows])
+        self._log(step, {"samples": table})
 
     def close(self) -> None:
         self._run.finish()
 
 
-MAKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"wandb": _Wandb, "tensorboard": _TensorBoard, "trackio": _Trackio}
+def _open_wandb(run: TrackedRun) -> Tracker:
+    """`step` is an ordinary metric and the x axis: W&B's own step cannot go back, as a resume does."""
+    import wandb
+
+    offline = wandb.setup().settings.mode in ("offline", "disabled", "dryrun")
+    if not offline and not wandb.login(prompt=False, verify=False):
+        raise RuntimeError("not logged in: run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline")
+    opened = wandb.init(
+        project=run.project,
+        name=run.name,
+        id=_kept_id(run.directory, "wandb"),
+        resume="allow",
+        dir=str(run.directory),
+        config=dict(run.config),
+        settings=wandb.Settings(console="off", silent=True, x_disable_meta=True, disable_git=True, save_code=False),
+    )
+    opened.define_metric("*", step_metric="step")
+    log.info("W&B", run=opened.id, url=None if offline else opened.url, files=opened.dir)
+    return _Wandb(wandb, opened, lambda step, values: opened.log({"step": step} | values))
+
+
+def _open_trackio(run: TrackedRun) -> Tracker:
+    """A local dashboard (`trackio show`), in the folder that TRACKIO_DIR names."""
+    import trackio
+
+    name = f"{run.name}-{_kept_id(run.directory, 'trackio')}"
+    quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+    opened = trackio.init(project=run.project, name=name, resume="allow", config=dict(run.config), **quiet)
+    return _Wandb(trackio, opened, lambda step, values: opened.log(values, step=step))
+
+
+MAKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "wandb": _open_wandb,
+    "tensorboard": _TensorBoard,
+    "trackio": _open_trackio,
+}
 
 
 def _kept_id(directory: Path, name: str) -> str:
-    """The tracker's id of this run: made at the first start, found again at every later one."""
+    """Return the tracker's id of this run: made at the first start, read at every later one."""
     file = directory / IDS_FILE
-    known: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
-    if name not in known:
-        known[name] = uuid.uuid4().hex[:8]
-        write_atomically(file, json.dumps(known).encode())
-    return known[name]
+    ids: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
+    if name not in ids:
+        ids[name] = uuid.uuid4().hex[:8]
+        write_atomically(file, json.dumps(ids).encode())
+    return ids[name]
