@@ -22,8 +22,7 @@ from rich.console import Console
 
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
-from mlx_parallm.distributed.collectives import join
-from mlx_parallm.distributed.worker import follow
+from mlx_parallm.distributed.ranks import follow, join
 from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair

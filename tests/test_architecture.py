@@ -46,10 +46,8 @@ WITHIN_A_LAYER = {
 BASE_UNITS = set(LAYERS[0])  # they may import each other
 
 UPWARD = {  # imports that still run upward; each goes with the seam that is to be cut
-    ("losses.gae", "rl_training"),
     ("rl_training.atropos_client", "integrations"),  # a promised name; nothing imports it
     ("rl_training.sources", "integrations"),
-    ("rl_training.train", "distributed"),
 }
 
 MLX_FREE = (
@@ -90,7 +88,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/environments/state_source.py:StepThread.run.job": "what a step raises ends its episode",
     "mlx_parallm/models/threads.py:in_mlx_thread.run": "what a thread's work raises is its caller's",
     "mlx_parallm/models/loading.py:load_tokenizer": "the tokenizers library raises plain Exception",
-    "mlx_parallm/distributed/collectives.py:CollectiveThread._main": "what a collective raises is its caller's",
+    "mlx_parallm/distributed/ranks.py:CollectiveThread._main": "what a collective raises is its caller's",
     "mlx_parallm/rl_training/events.py:RunEvents.emit": "a subscriber that fails must not stop the training",
     "mlx_parallm/rl_training/monitor/display.py:attempt": "a display that fails must not stop the training",
     "mlx_parallm/rl_training/monitor/trackers.py:Trackers._attempt": "a tracker that fails must not stop the training",

@@ -48,7 +48,7 @@ LOSS_SETTINGS: dict[str, dict[str, float | None]] = {
     "reinforce": {},
     "importance_sampling": {},
 }
-"""Losses (`losses.registry.LOSSES`), the keys that each reads, and their defaults."""
+"""Losses (`losses.policy_gradient.LOSSES`), the keys that each reads, and their defaults."""
 
 WITHOUT_LEVEL = ("dppo", "reinforce")  # dppo compares probabilities of tokens, reinforce has no ratio
 ADVANTAGES = ("std", "std_sample", "mean", "rloo", "none")

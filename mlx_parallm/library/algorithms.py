@@ -30,7 +30,6 @@ from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.library.backprop import BackpropModule
 from mlx_parallm.library.collected import CollectedGroups
 from mlx_parallm.library.training_metrics import TrainingMetrics
-from mlx_parallm.losses.advantages import Shaping
 from mlx_parallm.rewards.base import scored
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
@@ -40,6 +39,7 @@ from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
 from mlx_parallm.rl_training.run_directory import RunDirectory, checkpoint_at
+from mlx_parallm.rl_training.step.algorithms import make_shaping
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.types import Rollout, RolloutGroup, Trajectory
@@ -188,7 +188,7 @@ class BaseAlgorithm(ABC):
             max_staleness=config.max_staleness,
             max_empty_rounds=REFILLS,
             seed=training.seed,
-            shaping=Shaping.of(training, leave_out_marked=trainer.algorithm.finish is not None),
+            shaping=make_shaping(training, trainer.algorithm),
         )
         self._updater = WeightUpdater(weights, trainer, versions, training)
         parts = Parts(trainer, buffer, versions, self._updater, checkpointer, metrics, {})

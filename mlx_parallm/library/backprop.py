@@ -12,6 +12,7 @@ log-probabilities that they were sampled with, which the ratio is against.
 import atexit
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -28,18 +29,18 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.library.losses import Loss, Played, all_segments, sampled_tokens, segments_of, spread
 from mlx_parallm.losses.advantages import group_advantages, whiten
-from mlx_parallm.losses.gae import gae
 from mlx_parallm.losses.kl import KL_ESTIMATORS
-from mlx_parallm.losses.registry import policy_loss
+from mlx_parallm.losses.policy_gradient import policy_loss
+from mlx_parallm.losses.ppo import gae, value_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
-from mlx_parallm.losses.value import value_loss
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model
 from mlx_parallm.models.threads import release_streams
 from mlx_parallm.rl_training.factory import build_policy
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
-from mlx_parallm.rl_training.step.external_optimizer import optimizer_keys
-from mlx_parallm.rl_training.step.loss_trainer import LossTrainer
+from mlx_parallm.rl_training.step.algorithms import loss_options, make_algorithm
+from mlx_parallm.rl_training.step.batch import StepPosition
+from mlx_parallm.rl_training.step.optimizer import optimizer_keys
 from mlx_parallm.rl_training.step.policy import REFERENCE_FILE, TrainedPolicy
+from mlx_parallm.rl_training.step.trainer import Trainer
 
 NO_VALUES = "this BackpropModule was made with value_head=False: it knows no values"
 
@@ -72,7 +73,7 @@ class BackpropModule:
         self._ref_model, self._value_head = ref_model, value_head
         self._optimizer_keys = {} if optimizer is None else optimizer_keys(optimizer)
         self._loaded: LoadedModel | None = None
-        self._trainer: LossTrainer | None = None
+        self._trainer: Trainer | None = None
         self._updates = 0
         self._last: Mapping[str, float | None] = {}
         self._run = self._run_config("ppo" if value_head else "grpo", self.config, {})
@@ -82,7 +83,7 @@ class BackpropModule:
     # ------------------------------------------------------------------ what is trained
 
     @property
-    def trainer(self) -> LossTrainer:
+    def trainer(self) -> Trainer:
         """Made when it is first needed."""
         if self._trainer is None:
             self._trainer = self._make_trainer()
@@ -136,9 +137,7 @@ class BackpropModule:
         else:
             weights.publish_parameters(policy.full_parameters())
 
-    def configure(
-        self, algorithm: LibraryAlgorithm, config: BackpropConfig, settings: Mapping[str, Any]
-    ) -> LossTrainer:
+    def configure(self, algorithm: LibraryAlgorithm, config: BackpropConfig, settings: Mapping[str, Any]) -> Trainer:
         """The trainer under an algorithm of the daemon's and further keys of [rl_training]; weights and the optimizer's
         state stay. Raises ConfigError."""
         if algorithm == "ppo" and not self._value_head:
@@ -148,7 +147,7 @@ class BackpropModule:
         before, self._trainer = self._trainer, None
         if before is not None:
             training = self._run.rl_training
-            self._trainer = LossTrainer(before.policy, training, make_algorithm(training))
+            self._trainer = Trainer(before.policy, training, make_algorithm(training))
             self._trainer.optimizer.restore(before.optimizer.state())
         return self.trainer
 
@@ -157,7 +156,7 @@ class BackpropModule:
         if (directory / REFERENCE_FILE).is_file():
             self.policy.blend_reference(0.0)
 
-    def _make_trainer(self) -> LossTrainer:
+    def _make_trainer(self) -> Trainer:
         _release_streams_at_exit()
         training, loaded = self._run.rl_training, self.loaded
         weights = self.inference.weights if self.inference is not None else None
@@ -175,7 +174,7 @@ class BackpropModule:
             given = self._ref_model
             other = given if isinstance(given, nn.Module) else load_model(ModelConfig(base_path=str(given))).model
             policy.use_reference(dict(tree_flatten(other.parameters())))
-        self._trainer = LossTrainer(policy, training, algorithm)
+        self._trainer = Trainer(policy, training, algorithm)
         self.publish()
         return self._trainer
 
@@ -262,18 +261,16 @@ class BackpropModule:
 
         `advantages`: a number for each trajectory, or one for each of its sampled tokens.
         """
-        return self._policy_loss(trajectories, advantages, "clip", clip_ratio=self.config.ppo_clip_range)
+        return self._policy_loss(trajectories, advantages, "clip")
 
     def compute_loss(self, trajectories: Sequence[Played], advantages: Sequence[Any]) -> Loss:
         """-E[log π · A] + kl_coef · KL - entropy_coef · entropy, mean over tokens (Williams 1992)."""
         return self._policy_loss(trajectories, advantages, "reinforce")
 
-    def _policy_loss(self, played: Sequence[Played], advantages: Sequence[Any], loss: str, **settings: Any) -> Loss:
-        config = self.config
-        term = partial(
-            policy_loss, loss=loss, kl_estimator=config.kl_estimator, entropy_weight=config.entropy_coef, **settings
-        )
-        needs = frozenset(["reference"] if config.kl_coef else [])
+    def _policy_loss(self, played: Sequence[Played], advantages: Sequence[Any], loss: str) -> Loss:
+        options = loss_options(self._run_config("ppo", self.config, {}).rl_training)
+        term = partial(policy_loss, options=replace(options, loss=loss))
+        needs = frozenset(["reference"] if self.config.kl_coef else [])
         rollouts, rows = spread(played, advantages, "advantages")
         return Loss(self, rollouts, ((1.0, term),), rows, needs=needs)
 
@@ -300,7 +297,7 @@ class BackpropModule:
         return Loss(self, all_segments(trajectories), ((1.0, entropy),))
 
     def compute_value_loss(self, trajectories: Sequence[Played], returns: Sequence[Any]) -> Loss:
-        """½ (V - R)², clipped if the configuration says so; mean over tokens (losses/value.py).
+        """½ (V - R)², clipped if the configuration says so; mean over tokens (losses/ppo.py).
 
         `returns`: a number for each trajectory, or one for each of its sampled tokens.
         """
@@ -324,7 +321,7 @@ class BackpropModule:
         """One optimizer update; then the attached InferenceModule answers with the new weights. Returns the metrics:
         loss, grad_norm (before clipping), learning_rate, and the loss's own."""
         trainer = self.trainer.under(loss.algorithm(), sequences=len(loss.rollouts))
-        result = trainer.update(loss.batch(self._updates + 1), loss.scores)
+        result = trainer.train_step(loss.batch(self._updates + 1), position=StepPosition(scores=loss.scores))
         loss.scores, loss.metrics = result.position.scores, result.metrics
         self._updates += result.position.updates
         self._last = result.metrics

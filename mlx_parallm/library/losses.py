@@ -10,9 +10,9 @@ import numpy as np
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.advantages import raw_rewards
 from mlx_parallm.losses.types import LossInputs, LossOutputs
+from mlx_parallm.rl_training.step.algorithms import Algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.prepare import PreparedBatch, Scores
-from mlx_parallm.rl_training.step.trainer import Algorithm
 from mlx_parallm.types import Rollout, Trajectory
 
 Played = Trajectory | Rollout

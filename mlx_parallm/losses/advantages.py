@@ -1,6 +1,6 @@
 """Advantages: how much better each rollout of a group did than its siblings, or than the batch. No MLX.
 
-rewards of a group → one number per rollout, or None when the group has nothing to say (all rewards equal)
+rewards of a group → one number per rollout, or None when there is nothing to learn from it (all rewards equal)
 """
 
 import math
@@ -10,7 +10,6 @@ from typing import Literal
 
 import numpy as np
 
-from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.types import Rollout, RolloutGroup
 
 STD_EPSILON = 1e-8
@@ -23,7 +22,7 @@ Estimator = Callable[[Sequence[float]], tuple[float, ...] | None]
 def group_advantages(
     rewards: Sequence[float], kind: AdvantageKind = "std", *, epsilon: float = STD_EPSILON
 ) -> tuple[float, ...] | None:
-    """What the rewards of one group are worth:
+    """One advantage for each reward of a group:
 
     std          (r - mean) / (std + epsilon), population std (GRPO, arXiv:2402.03300)
     std_sample   the same with the sample's std, divided by G - 1 (as TRL, verl)
@@ -52,8 +51,8 @@ def group_advantages(
 
 
 def raw_rewards(rewards: Sequence[float]) -> tuple[float, ...]:
-    """The rewards themselves, of every group: for algorithms whose baseline is the batch or a value network, to which a
-    group of equal rewards has something to say."""
+    """The rewards themselves. For algorithms whose baseline is the batch or a value network, which also learn from a
+    group of equal rewards."""
     return tuple(rewards)
 
 
@@ -68,7 +67,7 @@ def whiten(values: np.ndarray) -> np.ndarray:
 
 
 def to_go(values: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """Sums from each token to its sequence's end; sequences of these lengths lie end to end. [N] → [N] float64.
+    """The sum from each token to its sequence's end; sequences of these lengths lie end to end. [N] → [N] float64.
 
     Worked: [1, 2, 3, 4] of lengths 3 and 1 → [6, 5, 3, 4].
     """
@@ -77,8 +76,8 @@ def to_go(values: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 
 
 def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
-    """What a completion's reward loses for its length: 0 up to max_length - buffer tokens, rising in a straight line to
-    1 at max_length, and 1 beyond (the soft punishment of DAPO, arXiv:2503.14476, eq. 13, with its sign turned).
+    """The reward that a completion loses for its length: 0 up to max_length - buffer tokens, rising linearly to 1 at
+    max_length, and 1 beyond (the soft punishment of DAPO, arXiv:2503.14476, eq. 13, with its sign turned).
 
     Worked, max_length 20, buffer 4: 16 → 0, 17 → 0.25, 20 → 1, 25 → 1.
     """
@@ -87,27 +86,21 @@ def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
 
 @dataclass(frozen=True)
 class Shaping:
-    """What the trainer changes of a group before it makes advantages of it.
+    """Changes to a group before its advantages are computed. `step.algorithms.make_shaping` builds it.
 
     `overlong_buffer`: rewards lose `overlong_penalty` of the episode's sampled tokens; 0 = nothing. `mask_truncated`:
-    who ran into the length limit is left out of the batch, and counts in the group's mean. `leave_out_marked`: who is
-    marked `zero_advantage` is left out too, where something would be learned from an advantage of 0.
+    a rollout that reached the length limit is left out of the batch, but counts in the group's mean.
+    `leave_out_marked`: rollouts marked `zero_advantage` are left out too, where the algorithm would learn from an
+    advantage of 0.
     """
 
-    overlong_length: int = 0
-    overlong_buffer: int = 0
-    mask_truncated: bool = False
-    leave_out_marked: bool = False
-
-    @classmethod
-    def of(cls, config: RLTrainingConfig, *, leave_out_marked: bool) -> "Shaping":
-        """`leave_out_marked`: the algorithm makes advantages of its own; a KL in the reward does so too."""
-        length, buffer = config.overlong_length or 0, config.overlong_buffer
-        leave_out = leave_out_marked or config.kl_in == "reward"
-        return cls(length, buffer, mask_truncated=config.mask_truncated, leave_out_marked=leave_out)
+    overlong_length: int
+    overlong_buffer: int
+    mask_truncated: bool
+    leave_out_marked: bool
 
     def reward(self, rollout: Rollout) -> float:
-        """The one that advantages are made of; what is reported stays the environment's."""
+        """The reward that advantages are computed from. Metrics report the environment's own."""
         if not self.overlong_buffer:
             return rollout.reward
         length = rollout.sampled_tokens
@@ -118,16 +111,16 @@ class Shaping:
         return truncated or (self.leave_out_marked and rollout.zero_advantage)
 
 
-PLAIN = Shaping()
+PLAIN = Shaping(0, 0, mask_truncated=False, leave_out_marked=False)
 
 
 def token_advantages(
     group: RolloutGroup, estimate: Estimator, shaping: Shaping = PLAIN
 ) -> tuple[tuple[float, ...], ...] | None:
-    """Advantages [G][T] of every token of a group: the environment's own where it brings them, else `estimate`'s; zero
-    for a rollout marked `zero_advantage` or left out, whose reward counts in the group's mean all the same.
+    """Advantages [G][T] of every token of a group: the environment's own where it brings them, else `estimate`'s. Zero
+    for a rollout marked `zero_advantage` or left out, whose reward still counts in the group's mean.
 
-    None: there is nothing to learn from. `estimate` says so, nobody is left, or the environment's own are all 0.
+    None: there is nothing to learn from (`estimate` returned None, no rollout is left, or the environment's are all 0).
     """
     silent = [rollout.zero_advantage or shaping.leaves_out(rollout) for rollout in group.rollouts]
     if all(silent):

@@ -1,32 +1,63 @@
-"""Policy losses, one number a token. Each is a function of `Terms`; `registry.policy_loss` adds what they all have.
+"""Policy losses: one number a token, and `policy_loss`, which makes one number of them.
 
 The ratio is exp(logprobs - old_logprobs): the policy now against the one that the tokens are from. Where the trainer
 has not scored the step's tokens itself, that is the sampler's own `rollout_logprobs`, so that staleness, several
 updates a batch and the sampler's rounding are corrected by one number.
 
-Parameters are named as the keys of `[rl_training]`, and have the defaults of `config.algorithm.LOSS_SETTINGS`.
+Each loss is a function of `Terms`. Ratio level, aggregation, KL, entropy and sampler correction are options of all of
+them. A new loss is a function here, a line in `LOSSES`, and its settings in `config.algorithm.LOSS_SETTINGS`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 import mlx.core as mx
 
-from mlx_parallm.losses.kl import LOG_RATIO_LIMIT
-from mlx_parallm.losses.types import LossInputs, masked
+from mlx_parallm.losses.kl import KL_ESTIMATORS, LOG_RATIO_LIMIT
+from mlx_parallm.losses.types import Aggregation, LossInputs, LossOutputs, aggregate, masked
 
 SEQUENCE_LOG_RATIO_LIMIT = 10.0  # as in verl
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
+KLEstimatorName = Literal["k1", "abs", "k2", "k3"]
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The keys of [rl_training] that policy losses read. `step.algorithms.loss_options` builds it.
+
+    Of the bounds and weights below `entropy_weight`, each loss reads its own; the others are NaN.
+    """
+
+    loss: str  # in LOSSES
+    ratio_level: RatioLevel
+    aggregation: Aggregation
+    kl_estimator: KLEstimatorName
+    entropy_weight: float
+    clip_ratio: float
+    clip_ratio_high: float
+    dual_clip: float
+    ratio_delta: float
+    sapo_tau_positive: float
+    sapo_tau_negative: float
+    dppo_low: float
+    dppo_high: float
+    dppo_kl: float
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest ratio."""
+        return 1.0 - self.clip_ratio, 1.0 + self.clip_ratio_high
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a token loss reads. All [B, T] float32, and finite where the mask is false."""
+    """The arrays that a token loss reads: [B, T] float32, and finite where the mask is false."""
 
     inputs: LossInputs
-    ratio_level: RatioLevel = "token"
+    options: LossOptions
 
     @cached_property
     def logprobs(self) -> mx.array:
@@ -38,7 +69,7 @@ class Terms:
 
     @cached_property
     def old_logprobs(self) -> mx.array:
-        """Raises ValueError where none are known: against itself a policy has the ratio 1, and no clip ever acts."""
+        """Raises ValueError where there are none: against itself a policy has the ratio 1, and no clip ever acts."""
         old = self.inputs.rollout_logprobs if self.inputs.old_logprobs is None else self.inputs.old_logprobs
         if old is None:
             raise ValueError("a ratio needs rollout_logprobs or old_logprobs: the policy against itself is always 1")
@@ -55,12 +86,13 @@ class Terms:
         Worked: ratios 2 and 0.5 of one sequence → "token" [2, 0.5]; "sequence" exp((ln 2 - ln 2) / 2) = 1: [1, 1].
         """
         log_ratio = self.logprobs - self.old_logprobs
-        if self.ratio_level == "token":
+        level = self.options.ratio_level
+        if level == "token":
             return mx.exp(mx.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
         lengths = mx.maximum(self.inputs.mask.sum(axis=-1, keepdims=True), 1)
         mean = log_ratio.sum(axis=-1, keepdims=True) / lengths
         sequence = mx.exp(mx.clip(mean, -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT))
-        if self.ratio_level == "sequence":
+        if level == "sequence":
             return mx.broadcast_to(sequence, log_ratio.shape)
         return mx.stop_gradient(sequence) * mx.exp(self.logprobs - mx.stop_gradient(self.logprobs))
 
@@ -75,7 +107,7 @@ class TokenLoss:
     penalty: mx.array | None = None
 
 
-def clip(terms: Terms, *, clip_ratio: float = 0.2, clip_ratio_high: float | None = None) -> TokenLoss:
+def clip(terms: Terms) -> TokenLoss:
     """PPO's clipped surrogate: -min(ratio · A, clip(ratio, 1 - clip_ratio, 1 + clip_ratio_high) · A).
 
     Schulman et al. 2017 (arXiv:1707.06347); clip_ratio_high > clip_ratio is DAPO's clip-higher (arXiv:2503.14476). For
@@ -85,70 +117,67 @@ def clip(terms: Terms, *, clip_ratio: float = 0.2, clip_ratio_high: float | None
     Worked, clip 0.2 / 0.28: ratio 1.5, A = 1 → -min(1.5, 1.28) = -1.28 (clipped); ratio 0.5, A = -1 →
     -min(-0.5, -0.8) = 0.8 (clipped); ratio 2, A = -1 → -min(-2, -1.28) = 2 (not clipped).
     """
-    return TokenLoss(*_surrogate(terms.ratio, terms.advantages, clip_ratio, clip_ratio_high))
+    return TokenLoss(*_surrogate(terms))
 
 
-def dual_clip(
-    terms: Terms, *, clip_ratio: float = 0.2, clip_ratio_high: float | None = None, dual_clip: float = 3.0
-) -> TokenLoss:
+def dual_clip(terms: Terms) -> TokenLoss:
     """`clip`, and for A < 0 never more than -dual_clip · A: a bad token made far likelier no longer rules the step.
 
     Ye et al. 2019 (arXiv:1912.09729), verl's default with c = 3.
     Worked, clip 0.2 / 0.2, c = 3: ratio 5, A = -1 → min(3, 5) = 3 (clipped); ratio 2, A = -1 → 2 (not clipped).
     """
-    values, clipped = _surrogate(terms.ratio, terms.advantages, clip_ratio, clip_ratio_high)
-    ceiling = -dual_clip * terms.advantages
+    values, clipped = _surrogate(terms)
+    ceiling = -terms.options.dual_clip * terms.advantages
     above = (terms.advantages < 0) & (values > ceiling)
     return TokenLoss(mx.where(above, ceiling, values), clipped | above)
 
 
-def two_sided(
-    terms: Terms, *, clip_ratio: float = 0.2, clip_ratio_high: float | None = None, ratio_delta: float = 4.0
-) -> TokenLoss:
+def two_sided(terms: Terms) -> TokenLoss:
     """-min(min(ratio, ratio_delta) · A, clip(ratio) · A): `clip` with a bound for A < 0 too.
 
     INTELLECT-2 (arXiv:2505.07291); TRL's `delta`. ratio_delta has to be above 1 + clip_ratio_high.
     Worked, clip 0.2 / 0.2, delta 4: ratio 5, A = -1 → -min(-4, -1.2) = 4 (clipped); ratio 2, A = -1 → 2.
     """
-    ratio, advantages = terms.ratio, terms.advantages
-    inside = mx.clip(ratio, *_bounds(clip_ratio, clip_ratio_high))
-    values = -mx.minimum(mx.minimum(ratio, ratio_delta) * advantages, inside * advantages)
-    clipped = _surrogate(ratio, advantages, clip_ratio, clip_ratio_high)[1]
-    return TokenLoss(values, clipped | ((advantages < 0) & (ratio > ratio_delta)))
+    ratio, advantages, delta = terms.ratio, terms.advantages, terms.options.ratio_delta
+    inside = mx.clip(ratio, *terms.options.bounds)
+    values = -mx.minimum(mx.minimum(ratio, delta) * advantages, inside * advantages)
+    clipped = _surrogate(terms)[1]
+    return TokenLoss(values, clipped | ((advantages < 0) & (ratio > delta)))
 
 
-def cispo(terms: Terms, *, clip_ratio: float = 1.0, clip_ratio_high: float | None = 4.0) -> TokenLoss:
+def cispo(terms: Terms) -> TokenLoss:
     """-sg(clip(ratio, 1 - clip_ratio, 1 + clip_ratio_high)) · A · logprobs: the weight is bounded, no token is dropped.
 
-    MiniMax-M1 (arXiv:2506.13585), ScaleRL (arXiv:2510.13786). Default bounds [0, 5], TRL's cap.
-    Worked: ratio 8, logprob -0.5, A = 1 → -5 · -0.5 = 2.5 (bounded), gradient by logprobs -5.
+    MiniMax-M1 (arXiv:2506.13585), ScaleRL (arXiv:2510.13786).
+    Worked, bounds [0, 5] as in TRL: ratio 8, logprob -0.5, A = 1 → -5 · -0.5 = 2.5 (bounded), gradient by logprobs -5.
     """
-    low, high = _bounds(clip_ratio, clip_ratio_high)
+    low, high = terms.options.bounds
     weight = mx.stop_gradient(mx.clip(terms.ratio, low, high))
     return TokenLoss(-weight * terms.advantages * terms.logprobs, (terms.ratio < low) | (terms.ratio > high))
 
 
-def sapo(terms: Terms, *, sapo_tau_positive: float = 1.0, sapo_tau_negative: float = 1.05) -> TokenLoss:
+def sapo(terms: Terms) -> TokenLoss:
     """-(4 / τ) · sigmoid(τ · (ratio - 1)) · A with τ by the sign of A: a smooth gate in place of a clip.
 
     SAPO (arXiv:2511.20347). Its gradient is that of -ratio · A at ratio 1, and fades on both sides.
     Worked: ratio 1, A = 1, τ = 1 → -4 · 0.5 = -2; ratio 3 → -4 · 0.880797 = -3.523188.
     """
-    tau = mx.where(terms.advantages > 0, sapo_tau_positive, sapo_tau_negative)
+    tau = mx.where(terms.advantages > 0, terms.options.sapo_tau_positive, terms.options.sapo_tau_negative)
     return TokenLoss(-(4.0 / tau) * mx.sigmoid(tau * (terms.ratio - 1.0)) * terms.advantages)
 
 
-def dppo(terms: Terms, *, dppo_low: float = 0.2, dppo_high: float = 0.2, dppo_kl: float = 1e-3) -> TokenLoss:
+def dppo(terms: Terms) -> TokenLoss:
     """-ratio · A, dropped where the *probability* p has moved too far the way that A pushes it, and a pull back:
     + dppo_kl · (logprobs - old_logprobs)². Dropped: A > 0 and p - p_old > dppo_high; A <= 0 and p - p_old < -dppo_low.
 
     DPPO with total variation (arXiv:2602.04879), as prime-rl's default loss has it.
     Worked, 0.2 / 0.2, dppo_kl 0: p 0.6, p_old 0.3, A = 1 → dropped: 0; p 0.4, p_old 0.3, A = 1 → -4/3.
     """
+    options = terms.options
     moved = mx.exp(terms.logprobs) - mx.exp(terms.old_logprobs)
-    dropped = mx.where(terms.advantages > 0, moved > dppo_high, moved < -dppo_low)
+    dropped = mx.where(terms.advantages > 0, moved > options.dppo_high, moved < -options.dppo_low)
     values = mx.where(dropped, 0.0, -terms.ratio * terms.advantages)
-    return TokenLoss(values, dropped, dppo_kl * mx.square(terms.logprobs - terms.old_logprobs))
+    return TokenLoss(values, dropped, options.dppo_kl * mx.square(terms.logprobs - terms.old_logprobs))
 
 
 def reinforce(terms: Terms) -> TokenLoss:
@@ -167,14 +196,51 @@ def importance_sampling(terms: Terms) -> TokenLoss:
     return TokenLoss(-terms.ratio * terms.advantages)
 
 
-def _bounds(clip_ratio: float, clip_ratio_high: float | None) -> tuple[float, float]:
-    return 1.0 - clip_ratio, 1.0 + (clip_ratio if clip_ratio_high is None else clip_ratio_high)
-
-
-def _surrogate(
-    ratio: mx.array, advantages: mx.array, clip_ratio: float, clip_ratio_high: float | None
-) -> tuple[mx.array, mx.array]:
+def _surrogate(terms: Terms) -> tuple[mx.array, mx.array]:
     """The clipped surrogate [B, T], and where its gradient ends."""
-    low, high = _bounds(clip_ratio, clip_ratio_high)
+    ratio, advantages = terms.ratio, terms.advantages
+    low, high = terms.options.bounds
     values = -mx.minimum(ratio * advantages, mx.clip(ratio, low, high) * advantages)
     return values, ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+
+
+LOSSES: dict[str, Callable[[Terms], TokenLoss]] = {
+    function.__name__: function
+    for function in (clip, dual_clip, two_sided, cispo, sapo, dppo, reinforce, importance_sampling)
+}
+
+
+def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """aggregate(weights · LOSSES[loss] + kl_beta · KL(policy || reference) - entropy_weight · entropy).
+
+    `weights` (sampler correction) multiply the policy loss alone, as in TRL. The group enters through the advantages
+    alone.
+
+    Metrics: policy_loss; ratio_mean where there is a ratio; clip_fraction, the share of tokens at which the loss's
+    bound acts, where it has one; `kl` and `entropy` (token means) where `ref_logprobs` and `entropy` are given. Raises
+    ValueError when the input of a weighted term is missing.
+    """
+    terms = Terms(inputs, options)
+    token = LOSSES[options.loss](terms)
+    values = token.values if inputs.weights is None else token.values * masked(inputs.weights, inputs.mask)
+    metrics = {"policy_loss": aggregate(values, inputs, options.aggregation)}
+    if inputs.old_logprobs is not None or inputs.rollout_logprobs is not None:
+        metrics["ratio_mean"] = aggregate(terms.ratio, inputs)
+    if token.clipped is not None:
+        metrics["clip_fraction"] = aggregate(token.clipped.astype(mx.float32), inputs)
+    if token.penalty is not None:
+        values = values + token.penalty
+    if inputs.ref_logprobs is not None:
+        kl = KL_ESTIMATORS[options.kl_estimator](terms.logprobs, masked(inputs.ref_logprobs, inputs.mask))
+        metrics["kl"] = aggregate(kl, inputs)
+        if inputs.kl_beta:
+            values = values + inputs.kl_beta * kl
+    elif inputs.kl_beta:
+        raise ValueError("kl_beta > 0 needs ref_logprobs")
+    if inputs.entropy is not None:
+        metrics["entropy"] = aggregate(inputs.entropy, inputs)
+        if options.entropy_weight:
+            values = values - options.entropy_weight * masked(inputs.entropy, inputs.mask)
+    elif options.entropy_weight:
+        raise ValueError("entropy_weight > 0 needs entropy")
+    return LossOutputs(aggregate(values, inputs, options.aggregation), metrics)

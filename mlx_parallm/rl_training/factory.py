@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from mlx_parallm.config.load import RLTrainingConfig
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.algorithms import Algorithm, make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
-from mlx_parallm.rl_training.step.trainer import Algorithm, Trainer
+from mlx_parallm.rl_training.step.trainer import Trainer
 
 
 def build_policy(
@@ -51,7 +51,6 @@ def build_trainer(
     initial_adapter: Mapping[str, LoraPair] | None = None,
     between_blocks: Callable[[], None] = lambda: None,
     ranks: Ranks = ALONE,
-    kind: type[Trainer] = Trainer,
 ) -> Trainer:
     """Make the policy, its optimizer and the trainer that updates it.
 
@@ -62,4 +61,4 @@ def build_trainer(
     """
     algorithm = algorithm or make_algorithm(training)
     policy = build_policy(loaded, training, algorithm, initial_adapter=initial_adapter)
-    return kind(policy, training, algorithm, between_blocks=between_blocks, ranks=ranks)
+    return Trainer(policy, training, algorithm, between_blocks=between_blocks, ranks=ranks)

@@ -17,13 +17,13 @@ from mlx_parallm.integrations.atropos.api import AtroposClient, TrainerRegistrat
 from mlx_parallm.integrations.atropos.client import AtroposPoller
 from mlx_parallm.integrations.atropos.queue import AtroposQueue, AtroposSettings
 from mlx_parallm.integrations.atropos.routes import create_atropos_router
-from mlx_parallm.losses.advantages import Shaping
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.publish.logprob_mismatch import MisfitCheck
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import Minimum, RolloutBuffer
 from mlx_parallm.rl_training.run_directory import RunDirectory
+from mlx_parallm.rl_training.step.algorithms import make_shaping
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.rollout_store.completions import KeptCompletions
@@ -181,7 +181,7 @@ class RolloutSources:
             max_staleness=training.max_staleness,
             max_empty_rounds=training.max_empty_rounds,
             seed=training.seed,
-            shaping=Shaping.of(training, leave_out_marked=trainer.algorithm.finish is not None),
+            shaping=make_shaping(training, trainer.algorithm),
             deterministic=training.deterministic,
             misfit=MisfitCheck(trainer),
         )

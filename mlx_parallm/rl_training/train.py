@@ -16,7 +16,6 @@ from rich.console import Console
 
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
-from mlx_parallm.distributed.worker import LeadingTrainer
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.models.adapters.adapter import LoraPair
@@ -166,7 +165,6 @@ class TrainingRun:
             initial_adapter=initial,
             between_blocks=self._serving.turns.after_evaluation,
             ranks=self._ranks,
-            kind=LeadingTrainer,
         )
         policy = trainer.policy
         metrics = MetricsFile(directory.path / METRICS_FILE)

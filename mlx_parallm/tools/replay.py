@@ -20,7 +20,6 @@ from rich.text import Text
 
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
-from mlx_parallm.losses.advantages import Shaping
 from mlx_parallm.models.loading import LoadedModel, check_model, load_model
 from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, find_checkpoint, restore_random_state
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
@@ -30,7 +29,7 @@ from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory, find_run
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.step.policy import read_tensors
 from mlx_parallm.rollout_store.ledger import Ledger
@@ -136,7 +135,7 @@ class _Player:
             algorithm.advantages,
             rollout_batch_size=training.atropos.rollout_batch_size,
             seed=training.seed,
-            shaping=Shaping.of(training, leave_out_marked=algorithm.finish is not None),
+            shaping=make_shaping(training, algorithm),
             deterministic=training.deterministic,
         )
 

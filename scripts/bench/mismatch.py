@@ -29,7 +29,7 @@ import numpy as np
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
-from mlx_parallm.rl_training.step.sampler_correction import MISMATCH_BOUND, expected_mismatch, sampler_correction
+from mlx_parallm.rl_training.step.prepare import MISMATCH_BOUND, expected_mismatch, sampler_correction
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.tools.contract_subject import Subject, subject_of
 from mlx_parallm.tools.contracts import sampled

@@ -11,8 +11,8 @@ import mlx_parallm  # the fast BLAS comes before MLX
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.distributed import collectives as distributed
-from mlx_parallm.distributed.collectives import JoinedRanks, join
+from mlx_parallm.distributed import ranks as distributed
+from mlx_parallm.distributed.ranks import JoinedRanks, join
 from mlx_parallm.models.threads import mlx_thread
 
 assert mlx_parallm.__version__
@@ -33,7 +33,7 @@ def calls(ranks: JoinedRanks) -> dict[str, object]:
         ranks.tell("work")
         ranks.close()
     else:
-        found["told"] = [ranks.told(), ranks.told()]
+        found["told"] = [ranks.next_task(), ranks.next_task()]
         ranks.close()
     return found
 

@@ -74,9 +74,11 @@ OWN = """
 # mine.py
 import mlx.core as mx
 from mlx_parallm.environments.base import EnvironmentSource, Task
-from mlx_parallm.losses.registry import policy_loss
+from mlx_parallm.losses.policy_gradient import policy_loss
 from mlx_parallm.losses.types import LossOutputs
 from mlx_parallm.rewards.base import verifier
+from mlx_parallm.rl_training.config import RLTrainingConfig
+from mlx_parallm.rl_training.step.algorithms import loss_options
 
 class Letters(EnvironmentSource):
     def task(self, index, split="train"):
@@ -89,7 +91,7 @@ def best(rewards):
     return None if spread == 0 else [(r - sum(rewards) / len(rewards)) / spread for r in rewards]
 
 def loss(inputs):
-    outputs = policy_loss(inputs)
+    outputs = policy_loss(inputs, loss_options(RLTrainingConfig()))
     return LossOutputs(outputs.loss, {**outputs.metrics, "my_loss": outputs.loss})
 """
 

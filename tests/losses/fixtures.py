@@ -1,11 +1,15 @@
 """Inputs of the reference values: B = 6 rows, T = 5, written out by their formulas."""
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.losses.policy_gradient import LossOptions
 from mlx_parallm.losses.types import LossInputs
+from mlx_parallm.rl_training.step.algorithms import loss_options
 
 LENGTHS = [5, 3, 4, 2, 5, 1]
 MAX_LENGTH = 8.0
@@ -21,6 +25,11 @@ WEIGHTS = 0.5 + 0.25 * ((_I + _T) % 4)
 def rollout_logprobs(scale: float) -> np.ndarray:
     """scale 0.1 = set A (no clip binds), 0.6 = set B (4 tokens clipped high, 5 low)."""
     return NEW + scale * (((2 * _I + 3 * _T) % 5) - 2)
+
+
+def options(loss: str = "clip", **settings: Any) -> LossOptions:
+    """The configuration's for this loss, with other settings."""
+    return replace(loss_options(RLTrainingConfig(loss=loss)), **settings)
 
 
 def inputs(

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mlx_parallm.losses.advantages import raw_rewards
-from mlx_parallm.losses.gae import estimate, gae
+from mlx_parallm.losses.ppo import gae
+from mlx_parallm.rl_training.step.algorithms import credit
 from mlx_parallm.rl_training.step.prepare import PreparedBatch, prepare
 from mlx_parallm.types import Rollout, RolloutGroup
 from tests.rl_training.rollouts import make_batch
@@ -31,8 +32,12 @@ def prepared(
     )
 
 
+def credited(batch: PreparedBatch, *, gamma: float, gae_lambda: float) -> PreparedBatch:
+    return credit(batch, gamma=gamma, gae_lambda=gae_lambda, normalize_advantages=True)
+
+
 def test_verls_numbers() -> None:
-    found = estimate(prepared(LENGTHS, REWARDS, VALUES), gamma=0.99, gae_lambda=0.95)
+    found = credited(prepared(LENGTHS, REWARDS, VALUES), gamma=0.99, gae_lambda=0.95)
     np.testing.assert_allclose(found.advantages[:5], [1.276118, 0.890426, 1.501413, 1.129974, 1.756116], atol=1e-6)
     assert found.returns is not None
     np.testing.assert_allclose(found.returns[:5], [0.801068, 0.841221, 0.89444, 0.9405, 1.0], atol=1e-6)
@@ -61,7 +66,7 @@ def test_against_the_sum_that_it_stands_for(gamma: float, gae_lambda: float) -> 
         expected += [sum((gamma * gae_lambda) ** k * deltas[t + k] for k in range(length - t)) for t in range(length)]
         start += length
     raw = np.array(expected)
-    found = estimate(prepared(lengths, rewards, values, penalty), gamma=gamma, gae_lambda=gae_lambda)
+    found = credited(prepared(lengths, rewards, values, penalty), gamma=gamma, gae_lambda=gae_lambda)
     assert found.returns is not None
     np.testing.assert_allclose(found.returns, raw + values, atol=1e-6)
     np.testing.assert_allclose(found.advantages, (raw - raw.mean()) / np.sqrt(raw.var(ddof=1) + 1e-8), atol=1e-5)
@@ -71,7 +76,7 @@ def test_against_the_sum_that_it_stands_for(gamma: float, gae_lambda: float) -> 
 
 def test_lambda_1_is_the_reward_to_go_whatever_the_values_are() -> None:
     for values in (VALUES, 5.0 - VALUES):
-        found = estimate(prepared(LENGTHS, REWARDS, values), gamma=1.0, gae_lambda=1.0)
+        found = credited(prepared(LENGTHS, REWARDS, values), gamma=1.0, gae_lambda=1.0)
         np.testing.assert_allclose(found.returns, np.repeat(REWARDS, LENGTHS), atol=1e-6)
 
 
@@ -85,7 +90,7 @@ def test_a_tools_answer_is_passed_over() -> None:
         ]
         batch = make_batch([RolloutGroup("g", "test", tuple(rows))], estimate=raw_rewards)
         scores = {"old_logprobs": np.zeros(6, np.float32), "old_values": np.array([0.1, 0.5, 0.3] * 2, np.float32)}
-        found.append(prepare(batch, scores, finish=lambda p: estimate(p, gamma=0.9, gae_lambda=0.8)))
+        found.append(prepare(batch, scores, finish=lambda p: credited(p, gamma=0.9, gae_lambda=0.8)))
     np.testing.assert_array_equal(found[0].returns, found[1].returns)
     np.testing.assert_array_equal(found[0].advantages, found[1].advantages)
     # δ = [0.9 · 0.5 - 0.1, 0.9 · 0.3 - 0.5, 1 - 0.3] = [0.35, -0.23, 0.7]; A_1 = -0.23 + 0.72 · 0.7 = 0.274
@@ -96,16 +101,16 @@ def test_explained_variance() -> None:
     """1 for values that are the returns, 0 for one value everywhere, and what the formula says in between."""
 
     def explained(values: np.ndarray) -> float:
-        return estimate(prepared(LENGTHS, REWARDS, values), gamma=1.0, gae_lambda=1.0).metrics["explained_variance"]
+        return credited(prepared(LENGTHS, REWARDS, values), gamma=1.0, gae_lambda=1.0).metrics["explained_variance"]
 
     targets = np.repeat(np.array(REWARDS, float), LENGTHS)
     assert explained(targets) == pytest.approx(1.0, abs=1e-6)
     assert explained(np.full(20, 0.7)) == pytest.approx(0.0, abs=1e-6)
     assert explained(VALUES) == pytest.approx(1 - (targets - VALUES).var() / targets.var(), abs=1e-6)
-    same = estimate(prepared((2, 2), (1, 1), np.zeros(4)), gamma=1.0, gae_lambda=1.0)
+    same = credited(prepared((2, 2), (1, 1), np.zeros(4)), gamma=1.0, gae_lambda=1.0)
     assert "explained_variance" not in same.metrics, "returns without a spread"
 
 
 def test_a_batch_without_tokens() -> None:
     empty = replace(prepared((0,), (1,), np.zeros(0)))
-    assert len(estimate(empty, gamma=1.0, gae_lambda=0.95).advantages) == 0
+    assert len(credited(empty, gamma=1.0, gae_lambda=0.95).advantages) == 0

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.algorithm import LOSS_SETTINGS, WITHOUT_LEVEL
-from mlx_parallm.losses.policy_gradient import Terms
-from mlx_parallm.losses.registry import LOSSES, policy_loss
+from mlx_parallm.losses.policy_gradient import LOSSES, Terms, policy_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from tests.losses import fixtures, oracle
 
@@ -39,7 +38,7 @@ def value_and_grad(loss: Loss, inputs: LossInputs) -> tuple[float, np.ndarray]:
 
 
 def made(loss: str, **options: Any) -> Loss:
-    return lambda inputs: policy_loss(inputs, loss, **options)
+    return lambda inputs: policy_loss(inputs, fixtures.options(loss, **options))
 
 
 def full(loss: str, level: str = "token", aggregation: str = "token") -> Loss:
@@ -199,7 +198,7 @@ def test_worked_tokens(
     got, slope = value_and_grad(made(loss, **settings), inputs)
     assert got == pytest.approx(value, abs=2e-6)
     assert slope.item() == pytest.approx(gradient, abs=2e-6)
-    metrics = policy_loss(inputs, loss, **settings).metrics
+    metrics = made(loss, **settings)(inputs).metrics
     assert ("clip_fraction" in metrics) == (clipped is not None)
     assert clipped is None or metrics["clip_fraction"].item() == clipped
 
@@ -213,12 +212,12 @@ def test_worked_tokens_that_depend_on_their_probability() -> None:
     dropped = value_and_grad(made("dppo", dppo_kl=0.0), far)
     assert (dropped[0], dropped[1].item()) == (0.0, 0.0)
     assert value_and_grad(made("dppo", dppo_kl=0.0), near)[0] == pytest.approx(-4 / 3, abs=1e-6)
-    assert policy_loss(far, "dppo").metrics["clip_fraction"].item() == 1
-    assert policy_loss(near, "dppo").metrics["clip_fraction"].item() == 0
+    assert made("dppo")(far).metrics["clip_fraction"].item() == 1
+    assert made("dppo")(near).metrics["clip_fraction"].item() == 0
 
 
 def test_clip_fraction_and_ratio_count_the_tokens_of_set_b() -> None:
-    metrics = policy_loss(fixtures.inputs(0.6), "clip", **DAPO).metrics
+    metrics = made("clip", **DAPO)(fixtures.inputs(0.6)).metrics
     ratio = np.exp(fixtures.NEW - fixtures.rollout_logprobs(0.6))
     binds = np.where(fixtures.ADVANTAGES > 0, ratio > 1.28, ratio < 0.8) & fixtures.MASK
     assert 0 < binds.sum() < 20
@@ -229,9 +228,9 @@ def test_clip_fraction_and_ratio_count_the_tokens_of_set_b() -> None:
 def test_ratio_levels_worked() -> None:
     row = mx.array([[True, True, False]])
     inputs = LossInputs(mx.log(mx.array([[0.4, 0.1, 0.3]])), mx.log(mx.array([[0.2, 0.2, 0.9]])), row, row, 2.0, 1.0)
-    assert Terms(inputs, "token").ratio.tolist()[0][:2] == pytest.approx([2.0, 0.5])
-    assert Terms(inputs, "sequence").ratio.tolist()[0][:2] == pytest.approx([1.0, 1.0])
-    assert Terms(inputs, "sequence_token").ratio.tolist()[0][:2] == pytest.approx([1.0, 1.0])
+    for level, wanted in (("token", [2.0, 0.5]), ("sequence", [1.0, 1.0]), ("sequence_token", [1.0, 1.0])):
+        ratio = Terms(inputs, fixtures.options(ratio_level=level)).ratio
+        assert ratio.tolist()[0][:2] == pytest.approx(wanted)
 
 
 def test_the_ratio_is_against_the_old_policy_where_there_is_one_and_the_weights_stay_constant() -> None:
@@ -246,10 +245,10 @@ def test_the_ratio_is_against_the_old_policy_where_there_is_one_and_the_weights_
 
 def test_weights_do_not_touch_kl_entropy_or_penalty() -> None:
     nothing = fixtures.inputs(0.6, weights=np.zeros((6, 5)), kl_beta=0.3)
-    kl = policy_loss(nothing, "clip").metrics["kl"].item()
-    assert policy_loss(nothing, "clip").loss.item() == pytest.approx(0.3 * kl, rel=1e-6)
+    kl = made("clip")(nothing).metrics["kl"].item()
+    assert made("clip")(nothing).loss.item() == pytest.approx(0.3 * kl, rel=1e-6)
     difference = (fixtures.NEW - fixtures.rollout_logprobs(0.6))[fixtures.MASK]
-    assert policy_loss(replace(nothing, kl_beta=0.0), "dppo").loss.item() == pytest.approx(
+    assert made("dppo")(replace(nothing, kl_beta=0.0)).loss.item() == pytest.approx(
         1e-3 * np.mean(difference**2), rel=1e-5
     )
 
@@ -258,13 +257,13 @@ def test_weights_do_not_touch_kl_entropy_or_penalty() -> None:
 def test_a_ratio_against_nobody_is_refused(loss: str) -> None:
     """It would be 1 whatever happens, and no clip would ever act."""
     with pytest.raises(ValueError, match="rollout_logprobs or old_logprobs"):
-        policy_loss(replace(fixtures.inputs(0.6), rollout_logprobs=None), loss)
+        made(loss)(replace(fixtures.inputs(0.6), rollout_logprobs=None))
 
 
 def test_reinforce_needs_no_sampler() -> None:
     bare = replace(fixtures.inputs(0.6), rollout_logprobs=None)
-    outputs = policy_loss(bare, "reinforce")
-    assert outputs.loss.item() == policy_loss(fixtures.inputs(0.6), "reinforce").loss.item()
+    outputs = made("reinforce")(bare)
+    assert outputs.loss.item() == made("reinforce")(fixtures.inputs(0.6)).loss.item()
     assert "ratio_mean" not in outputs.metrics
 
 
@@ -278,12 +277,12 @@ def test_an_absurd_ratio_stays_finite(level: str, limit: float) -> None:
 def test_weighted_terms_need_their_inputs() -> None:
     bare = one_token(1.0, 1.0)
     with pytest.raises(ValueError, match="ref_logprobs"):
-        policy_loss(replace(bare, kl_beta=0.1))
+        made("clip")(replace(bare, kl_beta=0.1))
     with pytest.raises(ValueError, match="entropy"):
-        policy_loss(bare, entropy_weight=0.1)
+        made("clip", entropy_weight=0.1)(bare)
     with pytest.raises(ValueError, match="max_length"):
-        policy_loss(bare, aggregation="constant")
-    assert set(policy_loss(bare).metrics) == {"policy_loss", "ratio_mean", "clip_fraction"}
+        made("clip", aggregation="constant")(bare)
+    assert set(made("clip")(bare).metrics) == {"policy_loss", "ratio_mean", "clip_fraction"}
 
 
 def test_aggregations_worked() -> None:

@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.losses.ppo import value_loss, with_value_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs
-from mlx_parallm.losses.value import value_loss, with_value_loss
 from tests.losses import fixtures
 
 _I, _T = np.meshgrid(np.arange(6), np.arange(5), indexing="ij")

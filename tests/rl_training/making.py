@@ -8,9 +8,9 @@ import numpy as np
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.rl_training.step.algorithms import make_algorithm
+from mlx_parallm.rl_training.step.algorithms import Algorithm, make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
-from mlx_parallm.rl_training.step.trainer import Algorithm, Trainer
+from mlx_parallm.rl_training.step.trainer import Trainer
 from tests.rl_training.tiny_models import SHAPE, make_model
 
 

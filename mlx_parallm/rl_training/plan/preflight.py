@@ -26,7 +26,7 @@ from mlx_parallm.models.lora import LoraSpec, inject_lora
 from mlx_parallm.models.support import blueprint
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
-from mlx_parallm.rl_training.step.optimizer_groups import STATE_BYTES
+from mlx_parallm.rl_training.step.optimizer import STATE_BYTES
 from mlx_parallm.system.hardware import GIB, prefix_cache_bytes
 
 PROCESS_BYTES = 240 * 2**20

@@ -1,52 +1,134 @@
 """From the configuration to an `Algorithm`. `ALGORITHMS` is the registry: one function a line.
 
-The algorithms that learn from rollouts differ in what their presets say (`config.algorithm.PRESETS`, filled into the
-configuration as it is read), so `policy_gradient` makes them all; those that learn from rows of a file are
-`data_algorithms`' own.
+rollouts        one function for all: they differ in their presets (`config.algorithm.PRESETS`, filled into the
+                configuration as it is read); PPO adds a value head and GAE to it
+rows of a file  a loss, and whether it reads the reference: a line in `DATA_LOSSES`
+the user's own  `rl_training.advantage` and `rl_training.loss` as functions: loaded and checked before a model is;
+                what they return is checked at every call (docs/your_environment.md)
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
+import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.config.algorithm import LOSS_SETTINGS, PRESETS
+from mlx_parallm.config.algorithm import PRESETS
+from mlx_parallm.config.data import BETAS, PAIRED, USES_REFERENCE, PreferenceConfig
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.execution.user_code import is_reference
-from mlx_parallm.losses.advantages import AdvantageKind, Estimator, group_advantages, raw_rewards, to_go, whiten
-from mlx_parallm.losses.gae import ppo
-from mlx_parallm.losses.registry import policy_loss
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.user_code import is_reference, load_function_of, user_code
+from mlx_parallm.losses.advantages import (
+    AdvantageKind,
+    Estimator,
+    Shaping,
+    group_advantages,
+    raw_rewards,
+    to_go,
+    whiten,
+)
+from mlx_parallm.losses.policy_gradient import LossOptions, policy_loss
+from mlx_parallm.losses.ppo import gae, with_value_loss
+from mlx_parallm.losses.preference import cpo_loss, dpo_loss, kto_loss, nll_loss, orpo_loss, simpo_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs
-from mlx_parallm.rl_training.step.custom_loss import own_advantage, own_loss
-from mlx_parallm.rl_training.step.data_algorithms import DATA_ALGORITHMS
-from mlx_parallm.rl_training.step.prepare import PreparedBatch
-from mlx_parallm.rl_training.step.trainer import Algorithm
+from mlx_parallm.rl_training.metrics import KEYS
+from mlx_parallm.rl_training.step.prepare import Finish, PreparedBatch
+
+STOP_FACTOR = 1.5  # of the target KL, as in Spinning Up and Stable-Baselines3
+LOSS_METRICS = ("kl", "entropy", "clip_fraction", "ratio_mean")  # columns of metrics.jsonl that a loss may fill
+
+Loss = Callable[[LossInputs], LossOutputs]
 
 
-def policy_gradient(config: RLTrainingConfig) -> Algorithm:
-    """The configured loss on the configured advantages, functions of the user's own included. Raises ConfigError."""
-    return Algorithm(
-        name=config.algorithm,
-        loss=_loss(config),
-        advantages=_estimator(config),
-        needs_reference=config.kl_beta > 0,
-        finish=whitened if config.advantage_whiten else None,
-        entropy_slope=config.entropy_weight > 0 or is_reference(cast(str, config.loss)),
-    )
+@dataclass(frozen=True)
+class Algorithm:
+    """All that an algorithm is, for the trainer.
 
+    `advantages`: rewards of one group → one number each, None = nothing to learn. `finish`: a step over the whole batch
+    (whitening, GAE). `needs_…`: what is scored before the step's first update. `on_data`: it learns from rows of a
+    file, which no policy sampled. `rows_per_example`: consecutive sequences that only make sense together (2: a pair).
+    `stop_kl`: a mini-batch whose metric approx_kl is above it is not applied, and ends the updates of the step.
+    `entropy_slope`: whether the loss depends on the entropy; without, the head is computed once.
+    """
 
-ALGORITHMS: dict[str, Callable[[RLTrainingConfig], Algorithm]] = {
-    **dict.fromkeys(PRESETS, policy_gradient),
-    "ppo": lambda config: ppo(policy_gradient(config), config),
-    **DATA_ALGORITHMS,
-}
+    name: str
+    loss: Loss
+    advantages: Estimator
+    needs_reference: bool = False
+    needs_values: bool = False
+    finish: Finish | None = None
+    stop_kl: float | None = None
+    on_data: bool = False
+    rows_per_example: int = 1
+    entropy_slope: bool = True
 
 
 def make_algorithm(config: RLTrainingConfig) -> Algorithm:
     """The configured algorithm, with the user's own advantage and loss where they are set. Raises ConfigError."""
     return ALGORITHMS[config.algorithm](config)
+
+
+def make_shaping(config: RLTrainingConfig, algorithm: Algorithm) -> Shaping:
+    """The configured changes to groups. A rollout marked `zero_advantage` is left out where the algorithm, or a KL in
+    the reward, would give it an advantage all the same."""
+    return Shaping(
+        overlong_length=config.overlong_length or 0,
+        overlong_buffer=config.overlong_buffer,
+        mask_truncated=config.mask_truncated,
+        leave_out_marked=algorithm.finish is not None or config.kl_in == "reward",
+    )
+
+
+# ---------------------------------------------------------------------- on rollouts
+
+
+def policy_gradient(config: RLTrainingConfig) -> Algorithm:
+    """The configured loss on the configured advantages, functions of the user's own included. Raises ConfigError."""
+    name = cast(str, config.loss)  # every preset has one
+    custom = is_reference(name)
+    return Algorithm(
+        name=config.algorithm,
+        loss=custom_loss(name) if custom else partial(policy_loss, options=loss_options(config)),
+        advantages=_estimator(config),
+        needs_reference=config.kl_beta > 0,
+        finish=whitened if config.advantage_whiten else None,
+        entropy_slope=config.entropy_weight > 0 or custom,
+    )
+
+
+def loss_options(config: RLTrainingConfig) -> LossOptions:
+    """The policy loss's options. The configuration has a number for each key that its loss reads."""
+
+    def number(value: float | None) -> float:
+        return math.nan if value is None else value
+
+    return LossOptions(
+        loss=cast(str, config.loss),
+        ratio_level=config.ratio_level or "token",
+        aggregation=config.loss_aggregation or "token",
+        kl_estimator=config.kl_estimator,
+        entropy_weight=config.entropy_weight,
+        clip_ratio=number(config.clip_ratio),
+        clip_ratio_high=number(config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high),
+        dual_clip=number(config.dual_clip),
+        ratio_delta=number(config.ratio_delta),
+        sapo_tau_positive=number(config.sapo_tau_positive),
+        sapo_tau_negative=number(config.sapo_tau_negative),
+        dppo_low=number(config.dppo_low),
+        dppo_high=number(config.dppo_high),
+        dppo_kl=number(config.dppo_kl),
+    )
+
+
+def _estimator(config: RLTrainingConfig) -> Estimator:
+    if config.advantage is not None and is_reference(config.advantage):
+        return custom_advantage(config.advantage)
+    if config.advantage is None or (config.advantage == "none" and config.advantage_whiten):
+        return raw_rewards  # the baseline is the batch's, or the value head's
+    return partial(group_advantages, kind=cast(AdvantageKind, config.advantage))
 
 
 def whitened(prepared: PreparedBatch) -> PreparedBatch:
@@ -58,24 +140,133 @@ def whitened(prepared: PreparedBatch) -> PreparedBatch:
     return replace(prepared, advantages=whiten(values).astype(np.float32))
 
 
-def _loss(config: RLTrainingConfig) -> Callable[[LossInputs], LossOutputs]:
-    name = cast(str, config.loss)  # every preset has one
-    if is_reference(name):
-        return own_loss(name)
-    return partial(
-        policy_loss,
-        loss=name,
-        ratio_level=config.ratio_level or "token",
-        aggregation=config.loss_aggregation or "token",
-        kl_estimator=config.kl_estimator,
-        entropy_weight=config.entropy_weight,
-        **{key: getattr(config, key) for key in LOSS_SETTINGS[name]},
+def ppo(config: RLTrainingConfig) -> Algorithm:
+    """PPO (arXiv:1707.06347): a value loss beside the policy loss, and generalised advantage estimation."""
+    policy, options = policy_gradient(config), config.ppo
+    return replace(
+        policy,
+        loss=with_value_loss(policy.loss, clip=options.value_clip, coefficient=options.value_coefficient),
+        needs_values=True,
+        finish=partial(
+            credit,
+            gamma=options.gamma,
+            gae_lambda=options.gae_lambda,
+            normalize_advantages=options.normalize_advantages,
+        ),
+        stop_kl=None if options.target_kl is None else STOP_FACTOR * options.target_kl,
     )
 
 
-def _estimator(config: RLTrainingConfig) -> Estimator:
-    if config.advantage is not None and is_reference(config.advantage):
-        return own_advantage(config.advantage)
-    if config.advantage is None or (config.advantage == "none" and config.advantage_whiten):
-        return raw_rewards  # the baseline is the batch's, or the value head's
-    return partial(group_advantages, kind=cast(AdvantageKind, config.advantage))
+def credit(prepared: PreparedBatch, *, gamma: float, gae_lambda: float, normalize_advantages: bool) -> PreparedBatch:
+    """Rewards in `advantages` → GAE, whitened over the batch, and returns (of advantages before whitening).
+
+    The value of a token is that of the state in which it is predicted. Only trained tokens are states: a tool's answer
+    between two of them is passed over, so value and advantage are carried across it. The last trained token of a
+    sequence gets the reward and ends its episode, also where the answer was cut off (as in TRL and verl): no value
+    stands in for what was not written.
+
+    Metrics: explained_variance, 1 - Var(return - V) / Var(return), of the values before the step.
+    """
+    assert prepared.old_values is not None
+    if not len(prepared.old_values):
+        return prepared
+    values = prepared.old_values.astype(np.float64)
+    rewards = np.zeros(len(values)) if prepared.kl_penalty is None else -prepared.kl_penalty.astype(np.float64)
+    last = np.cumsum(prepared.lengths)[np.array(prepared.lengths) > 0] - 1
+    rewards[last] += prepared.advantages[last]
+    advantages = gae(rewards, values, last, gamma=gamma, gae_lambda=gae_lambda)
+    returns = advantages + values
+    spread = returns.var()
+    explained = {"explained_variance": float(1.0 - advantages.var() / spread)} if spread > 0 else {}
+    return replace(
+        prepared,
+        advantages=(whiten(advantages) if normalize_advantages else advantages).astype(np.float32),
+        returns=returns.astype(np.float32),
+        metrics={**prepared.metrics, **explained},
+    )
+
+
+# ---------------------------------------------------------------------- on rows of a file
+
+
+DATA_LOSSES: dict[str, Callable[[PreferenceConfig, float], Loss]] = {
+    "dpo": lambda own, beta: partial(dpo_loss, beta=beta, loss_type=own.loss_type, label_smoothing=own.label_smoothing),
+    "kto": lambda own, beta: partial(kto_loss, beta=beta),
+    "orpo": lambda own, beta: partial(orpo_loss, beta=beta),
+    "simpo": lambda own, beta: partial(simpo_loss, beta=beta, gamma=own.gamma),
+    "cpo": lambda own, beta: partial(cpo_loss, beta=beta, nll_weight=own.nll_weight),
+    "sft": lambda own, beta: nll_loss,
+}
+"""One more is a function in `losses.preference`, a line here, and its name (with its options) in `config.data`."""
+
+
+def on_rows(config: RLTrainingConfig) -> Algorithm:
+    """The configured algorithm on rows."""
+    name, own = config.algorithm, config.preference
+    beta = BETAS.get(name, 0.0) if own.beta is None else own.beta
+    return Algorithm(
+        name=name,
+        loss=DATA_LOSSES[name](own, beta),
+        advantages=lambda rewards: None,  # there are no groups of rewards
+        needs_reference=name in USES_REFERENCE,
+        on_data=True,
+        rows_per_example=2 if name in PAIRED else 1,
+        entropy_slope=False,
+    )
+
+
+ALGORITHMS: dict[str, Callable[[RLTrainingConfig], Algorithm]] = {
+    **dict.fromkeys(PRESETS, policy_gradient),
+    "ppo": ppo,
+    **dict.fromkeys(DATA_LOSSES, on_rows),
+}
+
+
+# ---------------------------------------------------------------------- the user's own functions
+
+
+def custom_advantage(reference: str) -> Estimator:
+    """Rewards of one group → one number each, or None (nothing to learn). Raises ConfigError, here and when called."""
+    key = f"rl_training.advantage: {reference}"
+    function = load_function_of(("rewards",), reference, "rl_training.advantage")
+
+    def advantages(rewards: Sequence[float]) -> tuple[float, ...] | None:
+        with user_code(key):
+            values = function(list(rewards))
+            numbers = None if values is None else tuple(float(value) for value in values)
+        if numbers is None:
+            return None
+        if len(numbers) != len(rewards) or not all(map(math.isfinite, numbers)):
+            raise ConfigError(
+                f"{key} returned {values!r} for {len(rewards)} rewards: expected a finite number for each"
+            )
+        return numbers if any(numbers) else None
+
+    return advantages
+
+
+def custom_loss(reference: str) -> Loss:
+    """LossInputs of one micro-batch → LossOutputs (or the bare loss). Raises ConfigError, here and when called."""
+    key = f"rl_training.loss: {reference}"
+    function = load_function_of(("inputs",), reference, "rl_training.loss")
+
+    def loss(inputs: LossInputs) -> LossOutputs:
+        with user_code(key):
+            outputs = function(inputs)
+        if isinstance(outputs, mx.array):
+            outputs = LossOutputs(outputs)
+        value = outputs.loss if isinstance(outputs, LossOutputs) else outputs
+        if not isinstance(outputs, LossOutputs) or not isinstance(value, mx.array) or value.ndim != 0:
+            shape = list(value.shape) if isinstance(value, mx.array) else type(value).__name__
+            raise ConfigError(f"{key} returned {shape}: expected LossOutputs with a loss of one number (see aggregate)")
+        if taken := [name for name in outputs.metrics if name in KEYS and name not in LOSS_METRICS]:
+            raise ConfigError(f"{key} returned the metric {taken[0]!r}, which is a column of metrics.jsonl already")
+        with user_code(key):
+            metrics = {name: mx.array(value) for name, value in outputs.metrics.items()}
+        if wrong := [name for name, value in metrics.items() if value.ndim != 0]:
+            raise ConfigError(
+                f"{key}: the metric {wrong[0]!r} has the shape {list(metrics[wrong[0]].shape)}, not one number"
+            )
+        return LossOutputs(outputs.loss, metrics or {"policy_loss": outputs.loss})
+
+    return loss

@@ -1,32 +1,51 @@
-"""TrainSequences → the numpy arrays of micro-batches.
+"""TrainSequences → the micro-batches of a mini-batch, as arrays. Rows are sorted by length, and cut by a token budget.
 
-A mini-batch (one optimizer update) is cut into micro-batches by a budget of tokens, padding included, after sorting by
-length. Alignment: position t of every [B, T] array is where token t + 1 is predicted, so T is the longest sequence - 1.
-The first token of a sequence has nothing before it and is never trained on.
+A mini-batch is one optimizer update, a micro-batch one backward pass. Alignment: position t of every [B, T] array is
+where token t + 1 is predicted, so T is the longest sequence - 1. The first token of a sequence has nothing before it
+and is never trained on.
+
+    by length   rows of nearly equal length, right-padded
+    by prompt   the rows that share a prompt together, so that the model computes the prompt once
+    packed      several sequences end to end in one row
+
+The budget counts the tokens that are computed, padding included. `MicroBatchBudget` lowers it where one evaluation
+would take too long.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.models.layout import CompactRows, pack_rows, padded_length
+from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.models.layout import CompactRows, TokenBatch, pack_rows, padded_length
 from mlx_parallm.models.layout import share_prompts as shared_rows
 from mlx_parallm.rl_training.step.batch import TrainSequence
-from mlx_parallm.rl_training.step.packed_rows import parts_packed, used
-from mlx_parallm.rl_training.step.shared_prompts import parts_by_prompt
+from mlx_parallm.system.log import get_logger
 
 PAYS_BELOW = 0.9
-"""Share of the tokens that is left to compute: above it, the products that sharing prompts splits in two cost what is
-saved, and so do masks of packed rows."""
+"""Share of the tokens that is left to compute. Above it, sharing prompts or packing rows costs what it saves: the one
+splits products in two, the other needs masks."""
 ATTENTION_WIDTH = 1024
 """Row length at which attention costs a token as much as all else: 512 with a 0.6B model on a CPU, where exp is most of
 it, some thousands on a GPU. Packing must not put many short sequences into a row that is much longer."""
+SHORT_ROW = 64
+"""Tokens of a row that may be longer than every sequence in it: attention over so few costs next to nothing."""
+FIRST_TOKENS = 512
+"""Of a micro-batch, until a time limit has been compared with a measurement."""
+AIM = 0.8
+"""Of the time limit, when the budget is lowered."""
 
 Arrange = Callable[[np.ndarray, np.ndarray], CompactRows]
-Plan = list[tuple[list[int], Arrange | None]]
-"""Micro-batches: the sequences of each, and what becomes of their rows."""
+Cut = list[tuple[list[int], Arrange | None]]
+"""The sequences of each micro-batch, and how its rows are rearranged."""
+Sizes = list[tuple[int, int]]
+"""(tokens that go into the model, sequence), ascending."""
+
+log = get_logger("trainer")
 
 
 @dataclass(frozen=True)
@@ -40,21 +59,36 @@ class MicroBatch:
     targets: np.ndarray  # [N] int32
     temperatures: np.ndarray  # [N] float32
     scatter: np.ndarray  # [B, T] int32: which of the N scores belongs here; N where mask is false
+    columns: np.ndarray  # [N] int64: where the numbers of these tokens stand in the columns of the step (prepare.py)
     compact: CompactRows | None = None  # the same tokens, fewer of them computed
 
     @property
     def tokens(self) -> int:
-        """That are computed, padding included."""
+        """How many are computed, padding included."""
         return self.inputs.size if self.compact is None else self.compact.tokens
+
+    def token_batch(self, *, entropy_slope: bool = True) -> TokenBatch:
+        """The part that the model reads. `entropy_slope` False: the loss does not depend on the entropy."""
+        temperatures = self.temperatures
+        same = float(temperatures[0]) if len(temperatures) and (temperatures == temperatures[0]).all() else None
+        return TokenBatch(
+            inputs=mx.array(self.inputs),
+            positions=mx.array(self.positions),
+            targets=mx.array(self.targets),
+            temperature=mx.array(temperatures) if same is None else same,
+            compact=self.compact,
+            entropy_slope=entropy_slope,
+        )
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """`tokens`: trained positions of the whole mini-batch, by which every micro-batch is normalised."""
+    """`tokens`: trained positions of all micro-batches. `batch`: what the rows are indices into."""
 
     micro_batches: tuple[MicroBatch, ...]
     tokens: int
     sequences: int
+    batch: Sequence[TrainSequence]
 
 
 def epoch_order(count: int, *, seed: int, step: int, epoch: int) -> list[int]:
@@ -73,60 +107,38 @@ def collate(
 ) -> MiniBatch:
     """The mini-batch of these rows. A sequence longer than the budget is a micro-batch of its own.
 
-    `together`: so many consecutive rows are one example (a pair) and stay in one micro-batch, in their order.
-    `share_prompts`: the model computes a prompt once for all rows of a micro-batch that have it. `packing`: it computes
-    several sequences in one row; pairs are not packed. Either is done where it computes less than rows that are sorted
-    by length (PAYS_BELOW), and then the one of fewer tokens.
+    Args:
+        together: so many consecutive rows are one example (a pair) and stay in one micro-batch, in their order.
+        share_prompts: the model can compute a prompt once for all rows of a micro-batch that have it.
+        packing: the model can compute several sequences in one row. Pairs are not packed.
+
+    Prompts are shared, or rows packed, where that computes less than rows sorted by length (PAYS_BELOW); of the two,
+    the one with fewer tokens.
     """
     examples = [tuple(rows[i : i + together]) for i in range(0, len(rows), together)]
     parts = _by_length(sequences, examples, token_budget)
-    plan: Plan = [(part, None) for part in parts]
+    cut: Cut = [(part, None) for part in parts]
     if rows and all(1 in sequences[row].rollout.mask[1:] for row in rows):
         shapes = [(len(part), _width(sequences, part)) for part in parts]
         fewest = PAYS_BELOW * _tokens(shapes)
         if share_prompts:
-            by_prompt, computed = parts_by_prompt(sequences, examples, token_budget=token_budget)
+            by_prompt, computed = _by_prompt(sequences, examples, token_budget)
             if computed <= fewest:
-                fewest, plan = computed, [(part, shared_rows) for part in by_prompt]
+                fewest, cut = computed, [(part, shared_rows) for part in by_prompt]
         if packing and together == 1 and sum(used(sequences[row]) for row in rows) <= fewest:
             packed = parts_packed(sequences, rows, token_budget=token_budget)
             wide = [(len(part.rows), part.width) for part in packed]
             if _tokens(wide) <= fewest and _cost(wide) <= PAYS_BELOW * _cost(shapes):
-                plan = [(part.sequences, partial(pack_rows, counts=part.counts)) for part in packed]
-    micro_batches = tuple(_micro_batch(sequences, part, arrange) for part, arrange in plan)
-    return MiniBatch(micro_batches, sum(len(part.positions) for part in micro_batches), len(rows))
+                cut = [(part.sequences, partial(pack_rows, counts=part.counts)) for part in packed]
+    starts = np.concatenate([[0], np.cumsum([sequence.trained for sequence in sequences])]).astype(np.int64)
+    micro_batches = tuple(_micro_batch(sequences, part, arrange, starts) for part, arrange in cut)
+    return MiniBatch(micro_batches, sum(len(part.positions) for part in micro_batches), len(rows), sequences)
 
 
-def _by_length(
-    sequences: Sequence[TrainSequence], examples: Sequence[tuple[int, ...]], token_budget: int
-) -> list[list[int]]:
-    parts: list[list[int]] = []
-    for example in sorted(examples, key=lambda example: (_width(sequences, example, exact=True), example)):
-        size = (len(parts[-1]) + len(example)) * _width(sequences, example) if parts else 0
-        if parts and size <= token_budget:
-            parts[-1] += example
-        else:
-            parts.append([*example])
-    return parts
-
-
-def _width(sequences: Sequence[TrainSequence], rows: Sequence[int], *, exact: bool = False) -> int:
-    """Positions of the longest of them, padded."""
-    longest = max(len(sequences[row].rollout.tokens) for row in rows) - 1
-    return longest if exact else padded_length(longest)
-
-
-def _tokens(shapes: Sequence[tuple[int, int]]) -> int:
-    """Of (rows, width) each."""
-    return sum(count * width for count, width in shapes)
-
-
-def _cost(shapes: Sequence[tuple[int, int]]) -> float:
-    """In tokens of short rows."""
-    return sum(count * width * (1 + width / ATTENTION_WIDTH) for count, width in shapes)
-
-
-def _micro_batch(sequences: Sequence[TrainSequence], rows: Sequence[int], arrange: Arrange | None) -> MicroBatch:
+def _micro_batch(
+    sequences: Sequence[TrainSequence], rows: Sequence[int], arrange: Arrange | None, starts: np.ndarray
+) -> MicroBatch:
+    """`starts` [sequences + 1]: where the columns of each sequence begin."""
     width = padded_length(max(len(sequences[row].rollout.tokens) for row in rows) - 1)
     shape = (len(rows), width)
     tokens = np.zeros((len(rows), width + 1), np.int32)
@@ -149,5 +161,181 @@ def _micro_batch(sequences: Sequence[TrainSequence], rows: Sequence[int], arrang
         targets=tokens[:, 1:].reshape(-1)[positions],
         temperatures=temperatures[positions // width],
         scatter=scatter.reshape(shape),
+        columns=np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows]),
         compact=compact if compact is not None and compact.tokens < inputs.size else None,
     )
+
+
+# ---------------------------------------------------------------------- by length
+
+
+def _by_length(
+    sequences: Sequence[TrainSequence], examples: Sequence[tuple[int, ...]], token_budget: int
+) -> list[list[int]]:
+    parts: list[list[int]] = []
+    for example in sorted(examples, key=lambda example: (_width(sequences, example, exact=True), example)):
+        size = (len(parts[-1]) + len(example)) * _width(sequences, example) if parts else 0
+        if parts and size <= token_budget:
+            parts[-1] += example
+        else:
+            parts.append([*example])
+    return parts
+
+
+def _width(sequences: Sequence[TrainSequence], rows: Sequence[int], *, exact: bool = False) -> int:
+    """Positions of the longest of them, padded."""
+    longest = max(len(sequences[row].rollout.tokens) for row in rows) - 1
+    return longest if exact else padded_length(longest)
+
+
+def _tokens(shapes: Sequence[tuple[int, int]]) -> int:
+    """Sum over shapes (rows, width)."""
+    return sum(count * width for count, width in shapes)
+
+
+def _cost(shapes: Sequence[tuple[int, int]]) -> float:
+    """The same with attention, in tokens of short rows."""
+    return sum(count * width * (1 + width / ATTENTION_WIDTH) for count, width in shapes)
+
+
+# ---------------------------------------------------------------------- by prompt
+
+
+def _by_prompt(
+    sequences: Sequence[TrainSequence], examples: Sequence[tuple[int, ...]], token_budget: int
+) -> tuple[list[list[int]], int]:
+    """Rows of the parts, in the order of their prompts, and the tokens that are computed for all of them.
+
+    A part costs its distinct prompts and what follows them in each row, both padded. Every row has a sampled token
+    behind its first one.
+    """
+    numbers: dict[tuple[int, ...], int] = {}
+    prompts: dict[int, int] = {}  # row → number of its prompt
+    sizes: dict[int, tuple[int, int]] = {}  # row → tokens of its prompt, and after it
+    for row in (row for example in examples for row in example):
+        rollout = sequences[row].rollout
+        start = rollout.mask.index(1, 1)
+        prompts[row] = numbers.setdefault(rollout.tokens[:start], len(numbers))
+        sizes[row] = start, used(sequences[row]) - start
+
+    def computed(rows: Sequence[int]) -> int:
+        prompt, rest = (max(sizes[row][i] for row in rows) for i in (0, 1))
+        return len({prompts[row] for row in rows}) * padded_length(prompt) + len(rows) * padded_length(max(rest, 1))
+
+    longest = [0] * len(numbers)
+    for row, number in prompts.items():
+        longest[number] = max(longest[number], sum(sizes[row]))
+
+    def place(example: tuple[int, ...]) -> tuple[int, int, int, tuple[int, ...]]:
+        first = example[0]
+        return longest[prompts[first]], prompts[first], max(sum(sizes[row]) for row in example), example
+
+    parts: list[list[int]] = []
+    for example in sorted(examples, key=place):
+        if parts and computed([*parts[-1], *example]) <= token_budget:
+            parts[-1] += example
+        else:
+            parts.append([*example])
+    return parts, sum(map(computed, parts))
+
+
+# ---------------------------------------------------------------------- packed
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """A micro-batch: the sequences of each of its rows, which are `width` long."""
+
+    rows: list[list[int]]
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rows) * self.width
+
+    @property
+    def sequences(self) -> list[int]:
+        return [sequence for row in self.rows for sequence in row]
+
+    @property
+    def counts(self) -> list[int]:
+        return [len(row) for row in self.rows]
+
+
+def parts_packed(sequences: Sequence[TrainSequence], chosen: Sequence[int], *, token_budget: int) -> list[PackedPart]:
+    """Micro-batches, short sequences first; one that is over the budget is a single sequence.
+
+    Args:
+        chosen: indices into `sequences`; each has a sampled token behind its first one.
+
+    A row is as long as the longest sequence of its micro-batch, or SHORT_ROW. So no micro-batch has more tokens, or
+    larger attention scores, than its sequences would have one to a row.
+    """
+    sizes = sorted((used(sequences[sequence]), sequence) for sequence in chosen)
+    parts: list[PackedPart] = []
+    while sizes:
+        end = bisect_right(range(1, len(sizes) + 1), token_budget, key=lambda end: _first_fit(sizes[:end]).tokens)
+        parts.append(_first_fit(sizes[: max(1, end)]))
+        sizes = sizes[max(1, end) :]
+    return parts
+
+
+def used(sequence: TrainSequence) -> int:
+    """Tokens that go into the model: those before the last sampled one."""
+    mask = sequence.rollout.mask
+    return len(mask) - 1 - mask[::-1].index(1)
+
+
+def _first_fit(sizes: Sizes) -> PackedPart:
+    """Each sequence, the longest first, into the first row where it fits: at most 11/9 of the fewest rows possible, and
+    one more (Johnson, 1973)."""
+    capacity = max(padded_length(sizes[-1][0]), SHORT_ROW)
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for length, sequence in reversed(sizes):
+        row = next((row for row, left in enumerate(room) if left >= length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(capacity)
+        rows[row].append(sequence)
+        room[row] -= length
+    return PackedPart(rows, padded_length(capacity - min(room)))
+
+
+# ---------------------------------------------------------------------- the budget
+
+
+class MicroBatchBudget:
+    """Tokens of a micro-batch so that one evaluation stays within `max_eval_ms`; never above `token_budget`.
+
+    macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267), and the first piece of work
+    that is too large ends the process. So `tokens` starts small and doubles as long as evaluations take less than half
+    the limit. Without a limit it is always `token_budget`.
+    """
+
+    def __init__(self, config: RLTrainingConfig) -> None:
+        self._limit_ms = None if config.deterministic else config.max_eval_ms
+        self._full = config.token_budget
+        self.tokens = self._full if self._limit_ms is None else min(self._full, FIRST_TOKENS)
+        self._warned = False
+
+    def observe(self, longest_ms: float, *, tokens: int, rows: int) -> None:
+        """After a micro-batch of `rows` sequences and `tokens` tokens, whose longest evaluation took `longest_ms`."""
+        if self._limit_ms is None:
+            return
+        if longest_ms > self._limit_ms:
+            if rows == 1 and not self._warned:
+                log.warning(
+                    "one sequence alone takes longer than max_eval_ms: shorten rl_training.atropos.max_token_length or"
+                    " set rl_training.blocks_per_eval = 1",
+                    tokens=tokens,
+                    evaluation_ms=round(longest_ms),
+                    limit=self._limit_ms,
+                )
+                self._warned = True
+            lowered = max(1, int(tokens * AIM * self._limit_ms / longest_ms))
+            if lowered < self.tokens:
+                log.info("smaller micro-batches", tokens=lowered, evaluation_ms=round(longest_ms), limit=self._limit_ms)
+                self.tokens = lowered
+        elif longest_ms < self._limit_ms / 2 and 2 * tokens > self.tokens:  # a micro-batch that was nearly full
+            self.tokens = min(self._full, 2 * self.tokens)

@@ -1,30 +1,44 @@
 """The optimizer over a policy's parameters: float32 masters, global-norm clipping, learning-rate schedules.
 
-The arrays bound in the tree may be views of bundles of several (optimizer_groups.py).
+    PolicyOptimizer    all that is trained, by slots; the arrays bound in the tree may be views of bundles of several
+    ParameterGroup     the parameters that one of MLX's optimizers updates at one rate
+    optimizer_keys     an optimizer of mlx.optimizers as keys of [rl_training]
+
+Small arrays are laid end to end in bundles, so that an adapter of hundreds of arrays costs a dozen operations and not
+thousands; AdamW and Lion are elementwise, so this changes no number. Muon and Adafactor look at whole matrices: there
+each array stands alone.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
+import mlx.optimizers as optimizers
+import numpy as np
 
+from mlx_parallm.config.load import parse_config
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.errors import CheckpointError
+from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.models.parameters import ParameterSlots, scalar
 from mlx_parallm.models.value_head import is_value_head
-from mlx_parallm.rl_training.step.optimizer_groups import make_groups
 
 MEASURED_ELEMENTS = 1 << 22
-"""How many weights `Movement` is measured on at most: all of a small adapter, an even sample of anything larger."""
+"""The most weights that `Movement` is measured on: all of a small adapter, an even sample of anything larger."""
+BUNDLE_ELEMENTS = 1 << 20  # 4 MiB of float32; larger arrays stand alone
+ELEMENTWISE = ("adamw", "lion")
+STATE_BYTES = {"adamw": 8, "muon": 4, "lion": 4, "adafactor": 0}
+"""Bytes of the optimizer's state for each trained number, without masters (Adafactor: a row and a column a matrix)."""
+KINDS = {optimizers.Adam: "adamw", optimizers.AdamW: "adamw", optimizers.Lion: "lion", optimizers.Muon: "muon"}
 
 
 @dataclass(frozen=True)
 class Movement:
-    """How far one update moved what is trained: L2 norms of the update and of the weights before it, and the share of
-    weights that are another number than before in the tree's own dtype; a value head, which is never served and has a
-    rate of its own, left out. With bfloat16 an update below half a unit in
-    the last place (2^-9 of the weight) moves nothing that is served."""
+    """How far one update moved the trained weights: L2 norms of the update and of the weights before it, and the share
+    of weights that changed in the tree's own dtype. A value head is left out: it is never served and has its own rate.
+    With bfloat16 an update below half a unit in the last place (2^-9 of the weight) moves nothing that is served."""
 
     update_norm: float
     weight_norm: float
@@ -54,7 +68,7 @@ class PolicyOptimizer:
         self._write()
 
     def reload(self) -> None:
-        """Takes the masters from the tree (whose arrays were just loaded)."""
+        """Take the masters from the tree, whose arrays were just loaded."""
         self._set_masters([array.astype(mx.float32) for array in self._slots.read()])
 
     @property
@@ -63,9 +77,9 @@ class PolicyOptimizer:
 
     def update(self, gradients: Sequence[mx.array], learning_rate: float) -> Update:
         """One step on float32 gradients in slot order; everything is evaluated."""
-        found = [group.square_sum([gradients[slot] for slot in group.slots]) for group in self._groups]
-        norm = mx.sqrt(sum((squares for squares, _ in found), mx.array(0.0)))
-        packed = [part for _, part in found]
+        sums = [group.square_sum([gradients[slot] for slot in group.slots]) for group in self._groups]
+        norm = mx.sqrt(sum((squares for squares, _ in sums), mx.array(0.0)))
+        packed = [part for _, part in sums]
         mx.eval(norm, packed)
         size = scalar(norm)
         if not math.isfinite(size):
@@ -101,10 +115,10 @@ class PolicyOptimizer:
 
     def _masters(self) -> list[mx.array]:
         """In slot order."""
-        found: dict[int, mx.array] = {}
+        masters: dict[int, mx.array] = {}
         for group in self._groups:
-            found |= dict(zip(group.slots, group.arrays, strict=True))
-        return [found[slot] for slot in range(len(self._dtypes))]
+            masters |= dict(zip(group.slots, group.arrays, strict=True))
+        return [masters[slot] for slot in range(len(self._dtypes))]
 
     def _set_masters(self, arrays: Sequence[mx.array]) -> None:
         for group in self._groups:
@@ -129,11 +143,11 @@ class PolicyOptimizer:
         return tensors | {f"{name}.master": array for name, array, dtype in masters if dtype != mx.float32}
 
     def restore(self, tensors: Mapping[str, mx.array]) -> None:
-        """Takes over `state()`. The tree's own arrays must have been loaded. Raises CheckpointError."""
+        """Load what `state()` returned. The tree's own arrays must have been loaded. Raises CheckpointError."""
         for name, array in self.state().items():
             if name not in tensors or tensors[name].shape != array.shape:
-                found = tensors[name].shape if name in tensors else "nothing"
-                raise CheckpointError(f"optimizer state of {name}: expected {array.shape}, found {found}")
+                shape = tensors[name].shape if name in tensors else "nothing"
+                raise CheckpointError(f"optimizer state of {name}: expected {array.shape}, found {shape}")
         loaded = zip(self._slots.names, self._slots.read(), strict=True)
         self._set_masters([tensors.get(f"{n}.master", array.astype(mx.float32)) for n, array in loaded])
         for group in self._groups:
@@ -159,3 +173,175 @@ def learning_rate_at(step: int, config: RLTrainingConfig) -> float:
     progress = min((step - first) / max(config.total_steps + 1 - first, 1), 1.0)
     share = 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.lr_final + (config.learning_rate - config.lr_final) * share
+
+
+class ParameterGroup:
+    """The float32 masters of some slots, their optimizer and its state; lists are in the order of `slots`.
+
+    `rate`: this group's learning rate in units of the step's.
+    """
+
+    def __init__(
+        self, kind: str, rate: float, slots: Sequence[int], arrays: Sequence[mx.array], config: RLTrainingConfig
+    ) -> None:
+        self.slots, self._rate, self._flat = list(slots), rate, kind in ELEMENTWISE
+        self._shapes = [array.shape for array in arrays]
+        self._bundles = bundles([array.size for array in arrays]) if self._flat else [[i] for i in range(len(arrays))]
+        self._optimizer = make_optimizer(kind, config)
+        self.masters = self.pack(arrays)
+        self._optimizer.init(self.masters)
+
+    @property
+    def updates(self) -> int:
+        return int(scalar(self._optimizer.step))
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The masters, each in its shape."""
+        return self._unpack(self.masters)
+
+    def square_sum(self, gradients: Sequence[mx.array]) -> tuple[mx.array, dict[str, mx.array]]:
+        """Σ g² of this group's gradients (float32), and the gradients as `apply` takes them. Lazy."""
+        packed = self.pack(gradients)
+        return sum((mx.square(part).sum() for part in packed.values()), mx.array(0.0)), packed
+
+    def apply(self, gradients: Mapping[str, mx.array], learning_rate: float) -> None:
+        """One update; masters and state are evaluated."""
+        self._optimizer.learning_rate = learning_rate * self._rate
+        self.masters = self._optimizer.apply_gradients(gradients, self.masters)
+        mx.eval(self.masters, self._optimizer.state)
+
+    def sample(self, stride: int) -> Iterator[tuple[int, mx.array]]:
+        """(first slot of a bundle, every n-th of its numbers), bundle by bundle. Lazy copies."""
+        for bundle, array in zip(self._bundles, self.masters.values(), strict=True):
+            yield self.slots[bundle[0]], array.reshape(-1)[::stride]
+
+    # ------------------------------------------------------------------ checkpoint
+
+    def state(self) -> dict[str, list[mx.array]]:
+        """What the optimizer keeps beside the step, by kind ("m", "v", …): an array a slot, empty where it has none."""
+        kept = [self._optimizer.state[name] for name in self.masters]
+        kinds = sorted({kind for entry in kept for kind in entry})
+        if self._flat:
+            return {kind: self._unpack({n: self._optimizer.state[n][kind] for n in self.masters}) for kind in kinds}
+        return {kind: [entry.get(kind, mx.zeros((0,))) for entry in kept] for kind in kinds}
+
+    def restore(self, step: mx.array, state: Mapping[str, Sequence[mx.array]]) -> None:
+        """The counterpart of `state`, evaluated."""
+        for kind, arrays in state.items():
+            packed = self.pack(arrays)
+            for name, before in ((name, self._optimizer.state[name]) for name in self.masters):
+                if kind in before:
+                    before[kind] = packed[name]
+        self._optimizer.state["step"] = step.astype(mx.uint64)
+        mx.eval(self.masters, self._optimizer.state)
+
+    # ------------------------------------------------------------------ bundles
+
+    def pack(self, arrays: Sequence[mx.array]) -> dict[str, mx.array]:
+        """Arrays in the order of `slots` as masters, gradients and state are kept. Lazy."""
+        if not self._flat:
+            return {f"bundle{i}": array for i, array in enumerate(arrays)}
+        return {
+            f"bundle{i}": arrays[bundle[0]].reshape(-1)
+            if len(bundle) == 1
+            else mx.concatenate([arrays[slot].reshape(-1) for slot in bundle])
+            for i, bundle in enumerate(self._bundles)
+        }
+
+    def _unpack(self, packed: Mapping[str, mx.array]) -> list[mx.array]:
+        if not self._flat:
+            return list(packed.values())
+        arrays: list[mx.array] = [None] * len(self._shapes)  # type: ignore[list-item]
+        for i, bundle in enumerate(self._bundles):
+            start, flat = 0, packed[f"bundle{i}"]
+            for slot in bundle:
+                size = math.prod(self._shapes[slot])
+                arrays[slot] = flat[start : start + size].reshape(self._shapes[slot])
+                start += size
+        return arrays
+
+
+def make_groups(
+    names: Sequence[str], arrays: Sequence[mx.array], config: RLTrainingConfig
+) -> tuple[ParameterGroup, ...]:
+    """One group for each (optimizer, rate) that the parameters have; a value head is one of its own."""
+    members: dict[tuple[str, float, bool], list[int]] = {}
+    for slot, (name, array) in enumerate(zip(names, arrays, strict=True)):
+        key = optimizer_of(name, array.shape, config), rate_of(name, config), is_value_head(name)
+        members.setdefault(key, []).append(slot)
+    wide = [array.astype(mx.float32) for array in arrays]
+    return tuple(
+        ParameterGroup(kind, rate, slots, [wide[slot] for slot in slots], config)
+        for (kind, rate, _), slots in members.items()
+    )
+
+
+def optimizer_of(name: str, shape: Sequence[int], config: RLTrainingConfig) -> str:
+    """Muon is for the matrices of the blocks (and of adapters): embedding, head, norms, magnitudes and stacked experts
+    are AdamW's (https://kellerjordan.github.io/posts/muon/)."""
+    is_matrix = len(shape) == 2 and (name.endswith((".lora_a", ".lora_b")) or re.search(r"\.\d+\.", name))
+    return config.optimizer if config.optimizer != "muon" or is_matrix else "adamw"
+
+
+def rate_of(name: str, config: RLTrainingConfig) -> float:
+    """LoRA+ (Hayou et al. 2024, arXiv:2402.12354): B learns `loraplus_ratio` times as fast as A. A value head has
+    `ppo.value_learning_rate`, on the same schedule."""
+    if is_value_head(name):
+        return config.ppo.value_learning_rate / config.learning_rate
+    return config.lora.loraplus_ratio if name.endswith(".lora_b") else 1.0
+
+
+def make_optimizer(kind: str, config: RLTrainingConfig) -> optimizers.Optimizer:
+    """MLX's; the learning rate is set at each update."""
+    rate, decay = config.learning_rate, config.weight_decay
+    if kind == "adamw":
+        betas = [config.adam_beta1, config.adam_beta2]
+        return optimizers.AdamW(learning_rate=rate, betas=betas, weight_decay=decay, bias_correction=True)
+    if kind == "lion":
+        return optimizers.Lion(learning_rate=rate, weight_decay=decay)
+    if kind == "muon":
+        return optimizers.Muon(learning_rate=rate, weight_decay=decay)
+    assert kind == "adafactor", kind  # the learning rate is the configuration's, not the paper's own schedule
+    return optimizers.Adafactor(rate, weight_decay=decay, relative_step=False, scale_parameter=False)
+
+
+def bundles(sizes: Sequence[int]) -> list[list[int]]:
+    """Neighbouring slots whose arrays fit into one bundle."""
+    parts: list[list[int]] = []
+    room = 0
+    for slot, size in enumerate(sizes):
+        if parts and size <= room:
+            parts[-1].append(slot)
+            room -= size
+        else:
+            parts.append([slot])
+            room = BUNDLE_ELEMENTS - size
+    return parts
+
+
+def optimizer_keys(optimizer: optimizers.Optimizer) -> dict[str, Any]:
+    """An optimizer of mlx.optimizers as keys of [rl_training]. It is read for its numbers and made again, because the
+    trainer's works on float32 masters, in groups. Adam becomes AdamW without a decay; both correct their bias.
+
+    Raises ConfigError: it is none of KINDS, its rate is a schedule, or one of its numbers would get lost."""
+    kind = KINDS.get(type(optimizer))
+    if kind is None:
+        names = ", ".join(known.__name__ for known in KINDS)
+        raise ConfigError(f"optimizer = {type(optimizer).__name__}: expected one of mlx.optimizers' {names}")
+    if optimizer._schedulers:
+        raise ConfigError("the optimizer's learning rate is a schedule; give a number")
+    keys = {"optimizer": kind, "learning_rate": scalar(optimizer.learning_rate)}
+    keys["weight_decay"] = float(getattr(optimizer, "weight_decay", 0.0))
+    if kind == "adamw":
+        keys["adam_beta1"], keys["adam_beta2"] = (float(beta) for beta in optimizer.betas)
+    made = make_optimizer(kind, parse_config({"rl_training": keys}, "optimizer").rl_training)
+    for name, value in vars(optimizer).items():
+        if name.startswith("_") or name in ("bias_correction", "weight_decay"):
+            continue
+        kept = getattr(made, name)
+        if not np.array_equal(value, kept):
+            raise ConfigError(
+                f"the optimizer's {name} = {value} would get lost (the trainer's is {kept}): leave it out"
+            )
+    return keys

@@ -1,4 +1,4 @@
-"""TrainedPolicy: the trainer's own module tree, what in it is trained, and the reference hidden in it.
+"""TrainedPolicy: the trainer's own module tree, which part of it is trained, and the reference that it contains.
 
     adapter        `inject_lora` around the targets; reference = the same tree with the adapter taken out ("base"), or
                    with the adapter as it was when the run started ("initial")
@@ -48,7 +48,7 @@ class TrainedPolicy:
         source: the base checkpoint's directory (tokenizer and configuration travel with saved full weights).
         model_config: the base's config.json.
         initial_adapter: arrays to start the adapter from, as `models.lora.load_adapter` reads them.
-        needs_reference: whether `reference` will be asked for; default: a KL to it is wanted.
+        needs_reference: whether `reference` will be used; default: whether the loss has a KL to it.
         needs_values: whether the tree gets a value head (models/value_head.py), trained beside the rest.
 
     Raises ConfigError: full-weight training of a quantised base, no hidden state for a value head. AdapterError:
@@ -88,8 +88,8 @@ class TrainedPolicy:
         self._value_slots = [slot for slot, name in enumerate(self.slots.names) if is_value_head(name)]
         self.reference_arrays: list[mx.array] | None = None  # float32 where it is an average
         self._reference_base: dict[str, mx.array] | None = None  # another model's arrays, by path
-        self._reference_said = False  # by `use_reference` or `blend_reference`
-        self._ema = (config.reference_decay, config.reference_update_every) if config.reference == "ema" else None
+        self._reference_replaced = False  # by `use_reference` or `blend_reference`
+        self._ema = config.reference == "ema"
         if needs_reference is None:
             needs_reference = config.kl_beta > 0
         if self._ema or (needs_reference and not (self.lora and config.reference == "base")):
@@ -122,7 +122,7 @@ class TrainedPolicy:
 
     @contextmanager
     def _base_bound(self, arrays: Mapping[str, mx.array]) -> Iterator[None]:
-        """The base's arrays are these for the length of the block. Without the adapter."""
+        """The base's arrays are these for the length of the block, in which the adapter is off."""
         places = parameter_slots(self.model) if arrays else {}
         own = {path: places[path][0][places[path][1]] for path in arrays}
         try:
@@ -134,58 +134,52 @@ class TrainedPolicy:
                 places[path][0][places[path][1]] = array
 
     def use_reference(self, parameters: Mapping[str, mx.array]) -> None:
-        """The reference is another model of this shape: its arrays, by path. Raises ConfigError: they do not fit."""
+        """Take another model of this shape as the reference: arrays by path. Raises ConfigError: they do not fit."""
         with self._without_adapter(), without_value_head(self.model):
             own = {path: module[key] for path, (module, key) in parameter_slots(self.model).items()}
         for path, array in own.items():
             if path not in parameters or parameters[path].shape != array.shape:
-                found = parameters[path].shape if path in parameters else "nothing"
-                raise ConfigError(f"the reference is not of this model's shape: {path} is {array.shape}, there {found}")
+                other = parameters[path].shape if path in parameters else "missing"
+                raise ConfigError(
+                    f"the reference has not this model's shape: {path} is {other}, expected {array.shape}"
+                )
         arrays = {path: parameters[path].astype(array.dtype) for path, array in own.items()}
         mx.eval(arrays)
         if self.lora:
             self.reference_arrays, self._reference_base = None, arrays
         else:
             slots = zip(self.slots.names, self.slots.read(), strict=True)
-            self.reference_arrays, self._reference_said = [arrays.get(name, array) for name, array in slots], True
+            self.reference_arrays = [arrays.get(name, array) for name, array in slots]
+            self._reference_replaced = True
 
     def blend_reference(self, decay: float) -> None:
-        """Now: reference = decay · reference + (1 - decay) · policy; 0 copies the policy.
+        """reference = decay · reference + (1 - decay) · policy; 0 copies the policy.
 
-        Adapter off is B = 0. Raises ConfigError: what is no adapter of this base cannot be averaged with one.
+        Adapter off is B = 0. Raises ConfigError: an average of an adapter and a reference that is no adapter.
         """
         if self.reference_arrays is None:
             if decay and (self._reference_base is not None or any(name.endswith(".m") for name in self.slots.names)):
                 kind = "DoRA without its adapter" if self._reference_base is None else "another model"
-                raise ConfigError(f"the reference is {kind}: no average of it and an adapter; use copy, or all weights")
+                raise ConfigError(
+                    f"the reference is {kind}, which has no average with an adapter: copy it, or train all weights"
+                )
             slots = zip(self.slots.names, self.slots.read(), strict=True)
             self.reference_arrays = [mx.zeros_like(a) if name.endswith(".lora_b") else a for name, a in slots]
-        self._reference_base, self._reference_said = None, True
-        self._blend(decay)
-
-    def update_reference(self, step: int) -> None:
-        """After a finished step: reference = decay · reference + (1 - decay) · policy, every so many steps ("ema")."""
-        if self._ema is None or step % self._ema[1]:
-            return
-        self._blend(self._ema[0])
-
-    def _blend(self, decay: float) -> None:
-        own = self.slots.read()
-        assert self.reference_arrays is not None
+        self._reference_base, self._reference_replaced = None, True
         self.reference_arrays = [
             decay * mean.astype(mx.float32) + (1.0 - decay) * array.astype(mx.float32)
-            for mean, array in zip(self.reference_arrays, own, strict=True)
+            for mean, array in zip(self.reference_arrays, self.slots.read(), strict=True)
         ]
         mx.eval(self.reference_arrays)
 
-    # ------------------------------------------------------------------ what leaves the trainer
+    # ------------------------------------------------------------------ arrays and files
 
     def adapter(self) -> dict[str, LoraPair]:
         """The adapter as it is now; shares the arrays. All are evaluated but the gains of DoRA."""
         return adapter_layers(self.model)
 
     def served_arrays(self) -> list[mx.array]:
-        """What of the trained weights answers requests: all but the value head, as they are now."""
+        """The trained weights that requests are answered with: all but the value head, as they are now."""
         arrays = zip(self.slots.names, self.slots.read(), strict=True)
         return [array for name, array in arrays if not is_value_head(name)]
 
@@ -196,17 +190,17 @@ class TrainedPolicy:
 
     @property
     def _saved_reference(self) -> list[mx.array]:
-        """Empty where it is known anyway: the base, or the weights that the run began with."""
-        return (self.reference_arrays or []) if self.lora or self._ema or self._reference_said else []
+        """Empty where a resume makes it again: the base, or the weights that the run began with."""
+        return (self.reference_arrays or []) if self.lora or self._ema or self._reference_replaced else []
 
     def saved_bytes(self) -> int:
-        """What `save` writes, but for its configuration file."""
+        """Bytes that `save` writes, without its configuration file."""
         arrays = [*self.slots.read(), *self._saved_reference]
         copied = [] if self.lora else [file for file in self._source.iterdir() if file.suffix in COMPANIONS]
         return sum(array.nbytes for array in arrays) + sum(file.stat().st_size for file in copied)
 
     def save(self, directory: Path) -> None:
-        """Writes an adapter in mlx-lm's format, or a Hugging Face model directory, into an existing directory."""
+        """Write an adapter in mlx-lm's format, or a Hugging Face model directory, into an existing directory."""
         if self.lora:
             save_adapter(directory, self.adapter(), num_layers=len(self.model.layers))
         else:
@@ -224,7 +218,7 @@ class TrainedPolicy:
             mx.save_safetensors(str(directory / REFERENCE_FILE), dict(zip(self.slots.names, saved, strict=True)))
 
     def load(self, directory: Path) -> None:
-        """Takes over what `save` wrote. Raises AdapterError, CheckpointError."""
+        """Load what `save` wrote. Raises AdapterError, CheckpointError."""
         if self._value_slots and not (directory / VALUE_HEAD_FILE).is_file():
             raise CheckpointError(f"{directory} has no value head ({VALUE_HEAD_FILE}): it is not of a PPO run")
         tensors = read_tensors(directory / VALUE_HEAD_FILE) if self._value_slots else {}
@@ -245,20 +239,20 @@ class TrainedPolicy:
     def _arranged(
         self, tensors: Mapping[str, mx.array], where: Path, slots: Sequence[int], dtype: mx.Dtype | None = None
     ) -> list[mx.array]:
-        """These slots' arrays out of a file, in `dtype` or their own. Raises CheckpointError."""
+        """These slots' arrays from a file, in `dtype` or their own. Raises CheckpointError."""
         arranged = []
         for slot, own in zip(slots, self.slots.read(slots), strict=True):
             name = self.slots.names[slot]
             if name not in tensors or tensors[name].shape != own.shape:
-                found = tensors[name].shape if name in tensors else "nothing"
-                raise CheckpointError(f"{where}: {name}: the model has {own.shape}, the checkpoint {found}")
+                saved = tensors[name].shape if name in tensors else "nothing"
+                raise CheckpointError(f"{where}: {name}: the model has {own.shape}, the checkpoint {saved}")
             arranged.append(tensors[name].astype(dtype or own.dtype))
         mx.eval(arranged)
         return arranged
 
 
 def read_tensors(file: Path) -> dict[str, mx.array]:
-    """The arrays of one safetensors file of a checkpoint, not yet read from disk. Raises CheckpointError."""
+    """The arrays of one safetensors file of a checkpoint, read from disk when first used. Raises CheckpointError."""
     try:
         tensors = mx.load(str(file))
     except (OSError, ValueError, RuntimeError) as error:

@@ -1,31 +1,59 @@
-"""What is known of a whole batch before the first update of its step. numpy only: the forward passes are the trainer's.
+"""What a loss reads of each token, fixed before the first update of a step. The forward passes are the trainer's.
 
     TrainBatch → scores (the trainer's forward passes, kept in StepPosition) → PreparedBatch → LossInputs
 
 Every number of a token is in a *column*: a flat array [N] over the trained tokens of all sequences of the batch, one
-sequence after the other. `MicroBatch.scatter` says where a token's number belongs in the [B, T] arrays of a loss.
+sequence after the other. `MicroBatch.columns` are the places of its tokens in them.
 
 All but the scores is a pure function of the batch, the scores and the KL coefficient. So a step that was interrupted
-goes on with the very same numbers when its scores are kept, whatever the weights have become.
+continues with the same numbers when its scores are kept, however the weights have changed since.
+
+*Sampler correction*: weights for the gap between the distribution that was sampled from and the same weights as the
+trainer computes them. Engine and trainer add the same numbers in another order and, below float32, round differently;
+after an optimizer step more tokens differ. With a correction, the trainer scores every sequence before the step's first
+update (`old_logprobs`); the loss's ratio is against those, and each token's loss is multiplied by a constant made of
+exp(old_logprobs - rollout_logprobs). Without one, the ratio is against `rollout_logprobs` itself and contains that
+factor already: the two are never used together.
+
+`rollout_logprobs` are those *before* top-k, top-p and the like, as the trainer's are: the same function of the weights,
+so that ratio and weight are 1 where nothing but a filter stands between sampler and trainer. The log-probabilities
+after the filter would multiply every ratio by the mass that the filter kept.
 """
 
-import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
-from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
-from mlx_parallm.rl_training.step.sampler_correction import SamplerCorrection
-
-Scores = Mapping[str, np.ndarray]
-"""Columns of the trainer's own forward passes, float32: "old_logprobs" (under the weights that the step starts from)
-or only "stand_ins" (the same, of the sequences that came without log-probabilities; 0 elsewhere), "ref_logprobs",
-"old_values"."""
+from mlx_parallm.config.algorithm import sampler_bounds
+from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.execution.user_code import is_reference
+from mlx_parallm.losses.kl import LOG_RATIO_LIMIT
+from mlx_parallm.rl_training.step.batch import Scores, TrainBatch, TrainSequence
 
 LOSS_COLUMNS = (
     *("rollout_logprobs", "advantages", "old_logprobs", "weights", "ref_logprobs", "old_values", "returns"),
 )
+
+MISMATCH_BOUND = 1e-3
+"""Mean |trainer - engine| in nats a token on the same weights, from which on "auto" corrects: a thousandth of the
+sampled tokens' probability on average, two orders below what the ratio's clipping (0.2) notices. It lies between
+float32 (at most 1.3e-5) and narrower types (at least 2e-3), whatever the model's size."""
+MEASURED_MISMATCH: Mapping[tuple[mx.Dtype, bool], float] = {
+    (mx.float32, False): 1.3e-5,
+    (mx.float32, True): 1.2e-5,
+    (mx.float16, False): 5.7e-3,
+    (mx.float16, True): 6.6e-3,
+    (mx.bfloat16, False): 5.2e-2,
+    (mx.bfloat16, True): 4.7e-2,
+}
+"""Mean |trainer - engine| by (dtype of the activations, 4-bit weights): the largest of the models that
+`scripts/bench/mismatch.py` measured on a CPU (docs/off_policy.md). `mlx_parallm_doctor --contracts` measures it for any
+model and device."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +67,7 @@ class PreparedBatch:
     lengths: tuple[int, ...]  # [rows] trained tokens of each sequence
     rollout_logprobs: np.ndarray  # the sampler's; the trainer's own where the sender had none
     advantages: np.ndarray
-    fresh: np.ndarray
+    fresh: np.ndarray  # sampled by the very weights that the step starts from
     old_logprobs: np.ndarray | None = None  # what the ratio is against; None: rollout_logprobs
     weights: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
@@ -50,19 +78,48 @@ class PreparedBatch:
     weights_cut: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)  # of `finish`
 
-    def columns(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
-        """Those that a loss reads, for these sequences in this order: name → [tokens of the rows]."""
-        index = token_index(self.lengths, rows)
-        given = {name: getattr(self, name) for name in LOSS_COLUMNS}
-        return {name: column[index] for name, column in given.items() if column is not None}
-
-    def fresh_of(self, rows: Sequence[int]) -> np.ndarray:
-        """[tokens of the rows] float32: 1 where the token was sampled by the very weights that the step starts from."""
-        return self.fresh[token_index(self.lengths, rows)].astype(np.float32)
+    def loss_columns(self) -> dict[str, np.ndarray]:
+        """The columns that a loss reads, by their names in LossInputs."""
+        columns = {name: getattr(self, name) for name in LOSS_COLUMNS}
+        return {name: column for name, column in columns.items() if column is not None}
 
 
 Finish = Callable[[PreparedBatch], PreparedBatch]
 """The batch-level step of an algorithm: replaces `advantages` (and `returns`). It accounts for `kl_penalty` itself."""
+
+
+@dataclass(frozen=True)
+class SamplerCorrection:
+    """Truncated ("tis") or masked ("mis") importance sampling. Only "mis" reads `floor`."""
+
+    kind: Literal["tis", "mis"]
+    level: Literal["token", "sequence"]
+    cap: float
+    floor: float
+
+    def weights(
+        self, old_logprobs: np.ndarray, rollout_logprobs: np.ndarray, lengths: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Both [N] → weights [N] float32, and which were cut or dropped [N] bool. `lengths`: tokens of each row.
+
+        With w = exp(old - rollout) of a token, or of a sequence's sum: TIS is min(w, cap) (Yao et al. 2025,
+        fengyao.notion.site/off-policy-rl); MIS is w where floor ≤ w ≤ cap and 0 elsewhere (IcePop: arXiv:2510.18855).
+        Sums stay in log space and are bounded by ±20.
+
+        Worked, cap 2, floor 0.5, a sequence with old - rollout = [0, 1, -1]: w = [1, 2.718, 0.368] → TIS [1, 2, 0.368],
+        MIS [1, 0, 0]; the sequence's w is 1, so with level "sequence" all three are 1.
+        """
+        log_weights: np.ndarray = old_logprobs.astype(np.float64) - rollout_logprobs.astype(np.float64)
+        if self.level == "sequence":
+            rows = np.repeat(np.arange(len(lengths)), np.array(lengths, np.int64))
+            sums: np.ndarray = np.bincount(rows, weights=log_weights, minlength=len(lengths))
+            log_weights = sums[rows]
+        weights = np.exp(np.clip(log_weights, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        cut = weights > self.cap
+        if self.kind == "tis":
+            return np.minimum(weights, self.cap).astype(np.float32), cut
+        cut |= weights < self.floor
+        return np.where(cut, 0.0, weights).astype(np.float32), cut
 
 
 def prepare(
@@ -73,7 +130,9 @@ def prepare(
     kl_penalty: float | None = None,
     finish: Finish | None = None,
 ) -> PreparedBatch:
-    """Args:
+    """The columns of a batch.
+
+    Args:
         scores: with "old_logprobs" where there is a correction, else with "stand_ins" where sequences came without
             log-probabilities.
         kl_penalty: coefficient of the KL in the reward; None = it is not there.
@@ -82,13 +141,13 @@ def prepare(
     starts at 1 and its weight is 1.
     """
     sequences = batch.sequences
-    lengths = [sum(sequence.rollout.mask[1:]) for sequence in sequences]
+    lengths = [sequence.trained for sequence in sequences]
     counts = np.array(lengths, np.int64)
     rollout_logprobs = _column([sequence.rollout.logprobs or () for sequence in sequences], sequences)
     missing = np.repeat([sequence.rollout.logprobs is None for sequence in sequences], counts).astype(bool)
     if missing.any():
-        own = scores["old_logprobs"] if "old_logprobs" in scores else scores["stand_ins"]
-        rollout_logprobs = np.where(missing, own, rollout_logprobs)
+        computed = scores["old_logprobs"] if "old_logprobs" in scores else scores["stand_ins"]
+        rollout_logprobs = np.where(missing, computed, rollout_logprobs)
     prepared = PreparedBatch(
         lengths=tuple(lengths),
         rollout_logprobs=rollout_logprobs,
@@ -118,12 +177,6 @@ def _with_kl(prepared: PreparedBatch, coefficient: float | None) -> PreparedBatc
     return replace(prepared, kl=_mean(k1), kl_penalty=None if coefficient is None else np.float32(coefficient) * k1)
 
 
-def token_index(lengths: Sequence[int], rows: Sequence[int]) -> np.ndarray:
-    """Where the tokens of these sequences are in a column, in the rows' order."""
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows] or [np.zeros(0, np.int64)])
-
-
 def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon: int, sequences: int) -> float:
     """The next coefficient of the KL: coefficient · (1 + clip(kl / target - 1, ±0.2) · sequences / horizon).
 
@@ -149,13 +202,26 @@ def _mean(values: np.ndarray) -> float | None:
     return float(values.mean(dtype=np.float64)) if len(values) else None
 
 
-# ---------------------------------------------------------------------- in a checkpoint
+# ---------------------------------------------------------------------- sampler correction
 
 
-def scores_to_json(scores: Scores) -> dict[str, str]:
-    """Bits, not decimals: base64 of little-endian float32."""
-    return {name: base64.b64encode(column.astype("<f4").tobytes()).decode() for name, column in scores.items()}
+def sampler_correction(config: RLTrainingConfig, model: nn.Module) -> SamplerCorrection | None:
+    """The configured correction. "auto" is TIS where `MEASURED_MISMATCH` of this model is above `MISMATCH_BOUND`, and
+    none with a custom loss, which need not read weights.
+    """
+    kind = config.sampler_correction
+    if kind == "auto":
+        custom_loss = config.loss is not None and is_reference(config.loss)
+        kind = "tis" if not custom_loss and expected_mismatch(model) > MISMATCH_BOUND else "none"
+    if kind == "none":
+        return None
+    cap, floor = sampler_bounds(config)
+    return SamplerCorrection(kind, config.sampler_correction_level, cap, floor)
 
 
-def scores_from_json(data: Mapping[str, str]) -> dict[str, np.ndarray]:
-    return {name: np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32) for name, text in data.items()}
+def expected_mismatch(model: nn.Module) -> float:
+    """The row of `MEASURED_MISMATCH` for a model, adapters aside: they are float32 whatever the base is."""
+    base = [(name, array) for name, array in tree_flatten(model.parameters()) if ".lora_" not in name]
+    floats = [array for _, array in base if mx.issubdtype(array.dtype, mx.floating)]
+    dtype = max(floats, key=lambda array: array.nbytes).dtype
+    return MEASURED_MISMATCH[dtype, any(name.endswith(".scales") for name, _ in base)]

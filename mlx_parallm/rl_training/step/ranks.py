@@ -1,27 +1,53 @@
-"""What a trainer asks of the processes that train with it (docs/distributed.md). Here: one process alone.
+"""What a trainer needs of the processes that train with it (docs/distributed.md). Here: one process alone.
 
 Every rank runs the same `Trainer.train_step` on the same batch from the same state. Only the micro-batches are spread;
-their numbers are exchanged and their gradients added, so each rank goes on with the same values. `distributed.py` has
+their numbers are exchanged and their gradients added, so each rank continues with the same values. `distributed/` has
 the ranks of several processes.
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
+
+from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.rl_training.step.batch import StepPosition, TrainBatch
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Task:
+    """A step for the other ranks. `state`: of `Trainer.state`."""
+
+    training: RLTrainingConfig
+    batch: TrainBatch
+    position: StepPosition | None
+    state: dict[str, Any]
+
+
+class HasArrays(Protocol):
+    """A trainer, for those who compare and copy its arrays."""
+
+    def arrays(self) -> dict[str, mx.array]: ...
+
+    def restore_arrays(self, arrays: Mapping[str, mx.array]) -> None: ...
+
+
 class Ranks:
-    """`lost`: why training cannot go on; empty while all are there."""
+    """`lost`: why training cannot continue; empty while all ranks are there."""
 
     rank, size = 0, 1
     lost = ""
 
+    def lead(self, task: Task, trainer: HasArrays) -> None:
+        """At the start of a step, on rank 0: the other ranks begin the same step, from the same arrays. Raises
+        RankLostError: they train another model."""
+
     def share(self, parts: Sequence[T], cost: Callable[[T], float]) -> list[T]:
-        """This rank's of all parts, in their order: the dearest first, each to whom has least to do so far."""
+        """This rank's of all parts, in their order: longest first, each to the least loaded rank."""
         loads, own = [0.0] * self.size, []
         for number in sorted(range(len(parts)), key=lambda number: -cost(parts[number])):
             least = loads.index(min(loads))
@@ -42,19 +68,12 @@ class Ranks:
         """The sums over all ranks of evaluated arrays, evaluated, the same bits everywhere. None: a rank is gone."""
         return arrays
 
-    def tell(self, message: Any) -> None:
-        """From rank 0 to all others."""
-
-    def told(self, stop: threading.Event | None = None) -> Any:
-        """What rank 0 told next; None when it has ended the run. Once `stop` is set, rank 0 hears of it. Raises
-        RankLostError: it is gone."""
-
     def check(self, stop: threading.Event | None = None) -> None:
         """Between two steps. On rank 0: sets `stop` where another rank was asked to end the run. Raises RankLostError:
         a rank is gone."""
 
     def close(self) -> None:
-        """Ends the run for the others too."""
+        """End the run for the others too."""
 
 
 ALONE = Ranks()

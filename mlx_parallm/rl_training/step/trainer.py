@@ -2,18 +2,27 @@
 
     step = prepare + update_epochs × mini-batches (one optimizer update each) × micro-batches (one backward pass each)
 
-*Prepare*: before the first update of a step the batch is scored once, as far as the algorithm or the sampler correction
+    collate     rows → a mini-batch, cut into micro-batches              collate.py
+    score       the forward passes that the step needs before its first update
+    prepare     scores → the columns that a loss reads                   prepare.py
+    accumulate  forward and backward of a mini-batch; its gradients are added to those of earlier calls
+    apply       the optimizer's update with what was accumulated         optimizer.py
+
+`train_step` calls these in that order. A caller with a loop of its own may call `accumulate` several times before one
+`apply`: everything is a sum, and the normalizers of the `BatchLoss` are the caller's.
+
+*Scores*: before the first update of a step the batch is scored once, as far as the algorithm or the sampler correction
 needs it: the policy that the step starts from, its values, the reference. Sequences that came without log-probabilities
-are scored too: that policy stands in for the one that sampled. These scores stay fixed over mini-batches and epochs,
-and `prepare.prepare` makes everything else that a loss reads out of them.
+are scored too: that policy stands in for the one that sampled. These scores stay fixed over mini-batches and epochs.
 
 A mini-batch is normalised by its own token count over all its micro-batches, so how it is cut changes nothing. A
-mini-batch with a non-finite loss or gradient is skipped and counted. Training stops between two micro-batches when it
-is asked to; what the mini-batch in work had gathered is dropped, and `StepPosition` says where to go on.
+mini-batch with a non-finite loss or gradient is skipped and counted. On a stop request training ends between two
+micro-batches; the gradients of the current mini-batch are dropped, and `StepPosition` says where to continue.
 
 No host sync beyond the evaluations of the backward pass: numbers are read once a mini-batch.
 """
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,26 +34,16 @@ import numpy as np
 import structlog
 
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.losses.advantages import Estimator
-from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.models.blockwise import BlockwiseModel
-from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
-from mlx_parallm.rl_training.step.collate import MicroBatch, MiniBatch, collate, epoch_order
-from mlx_parallm.rl_training.step.eval_budget import EvalPace
-from mlx_parallm.rl_training.step.objective import make_objective, mismatch, token_batch
-from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, learning_rate_at
+from mlx_parallm.models.parameters import scalar
+from mlx_parallm.rl_training.step.algorithms import Algorithm
+from mlx_parallm.rl_training.step.batch import Scores, StepPosition, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.collate import MicroBatch, MicroBatchBudget, MiniBatch, collate, epoch_order
+from mlx_parallm.rl_training.step.objective import BatchLoss, mismatch
+from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, Update, learning_rate_at
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
-from mlx_parallm.rl_training.step.prepare import (
-    Finish,
-    PreparedBatch,
-    Scores,
-    adapted_coefficient,
-    prepare,
-    token_index,
-)
-from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
-from mlx_parallm.rl_training.step.sampler_correction import sampler_correction
-from mlx_parallm.rl_training.step.step_position import StepPosition
+from mlx_parallm.rl_training.step.prepare import PreparedBatch, adapted_coefficient, prepare, sampler_correction
+from mlx_parallm.rl_training.step.ranks import ALONE, Ranks, Task
 from mlx_parallm.types import Rollout
 
 MEASURED = (
@@ -56,31 +55,8 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Algorithm:
-    """All that an algorithm is, for the trainer.
-
-    `advantages`: rewards of one group → one number each, None = nothing to learn. `finish`: a step over the whole batch
-    (whitening, GAE). `needs_…`: what is scored before the step's first update. `on_data`: it learns from given texts,
-    which nothing sampled. `rows_per_example`: consecutive sequences that only make sense together (2: a pair).
-    `stop_kl`: a mini-batch whose metric approx_kl is above it is not applied, and ends the updates of the step.
-    `entropy_slope`: whether the loss depends on the entropy; without, the head is computed once.
-    """
-
-    name: str
-    loss: Callable[[LossInputs], LossOutputs]
-    advantages: Estimator
-    needs_reference: bool = False
-    needs_values: bool = False
-    finish: Finish | None = None
-    stop_kl: float | None = None
-    on_data: bool = False
-    rows_per_example: int = 1
-    entropy_slope: bool = True
-
-
-@dataclass(frozen=True)
 class StepResult:
-    """`finished`: false when it was asked to stop. `metrics`: means over the step's mini-batches, None = not known."""
+    """`finished`: false after a stop request. `metrics`: means over the step's mini-batches, None = not measured."""
 
     finished: bool
     position: StepPosition
@@ -90,15 +66,15 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Sums:
-    """Of a mini-batch, over its micro-batches. `gradients`: in the order of `policy.slots`; None without a token."""
+    """Numbers of a mini-batch, over its micro-batches and all ranks. `totals`: the loss and its metrics; empty where
+    the mini-batch has no trained token."""
 
-    gradients: list[mx.array] | None
-    totals: dict[str, float]  # the loss and its metrics
+    totals: dict[str, float]
     mismatch: tuple[float, float, float] | None
 
 
 class Trainer:
-    """Owns the optimizer. One thread's, the one that owns the policy's tree.
+    """Owns the optimizer. Used by one thread, the one that owns the policy's tree.
 
     `between_blocks` is called after each evaluation of a few blocks (the serving thread's turn).
     `ranks`: the processes that share this training.
@@ -113,7 +89,7 @@ class Trainer:
         between_blocks: Callable[[], None] = lambda: None,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.policy, self.algorithm, self._config = policy, algorithm, config
+        self.policy, self.algorithm, self.config = policy, algorithm, config
         self.ranks = ranks
         self.model = BlockwiseModel(policy.model, blocks_per_eval=config.blocks_per_eval, between_blocks=between_blocks)
         if self.model.fallback and config.blocks_per_eval:
@@ -124,36 +100,87 @@ class Trainer:
             if config.packing and not self.model.packs_rows:
                 log.info("sequences are not packed", reason=self.model.unpacked)
         self.optimizer = PolicyOptimizer(policy.slots, config)
-        self._pace = EvalPace(config)
+        self._gradients: list[mx.array] | None = None  # accumulated since the last update, in the order of the slots
+        self._budget = MicroBatchBudget(config)
         self._kl_coefficient = config.kl_beta
         self._correction = None if algorithm.on_data else sampler_correction(config, policy.model)
         if self._correction is not None:
-            own = asdict(self._correction)
-            log.info("sampler correction", weight_of=own.pop("level"), **own)  # a log line has a level of its own
+            fields = asdict(self._correction)
+            log.info("sampler correction", weight_of=fields.pop("level"), **fields)  # a log line has a level already
         if config.lora.dropout > 0:
             log.warning("lora.dropout is off in RL: every pass yields a log-probability that is compared")
+
+    def under(self, algorithm: Algorithm, *, sequences: int) -> "Trainer":
+        """The same trainer, whose steps are one update of so many sequences by another algorithm's loss."""
+        other = copy.copy(self)
+        other.algorithm = algorithm
+        other.config = self.config.model_copy(update={"update_epochs": 1, "batch_size": max(sequences, 1)})
+        return other
+
+    # ------------------------------------------------------------------ state
 
     def state(self) -> dict[str, Any]:
         """What lasts from step to step besides weights and optimizer, as JSON."""
         return {"kl_coefficient": self._kl_coefficient}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        if self._config.kl_target is not None:  # else the configuration alone says it, also after a resume
+        """Load what `state()` returned. A coefficient that does not adapt is the configuration's."""
+        if self.config.kl_target is not None:
             self._kl_coefficient = state.get("kl_coefficient", self._kl_coefficient)
 
+    def arrays(self) -> dict[str, mx.array]:
+        """Every array that a step changes, or that it is measured against."""
+        names = self.policy.slots.names
+        arrays = {f"weights.{name}": array for name, array in zip(names, self.policy.slots.read(), strict=True)}
+        arrays |= {f"optimizer.{name}": array for name, array in self.optimizer.state().items()}
+        reference = self.policy.reference_arrays or []
+        return arrays | {f"reference.{name}": array for name, array in zip(names, reference, strict=False)}
+
+    def restore_arrays(self, arrays: Mapping[str, mx.array]) -> None:
+        """Load what `arrays()` returned, evaluated."""
+
+        def part(kind: str) -> dict[str, mx.array]:
+            return {name.removeprefix(kind): array for name, array in arrays.items() if name.startswith(kind)}
+
+        self.policy.slots.write(list(part("weights.").values()))
+        self.optimizer.restore(part("optimizer."))
+        if self.policy.reference_arrays is not None:
+            self.policy.reference_arrays = list(part("reference.").values())
+
+    # ------------------------------------------------------------------ forward only
+
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """Of each rollout's sampled tokens ([N], the first token of a sequence left out), under today's weights."""
+        """Log-probabilities of each rollout's sampled tokens ([N], the first token of a sequence left out)."""
         return [scores[0] for scores in self.token_scores(rollouts)]
 
     def token_scores(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """Log-probabilities, entropies (nats) and, with a value head, values of the same tokens: [2 or 3, N]."""
         sequences = [TrainSequence(rollout, (0.0,) * len(rollout.tokens), fresh=False) for rollout in rollouts]
-        found: dict[int, np.ndarray] = {}
-        for micro_batch in self._collate(sequences, range(len(sequences))).micro_batches:
+        by_row: dict[int, np.ndarray] = {}
+        for micro_batch in self.collate(sequences, range(len(sequences))).micro_batches:
             ends = np.cumsum(micro_batch.mask.sum(axis=1))[:-1]
-            scores = np.stack([np.array(part) for part in self.model.score(token_batch(micro_batch))])
-            found |= dict(zip(micro_batch.rows, np.split(scores, ends, axis=1), strict=True))
-        return [found[row] for row in range(len(sequences))]
+            scores = np.stack([np.array(part) for part in self.model.score(micro_batch.token_batch())])
+            by_row |= dict(zip(micro_batch.rows, np.split(scores, ends, axis=1), strict=True))
+        return [by_row[row] for row in range(len(sequences))]
+
+    def evaluate(self, batch: TrainBatch, scores: Scores) -> tuple[float, Mapping[str, float], Scores]:
+        """The loss of a batch that is one mini-batch, its metrics, and its scores; nothing is differentiated.
+
+        `scores`: those of an earlier call, which are not made again.
+        """
+        complete = self._score(batch, StepPosition(scores=scores), lambda: False)
+        assert complete is not None, "nothing asks to stop"
+        mini_batch = self._mini_batch(batch, self._order(batch, 0), 0)
+        loss = self._loss(batch, self._prepare(batch, complete), mini_batch)
+        total, metrics = 0.0, dict[str, float]()
+        for micro_batch in mini_batch.micro_batches:
+            if not len(micro_batch.positions):
+                continue
+            value, (numbers, _) = loss.objective(micro_batch)(*self.model.score(micro_batch.token_batch()))
+            total += scalar(value)
+            named = zip(loss.metric_names, np.array(numbers).tolist(), strict=True)
+            metrics = {name: metrics.get(name, 0.0) + number for name, number in named}
+        return total, metrics, complete
 
     # ------------------------------------------------------------------ a step
 
@@ -164,72 +191,179 @@ class Trainer:
         position: StepPosition | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> StepResult:
-        """Trains on a batch, from `position` on when a former process was interrupted in it."""
+        """Train on a batch, from `position` on where an earlier process was interrupted in it."""
         started = time.perf_counter()
-        learning_rate = learning_rate_at(batch.step, self._config)
         at = position or StepPosition()
-        scores = self._score_batch(batch, at, should_stop)
+        self.drop()
+        self.ranks.lead(Task(self.config, batch, position, self.state()), self)
+
+        def stopping() -> bool:
+            return should_stop() or bool(self.ranks.lost)
+
+        learning_rate = learning_rate_at(batch.step, self.config)
+        scores = self._score(batch, at, stopping)
         if scores is None:
             return self._result(at, None, learning_rate, started, finished=False)
         at, prepared = replace(at, scores=scores), self._prepare(batch, scores)
-        for epoch in range(at.epoch, self._config.update_epochs):
+        for epoch in range(at.epoch, self.config.update_epochs):
             at = replace(at, order=at.order or self._order(batch, epoch))
-            for number in range(at.next_mini_batch, math.ceil(len(at.order) / self._config.batch_size)):
-                mini_batch = self._nth_mini_batch(batch, at.order, number)
-                after = self._mini_batch(batch, prepared, mini_batch, at, learning_rate, should_stop)
+            for number in range(at.next_mini_batch, math.ceil(len(at.order) / self.config.batch_size)):
+                after = self._update(batch, prepared, at, number, learning_rate, stopping)
                 if after is None:
                     return self._result(at, prepared, learning_rate, started, finished=False)
                 at = replace(after, next_mini_batch=number + 1)
             at = replace(at, epoch=epoch + 1, order=(), next_mini_batch=0)
         result = self._result(at, prepared, learning_rate, started, finished=True)
-        self._adapt(prepared)
-        self.policy.update_reference(batch.step)
+        self._finish_step(batch.step, prepared)
         return result
+
+    def _update(
+        self,
+        batch: TrainBatch,
+        prepared: PreparedBatch,
+        at: StepPosition,
+        number: int,
+        learning_rate: float,
+        should_stop: Callable[[], bool],
+    ) -> StepPosition | None:
+        """The optimizer update of the n-th mini-batch; None after a stop request."""
+        if at.left_out:
+            return replace(at, left_out=at.left_out + 1)
+        mini_batch = self._mini_batch(batch, at.order, number)
+        loss = self._loss(batch, prepared, mini_batch)
+        sums = self.accumulate(mini_batch, loss, should_stop)
+        if sums is None or not sums.totals:
+            return None if sums is None else at
+        first = at.updates == 0 and at.skipped == 0
+        skipped = replace(at, skipped=at.skipped + 1)
+        if not math.isfinite(sums.totals["loss"]):
+            log.warning("non-finite loss: mini-batch skipped", step=batch.step)
+            self.drop()
+            return skipped
+        if self.algorithm.stop_kl is not None and (kl := sums.totals["approx_kl"]) > self.algorithm.stop_kl:
+            self.drop()
+            return replace(at, left_out=1, stopped_at_kl=kl, mismatch=sums.mismatch if first else at.mismatch)
+        update = self.apply(learning_rate)
+        if update is None:
+            return None
+        if not update.applied:
+            log.warning("non-finite gradient: mini-batch skipped", step=batch.step)
+            return skipped
+        totals = sums.totals | {"grad_norm": update.grad_norm}
+        if update.moved is not None:
+            totals |= asdict(update.moved)
+        return replace(
+            at,
+            updates=at.updates + 1,
+            totals={name: at.totals.get(name, 0.0) + float(value) for name, value in totals.items()},
+            mismatch=sums.mismatch if first else at.mismatch,
+            tokens=at.tokens + mini_batch.tokens,
+        )
+
+    def accumulate(
+        self, mini_batch: MiniBatch, loss: BatchLoss, should_stop: Callable[[], bool] = lambda: False
+    ) -> Sums | None:
+        """Forward and backward of a mini-batch. Its gradients are added to those of earlier calls, until `apply` or
+        `drop`. None after a stop request between two micro-batches: then all of them are dropped."""
+        parts: list[tuple[Any, ...]] = []
+        stopped = False
+        for micro_batch in self._micro_batches(mini_batch):
+            if stopped := should_stop():
+                break
+            if len(micro_batch.positions) == 0:
+                continue
+            self.model.longest_eval_ms = 0.0
+            tokens = micro_batch.token_batch(entropy_slope=self.algorithm.entropy_slope)
+            value, extras, self._gradients = self.model.loss_and_gradients(
+                tokens, loss.objective(micro_batch), self._gradients
+            )
+            parts.append((value, *extras))
+            self._budget.observe(self.model.longest_eval_ms, tokens=micro_batch.tokens, rows=len(micro_batch.rows))
+        numbers = [(list(loss.metric_names), *(np.array(number) for number in part)) for part in parts]
+        everyone = self.ranks.exchange((self._budget.tokens, numbers), stop=stopped)
+        if everyone is None:
+            self.drop()
+            return None
+        self._budget.tokens = min(budget for budget, _ in everyone)  # the same cut on every rank
+        parts = [part for _, numbers in everyone for part in numbers]
+        if not parts:
+            return Sums({}, None)
+        names, losses, values, mismatches = zip(*parts, strict=True)
+        totals = {name: float(total) for name, total in zip(names[0], np.sum(values, 0), strict=True)}
+        return Sums({"loss": math.fsum(losses)} | totals, mismatch(np.stack(mismatches)))
+
+    def apply(self, learning_rate: float) -> Update | None:
+        """One optimizer update with the accumulated gradients of all ranks, which are used up. None: a rank is gone."""
+        gradients = self._gradients or [mx.zeros(array.shape) for array in self.policy.slots.read()]
+        self.drop()
+        summed = self.ranks.sum(gradients)
+        return None if summed is None else self.optimizer.update(summed, learning_rate)
+
+    def drop(self) -> None:
+        """Forget what was accumulated."""
+        self._gradients = None
+
+    def _finish_step(self, step: int, prepared: PreparedBatch) -> None:
+        """Adapt the KL's coefficient for the next step, and update a reference that is a moving average."""
+        target, horizon = self.config.kl_target, self.config.kl_horizon
+        if target is not None and prepared.kl is not None:
+            self._kl_coefficient = adapted_coefficient(
+                self._kl_coefficient, prepared.kl, target=target, horizon=horizon, sequences=len(prepared.lengths)
+            )
+        if self.config.reference == "ema" and step % self.config.reference_update_every == 0:
+            self.policy.blend_reference(self.config.reference_decay)
+
+    # ------------------------------------------------------------------ its parts
 
     def _order(self, batch: TrainBatch, epoch: int) -> tuple[int, ...]:
         examples = len(batch.sequences) // self.algorithm.rows_per_example
-        return tuple(epoch_order(examples, seed=self._config.seed, step=batch.step, epoch=epoch))
+        return tuple(epoch_order(examples, seed=self.config.seed, step=batch.step, epoch=epoch))
 
-    def _nth_mini_batch(self, batch: TrainBatch, order: Sequence[int], number: int) -> MiniBatch:
-        size, each = self._config.batch_size, self.algorithm.rows_per_example
+    def _mini_batch(self, batch: TrainBatch, order: Sequence[int], number: int) -> MiniBatch:
+        """The n-th of this order of examples; cut finer where a rank would get no micro-batch."""
+        size, each = self.config.batch_size, self.algorithm.rows_per_example
         chosen = order[number * size : (number + 1) * size]
         rows = [each * example + row for example in chosen for row in range(each)]
-        whole = self._collate(batch.sequences, rows, together=each)
-        budget = self.ranks.budget(self._pace.budget, sum(part.tokens for part in whole.micro_batches))
-        if budget == self._pace.budget:
-            return whole
-        return self._collate(batch.sequences, rows, together=each, budget=budget)
+        whole = self.collate(batch.sequences, rows)
+        budget = self.ranks.budget(self._budget.tokens, sum(part.tokens for part in whole.micro_batches))
+        return whole if budget == self._budget.tokens else self.collate(batch.sequences, rows, budget)
 
-    def _collate(
-        self, sequences: Sequence[TrainSequence], rows: Sequence[int], *, together: int = 1, budget: int | None = None
-    ) -> MiniBatch:
+    def _micro_batches(self, mini_batch: MiniBatch) -> Iterator[MicroBatch]:
+        """This rank's of a mini-batch, cut again where the budget has been lowered in the meantime."""
+        each = self.algorithm.rows_per_example
+        waiting = list(reversed(self.ranks.share(mini_batch.micro_batches, lambda part: part.tokens)))
+        while waiting:
+            micro_batch = waiting.pop()
+            if micro_batch.tokens > self._budget.tokens and len(micro_batch.rows) > each:
+                waiting += reversed(self.collate(mini_batch.batch, micro_batch.rows).micro_batches)
+            else:
+                yield micro_batch
+
+    def collate(self, sequences: Sequence[TrainSequence], rows: Sequence[int], budget: int | None = None) -> MiniBatch:
+        """The mini-batch of these rows. `budget`: tokens of a micro-batch; default: the largest allowed now."""
         return collate(
             sequences,
             rows,
-            token_budget=budget or self._pace.budget,
-            together=together,
+            token_budget=budget or self._budget.tokens,
+            together=self.algorithm.rows_per_example,
             share_prompts=self.model.shares_prompts,
-            packing=self._config.packing and self.model.packs_rows,
+            packing=self.config.packing and self.model.packs_rows,
         )
 
-    # ------------------------------------------------------------------ before the first update
+    def _score(self, batch: TrainBatch, at: StepPosition, should_stop: Callable[[], bool]) -> Scores | None:
+        """The forward passes that this step needs, as columns; None after a stop request.
 
-    def _score_batch(
-        self, batch: TrainBatch, at: StepPosition, should_stop: Callable[[], bool]
-    ) -> dict[str, np.ndarray] | None:
-        """The forward passes that this step needs, as columns (`prepare.Scores`); None when asked to stop.
-
-        An interrupted step has them already, but for those that a changed configuration asks for.
+        An interrupted step has them already, except those that a changed configuration needs.
         """
         scores, rows = dict(at.scores), set(range(len(batch.sequences)))
         needs_values, needs_reference = self.algorithm.needs_values, self.algorithm.needs_reference
         everything = needs_values or self._correction is not None
         silent = {row for row in rows if batch.sequences[row].rollout.logprobs is None}
-        own, name = (rows, "old_logprobs") if everything else (silent, "stand_ins")
+        scored, name = (rows, "old_logprobs") if everything else (silent, "stand_ins")
         if (everything or silent) and name not in scores and "old_logprobs" not in scores:
             if at.updates:
                 log.warning("scored after updates of the same step: the configuration was changed", step=batch.step)
-            columns = self._score_rows(batch, own, should_stop)
+            columns = self._score_rows(batch, scored, should_stop)
             if columns is None:
                 return None
             scores |= {name: columns[0]} | ({"old_values": columns[2]} if needs_values else {})
@@ -242,21 +376,21 @@ class Trainer:
         return scores
 
     def _score_rows(self, batch: TrainBatch, rows: set[int], should_stop: Callable[[], bool]) -> np.ndarray | None:
-        """Columns of what the model gives for each token; 0 outside of `rows`.
+        """Columns of the model's scores of each token; 0 outside of `rows`.
 
-        Scored are the micro-batches of the first epoch, so that rounding is the same as in the pass that learns.
+        The micro-batches are those of the first epoch, so that rounding is the same as in the pass that learns.
         """
-        lengths = [sum(sequence.rollout.mask[1:]) for sequence in batch.sequences]
-        columns = np.zeros((3 if self.algorithm.needs_values else 2, sum(lengths)), np.float32)
+        tokens = sum(sequence.trained for sequence in batch.sequences)
+        columns = np.zeros((3 if self.algorithm.needs_values else 2, tokens), np.float32)
         order, stopped = self._order(batch, 0), False
-        numbers = range(math.ceil(len(order) / self._config.batch_size))
-        parts = [part for number in numbers for part in self._nth_mini_batch(batch, order, number).micro_batches]
+        numbers = range(math.ceil(len(order) / self.config.batch_size))
+        parts = [part for number in numbers for part in self._mini_batch(batch, order, number).micro_batches]
         parts = [part for part in parts if len(part.positions) and not rows.isdisjoint(part.rows)]
         for micro_batch in self.ranks.share(parts, lambda part: part.tokens):
             if stopped := should_stop():
                 break
-            found = [np.array(part) for part in self.model.score(token_batch(micro_batch))]
-            columns[:, token_index(lengths, micro_batch.rows)] = np.stack(found[: len(columns)])
+            scores = [np.array(part) for part in self.model.score(micro_batch.token_batch())]
+            columns[:, micro_batch.columns] = np.stack(scores[: len(columns)])
         everyone = self.ranks.exchange(columns, stop=stopped)
         return None if everyone is None else np.sum(everyone, axis=0)
 
@@ -265,112 +399,21 @@ class Trainer:
             batch,
             scores,
             correction=self._correction,
-            kl_penalty=self._kl_coefficient if self._config.kl_in == "reward" else None,
+            kl_penalty=self._kl_coefficient if self.config.kl_in == "reward" else None,
             finish=self.algorithm.finish,
         )
 
-    def _adapt(self, prepared: PreparedBatch) -> None:
-        """The coefficient of the KL for the next step."""
-        target, horizon = self._config.kl_target, self._config.kl_horizon
-        if target is not None and prepared.kl is not None:
-            self._kl_coefficient = adapted_coefficient(
-                self._kl_coefficient, prepared.kl, target=target, horizon=horizon, sequences=len(prepared.lengths)
-            )
-
-    # ------------------------------------------------------------------ an update
-
-    def _mini_batch(
-        self,
-        batch: TrainBatch,
-        prepared: PreparedBatch,
-        mini_batch: MiniBatch,
-        at: StepPosition,
-        learning_rate: float,
-        should_stop: Callable[[], bool],
-    ) -> StepPosition | None:
-        """One optimizer update; None when asked to stop before it."""
-        if at.left_out:
-            return replace(at, left_out=at.left_out + 1)
-        sums = self._gradients(batch, prepared, mini_batch, should_stop)
-        if sums is None or sums.gradients is None:
-            return None if sums is None else at
-        if not math.isfinite(sums.totals["loss"]):
-            log.warning("non-finite loss: mini-batch skipped", step=batch.step)
-            return replace(at, skipped=at.skipped + 1)
-        first = at.updates == 0 and at.skipped == 0
-        if self.algorithm.stop_kl is not None and (kl := sums.totals["approx_kl"]) > self.algorithm.stop_kl:
-            return replace(at, left_out=1, stopped_at_kl=kl, mismatch=sums.mismatch if first else at.mismatch)
-        update = self.optimizer.update(sums.gradients, learning_rate)
-        if not update.applied:
-            log.warning("non-finite gradient: mini-batch skipped", step=batch.step)
-            return replace(at, skipped=at.skipped + 1)
-        totals = sums.totals | {"grad_norm": update.grad_norm}
-        if update.moved is not None:
-            totals |= asdict(update.moved)
-        return replace(
-            at,
-            updates=at.updates + 1,
-            totals={name: at.totals.get(name, 0.0) + float(value) for name, value in totals.items()},
-            mismatch=sums.mismatch if first else at.mismatch,
-            tokens=at.tokens + mini_batch.tokens,
+    def _loss(self, batch: TrainBatch, prepared: PreparedBatch, mini_batch: MiniBatch) -> BatchLoss:
+        """The algorithm's loss as a mean over the mini-batch."""
+        return BatchLoss(
+            self.algorithm.loss,
+            prepared,
+            token_normalizer=float(mini_batch.tokens),
+            sequence_normalizer=float(mini_batch.sequences),
+            kl_beta=self._kl_coefficient if self.config.kl_in == "loss" else 0.0,
+            max_length=float(self.config.atropos.max_token_length),
+            constants=batch.constants,
         )
-
-    def _gradients(
-        self, batch: TrainBatch, prepared: PreparedBatch, mini_batch: MiniBatch, should_stop: Callable[[], bool]
-    ) -> Sums | None:
-        """Backward passes of all micro-batches; None when asked to stop between two of them."""
-        gradients: list[mx.array] | None = None
-        parts: list[tuple[mx.array, ...]] = []
-        names: list[str] = []
-        stopped = False
-        for micro_batch in self._micro_batches(batch, mini_batch):
-            if stopped := should_stop():
-                break
-            if len(micro_batch.positions) == 0:
-                continue
-            self.model.longest_eval_ms = 0.0
-            objective = make_objective(
-                self.algorithm.loss,
-                prepared,
-                micro_batch,
-                mini_batch,
-                kl_beta=self._kl_coefficient if self._config.kl_in == "loss" else 0.0,
-                max_length=float(self._config.atropos.max_token_length),
-                constants=batch.constants,
-                names=names,
-            )
-            tokens = token_batch(micro_batch, entropy_slope=self.algorithm.entropy_slope)
-            loss, extras, gradients = self.model.loss_and_gradients(tokens, objective, gradients)
-            parts.append((loss, *extras))
-            longest_ms, rows = self.model.longest_eval_ms, len(micro_batch.rows)
-            self._pace.measured(longest_ms, tokens=micro_batch.tokens, rows=rows)
-        own = [(names, *(np.array(number) for number in part)) for part in parts]
-        everyone = self.ranks.exchange((self._pace.budget, own), stop=stopped)
-        return None if everyone is None else self._sums(gradients, everyone)
-
-    def _sums(self, gradients: list[mx.array] | None, everyone: list[tuple[int, list[Any]]]) -> Sums | None:
-        """Over all ranks, from the numbers of each and this one's gradients; None when a rank is gone."""
-        self._pace.budget = min(budget for budget, _ in everyone)  # one cut everywhere
-        parts = [part for _, own in everyone for part in own]
-        if not parts:
-            return Sums(None, {}, None)
-        names, losses, values, mismatches = zip(*parts, strict=True)
-        totals = {name: float(total) for name, total in zip(names[0], np.sum(values, 0), strict=True)}
-        summed = self.ranks.sum(gradients or [mx.zeros(array.shape) for array in self.policy.slots.read()])
-        if summed is None:
-            return None
-        return Sums(summed, {"loss": math.fsum(losses)} | totals, mismatch(np.stack(mismatches)))
-
-    def _micro_batches(self, batch: TrainBatch, mini_batch: MiniBatch) -> Iterator[MicroBatch]:
-        """This rank's of a mini-batch, cut again where the budget has been lowered in the meantime."""
-        each = self.algorithm.rows_per_example
-        waiting = list(reversed(self.ranks.share(mini_batch.micro_batches, lambda part: part.tokens)))
-        while waiting:
-            micro_batch = waiting.pop()
-            if micro_batch.tokens > self._pace.budget and len(micro_batch.rows) > each:
-                waiting += reversed(self._collate(batch.sequences, micro_batch.rows, together=each).micro_batches)
-            else:
-                yield micro_batch
 
     def _result(
         self,
@@ -381,9 +424,9 @@ class Trainer:
         *,
         finished: bool,
     ) -> StepResult:
-        known: dict[str, float | None] = {name: total / at.updates for name, total in at.totals.items()}
+        means: dict[str, float | None] = {name: total / at.updates for name, total in at.totals.items()}
         diff_max, diff_mean, mismatch_kl = at.mismatch or (None, None, None)
-        metrics = dict.fromkeys(MEASURED) | known
+        metrics = dict.fromkeys(MEASURED) | means
         metrics |= {
             "learning_rate": learning_rate,
             "logprob_diff_max": diff_max,
@@ -391,7 +434,7 @@ class Trainer:
             "mismatch_kl": mismatch_kl,
             **(prepared.metrics if prepared else {}),
             "sampler_weights_cut": prepared.weights_cut if prepared else None,
-            "kl_coefficient": self._kl_coefficient if self._config.kl_beta > 0 else None,
+            "kl_coefficient": self._kl_coefficient if self.config.kl_beta > 0 else None,
             "tokens": at.tokens,
             "optimizer_updates": at.updates,
             "skipped_steps": at.skipped,

@@ -1,7 +1,7 @@
 """Presets, what they fill in, what they refuse, and the batch-level step of REINFORCE++."""
 
-import inspect
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +10,10 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from mlx_parallm.config.algorithm import LOSS_SETTINGS, PRESETS, AlgorithmName
+from mlx_parallm.config.algorithm import LOSS_SETTINGS, PRESETS, SETTINGS, AlgorithmName
 from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.losses.registry import LOSSES, policy_loss
+from mlx_parallm.losses.policy_gradient import LOSSES, policy_loss
 from mlx_parallm.rl_training.step.algorithms import ALGORITHMS, make_algorithm, whitened
 from mlx_parallm.rl_training.step.prepare import PreparedBatch
 from tests.losses import fixtures
@@ -41,9 +41,10 @@ def loss_value(**values: Any) -> float:
 def test_the_registries_and_the_configuration_name_the_same() -> None:
     assert set(ALGORITHMS) == set(get_args(AlgorithmName)) >= set(PRESETS)
     assert list(LOSSES) == list(LOSS_SETTINGS)
-    for name, function in LOSSES.items():
-        parameters = list(inspect.signature(function).parameters.values())[1:]
-        assert {p.name: p.default for p in parameters} == LOSS_SETTINGS[name], name
+    for name, settings in LOSS_SETTINGS.items():
+        options = fixtures.options(name)
+        assert {key for key in SETTINGS if not math.isnan(getattr(options, key))} == set(settings)
+        assert math.isfinite(policy_loss(fixtures.inputs(0.6), options).loss.item()), "it reads no other"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_the_registries_and_the_configuration_name_the_same() -> None:
     ],
 )
 def test_a_preset_is_its_loss(name: str, loss: str, options: dict[str, Any]) -> None:
-    expected = policy_loss(fixtures.inputs(0.6), loss, **options).loss.item()
+    expected = policy_loss(fixtures.inputs(0.6), fixtures.options(loss, **options)).loss.item()
     assert loss_value(algorithm=name) == expected
     assert loss_value() == loss_value(algorithm="grpo")
 
@@ -109,7 +110,7 @@ def test_options_stand_beside_the_preset() -> None:
     assert make_algorithm(configured(kl_beta=0.5).rl_training).needs_reference
     algorithm = make_algorithm(configured(kl_estimator="k1", entropy_weight=0.1).rl_training)
     inputs = replace(fixtures.inputs(0.6), kl_beta=0.5)
-    expected = policy_loss(inputs, kl_estimator="k1", entropy_weight=0.1)
+    expected = policy_loss(inputs, fixtures.options(kl_estimator="k1", entropy_weight=0.1))
     assert algorithm.loss(inputs).loss.item() == expected.loss.item()
 
 

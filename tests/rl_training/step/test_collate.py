@@ -33,6 +33,15 @@ def test_two_turns_of_one_sequence() -> None:
     assert micro.scatter.tolist() == [[0, 1, 4, 4, 4, 2, 3, 4]]
 
 
+def test_where_a_micro_batchs_tokens_stand_in_the_columns_of_the_step() -> None:
+    """Three sequences with 2, 0 and 3 trained tokens: their numbers are 0-1, none and 2-4."""
+    sequences = [TrainSequence(make_rollout(tokens), (), True) for tokens in ((5, 6), (), (7, 8, 9))]
+    (micro,) = collate(sequences, [2, 1, 0], token_budget=64).micro_batches
+    assert (micro.rows, micro.columns.tolist()) == ((1, 0, 2), [0, 1, 2, 3, 4])
+    (micro,) = collate(sequences, [2], token_budget=64).micro_batches
+    assert micro.columns.tolist() == [2, 3, 4]
+
+
 def test_the_first_token_cannot_be_trained_on() -> None:
     sequence = TrainSequence(make_rollout((5, 6), prompt=()), (1.0, 1.0), True)
     mini = collate([sequence], [0], token_budget=64)

@@ -7,42 +7,42 @@ from structlog.testing import capture_logs
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.models import blockwise
-from mlx_parallm.rl_training.step.eval_budget import FIRST_TOKENS, EvalPace
+from mlx_parallm.rl_training.step.collate import FIRST_TOKENS, MicroBatchBudget
 from mlx_parallm.system.log import configure_logging
 from tests.rl_training.making import assert_same_training, make_config, make_trainer, weights
 from tests.rl_training.rollouts import make_batch, random_groups
 
 
-def pace(**values: Any) -> EvalPace:
-    return EvalPace(RLTrainingConfig(**({"max_eval_ms": 1000} | values)))
+def pace(**values: Any) -> MicroBatchBudget:
+    return MicroBatchBudget(RLTrainingConfig(**({"max_eval_ms": 1000} | values)))
 
 
 def test_without_a_limit_and_in_deterministic_mode_the_clock_changes_nothing() -> None:
     for found in (pace(max_eval_ms=None), pace(deterministic=True, max_staleness=0)):
-        found.measured(9999.0, tokens=8192, rows=8)
-        assert found.budget == 8192
+        found.observe(9999.0, tokens=8192, rows=8)
+        assert found.tokens == 8192
 
 
 def test_begins_small_and_doubles_while_there_is_time() -> None:
     found = pace()
-    assert found.budget == FIRST_TOKENS
+    assert found.tokens == FIRST_TOKENS
     seen = []
     for _ in range(5):
-        found.measured(400.0, tokens=found.budget, rows=4)
-        seen.append(found.budget)
+        found.observe(400.0, tokens=found.tokens, rows=4)
+        seen.append(found.tokens)
     assert seen == [1024, 2048, 4096, 8192, 8192]
     found = pace()
-    found.measured(1.0, tokens=8, rows=1)
-    assert found.budget == FIRST_TOKENS, "a small micro-batch says nothing about a full one"
-    found.measured(600.0, tokens=512, rows=4)
-    assert found.budget == FIRST_TOKENS, "twice as much would not fit"
+    found.observe(1.0, tokens=8, rows=1)
+    assert found.tokens == FIRST_TOKENS, "a small micro-batch says nothing about a full one"
+    found.observe(600.0, tokens=512, rows=4)
+    assert found.tokens == FIRST_TOKENS, "twice as much would not fit"
 
 
 def test_too_long_an_evaluation_lowers_it() -> None:
     found = pace()
-    found.budget = 4096
-    found.measured(2000.0, tokens=4000, rows=8)
-    assert found.budget == 1600
+    found.tokens = 4096
+    found.observe(2000.0, tokens=4000, rows=8)
+    assert found.tokens == 1600
 
 
 def test_a_single_sequence_that_is_too_long_is_said_once() -> None:
@@ -50,7 +50,7 @@ def test_a_single_sequence_that_is_too_long_is_said_once() -> None:
     found = pace()
     with capture_logs() as logs:
         for _ in range(3):
-            found.measured(1500.0, tokens=300, rows=1)
+            found.observe(1500.0, tokens=300, rows=1)
     assert [entry["log_level"] for entry in logs] == ["warning"]
     assert "max_token_length" in logs[0]["event"]
 

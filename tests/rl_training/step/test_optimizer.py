@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.rl_training.step import optimizer_groups
+from mlx_parallm.rl_training.step import optimizer as optimizer_module
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, learning_rate_at
 from tests.rl_training.making import make_config, make_policy
 
@@ -37,7 +37,7 @@ def numpy_adamw(
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize("bundle", [1, 1 << 20])
 def test_adamw_equals_numpys(lora: bool, bundle: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_groups, "BUNDLE_ELEMENTS", bundle)
+    monkeypatch.setattr(optimizer_module, "BUNDLE_ELEMENTS", bundle)
     policy = make_policy(make_config(lora=lora))
     before = [np.array(array) for array in policy.slots.read()]
     config = make_config(lora=lora, weight_decay=0.1, max_grad_norm=2.0)

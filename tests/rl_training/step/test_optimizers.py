@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.rl_training.step import optimizer_groups
-from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
-from mlx_parallm.rl_training.step.optimizer_groups import make_groups, optimizer_of
+from mlx_parallm.rl_training.step import optimizer as optimizer_module
+from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, make_groups, optimizer_of
 from tests.rl_training.making import make_config, make_policy
 
 RATES = [1e-2, 1e-2, 5e-3, 1e-3]
@@ -225,7 +224,7 @@ def test_bundles_change_no_number_of_lion(bundle: int, monkeypatch: pytest.Monke
     config = make_config(optimizer="lion", max_grad_norm=0.0)
     steps = random_steps(make_policy(config))
     expected, _ = trained(config, steps)
-    monkeypatch.setattr(optimizer_groups, "BUNDLE_ELEMENTS", bundle)
+    monkeypatch.setattr(optimizer_module, "BUNDLE_ELEMENTS", bundle)
     found, _ = trained(config, steps)
     for a, b in zip(expected.slots.read(), found.slots.read(), strict=True):
         assert mx.array_equal(a, b).item()

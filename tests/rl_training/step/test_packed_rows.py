@@ -10,8 +10,7 @@ import pytest
 from mlx_parallm.models.layout import PackedRows, padded_length
 from mlx_parallm.rl_training.step import trainer as trainer_base
 from mlx_parallm.rl_training.step.batch import TrainSequence
-from mlx_parallm.rl_training.step.collate import MiniBatch, collate
-from mlx_parallm.rl_training.step.packed_rows import SHORT_ROW, parts_packed, used
+from mlx_parallm.rl_training.step.collate import SHORT_ROW, MiniBatch, collate, parts_packed, used
 from tests.rl_training.making import make_config, make_trainer, perturb_adapter
 from tests.rl_training.rollouts import make_batch, make_rollout, random_groups
 
@@ -137,10 +136,10 @@ def test_a_step_is_the_same_step(values: dict[str, Any]) -> None:
 def test_a_budget_that_shrinks_cuts_packed_rows_again() -> None:
     """What `max_eval_ms` does while a mini-batch is under way."""
     trainer, batch = make_trainer(make_config(batch_size=16)), make_batch(random_groups(4))
-    whole = trainer._nth_mini_batch(batch, range(16), 0)
+    whole = trainer._mini_batch(batch, range(16), 0)
     assert is_packed(whole)
-    trainer._pace.budget = 16
-    again = list(trainer._micro_batches(batch, whole))
+    trainer._budget.tokens = 16
+    again = list(trainer._micro_batches(whole))
     assert sorted(row for part in again for row in part.rows) == list(range(16))
     assert all(part.tokens <= 16 or len(part.rows) == 1 for part in again)
 

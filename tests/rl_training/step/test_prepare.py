@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
-from mlx_parallm.rl_training.step.prepare import PreparedBatch, adapted_coefficient, prepare, token_index
-from mlx_parallm.rl_training.step.sampler_correction import SamplerCorrection
-from mlx_parallm.rl_training.step.step_position import StepPosition
+from mlx_parallm.rl_training.step.batch import BatchStatistics, StepPosition, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.prepare import (
+    PreparedBatch,
+    SamplerCorrection,
+    adapted_coefficient,
+    prepare,
+)
 from mlx_parallm.types import Rollout
 from tests.rl_training.rollouts import make_rollout
 
@@ -40,18 +43,14 @@ def test_columns_are_the_trained_tokens_one_sequence_after_the_other() -> None:
     assert prepared.advantages.tolist() == [1.0, 2.0, 4.0, 5.0, 13.0, 14.0]
     assert prepared.fresh.tolist() == [True] * 4 + [False] * 2
     assert {prepared.rollout_logprobs.dtype, prepared.advantages.dtype} == {np.dtype(np.float32)}
-    assert set(prepared.columns([0])) == {"rollout_logprobs", "advantages"}
-    assert prepared.columns([1, 0])["advantages"].tolist() == [13.0, 14.0, 1.0, 2.0, 4.0, 5.0]
-    assert prepared.fresh_of([1, 0]).tolist() == [0, 0, 1, 1, 1, 1]
+    assert set(prepared.loss_columns()) == {"rollout_logprobs", "advantages"}
 
 
 def test_the_first_token_and_a_row_without_a_trained_one() -> None:
     none = replace(TWO_TOKENS, mask=(1, 0, 0, 0, 0))
     prepared = prepare(batch_of(none, TWO_TOKENS), {})
     assert prepared.lengths == (0, 2)
-    assert prepared.columns([0])["advantages"].tolist() == []
-    assert prepared.columns([1])["advantages"].tolist() == [13.0, 14.0]
-    assert token_index((4, 0, 2), [2, 1, 0]).tolist() == [4, 5, 0, 1, 2, 3]
+    assert prepared.advantages.tolist() == [13.0, 14.0]
 
 
 def test_an_empty_batch() -> None:
@@ -65,7 +64,7 @@ def test_who_came_without_log_probabilities_counts_as_sampled_now() -> None:
     prepared = prepare(batch, {"stand_ins": own})
     np.testing.assert_allclose(prepared.rollout_logprobs, [-0.1, -0.2, -0.3, -0.4, -0.7, -0.8])
     assert prepared.old_logprobs is None
-    corrected = prepare(batch, {"old_logprobs": own}, correction=SamplerCorrection("tis", "token", 2.0))
+    corrected = prepare(batch, {"old_logprobs": own}, correction=SamplerCorrection("tis", "token", 2.0, 0.5))
     assert corrected.old_logprobs is own
     np.testing.assert_allclose(corrected.weights[4:], 1.0)
     np.testing.assert_allclose(corrected.weights[:4], np.exp(own[:4] - prepared.rollout_logprobs[:4]), rtol=1e-6)
@@ -143,5 +142,5 @@ def test_a_step_that_an_older_version_began() -> None:
     del data["scores"], data["mismatch"]
     position = StepPosition.from_json(data)
     assert (position.mismatch[:2], position.scores, position.order) == ((0.1, 0.2), {}, (1, 0))
-    with pytest.raises(CheckpointError, match="an older version began"):
+    with pytest.raises(CheckpointError, match="made by an older version"):
         StepPosition.from_json(data | {"recomputed": [[-1.0]]})

@@ -15,8 +15,7 @@ from mlx_parallm.cli.supervisor import supervise
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.daemon import run_dry_run
-from mlx_parallm.distributed.collectives import join
-from mlx_parallm.distributed.worker import agree
+from mlx_parallm.distributed.ranks import agree, join
 from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
@@ -176,8 +175,7 @@ def test_rank_0s_state_is_copied_where_it_differs(values: dict[str, Any]) -> Non
             perturb_adapter(trainer.policy)
             trainer.optimizer.reload()
             trainer.train_step(batch)
-        trainer.ranks = ranks
-        agree(trainer)
+        agree(ranks, trainer)
         return weights(trainer), {name: np.array(array) for name, array in trainer.optimizer.state().items()}
 
     first, second = together(2, work)
@@ -196,8 +194,7 @@ def test_the_same_numbers_in_other_places_are_another_state() -> None:
             turned = [array.reshape(-1)[::-1].reshape(array.shape) for array in slots.read()]
             mx.eval(turned)
             slots.write(turned)
-        trainer.ranks = ranks
-        agree(trainer)
+        agree(ranks, trainer)
         return weights(trainer)
 
     first, second = together(2, work)
@@ -209,7 +206,7 @@ def test_another_model_is_refused() -> None:
         config = make_config(rank=4 + ranks.rank)
         trainer = Trainer(make_policy(config), config, make_trainer(config).algorithm, ranks=ranks)
         with pytest.raises(RankLostError) as caught:
-            agree(trainer)
+            agree(ranks, trainer)
         return str(caught.value)
 
     assert all("different models" in text for text in together(2, work))

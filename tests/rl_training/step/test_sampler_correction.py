@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.algorithm import sampler_bounds
-from mlx_parallm.rl_training.step.sampler_correction import (
+from mlx_parallm.rl_training.step.prepare import (
     MEASURED_MISMATCH,
     MISMATCH_BOUND,
     SamplerCorrection,
@@ -27,7 +27,7 @@ ROLLOUT = (OLD - APART).astype(np.float32)
 
 def test_the_worked_example() -> None:
     old, rollout = np.array([0.0, 0.0, 0.0]), np.array([0.0, -1.0, 1.0])
-    weights, cut = SamplerCorrection("tis", "token", 2.0).weights(old, rollout, [3])
+    weights, cut = SamplerCorrection("tis", "token", 2.0, 0.0).weights(old, rollout, [3])
     np.testing.assert_allclose(weights, [1, 2, math.exp(-1)], rtol=1e-6)
     assert cut.tolist() == [False, True, False]
     weights, cut = SamplerCorrection("mis", "token", 2.0, 0.5).weights(old, rollout, [3])

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.losses.advantages import Shaping, group_advantages, token_advantages
+from mlx_parallm.losses.advantages import PLAIN, Shaping, group_advantages, token_advantages
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, RolloutBuffer
+from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup
 from tests.rl_training.making import make_config
@@ -27,29 +28,32 @@ def buffer_of(store: RolloutStore, shaping: Shaping, size: int = 4) -> RolloutBu
 
 
 def test_what_is_configured() -> None:
-    assert Shaping.of(make_config(), leave_out_marked=False) == Shaping()
-    config = make_config(overlong_buffer=4, overlong_length=20, mask_truncated=True)
-    assert Shaping.of(config, leave_out_marked=True) == Shaping(20, 4, mask_truncated=True, leave_out_marked=True)
-    in_reward = make_config(kl_beta=0.1, kl_in="reward")  # which makes another advantage of 0
-    assert Shaping.of(in_reward, leave_out_marked=False) == Shaping(leave_out_marked=True)
+    def made(**values: Any) -> Shaping:
+        config = make_config(**values)
+        return make_shaping(config, make_algorithm(config))
+
+    assert made() == PLAIN
+    everything = made(overlong_buffer=4, overlong_length=20, mask_truncated=True, algorithm="reinforce_pp")
+    assert everything == Shaping(20, 4, mask_truncated=True, leave_out_marked=True)
+    assert made(kl_beta=0.1, kl_in="reward").leave_out_marked, "it makes another advantage of 0"
 
 
 def test_advantages_are_made_of_rewards_that_lost_by_length() -> None:
     """L_max 8, buffer 4: lengths 4, 6, 8 lose 0, 0.5, 1 → rewards 1, 0.5, 0 → mean 0.5."""
     group = group_of("g", *(make_rollout((5,) * length, reward=1.0) for length in (4, 6, 8)))
     assert token_advantages(group, mean_only) is None
-    rows = token_advantages(group, mean_only, Shaping(overlong_length=8, overlong_buffer=4))
+    rows = token_advantages(group, mean_only, replace(PLAIN, overlong_length=8, overlong_buffer=4))
     assert [row[-1] for row in rows] == pytest.approx([0.5, 0.0, -0.5])
 
 
 def test_the_length_of_an_episode_is_that_of_all_its_segments() -> None:
     last = replace(make_rollout((5,) * 3, reward=1.0), earlier=(make_rollout((6,) * 3),))
-    assert Shaping(overlong_length=8, overlong_buffer=4).reward(last) == 0.5
+    assert replace(PLAIN, overlong_length=8, overlong_buffer=4).reward(last) == 0.5
 
 
 def test_reported_is_the_environments_reward(store: RolloutStore) -> None:
     store.add(group_of("g", *(make_rollout((5,) * length, reward=1.0) for length in (4, 4, 8, 8))), source="http")
-    batch = buffer_of(store, Shaping(overlong_length=8, overlong_buffer=4)).collect(1, timeout_s=0)
+    batch = buffer_of(store, replace(PLAIN, overlong_length=8, overlong_buffer=4)).collect(1, timeout_s=0)
     assert batch.statistics.reward_mean == 1.0
     assert [s.advantages[-1] for s in batch.sequences] == pytest.approx([0.5, 0.5, -0.5, -0.5])
 
@@ -59,24 +63,24 @@ def test_cut_answers_are_left_out_and_count_in_the_mean(store: RolloutStore) -> 
     rollouts = [make_rollout(reward=reward, stop_reason="stop") for reward in (1.0, 0.0, 0.0, 0.0)]
     rollouts[2] = replace(rollouts[2], stop_reason="length", earlier=(make_rollout(),))
     store.add(group_of("g", *rollouts), source="http")
-    buffer = buffer_of(store, Shaping(mask_truncated=True))
+    buffer = buffer_of(store, replace(PLAIN, mask_truncated=True))
     batch = buffer.collect(1, timeout_s=0)
     assert [s.advantages[-1] for s in batch.sequences] == pytest.approx([0.75, -0.25, -0.25])
     assert batch.statistics.truncated_fraction == 0.25
-    again = buffer_of(store, Shaping(mask_truncated=True)).resume(1, ["g"])
+    again = buffer_of(store, replace(PLAIN, mask_truncated=True)).resume(1, ["g"])
     assert [(s.rollout, s.advantages) for s in again.sequences] == [(s.rollout, s.advantages) for s in batch.sequences]
-    assert len(buffer_of(store, Shaping()).resume(1, ["g"]).sequences) == 5
+    assert len(buffer_of(store, PLAIN).resume(1, ["g"]).sequences) == 5
 
 
 def test_a_group_that_was_cut_throughout_is_dropped(store: RolloutStore) -> None:
     store.add(group_of("g", *(make_rollout(reward=r, stop_reason="length") for r in (0.0, 1.0))), source="http")
-    assert buffer_of(store, Shaping(mask_truncated=True), size=2).collect(1, timeout_s=0) is None
+    assert buffer_of(store, replace(PLAIN, mask_truncated=True), size=2).collect(1, timeout_s=0) is None
     assert store.drop_reasons() == {NO_VARIANCE: 1}
 
 
 def test_marked_ones_are_left_out_where_an_advantage_of_0_teaches(store: RolloutStore) -> None:
     rollouts = [make_rollout(reward=reward) for reward in (1.0, 0.0)] + [make_rollout(zero_advantage=True)] * 2
     store.add(group_of("g", *rollouts), source="http")
-    batch = buffer_of(store, Shaping(leave_out_marked=True)).collect(1, timeout_s=0)
+    batch = buffer_of(store, replace(PLAIN, leave_out_marked=True)).collect(1, timeout_s=0)
     assert [s.advantages[-1] for s in batch.sequences] == pytest.approx([0.75, -0.25])
-    assert len(buffer_of(store, Shaping()).resume(1, ["g"]).sequences) == 4
+    assert len(buffer_of(store, PLAIN).resume(1, ["g"]).sequences) == 4

@@ -1,12 +1,17 @@
 """Ranks over `mx.distributed`: the processes of one launch, perhaps on several machines, train one run.
 
     gradients    MLX's collectives: ring, MPI, JACCL or NCCL, as `mlx.launch` or `mpirun` has set up
-    the rest     a TCP connection of every rank to rank 0: batches, numbers, who stops, and who is still there
+    the rest     a TCP connection of every rank to rank 0: batches, numbers, stop requests, and which ranks are left
+
+Rank 0 leads a training step (`JoinedRanks.lead`), the other ranks follow it (`follow`): the same `train_step` on the
+same batch and state. Nothing is assumed about the state of a follower: at the start of every step the ranks compare
+fingerprints of all arrays that a step changes, and where they differ (a resume, a rollback, other hardware) rank 0's
+are copied.
 
 A collective in which a rank is missing may never end, and nothing can interrupt it: MLX 0.32.4's ring raises when a
 neighbour's process has died, but not when its machine has vanished. So collectives run in a thread of their own, and
-whoever waits for one watches the connections. These are authenticated with a key that rank 0 hands out by the first
-collective.
+the thread that waits for one watches the connections. These are authenticated with a key that rank 0 hands out by the
+first collective.
 """
 
 import atexit
@@ -33,9 +38,13 @@ import mlx.core as mx
 import numpy as np
 import psutil
 
+from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError, RankLostError
+from mlx_parallm.models.loading import load_model
+from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.threads import mlx_thread
-from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
+from mlx_parallm.rl_training.factory import build_trainer
+from mlx_parallm.rl_training.step.ranks import ALONE, HasArrays, Ranks, Task
 from mlx_parallm.system.hardware import launched_rank
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.signals import SHUTDOWN_SIGNALS
@@ -48,7 +57,9 @@ WATCH_S = 0.2  # between two looks at the connections while a collective runs
 GRACE_S = 5.0  # for a collective to end after a rank has gone: the data may have come before that
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a dead machine: 25 s
 EXIT_LOST = 2
-ASKED_TO_STOP = "asked to stop"  # what a rank tells rank 0 between two steps
+STOP_REQUEST = "stop"  # from a rank to rank 0, between two steps
+DIGEST_PIECE = 1 << 22
+PLACES = 1640531527  # 2³² times the golden ratio squared: Knuth's multiplicative hashing
 
 T = TypeVar("T")
 log = get_logger("ranks")
@@ -78,8 +89,8 @@ def join() -> Ranks:
 
 @contextlib.contextmanager
 def _nothing_else_runs() -> Iterator[None]:
-    """Around MLX's own connecting, which holds Python's lock until all are there: no handler of a signal would run, and
-    nothing of ours could end a wait for a rank that never comes. Main thread."""
+    """Around MLX's own connecting, which holds Python's lock until all ranks are there: no signal handler would run,
+    and no other thread could end the wait for a rank that never comes. Main thread only."""
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, SHUTDOWN_SIGNALS)
     with Path(os.devnull).open("w") as nowhere:
@@ -93,7 +104,7 @@ def _nothing_else_runs() -> Iterator[None]:
 
 
 class JoinedRanks(Ranks):
-    """One thread's. Raises RankLostError: the ranks cannot be connected."""
+    """The ranks of a launch. Used by one thread. Raises RankLostError: the ranks cannot be connected."""
 
     def __init__(self, group: Any, collectives: "CollectiveThread") -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -102,7 +113,12 @@ class JoinedRanks(Ranks):
         self._watched = [_watched(connection) for connection in self._connections]
         log.info("ranks joined", rank=self.rank, size=self.size)
 
-    # ------------------------------------------------------------------ what the trainer asks
+    # ------------------------------------------------------------------ a step
+
+    def lead(self, task: Task, trainer: HasArrays) -> None:
+        if self.rank == 0:
+            self.tell(task)
+            agree(self, trainer)
 
     def exchange(self, value: T, *, stop: bool = False) -> list[T] | None:
         if self.lost:
@@ -117,12 +133,12 @@ class JoinedRanks(Ranks):
         except (EOFError, OSError) as error:
             self._lose(error)
             return None
-        if everyone is None:  # rank 0 has ended the run meanwhile
+        if everyone is None:
             self._lose("rank 0 has ended the run")
             return None
         stopping = [rank for rank, (stops, _) in enumerate(everyone) if stops]
         if stopping and self.rank == 0 and not stop:
-            log.info("stopping in order: another rank was asked to", ranks=stopping)
+            log.info("stopping: another rank was asked to", ranks=stopping)
         return None if stopping else [value for _, value in everyone]
 
     def sum(self, arrays: list[mx.array]) -> list[mx.array] | None:
@@ -145,6 +161,7 @@ class JoinedRanks(Ranks):
                 return None
 
     def tell(self, message: Any) -> None:
+        """From rank 0 to all others."""
         if self.lost:
             return
         try:
@@ -152,13 +169,15 @@ class JoinedRanks(Ranks):
         except OSError as error:
             self._lose(error)
 
-    def told(self, stop: threading.Event | None = None) -> Any:
-        [connection], asked = self._connections, False
+    def next_task(self, stop: threading.Event | None = None) -> Any:
+        """On the other ranks: the next message of rank 0; None when it has ended the run. Once `stop` is set, rank 0 is
+        asked to end it. Raises RankLostError: rank 0 is gone."""
+        [connection], requested = self._connections, False
         try:
             while not connection.poll(WATCH_S):
-                if stop is not None and stop.is_set() and not asked:
-                    connection.send(ASKED_TO_STOP)
-                    asked = True
+                if stop is not None and stop.is_set() and not requested:
+                    connection.send(STOP_REQUEST)
+                    requested = True
             return connection.recv()
         except (EOFError, OSError) as error:
             self._lose(error)
@@ -169,20 +188,20 @@ class JoinedRanks(Ranks):
             self._lose("its connection is closed")
         if self.lost:
             raise RankLostError(self.lost)
-        if stop is not None and not stop.is_set() and self._asked_to_stop():
-            log.info("stopping in order: another rank was asked to")
+        if stop is not None and not stop.is_set() and self._stop_requested():
+            log.info("stopping: another rank was asked to")
             stop.set()
 
     def close(self) -> None:
         if self.rank == 0:
             self.tell(None)
-            self._see_them_off()
+            self._drain()
         for watched, connection in zip(self._watched, self._connections, strict=True):
             watched.close()
             connection.close()
         self._collectives.close()
 
-    # ------------------------------------------------------------------ who is there
+    # ------------------------------------------------------------------ which ranks are left
 
     def _gone(self) -> list[int]:
         """Ranks whose connection is closed."""
@@ -194,20 +213,20 @@ class JoinedRanks(Ranks):
         who = " and ".join(f"rank {other}" for other in gone) or "a rank"
         reason = str(why) or "its connection is closed"
         self.lost = (
-            f"{who} of {self.size} has gone ({reason}): see what it said last, then start all ranks again with --resume"
+            f"{who} of {self.size} is gone ({reason}): read its last messages, then start all ranks again with --resume"
             " auto"
         )
         log.error("a rank is lost", rank=self.rank, gone=gone, why=str(why))
 
-    def _asked_to_stop(self) -> bool:
+    def _stop_requested(self) -> bool:
         try:
-            return any(connection.poll() and connection.recv() == ASKED_TO_STOP for connection in self._connections)
+            return any(connection.poll() and connection.recv() == STOP_REQUEST for connection in self._connections)
         except (EOFError, OSError):  # the next `check` says so
             return False
 
-    def _see_them_off(self) -> None:
-        """Reads what is still under way, until the others have closed: closed over unread data, a connection would be
-        reset, and what was told last be lost."""
+    def _drain(self) -> None:
+        """Read until the others have closed: a connection that is closed over unread data is reset, and the last
+        message would be lost."""
         for connection in [] if self.lost else self._connections:
             with contextlib.suppress(EOFError, OSError):
                 while connection.poll(GRACE_S):
@@ -245,8 +264,66 @@ class JoinedRanks(Ranks):
         return [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in np.array(summed)]
 
 
+def follow(config: Config, ranks: Ranks, stop: threading.Event) -> None:
+    """Run a rank other than 0, from loading the model to the end of the run. The base model is this machine's own
+    (`model.base_path`); what is trained, and how, comes from rank 0. `stop`: asks rank 0 to end the run.
+
+    Raises RankLostError, ModelError."""
+    assert isinstance(ranks, JoinedRanks)
+    quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
+    loaded = load_model(config.model, quantize=quantize)
+    task = ranks.next_task(stop)
+    if not isinstance(task, Task):
+        return
+    trainer = build_trainer(loaded, task.training, ranks=ranks)
+    del loaded  # arrays that training moves away from are free
+    while isinstance(task, Task):
+        trainer.restore(task.state)
+        agree(ranks, trainer)
+        trainer.train_step(task.batch, position=task.position, should_stop=stop.is_set)
+        ranks.check()
+        task = ranks.next_task(stop)
+
+
+def agree(ranks: Ranks, trainer: HasArrays) -> None:
+    """Give every rank the weights, optimizer state and reference of rank 0. Raises RankLostError: another model."""
+    arrays = trainer.arrays()
+    shapes = [(name, tuple(array.shape), str(array.dtype)) for name, array in arrays.items()]
+    everyone = ranks.exchange((shapes, [_digest(_bits(array)) for array in arrays.values()]))
+    if everyone is None or all(prints == everyone[0] for prints in everyone):
+        return
+    if any(shapes != everyone[0][0] for shapes, _ in everyone):
+        raise RankLostError("the ranks train different models: model.base_path must name the same one everywhere")
+    log.info("training state taken from rank 0" if ranks.rank else "training state given to the other ranks")
+    own = [_bits(array) if ranks.rank == 0 else mx.zeros_like(_bits(array)) for array in arrays.values()]
+    mx.eval(own)
+    summed = ranks.sum(own)
+    if summed is None or ranks.rank == 0:
+        return
+    copied = [mx.view(bits, a.dtype).reshape(a.shape) for bits, a in zip(summed, arrays.values(), strict=True)]
+    mx.eval(copied)
+    trainer.restore_arrays(dict(zip(arrays, copied, strict=True)))
+
+
+def _digest(bits: mx.array) -> int:
+    """Sum modulo 2³² of each element times an odd number that its place gives: one bit more or less, or two elements
+    in each other's places, make another sum. In pieces, for the temporary arrays' sake."""
+    words = mx.view(bits, mx.uint32) if bits.dtype == mx.uint64 else bits
+    total = 0
+    for start in range(0, words.size, DIGEST_PIECE):
+        piece = words[start : start + DIGEST_PIECE].astype(mx.uint32)
+        places = mx.arange(start, start + piece.size, dtype=mx.uint32) * PLACES | 1
+        total += int(scalar((piece * places).sum()))
+    return total % (1 << 32)
+
+
+def _bits(array: mx.array) -> mx.array:
+    """Unsigned integers, flat: sums with zeros are exact, whatever the numbers are."""
+    return mx.view(array.reshape(-1), {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size])
+
+
 class CollectiveThread:
-    """Runs functions that use MLX, one after the other, in one daemon thread, whose end nobody has to wait for."""
+    """Runs functions that use MLX, one after the other, in a daemon thread that the process need not wait for."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None]
@@ -274,7 +351,7 @@ class CollectiveThread:
 
 
 def _sums(arrays: Sequence[mx.array], group: Any) -> list[mx.array]:
-    """In few large collectives; the parts of a sum come out in one order of addition on all ranks."""
+    """Sums over all ranks, in few large collectives: all ranks add in the same order."""
     done: list[mx.array] = []
     while len(done) < len(arrays):
         bundle = [arrays[len(done)]]
@@ -293,15 +370,15 @@ def _sums(arrays: Sequence[mx.array], group: Any) -> list[mx.array]:
 
 
 def _accept(listener: Listener, count: int) -> list[Connection]:
-    found: dict[int, Connection] = {}
-    while len(found) < count:
+    by_rank: dict[int, Connection] = {}
+    while len(by_rank) < count:
         try:
             connection = listener.accept()
-            found[connection.recv()] = connection
+            by_rank[connection.recv()] = connection
         except (AuthenticationError, EOFError, OSError) as error:  # a rank that tries an address, or a stranger
             log.debug("a connection that is no rank's", error=repr(error))
     listener.close()
-    return [found[rank] for rank in sorted(found)]
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _reach(offer: dict[str, Any], rank: int) -> Connection:
@@ -320,13 +397,13 @@ def _reach(offer: dict[str, Any], rank: int) -> Connection:
 
 
 def _own_addresses() -> list[str]:
-    """IPv4, this machine's own loopback last."""
-    found = {a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family == socket.AF_INET}
-    return sorted(found, key=lambda address: (address.startswith("127."), address))
+    """This machine's IPv4 addresses, the loopback last."""
+    addresses = {a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family == socket.AF_INET}
+    return sorted(addresses, key=lambda address: (address.startswith("127."), address))
 
 
 def _watched(connection: Connection) -> socket.socket:
-    """The connection's socket, to look at it without reading; the kernel finds out when a machine has vanished."""
+    """The connection's socket, to be looked at without reading. The kernel notices when a machine has vanished."""
     watched = socket.socket(fileno=os.dup(connection.fileno()))
     watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     watched.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -337,8 +414,8 @@ def _watched(connection: Connection) -> socket.socket:
 
 
 def _value(connection: Connection) -> Any:
-    """What the rank has to exchange. That it was asked to stop, it says there again."""
-    while (message := connection.recv()) == ASKED_TO_STOP:
+    """The value that a rank exchanges. A stop request before it is repeated in it."""
+    while (message := connection.recv()) == STOP_REQUEST:
         pass
     return message
 
