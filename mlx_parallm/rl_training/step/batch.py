@@ -1,6 +1,5 @@
 """TrainBatch, the rollouts of one step, and StepPosition, how far inside the step training is. No MLX.
 
-
 RolloutBuffer → TrainBatch → micro-batches (`collate`) and columns (`prepare`) → trainer
 """
 

@@ -141,7 +141,7 @@ class TrainedPolicy:
             if path not in parameters or parameters[path].shape != array.shape:
                 other = parameters[path].shape if path in parameters else "missing"
                 raise ConfigError(
-                    f"the reference has not this model's shape: {path} is {other}, expected {array.shape}"
+                    f"the reference is not of this model's shape: {path} is {other}, expected {array.shape}"
                 )
         arrays = {path: parameters[path].astype(array.dtype) for path, array in own.items()}
         mx.eval(arrays)
@@ -161,7 +161,7 @@ class TrainedPolicy:
             if decay and (self._reference_base is not None or any(name.endswith(".m") for name in self.slots.names)):
                 kind = "DoRA without its adapter" if self._reference_base is None else "another model"
                 raise ConfigError(
-                    f"the reference is {kind}, which has no average with an adapter: copy it, or train all weights"
+                    f"the reference is {kind}: no average with an adapter exists; copy the policy, or train all weights"
                 )
             slots = zip(self.slots.names, self.slots.read(), strict=True)
             self.reference_arrays = [mx.zeros_like(a) if name.endswith(".lora_b") else a for name, a in slots]
