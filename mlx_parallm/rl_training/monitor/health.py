@@ -179,9 +179,7 @@ def find_waiting(arrivals: Arrivals) -> list[Diagnosis]:
 
 def _diagnoses(facts: Evidence | Arrivals, *, waiting: bool) -> list[Diagnosis]:
     found = [(rule, rule.judge(facts)) for rule in RULES if rule.waiting == waiting]
-    return [
-        Diagnosis(rule.name, sign.words, sign.setting or rule.setting, sign.numbers) for rule, sign in signs if sign
-    ]
+    return [Diagnosis(rule.name, s.words, s.setting or rule.setting, s.numbers) for rule, s in found if s]
 
 
 def diagnose(window: Window, sources: Sequence[str | None] = (), start: Window = ()) -> str:
