@@ -96,10 +96,11 @@ def gradients(model: Any) -> dict[str, Any]:
     """LoRA with both factors random, so that each has a gradient."""
     import mlx.core as mx
 
+    from mlx_parallm.config.training import LoraConfig
     from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
-    from mlx_parallm.models.lora import LoraSpec, inject_lora, trainer_lora_layers
+    from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 
-    inject_lora(model, LoraSpec(4, 8.0))
+    inject_lora(model, LoraConfig(rank=4, alpha=8.0))
     for layer in trainer_lora_layers(model).values():
         layer.lora_b = 0.02 * mx.random.normal(layer.lora_b.shape)
     model.train()

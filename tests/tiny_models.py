@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import _get_classes
 
 import mlx_parallm
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.models.loading import evaluate_module
 
 TINY_ASSETS = Path(mlx_parallm.__file__).parent / "assets" / "tiny"
@@ -40,6 +41,19 @@ LLAMA3_ROPE: dict[str, Any] = QWEN3 | {
         "original_max_position_embeddings": 512,
     },
 }
+
+
+def lora_config(
+    rank: int,
+    alpha: float,
+    target_modules: tuple[str, ...] | str = "all-linear",
+    layers: tuple[int, int] | str = "all",
+    *,
+    rslora: bool = False,
+    dora: bool = False,
+) -> LoraConfig:
+    settings = {"target_modules": target_modules, "layers": layers, "use_rslora": rslora, "use_dora": dora}
+    return LoraConfig.model_validate({"rank": rank, "alpha": alpha} | settings)
 
 
 def make_model(config: dict[str, Any] = QWEN3, *, seed: int = 0, spread: float = 3.0) -> nn.Module:

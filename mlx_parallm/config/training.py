@@ -36,6 +36,11 @@ class LoraConfig(Section):
     layers: tuple[int, int] | str = "all"
     """Transformer blocks that get an adapter: "all", "last 8", or [start, end) counted from 0, e.g. [4, 12]."""
 
+    @property
+    def scale(self) -> float:
+        """The factor of the update B·A."""
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
     @field_validator("layers")
     @classmethod
     def _range(cls, value: tuple[int, int] | str) -> tuple[int, int] | str:

@@ -37,25 +37,6 @@ NPZ_FILE = "adapters.npz"  # mlx-lm's arrays as its first versions kept them
 
 
 @dataclass(frozen=True)
-class LoraSpec:
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...] | str = "all-linear"
-    layers: tuple[int, int] | str = "all"  # as [rl_training.lora] has it
-    rslora: bool = False
-    dora: bool = False
-
-    @classmethod
-    def of(cls, config: LoraConfig) -> "LoraSpec":
-        targets, layers = config.target_modules, config.layers
-        return cls(config.rank, config.alpha, targets, layers, config.use_rslora, config.use_dora)
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
-
-
-@dataclass(frozen=True)
 class AdapterFile:
     """An adapter as it lies on disk."""
 
@@ -85,17 +66,17 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
     return in_features, out_features
 
 
-def inject_lora(model: nn.Module, spec: LoraSpec) -> list[str]:
+def inject_lora(model: nn.Module, config: LoraConfig) -> list[str]:
     """Freezes the model and puts a LoRALinear or DoRALinear around the targets. Uses this thread's MLX random state.
 
     Returns the paths of the adapted layers. Raises AdapterError when a target or a range of blocks matches nothing.
     """
     model.freeze()
-    paths = _in_range(model, _target_paths(model, spec.target_modules), spec.layers)
+    paths = _in_range(model, _target_paths(model, config.target_modules), config.layers)
     layers = linear_layers(model)
 
-    kind = DoRALinear if spec.dora else LoRALinear
-    adapted = [(path, kind(layers[path], linear_shape(layers[path]), spec.rank, spec.scale)) for path in paths]
+    kind = DoRALinear if config.use_dora else LoRALinear
+    adapted = [(path, kind(layers[path], linear_shape(layers[path]), config.rank, config.scale)) for path in paths]
     model.update_modules(tree_unflatten(adapted))
     return paths
 

@@ -24,10 +24,11 @@ from mlx_lm.models import qwen3
 from rich.console import Console
 from rich.table import Table
 
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.cpu_kernels import use_unpacking
 from mlx_parallm.models.layout import share_prompts
-from mlx_parallm.models.lora import LoraSpec, inject_lora
+from mlx_parallm.models.lora import inject_lora
 
 assert mlx_parallm.__version__
 ROUNDS = 5
@@ -134,7 +135,7 @@ def make_model(hidden: int, layers: int, vocabulary: int) -> nn.Module:
         tie_word_embeddings=True,
     )
     model = qwen3.Model(config)
-    inject_lora(model, LoraSpec(16, 32.0))
+    inject_lora(model, LoraConfig(rank=16, alpha=32.0))
     for name, module in model.named_modules():
         if "lora_b" in module:
             module.lora_b = 0.02 * mx.random.normal(module.lora_b.shape, key=mx.random.key(len(name)))

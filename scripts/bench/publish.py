@@ -21,8 +21,9 @@ import openai
 
 import mlx_parallm  # the fast BLAS comes before MLX
 from mlx_parallm.config.load import load_config
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.lora import LoraSpec, adapter_layers, inject_lora
+from mlx_parallm.models.lora import adapter_layers, inject_lora
 from mlx_parallm.serving import Serving
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
@@ -46,7 +47,7 @@ def main() -> None:
         serving.listen()
         loaded = serving.load()
         trainer = copy.deepcopy(loaded.model)
-        inject_lora(trainer, LoraSpec(args.rank, 2.0 * args.rank))
+        inject_lora(trainer, LoraConfig(rank=args.rank, alpha=2.0 * args.rank))
         layers = adapter_layers(trainer)
         mx.eval([array for pair in layers.values() for array in (pair.a, pair.b)])
         weights = SharedWeights(loaded.model, policy="policy")

@@ -25,8 +25,9 @@ import psutil
 
 import mlx_parallm  # the fast BLAS comes before MLX
 from mlx_parallm.config.load import load_config
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.lora import LoraSpec, adapter_layers, inject_lora
+from mlx_parallm.models.lora import adapter_layers, inject_lora
 from mlx_parallm.serving import Serving
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
@@ -54,7 +55,7 @@ def main() -> None:
     serving.listen()
     loaded = serving.load()
     trainer = copy.deepcopy(loaded.model)
-    inject_lora(trainer, LoraSpec(8, 16.0))
+    inject_lora(trainer, LoraConfig(rank=8, alpha=16.0))
     layers = adapter_layers(trainer)
     weights = SharedWeights(loaded.model, policy="policy")
     serving.open(loaded, weights, adapters={"policy": layers}, main_adapter="policy")

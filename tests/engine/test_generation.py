@@ -125,32 +125,6 @@ def test_one_prefill_for_n_and_for_identical_requests():
     assert all(list(outputs[f"same{i}"].completions[0].token_ids) == alone for i in range(8))
 
 
-def test_a_later_identical_request_copies_the_running_row():
-    served = serve(qwen3_model())
-    prompt = ragged_prompts(1, seed=6, shortest=50, longest=50)[0]
-    served.engine.add(request("first", prompt, temperature=0.0, max_tokens=20, ignore_eos=True))
-    for _ in range(5):
-        served.engine.step()
-    served.engine.add(request("second", prompt, temperature=0.0, max_tokens=20, ignore_eos=True))
-    outputs = collect(served.engine)
-    assert served.engine.counters.prefill_tokens == 50
-    assert outputs["first"].completions[0].token_ids == outputs["second"].completions[0].token_ids
-
-
-def test_choices_beyond_the_rows_still_share_the_prefill():
-    served = serve(qwen3_model(), max_rows=4)
-    prompt = ragged_prompts(1, seed=7, shortest=50, longest=50)[0]
-    output = run(served.engine, [request("n", prompt, n=14, temperature=0.0, max_tokens=3, ignore_eos=True)])["n"]
-    assert served.engine.counters.prefill_tokens == 50
-    assert {c.token_ids for c in output.completions} == {tuple(naive_greedy(served.plain, prompt, 3))}
-
-
-def test_another_prompt_is_not_shared():
-    served = serve(qwen3_model())
-    run(served.engine, [request("a", [1, 2, 3, 4], max_tokens=2), request("b", [1, 2, 3, 5], max_tokens=2)])
-    assert served.engine.counters.prefill_tokens == 8
-
-
 @pytest.mark.parametrize("chunk", [16, 33, 1024])
 def test_chunked_prefill_equals_unchunked(chunk):
     served = serve(qwen3_model(), prefill_chunk=chunk)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 
 from mlx_parallm.models.adapters.adapter import LoraPair
 from tests.engine.helpers import (
@@ -47,28 +46,6 @@ def constant_model():
     return model
 
 
-def test_two_adapters_and_the_base_in_one_batch_equal_separate_runs():
-    served = serve(qwen3_model())
-    served.weights.add_adapter("one", random_adapter(served, 1))
-    served.weights.add_adapter("two", random_adapter(served, 2, rank=7))
-    prompts = ragged_prompts(24)
-    adapters = [None, "one", "two"]
-
-    def make(i: int):
-        return request(f"r{i}", prompts[i // 3], adapter=adapters[i % 3], temperature=0.0, max_tokens=10)
-
-    together = run(served.engine, [make(i) for i in range(72)])
-    tokens = {i: together[f"r{i}"].completions[0].token_ids for i in range(72)}
-    for remainder in range(3):
-        alone = run(served.engine, [make(i) for i in range(remainder, 72, 3)])
-        for i in range(remainder, 72, 3):
-            assert tokens[i] == alone[f"r{i}"].completions[0].token_ids
-    for i in range(0, 72, 3):
-        assert list(tokens[i]) == naive_greedy(served.plain, prompts[i // 3], 10)
-    assert sum(tokens[i] != tokens[i + 1] for i in range(0, 72, 3)) > 20, "the adapters change the answers"
-    assert sum(tokens[i + 1] != tokens[i + 2] for i in range(0, 72, 3)) > 20
-
-
 def test_a_published_adapter_is_obeyed_by_the_next_token_under_the_next_version():
     served = serve(constant_model(), policy="policy")
     served.weights.publish_adapter(forcing_adapter(served, 65))
@@ -84,34 +61,6 @@ def test_a_published_adapter_is_obeyed_by_the_next_token_under_the_next_version(
     assert report.version == 2
     base = outputs["base"].completions[0]
     assert list(base.token_ids) == naive_greedy(served.plain, [1, 2, 3], 9), "the base is untouched"
-
-
-def test_published_parameters_are_used_by_the_next_token():
-    model = qwen3_model()
-    served = serve(model)
-    served.engine.add(request("r", [1, 2, 3], temperature=0.0, max_tokens=6, ignore_eos=True))
-    served.engine.step()
-    other = dict(tree_flatten(qwen3_model(seed=1).parameters()))
-    served.weights.publish_parameters(other)
-    versions = collect(served.engine)["r"].completions[0].policy_versions
-    assert versions == (0,) + (1,) * 5
-    fresh = run(served.engine, [request("new", [9, 8, 7], temperature=0.0, max_tokens=12)])["new"]
-    assert list(fresh.completions[0].token_ids) == naive_greedy(qwen3_model(seed=1), [9, 8, 7], 12)
-
-
-def test_a_prefix_is_not_shared_across_a_publish():
-    served = serve(qwen3_model(), policy="policy")
-    served.weights.publish_adapter(random_adapter(served, 1))
-    prompt = ragged_prompts(1, shortest=30, longest=30)[0]
-    params = {"adapter": "policy", "temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
-    served.engine.add(request("old", prompt, **params))
-    served.engine.step()
-    served.weights.publish_adapter(random_adapter(served, 2))
-    outputs = run(served.engine, [request("new", prompt, **params)])
-    assert served.engine.counters.prefill_tokens == 60
-    alone = run(served.engine, [request("alone", prompt, **params)])["alone"]
-    assert outputs["new"].completions[0].token_ids == alone.completions[0].token_ids
-    assert outputs["old"].completions[0].token_ids != alone.completions[0].token_ids
 
 
 def test_a_replaced_adapter_of_the_same_name_shares_no_prefix():

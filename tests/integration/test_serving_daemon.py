@@ -12,8 +12,9 @@ import pytest
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import load_model
-from mlx_parallm.models.lora import LoraSpec, adapter_layers, inject_lora, save_adapter
+from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
 from tests.integration.processes import Daemon, free_port
+from tests.tiny_models import lora_config
 
 pytestmark = pytest.mark.slow
 STARTS = 6  # ten of the training daemon, which has these threads and more: test_training_starts.py
@@ -31,7 +32,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory.mkdir()
     tree = copy.deepcopy(load_model(ModelConfig()).model)
     mx.random.seed(0)
-    inject_lora(tree, LoraSpec(4, 8))
+    inject_lora(tree, lora_config(4, 8))
     layers = adapter_layers(tree)
     changed = {path: LoraPair(p.a, mx.random.normal(p.b.shape), p.scale) for path, p in layers.items()}
     save_adapter(directory, changed, num_layers=len(tree.layers))

@@ -13,10 +13,10 @@ import pytest
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.models.loading import load_model, read_config, resolve_model_path
-from mlx_parallm.models.lora import LoraSpec, adapter_layers, inject_lora, save_adapter
+from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.integration.processes import metrics, train, wait_for_step, without_times, write_config
-from tests.tiny_models import make_model
+from tests.tiny_models import lora_config, make_model
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +129,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over_with_its_groups(tm
 )
 def test_a_start_that_fails_is_one_line_and_leaves_nothing(tmp_path: Path, setting: str, message: str) -> None:
     tree = make_model({"model_type": "qwen3"} | read_config(resolve_model_path("builtin:tiny")))
-    inject_lora(tree, LoraSpec(2, 4))
+    inject_lora(tree, lora_config(2, 4))
     (tmp_path / "adapter").mkdir()
     save_adapter(tmp_path / "adapter", adapter_layers(tree), num_layers=len(tree.layers))  # rank 2, the run's is 4
     config = write_config(tmp_path, steps=1)

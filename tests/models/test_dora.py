@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,7 +18,6 @@ from mlx_parallm.errors import AdapterError
 from mlx_parallm.models.adapters.adapter import AdapterSlot, LoraPair
 from mlx_parallm.models.adapters.linear import DoRALinear, gain
 from mlx_parallm.models.lora import (
-    LoraSpec,
     adapter_layers,
     check_adapter,
     inject_lora,
@@ -27,26 +27,14 @@ from mlx_parallm.models.lora import (
     load_into_trainer,
     prepare_for_serving,
     save_adapter,
-    trainer_lora_layers,
 )
 from mlx_parallm.weights import SharedWeights
-from tests.tiny_models import QWEN3, make_model
+from tests.models.test_lora import trained_tree
+from tests.tiny_models import QWEN3, lora_config, make_model
 
 TOKENS = mx.array([[1, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7, 6]])
+trained = partial(trained_tree, spread=0.2)
 BIASED = QWEN3 | {"model_type": "qwen2"}  # biases in q, k and v
-
-
-def trained(model: nn.Module, spec: LoraSpec, seed: int = 1) -> nn.Module:
-    """A trainer's tree whose B and magnitudes have moved."""
-    tree = copy.deepcopy(model)
-    mx.random.seed(seed)
-    inject_lora(tree, spec)
-    for layer in trainer_lora_layers(tree).values():
-        layer.lora_b = mx.random.normal(layer.lora_b.shape) * 0.2
-        if isinstance(layer, DoRALinear):
-            layer.m = layer.m * (1.0 + 0.3 * mx.random.normal(layer.m.shape))
-    mx.eval(tree.parameters())
-    return tree
 
 
 def numpy_dora(x, weight, bias, a, b, scale, magnitude):
@@ -107,15 +95,6 @@ def test_gradients_hold_the_norm_constant() -> None:
         np.testing.assert_allclose(np.array(array), value, rtol=1e-4, atol=1e-5)
 
 
-def test_a_new_dora_changes_nothing_and_trains_magnitudes_too() -> None:
-    model = make_model()
-    tree = copy.deepcopy(model)
-    paths = inject_lora(tree, LoraSpec(4, 8, ("q_proj", "down_proj"), dora=True))
-    assert mx.allclose(tree(TOKENS), model(TOKENS), atol=1e-4)
-    names = {name for name, _ in tree_flatten(tree.trainable_parameters())}
-    assert names == {f"{path}.{leaf}" for path in paths for leaf in ("lora_a", "lora_b", "m")}
-
-
 def test_a_row_of_zeros_stays_zero() -> None:
     linear = nn.Linear(8, 3, bias=False)
     linear.weight = linear.weight * mx.array([[1.0], [0.0], [1.0]])
@@ -131,10 +110,10 @@ def test_the_served_dora_answers_as_the_trainers(config: dict, bits: int) -> Non
     model = make_model(config)
     if bits:
         nn.quantize(model, 64, bits)
-    tree = trained(model, LoraSpec(4, 8, dora=True))
+    tree = trained(model, lora_config(4, 8, dora=True))
     expected, base = tree(TOKENS), model(TOKENS)
     weights = SharedWeights(model, policy="policy")
-    lora, dora = adapter_layers(trained(model, LoraSpec(2, 2), seed=5)), adapter_layers(tree)
+    lora, dora = adapter_layers(trained(model, lora_config(2, 2), seed=5)), adapter_layers(tree)
     from_disk = {path: LoraPair(pair.a, pair.b, pair.scale, pair.magnitude) for path, pair in dora.items()}
     weights.add_adapter("lora", lora)
     weights.add_adapter("dora", from_disk)  # gains computed from the served base
@@ -162,7 +141,7 @@ def test_a_dora_beside_a_lora_changes_no_bit_of_its_rows() -> None:
     slots = {}
     weights = SharedWeights(model)
     for seed, name in enumerate(("one", "two", "dora")):
-        layers = adapter_layers(trained(model, LoraSpec(4, 8, dora=name == "dora"), seed=seed))
+        layers = adapter_layers(trained(model, lora_config(4, 8, dora=name == "dora"), seed=seed))
         weights.add_adapter(name, layers)
         slots[name] = weights.find(name)
     plain = AdapterSlot("plain", weights.add_adapter("x", {p: LoraPair(q.a, q.b, q.scale) for p, q in layers.items()}))
@@ -183,14 +162,14 @@ def test_a_dora_beside_a_lora_changes_no_bit_of_its_rows() -> None:
 def test_a_dora_beside_full_weight_training_follows_the_base(config: dict) -> None:
     """Its gains are of the base that it was loaded beside: a publish of other weights makes them anew."""
     model = make_model(config)
-    dora = adapter_layers(trained(model, LoraSpec(4, 8, dora=True)))
+    dora = adapter_layers(trained(model, lora_config(4, 8, dora=True)))
     moved = {
         name: array * 1.5 if array.ndim == 2 and "proj" in name else array + 0.1
         for name, array in tree_flatten(model.parameters())
     }
     tree = make_model(config)
     tree.load_weights(list(moved.items()))
-    inject_lora(tree, LoraSpec(4, 8, dora=True))
+    inject_lora(tree, lora_config(4, 8, dora=True))
     load_into_trainer(tree, dora)
     weights = SharedWeights(model)
     weights.add_adapter("dora", {path: replace(pair, gain=None) for path, pair in dora.items()})
@@ -203,7 +182,7 @@ def test_a_dora_beside_full_weight_training_follows_the_base(config: dict) -> No
 
 def test_files_are_mlx_lms_and_come_back(tmp_path: Path) -> None:
     model = make_model()
-    spec = LoraSpec(4, 8, ("q_proj", "up_proj"), dora=True)
+    spec = lora_config(4, 8, ("q_proj", "up_proj"), dora=True)
     tree = trained(model, spec)
     save_adapter(tmp_path, adapter_layers(tree), num_layers=2)
     theirs = load_adapters(copy.deepcopy(model), str(tmp_path))
@@ -215,7 +194,7 @@ def test_files_are_mlx_lms_and_come_back(tmp_path: Path) -> None:
     load_into_trainer(again, layers)
     assert mx.array_equal(again(TOKENS), tree(TOKENS))
     plain = copy.deepcopy(model)
-    inject_lora(plain, LoraSpec(4, 8, ("q_proj", "up_proj")))
+    inject_lora(plain, lora_config(4, 8, ("q_proj", "up_proj")))
     with pytest.raises(AdapterError, match=r"the adapter is DoRA, the configuration asks for LoRA \(lora\.use_dora\)"):
         load_into_trainer(plain, layers)
     path = next(iter(layers))
@@ -246,33 +225,21 @@ def test_pefts_dora_and_patterns_are_read(tmp_path: Path) -> None:
         load_adapter(tmp_path)
 
 
-def test_rslora_divides_by_the_root_of_the_rank() -> None:
-    model = make_model()
-    tree = trained(model, LoraSpec(9, 6, ("model.layers.0.self_attn.q_proj",), rslora=True))
-    (pair,) = adapter_layers(tree).values()
-    assert pair.scale == 2.0
-    x = np.random.default_rng(0).normal(size=(3, 64))
-    weight = np.array(model.model.layers[0].self_attn.q_proj.weight, np.float64)
-    expected = x @ weight.T + 2.0 * (x @ np.array(pair.a, np.float64)) @ np.array(pair.b, np.float64)
-    got = tree.model.layers[0].self_attn.q_proj(mx.array(x, dtype=mx.float32))
-    np.testing.assert_allclose(np.array(got), expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("layers", "blocks"), [("all", {0, 1, 2}), ("last 1", {2}), ("last 3", {0, 1, 2}), ((0, 1), {0}), ((1, 3), {1, 2})]
 )
 def test_a_range_of_blocks(layers: tuple[int, int] | str, blocks: set[int]) -> None:
     model = make_model(QWEN3 | {"num_hidden_layers": 3, "tie_word_embeddings": False})
-    paths = inject_lora(copy.deepcopy(model), LoraSpec(2, 2, layers=layers))
+    paths = inject_lora(copy.deepcopy(model), lora_config(2, 2, layers=layers))
     assert {int(path.split(".")[2]) for path in paths} == blocks and len(paths) == 7 * len(blocks)
-    with_head = inject_lora(model, LoraSpec(2, 2, ("q_proj", "lm_head"), layers=layers))
+    with_head = inject_lora(model, lora_config(2, 2, ("q_proj", "lm_head"), layers=layers))
     assert len(with_head) == len(blocks) + 1, "what is in no block stays"
 
 
 @pytest.mark.parametrize("layers", ["last 3", (1, 3), (5, 9)])
 def test_a_range_that_the_model_does_not_have(layers: tuple[int, int] | str) -> None:
     with pytest.raises(AdapterError, match=r"layers = .* the model has 2 blocks"):
-        inject_lora(make_model(), LoraSpec(2, 2, layers=layers))
+        inject_lora(make_model(), lora_config(2, 2, layers=layers))
 
 
 @pytest.mark.parametrize(
@@ -290,13 +257,6 @@ def test_settings_that_cannot_work(values: dict, message: str) -> None:
         LoraConfig.model_validate(values)
 
 
-def test_the_specification_follows_the_configuration() -> None:
-    values = {"rank": 4, "alpha": 6, "use_rslora": True, "use_dora": True, "layers": "last 1", "target_modules": ["x"]}
-    spec = LoraSpec.of(LoraConfig.model_validate(values))
-    assert spec == LoraSpec(4, 6.0, ("x",), "last 1", True, True) and spec.scale == 3.0
-    assert LoraSpec.of(LoraConfig()).scale == 2.0
-
-
 @pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("dora", [False, True])
 def test_qlora_trains_on_every_width(bits: int, dora: bool) -> None:
@@ -311,7 +271,7 @@ def test_qlora_trains_on_every_width(bits: int, dora: bool) -> None:
     )
     gradients = []
     for base in (model, unpacked):
-        tree = trained(base, LoraSpec(4, 8, dora=dora))
+        tree = trained(base, lora_config(4, 8, dora=dora))
         assert linear_shapes(tree) == linear_shapes(make_model())
 
         def loss(tree: nn.Module = tree) -> mx.array:

@@ -12,11 +12,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear as Theirs
 from mlx_lm.tuner.utils import load_adapters
 
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError
 from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
-from mlx_parallm.models.adapters.linear import LoRALinear
+from mlx_parallm.models.adapters.linear import DoRALinear, LoRALinear
 from mlx_parallm.models.lora import (
-    LoraSpec,
     adapter_layers,
     check_adapter,
     find_adapter_file,
@@ -31,30 +31,34 @@ from mlx_parallm.models.lora import (
 )
 from mlx_parallm.models.quantize import quantize_layers
 from mlx_parallm.models.support import blueprint
-from tests.tiny_models import make_model
+from tests.tiny_models import lora_config, make_model
 
 TOKENS = mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
 
 
-def trained(model: nn.Module, spec: LoraSpec, seed: int = 1) -> nn.Module:
-    """A trainer's tree whose B is not zero any more."""
+def trained_tree(model: nn.Module, config: LoraConfig, seed: int = 1, spread: float = 0.1) -> nn.Module:
+    """A trainer's tree whose B and magnitudes have moved."""
     tree = copy.deepcopy(model)
     mx.random.seed(seed)
-    inject_lora(tree, spec)
+    inject_lora(tree, config)
     for layer in trainer_lora_layers(tree).values():
-        layer.lora_b = mx.random.normal(layer.lora_b.shape) * 0.1
+        layer.lora_b = mx.random.normal(layer.lora_b.shape) * spread
+        if isinstance(layer, DoRALinear):
+            layer.m = layer.m * (1.0 + 0.3 * mx.random.normal(layer.m.shape))
     mx.eval(tree.parameters())
     return tree
 
 
-def test_a_new_adapter_changes_nothing_and_only_it_is_trainable() -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_new_adapter_changes_nothing_and_only_it_is_trainable(dora: bool) -> None:
     model = make_model()
     tree = copy.deepcopy(model)
-    paths = inject_lora(tree, LoraSpec(4, 8, ("q_proj", "down_proj")))
+    paths = inject_lora(tree, lora_config(4, 8, ("q_proj", "down_proj"), dora=dora))
     assert len(paths) == 4
-    assert mx.array_equal(tree(TOKENS), model(TOKENS))
+    assert mx.allclose(tree(TOKENS), model(TOKENS), atol=1e-4) if dora else mx.array_equal(tree(TOKENS), model(TOKENS))
     names = {name for name, _ in tree_flatten(tree.trainable_parameters())}
-    assert names == {f"{path}.lora_{side}" for path in paths for side in "ab"}
+    leaves = ("lora_a", "lora_b", "m") if dora else ("lora_a", "lora_b")
+    assert names == {f"{path}.{leaf}" for path in paths for leaf in leaves}
     assert all(array.dtype == mx.float32 for _, array in tree_flatten(tree.trainable_parameters()))
 
 
@@ -72,18 +76,20 @@ def test_the_layer_is_mlx_lms_with_the_same_seed() -> None:
 
 
 def test_all_linear_means_every_linear_layer_of_the_blocks() -> None:
-    paths = inject_lora(make_model(), LoraSpec(2, 2))
+    paths = inject_lora(make_model(), lora_config(2, 2))
     assert len(paths) == 2 * 7
     assert all(".layers." in path for path in paths)
 
 
-def test_the_update_is_alpha_over_rank_times_b_a() -> None:
+@pytest.mark.parametrize(("rank", "alpha", "rslora", "scale"), [(4, 12, False, 3.0), (9, 6, True, 2.0)])
+def test_the_update_is_the_scale_times_b_a(rank: int, alpha: int, rslora: bool, scale: float) -> None:
     model = make_model()
-    tree = trained(model, LoraSpec(rank=4, alpha=12, target_modules=("model.layers.0.self_attn.q_proj",)))
+    tree = trained_tree(model, lora_config(rank, alpha, ("model.layers.0.self_attn.q_proj",), rslora=rslora))
     (pair,) = adapter_layers(tree).values()
+    assert pair.scale == scale
     x = np.random.default_rng(0).normal(size=(3, 64))
     weight = np.array(model.model.layers[0].self_attn.q_proj.weight)
-    expected = x @ weight.T + 3.0 * (x @ np.array(pair.a)) @ np.array(pair.b)
+    expected = x @ weight.T + scale * (x @ np.array(pair.a)) @ np.array(pair.b)
     got = tree.model.layers[0].self_attn.q_proj(mx.array(x, dtype=mx.float32))
     np.testing.assert_allclose(np.array(got), expected, rtol=1e-4, atol=1e-4)
 
@@ -93,7 +99,7 @@ def test_the_served_model_answers_as_the_trainers(quantized: bool) -> None:
     model = make_model()
     if quantized:
         quantize_layers(model)
-    tree = trained(model, LoraSpec(4, 8))
+    tree = trained_tree(model, lora_config(4, 8))
     trained_logits, base_logits = tree(TOKENS), model(TOKENS)
     context = prepare_for_serving(model)
     assert mx.array_equal(model(TOKENS), base_logits)
@@ -119,12 +125,12 @@ def test_serving_shares_the_base_with_the_trainer() -> None:
 
 def test_saved_adapters_are_mlx_lms_own_format(tmp_path: Path) -> None:
     model = make_model()
-    tree = trained(model, LoraSpec(4, 8, ("q_proj", "up_proj")))
+    tree = trained_tree(model, lora_config(4, 8, ("q_proj", "up_proj")))
     save_adapter(tmp_path, adapter_layers(tree), num_layers=2)
     theirs = load_adapters(copy.deepcopy(model), str(tmp_path))
     assert mx.allclose(theirs(TOKENS), tree(TOKENS), atol=1e-6)
     again = copy.deepcopy(model)
-    inject_lora(again, LoraSpec(4, 8, ("q_proj", "up_proj")))
+    inject_lora(again, lora_config(4, 8, ("q_proj", "up_proj")))
     load_into_trainer(again, load_adapter(tmp_path).layers)
     assert mx.array_equal(again(TOKENS), tree(TOKENS))
 
@@ -133,7 +139,7 @@ def test_so_are_those_of_models_that_call_their_blocks_otherwise(tmp_path: Path)
     sizes = {"n_ctx": 64, "n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 64}
     model = blueprint({"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "vocab_size": 128, **sizes})
     mx.eval(model.parameters())
-    tree = trained(model, LoraSpec(4, 8))
+    tree = trained_tree(model, lora_config(4, 8))
     save_adapter(tmp_path, adapter_layers(tree), num_layers=2)
     theirs = load_adapters(copy.deepcopy(model), str(tmp_path))
     assert mx.allclose(theirs(TOKENS), tree(TOKENS), atol=1e-5)
@@ -180,16 +186,16 @@ def test_damaged_peft_adapters_are_refused(tmp_path: Path, shape: tuple[int, ...
 
 def test_a_rescaled_adapter_keeps_its_effect_in_the_trainer(tmp_path: Path) -> None:
     model = make_model()
-    tree = trained(model, LoraSpec(4, 8, ("q_proj",)))
+    tree = trained_tree(model, lora_config(4, 8, ("q_proj",)))
     save_adapter(tmp_path, adapter_layers(tree), num_layers=2)
     again = copy.deepcopy(model)
-    inject_lora(again, LoraSpec(4, 16, ("q_proj",)))
+    inject_lora(again, lora_config(4, 16, ("q_proj",)))
     load_into_trainer(again, load_adapter(tmp_path).layers)
     assert mx.allclose(again(TOKENS), tree(TOKENS), atol=1e-5)
 
 
 def test_the_names_that_the_specification_prints(tmp_path: Path) -> None:
-    save_adapter(tmp_path, adapter_layers(trained(make_model(), LoraSpec(2, 2, ("q_proj",)))), num_layers=2)
+    save_adapter(tmp_path, adapter_layers(trained_tree(make_model(), lora_config(2, 2, ("q_proj",)))), num_layers=2)
     expected = tmp_path / "adapters.safetensors"
     assert find_adapter_file(tmp_path / "lora_weights.safetensors") == expected
     assert find_adapter_file(tmp_path) == find_adapter_file(expected) == expected
@@ -198,7 +204,7 @@ def test_the_names_that_the_specification_prints(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     model = make_model()
     with pytest.raises(AdapterError, match=r"'qproj' matches no linear layer; there are: .*q_proj"):
-        inject_lora(copy.deepcopy(model), LoraSpec(2, 2, ("qproj",)))
+        inject_lora(copy.deepcopy(model), lora_config(2, 2, ("qproj",)))
     wrong = {"model.layers.0.self_attn.q_proj": LoraPair(mx.zeros((32, 2)), mx.zeros((2, 64)), 1.0)}
     with pytest.raises(AdapterError, match=r"x: model.layers.0.self_attn.q_proj is \[64 → 64\].*\(32, 2\)"):
         check_adapter(linear_shapes(model), wrong, "x")
@@ -219,6 +225,6 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="cannot be read"):
         load_adapter(tmp_path)
     tree = copy.deepcopy(model)
-    inject_lora(tree, LoraSpec(2, 2, ("q_proj",)))
+    inject_lora(tree, lora_config(2, 2, ("q_proj",)))
     with pytest.raises(AdapterError, match="adapts other layers"):
         load_into_trainer(tree, {})

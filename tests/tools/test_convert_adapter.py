@@ -11,20 +11,21 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.peft import peft_config, peft_tensors
-from mlx_parallm.models.lora import LoraSpec, adapter_layers, load_adapter, save_adapter
+from mlx_parallm.models.lora import adapter_layers, load_adapter, save_adapter
 from mlx_parallm.tools.convert_adapter import convert
 from tests.models.test_dora import TOKENS, trained
-from tests.tiny_models import make_model
+from tests.tiny_models import lora_config, make_model
 
 COMMAND = Path(sys.executable).with_name("mlx_parallm_convert_adapter")
 FORMATS = ("npz", "mlx-lm", "peft")
 FILES = {"npz": "adapters.npz", "mlx-lm": "adapters.safetensors", "peft": "adapter_model.safetensors"}
 
 
-def adapter(directory: Path, spec: LoraSpec) -> Path:
+def adapter(directory: Path, spec: LoraConfig) -> Path:
     directory.mkdir(parents=True)
     save_adapter(directory, adapter_layers(trained(make_model(), spec)), num_layers=2, dropout=0.05)
     return directory
@@ -40,9 +41,11 @@ def assert_same(one: Path, two: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [LoraSpec(4, 8), LoraSpec(3, 8, dora=True), LoraSpec(6, 7.5, rslora=True)], ids=["lora", "dora", "rslora"]
+    "spec",
+    [lora_config(4, 8), lora_config(3, 8, dora=True), lora_config(6, 7.5, rslora=True)],
+    ids=["lora", "dora", "rslora"],
 )
-def test_every_way_there_and_back_is_exact(spec: LoraSpec, tmp_path: Path) -> None:
+def test_every_way_there_and_back_is_exact(spec: LoraConfig, tmp_path: Path) -> None:
     source = adapter(tmp_path / "source", spec)
     for first, second in itertools.product(FORMATS, FORMATS):
         there, back = tmp_path / f"{first}", tmp_path / f"{first}-{second}"
@@ -61,7 +64,7 @@ def test_every_way_there_and_back_is_exact(spec: LoraSpec, tmp_path: Path) -> No
 
 def test_pefts_own_fields(tmp_path: Path) -> None:
     """As PEFT 0.19 would write them: shapes, names, alpha; numpy reads npz."""
-    source = adapter(tmp_path / "source", LoraSpec(8, 32, ("q_proj",), rslora=True, dora=True))
+    source = adapter(tmp_path / "source", lora_config(8, 32, ("q_proj",), rslora=True, dora=True))
     convert(source, tmp_path / "peft", "peft")
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert config["peft_type"] == "LORA" and config["r"] == 8 and config["bias"] == "none"
@@ -135,7 +138,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_as_a_command_it_never_writes_over_anything(tmp_path: Path) -> None:
-    source = adapter(tmp_path / "source", LoraSpec(2, 4, ("q_proj",)))
+    source = adapter(tmp_path / "source", lora_config(2, 4, ("q_proj",)))
     target = tmp_path / "new" / "peft"
     done = run(source, target, "--format", "peft")
     assert (done.returncode, done.stdout) == (0, f"{target}: 2 LoRA layers in peft's format\n"), done.stderr
@@ -149,7 +152,7 @@ def test_as_a_command_it_never_writes_over_anything(tmp_path: Path) -> None:
 
 
 def test_what_is_no_adapter_is_never_replaced(tmp_path: Path) -> None:
-    source = adapter(tmp_path / "source", LoraSpec(2, 4, ("q_proj",)))
+    source = adapter(tmp_path / "source", lora_config(2, 4, ("q_proj",)))
     (mine := tmp_path / "mine").mkdir()
     (mine / "thesis.txt").write_text("years of work")
     with pytest.raises(AdapterError, match="is not an adapter's directory"):
@@ -161,7 +164,7 @@ def test_what_is_no_adapter_is_never_replaced(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_or_written_is_said(tmp_path: Path) -> None:
-    source = adapter(tmp_path / "source", LoraSpec(2, 4, ("q_proj",)))
+    source = adapter(tmp_path / "source", lora_config(2, 4, ("q_proj",)))
     with pytest.raises(AdapterError, match="no adapter at "):
         convert(tmp_path / "nothing", tmp_path / "x", "npz")
     (tmp_path / "file").write_text("")

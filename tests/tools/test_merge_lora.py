@@ -18,12 +18,13 @@ import mlx_lm
 import pytest
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError, ModelError
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.lora import LoraSpec, adapter_layers, inject_lora, save_adapter
+from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
 from mlx_parallm.tools.merge_lora import merge
 from tests.models.test_dora import trained
-from tests.tiny_models import QWEN3, TINY_ASSETS, save_checkpoint
+from tests.tiny_models import QWEN3, TINY_ASSETS, lora_config, save_checkpoint
 
 BIN = Path(sys.executable).parent
 TOKENS = mx.array([[5, 17, 250, 33, 8, 90, 121, 64, 2, 300, 41, 77]])
@@ -36,7 +37,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("adapter")
     model, _ = load_model(TINY_ASSETS)
     mx.random.seed(1)
-    inject_lora(model, LoraSpec(rank=4, alpha=8))
+    inject_lora(model, lora_config(rank=4, alpha=8))
     layers = {
         path: LoraPair(pair.a, mx.random.normal(pair.b.shape) * 0.1, pair.scale)
         for path, pair in adapter_layers(model).items()
@@ -117,16 +118,16 @@ def test_a_4_bit_float16_base_keeps_float16(tmp_path: Path, adapter: Path) -> No
 @pytest.mark.parametrize(
     ("spec", "bits"),
     [
-        (LoraSpec(4, 8, dora=True), 0),
-        (LoraSpec(4, 8, ("q_proj", "down_proj"), dora=True), 4),
-        (LoraSpec(4, 8, dora=True, rslora=True), 6),
-        (LoraSpec(4, 8, dora=True), 8),
-        (LoraSpec(4, 6, rslora=True), 0),
-        (LoraSpec(4, 6, rslora=True), 4),
+        (lora_config(4, 8, dora=True), 0),
+        (lora_config(4, 8, ("q_proj", "down_proj"), dora=True), 4),
+        (lora_config(4, 8, dora=True, rslora=True), 6),
+        (lora_config(4, 8, dora=True), 8),
+        (lora_config(4, 6, rslora=True), 0),
+        (lora_config(4, 6, rslora=True), 4),
     ],
     ids=str,
 )
-def test_dora_and_rslora_are_merged_as_the_trainer_computes_them(spec: LoraSpec, bits: int, tmp_path: Path) -> None:
+def test_dora_and_rslora_are_merged_as_the_trainer_computes_them(spec: LoraConfig, bits: int, tmp_path: Path) -> None:
     base = quantized_checkpoint(tmp_path / "base", mx.float32, bits) if bits else trained_checkpoint(tmp_path / "base")
     model, _ = load_model(base)
     tree = trained(model, spec)
@@ -218,7 +219,7 @@ def test_names_that_mlx_lm_changes_need_its_layout(tmp_path: Path) -> None:
     turned = {name: array.T if ".c_" in name and array.ndim == 2 else array for name, array in stored.items()}
     mx.save_safetensors(str(base / "model.safetensors"), turned, metadata={"format": "pt"})
     model, _ = load_model(base)
-    inject_lora(model, LoraSpec(rank=2, alpha=4, target_modules=("c_proj",)))
+    inject_lora(model, lora_config(rank=2, alpha=4, target_modules=("c_proj",)))
     layers = {p: LoraPair(pair.a, mx.ones_like(pair.b) * 0.1, pair.scale) for p, pair in adapter_layers(model).items()}
     (tmp_path / "adapter").mkdir()
     save_adapter(tmp_path / "adapter", layers, num_layers=1)
@@ -228,7 +229,7 @@ def test_names_that_mlx_lm_changes_need_its_layout(tmp_path: Path) -> None:
     merge(str(base), tmp_path / "adapter", tmp_path / "merged", layout="mlx")
     merged, _ = load_model(tmp_path / "merged")
     base_model, _ = load_model(base)
-    inject_lora(base_model, LoraSpec(rank=2, alpha=4, target_modules=("c_proj",)))
+    inject_lora(base_model, lora_config(rank=2, alpha=4, target_modules=("c_proj",)))
     for path, module in base_model.named_modules():
         if path in layers:
             module.lora_a, module.lora_b = layers[path].a, layers[path].b

@@ -22,7 +22,7 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
 from mlx_parallm.models.blockwise import head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
-from mlx_parallm.models.lora import LoraSpec, inject_lora
+from mlx_parallm.models.lora import inject_lora
 from mlx_parallm.models.support import blueprint
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
@@ -77,7 +77,7 @@ class ModelShape:
         arrays = tree_flatten(model.parameters())
         weights, count = sum(array.nbytes for _, array in arrays), sum(array.size for _, array in arrays)
         if training.lora.enabled:
-            inject_lora(model, LoraSpec.of(training.lora))
+            inject_lora(model, training.lora)
             count = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
         text: Mapping[str, Any] = model_config.get("text_config", model_config)
         heads = int(text.get("num_attention_heads") or text.get("n_head") or 1)

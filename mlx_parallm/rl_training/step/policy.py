@@ -25,7 +25,6 @@ from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.cpu_kernels import use_fast_swiglu
 from mlx_parallm.models.lora import (
-    LoraSpec,
     adapter_layers,
     inject_lora,
     load_adapter,
@@ -71,7 +70,7 @@ class TrainedPolicy:
         use_fast_swiglu(model)
         if self.lora:
             mx.random.seed(config.seed)
-            inject_lora(model, LoraSpec.of(config.lora))
+            inject_lora(model, config.lora)
             for layer in trainer_lora_layers(model).values():
                 mx.eval(layer)  # one by one: DoRA's norms unpack a quantised layer
             if initial_adapter is not None:

@@ -61,15 +61,6 @@ def test_rows_at_one_position_read_up_to_it_without_a_mask():
     assert slots.layers[0].make_mask(1, return_array=True).all()
 
 
-def test_the_window_mask_is_mlx_lms():
-    slots = SlotCache(1, max_rows=1, max_positions=512)
-    slots.begin_step([9])
-    theirs = KVCache()
-    theirs.offset = 9
-    expected = np.array(theirs.make_mask(1, return_array=True, window_size=4))
-    np.testing.assert_array_equal(np.array(slots.layers[0].make_mask(1, window_size=4))[0, 0, :, :10], expected)
-
-
 def test_steps_moves_and_admissions_copy_no_cache():
     """Peak memory over each stays far below the cache's own size: the writes happen in place."""
     slots = SlotCache(2, max_rows=32, max_positions=2048)

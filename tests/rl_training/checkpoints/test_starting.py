@@ -9,7 +9,8 @@ import pytest
 
 from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.errors import AdapterError, ConfigError
-from mlx_parallm.models.lora import LoraSpec, adapter_layers, inject_lora, save_adapter
+from tests.tiny_models import lora_config
+from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from tests.tiny_models import make_model
 
@@ -25,7 +26,7 @@ def save_run(tmp_path: Path, config: Config, name: str = "old") -> None:
     (run / "step_000001").mkdir(parents=True)
     tree = copy.deepcopy(make_model())
     mx.random.seed(0)
-    inject_lora(tree, LoraSpec(2, 32.0))
+    inject_lora(tree, lora_config(2, 32.0))
     save_adapter(run / "step_000001", adapter_layers(tree), num_layers=2)
     (run / "latest").symlink_to("step_000001")
     (tmp_path / "checkpoints" / "latest").symlink_to(f"{name}/latest")

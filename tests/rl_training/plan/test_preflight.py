@@ -10,7 +10,7 @@ import pytest
 from mlx_parallm.config.load import Config, load_config, parse_config
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.loading import load_model
-from mlx_parallm.models.lora import LoraSpec, inject_lora
+from mlx_parallm.models.lora import inject_lora
 from mlx_parallm.rl_training.plan import preflight
 from mlx_parallm.rl_training.plan.preflight import (
     Lengths,
@@ -23,6 +23,7 @@ from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.system.hardware import GIB
+from tests.tiny_models import lora_config
 
 ROOT = Path(__file__).resolve().parents[3]
 QWEN3 = {
@@ -105,7 +106,7 @@ def test_a_micro_batch_takes_what_is_said() -> None:
         config = small(blocks_per_eval=blocks_per_eval, token_budget=8 * 64)
         config = config.model_copy(update={"environments": ()})  # of which it is not known whether they share prompts
         loaded = load_model(config.model)
-        inject_lora(loaded.model, LoraSpec(16, 32.0))
+        inject_lora(loaded.model, lora_config(16, 32.0))
         loaded.model.train()
         mx.eval(loaded.model.parameters())
         model = BlockwiseModel(loaded.model, blocks_per_eval=blocks_per_eval)

@@ -12,14 +12,15 @@ import pytest
 from mlx_parallm.models import blockwise
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.logprobs import token_logprobs
-from mlx_parallm.models.lora import LoraSpec, inject_lora, trainer_lora_layers
+from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 from tests.rl_training.tiny_models import make_model
+from tests.tiny_models import lora_config
 
 ARCHITECTURES = ["qwen3", "llama", "gemma2", "gemma3_text"]
 
 
 def with_lora(model: nn.Module) -> nn.Module:
-    inject_lora(model, LoraSpec(rank=4, alpha=8.0))
+    inject_lora(model, lora_config(rank=4, alpha=8.0))
     for layer in trainer_lora_layers(model).values():
         layer.lora_b = 0.3 * mx.random.normal(layer.lora_b.shape)  # B = 0 would hide the gradients of A
     mx.eval(model.parameters())
