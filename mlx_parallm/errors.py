@@ -17,7 +17,7 @@ ParallmError
 ├── SandboxError             code that could not be run in the sandbox at all (not: code that failed there)
 ├── CheckpointError          a checkpoint or run directory that cannot be written or read
 ├── RankLostError            a process of a training on several has gone, or cannot be reached
-└── PublishTimeoutError      the weight lock was not had within `lock_timeout_ms`; the old weights keep serving
+└── PublishTimeoutError      could not get the weight lock within `lock_timeout_ms`; the old weights keep serving
 """
 
 
@@ -127,4 +127,4 @@ class RankLostError(ParallmError):
 
 
 class PublishTimeoutError(ParallmError):
-    """The write lock was not had in time; nothing changed."""
+    """Could not get the write lock in time; nothing changed."""

@@ -63,7 +63,7 @@ class ReadWriteLock:
             self._writers_waiting += 1
             try:
                 if not self._condition.wait_for(lambda: not (self._writing or self._readers), timeout_s):
-                    raise PublishTimeoutError(f"the weight lock was not had within {1000 * (timeout_s or 0):.0f} ms")
+                    raise PublishTimeoutError(f"could not get the weight lock within {1000 * (timeout_s or 0):.0f} ms")
                 self._writing = True
             finally:
                 self._writers_waiting -= 1
@@ -78,7 +78,7 @@ class ReadWriteLock:
 
 @dataclass(frozen=True)
 class WeightsView:
-    """What a reader sees while it holds the read side."""
+    """Versions and adapters under the read lock."""
 
     policy_version: int
     revision: int  # counts changes of any of the weights
@@ -133,7 +133,7 @@ class PolicyHistory:
         self._held = {held: slot for held, slot in self._held.items() if held != version}
 
     def find(self, version: int) -> AdapterSlot | None:
-        """From memory or disk; None when there is no such version."""
+        """Find a version in memory or on disk; None when there is none."""
         if slot := self.in_memory(version):
             return slot
         with self._loading:
@@ -150,7 +150,7 @@ class PolicyHistory:
 
     @property
     def serials(self) -> set[int]:
-        """Of all that is in memory."""
+        """Serials of all versions in memory."""
         return {slot.weights.serial for slot in (*self._kept.values(), *self._loaded.values(), *self._held.values())}
 
     def _slot(self, adapter: AdapterWeights) -> AdapterSlot:
@@ -205,7 +205,7 @@ class SharedWeights:
         return self._slots.get(name) if version is None else self.history.find(version)
 
     def loader(self, name: str) -> Callable[[], object] | None:
-        """What `find` would have to read from disk first: to be called in a thread that may wait; None = nothing."""
+        """Return the call that reads the version from disk, for a thread that may wait; None = nothing to read."""
         version = self._version_of(name)
         if version is None or self.history.in_memory(version):
             return None
@@ -270,7 +270,7 @@ class SharedWeights:
         return self._publish([*parameters.values(), *arrays], rebind, number, timeout_s)
 
     def _ready(self, layers: Mapping[str, LoraPair]) -> dict[str, LoraPair]:
-        """With the gains of DoRA layers that came without, over the base as it is now; one layer after the other."""
+        """Add the missing gains of DoRA layers, over the base as it is now; one layer after the other."""
         made = dict(layers)
         linear = linear_layers(self._model) if any(pair.magnitude is not None for pair in made.values()) else {}
         for path, pair in layers.items():
@@ -289,7 +289,7 @@ class SharedWeights:
                 made[key] = parameters.get(f"{path}.{key}", linear[key])
             return made
 
-        found = []
+        updates = []
         for slot in self._slots.values():
             doras = {path: pair for path, pair in slot.weights.layers.items() if pair.magnitude is not None}
             linear = linear_layers(self._model) if doras else {}
@@ -299,8 +299,8 @@ class SharedWeights:
                 factor = gain(layer(path, linear[path]), pair.a, pair.b, pair.scale, pair.magnitude)
                 made[path] = replace(pair, gain=factor)
             if doras:
-                found.append((slot, slot.weights, AdapterWeights(slot.name, slot.weights.version, made)))
-        return found
+                updates.append((slot, slot.weights, AdapterWeights(slot.name, slot.weights.version, made)))
+        return updates
 
     def _next(self, version: int | None) -> int:
         number = self._version + 1 if version is None else version
@@ -308,7 +308,7 @@ class SharedWeights:
         return number
 
     def _put(self, adapter: AdapterWeights) -> None:
-        """Under the write lock. Who holds the name's slot goes on under the new arrays."""
+        """Under the write lock. Requests that hold the name's slot go on under the new arrays."""
         slot = self._slots.get(adapter.name)
         if slot is None:
             self._slots = {**self._slots, adapter.name: AdapterSlot(adapter.name, adapter)}
@@ -319,20 +319,20 @@ class SharedWeights:
         self._revision += 1
 
     def _version_of(self, name: str) -> int | None:
-        """Of POLICY@VERSION."""
+        """Return VERSION of POLICY@VERSION; None for other names."""
         policy, separator, version = name.rpartition("@")
         return int(version) if separator and policy == self.policy and version.isdecimal() else None
 
     def _publish(self, arrays: list[mx.array], rebind: Any, version: int, timeout_s: float | None) -> PublishReport:
         started = time.perf_counter()
         mx.eval(arrays)
-        asked = time.perf_counter()
+        evaluated = time.perf_counter()
         with self.lock.write(timeout_s):
             entered = time.perf_counter()
             rebind()
             left = time.perf_counter()
         return PublishReport(
-            version, 1e3 * (entered - asked), 1e3 * (left - entered), 1e3 * (time.perf_counter() - started)
+            version, 1e3 * (entered - evaluated), 1e3 * (left - entered), 1e3 * (time.perf_counter() - started)
         )
 
 
@@ -341,7 +341,7 @@ def _last(slots: dict[int, AdapterSlot], count: int) -> dict[int, AdapterSlot]:
 
 
 def parameter_slots(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Where each parameter lives: path → (module, key). Taken before wrapping, so that paths are the checkpoint's."""
+    """Map each parameter's path to (module, key). Taken before wrapping, so that paths are the checkpoint's."""
     return {
         f"{path}.{key}" if path else key: (module, key)
         for path, module in model.named_modules()

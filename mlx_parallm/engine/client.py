@@ -22,11 +22,11 @@ from mlx_parallm.engine.validation import RequestLimits, check_request
 from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.types import CompletionDelta, EngineStats, Request, RequestOutput, ServedModel
 
-TRAINER, CLIENTS = "trainer", "clients"  # who may pause admission
+TRAINER, CLIENTS = "trainer", "clients"  # holders that may pause admission
 
 
 class Mailbox:
-    """Where the events of one request arrive, in the loop that asked."""
+    """Receives the events of one request, in the asyncio loop that sent it."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -90,7 +90,7 @@ Command = Submit | Abort | NotifyIdle | Call | StopThread
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What the client knows of an engine that is ready."""
+    """Limits, names and grammars of an engine that is ready."""
 
     limits: RequestLimits
     models: ServedModels
@@ -98,7 +98,7 @@ class EngineInfo:
 
 
 class EngineClient:
-    """Made by `EngineThread`; usable before the engine is ready (calls raise EngineUnavailableError until then)."""
+    """Made by `EngineThread`. Until the engine is ready, calls raise EngineUnavailableError."""
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -113,7 +113,7 @@ class EngineClient:
         self._info = info
 
     def close(self, reason: str) -> None:
-        """From now on every call raises EngineUnavailableError with this reason."""
+        """Makes every later call raise EngineUnavailableError with this reason."""
         with self._lock:
             self._closed = reason
 
@@ -146,7 +146,7 @@ class EngineClient:
         return (await self.generate_many([request]))[0]
 
     async def generate_many(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """As `generate`; the requests enter the queue together, so identical prompts are computed once."""
+        """Runs requests as `generate` does. They enter the queue together, so identical prompts are computed once."""
         await self._prepare(requests)
         letters = tuple((replace(request, stream=False), Mailbox(request.request_id)) for request in requests)
         self._send(Submit(letters))
@@ -179,9 +179,9 @@ class EngineClient:
                 self.commands.put(Abort(request_id))
 
     def pause_admission(self, holder: str = TRAINER, *, freeze: bool = False) -> "Future[Any]":
-        """Requests are still accepted, and wait; running ones go on, with `freeze` they stand still.
+        """Lets new requests wait; running ones go on, or with `freeze` stop too.
 
-        It lasts until every holder has resumed. The future is done once the engine obeys.
+        The pause lasts until every holder has resumed. The future is done once the engine has paused.
         """
         return self.call(lambda engine: engine.hold(holder, freeze=freeze))
 
@@ -201,8 +201,8 @@ class EngineClient:
         return future
 
     async def _prepare(self, requests: Sequence[Request]) -> None:
-        """What would have them refused is found here. Off this loop and off the engine's thread grammars are compiled,
-        and versions of the policy that lie on disk are read."""
+        """Refuses bad requests. Compiles grammars, and reads versions of the policy from disk, in other threads than
+        this loop's and the engine's."""
         info = self._ready()
         for request in requests:
             check_request(request, info.limits)

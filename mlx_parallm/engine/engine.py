@@ -305,8 +305,8 @@ class Engine:
         prompts were computed.
         """
         adapter = sequence.adapter
-        own = (0, False) if adapter is None else (adapter.weights.serial, adapter.pinned)
-        return (*own, self._base_serial)
+        arrays = (0, False) if adapter is None else (adapter.weights.serial, adapter.pinned)
+        return (*arrays, self._base_serial)
 
     def _take_token(self, sampled: SampledToken, version: int) -> None:
         sequence = sampled.sequence

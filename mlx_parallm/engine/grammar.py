@@ -30,8 +30,8 @@ from mlx_parallm.types import Structure
 if TYPE_CHECKING:
     from mlx_parallm.models.tokenizer import Tokenizer
 
-# What a hostile grammar may cost. The library's time grows with the square of a regular expression's length: 2 s for
-# the worst one of 16 Ki characters. It compiles by recursion, and the end of the stack is the end of the process: a
+# Bounds on the cost of a hostile grammar. The library's time grows with the square of a regular expression's length: 2 s
+# for the worst one of 16 Ki characters. It compiles by recursion, and the end of the stack is the end of the process: a
 # chain of 5,000 references needs 40 MB. A mask that takes longer than `SLOW_MASK_S` ends its request.
 MAX_CHARACTERS = {"json_schema": 64 << 10, "choice": 64 << 10, "regex": 16 << 10, "grammar": 16 << 10}
 MAX_STRING = 16 << 10  # within a schema: its patterns are regular expressions
@@ -48,7 +48,7 @@ _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separat
 
 
 class Matcher:
-    """Where one choice's text stands in its grammar. Engine thread only.
+    """The state of one choice's text in its grammar. Engine thread only.
 
     Args:
         state: a copy of its own of the compiled grammar.
@@ -70,7 +70,7 @@ class Matcher:
             self._going_on = np.packbits(going_on, bitorder="little")
 
     def advance(self, token: int) -> str | None:
-        """Takes the sampled token. Returns what went wrong: the grammar has become too complex here."""
+        """Takes the sampled token. Returns an error where the grammar has become too complex."""
         self._taken += 1
         if self._state.consume_token(token) and not self._slow:
             return None

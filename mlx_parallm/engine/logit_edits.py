@@ -1,4 +1,4 @@
-"""What a request changes in its logits, kept sparse: a few hundred (token, bias, penalties) entries a row. No MLX.
+"""A request's changes to its logits, kept sparse: a few hundred (token, bias, penalties) entries a row. No MLX.
 
 Penalties, bias and forbidden tokens touch the tokens that were seen or named, never the whole vocabulary, so a step
 gathers those logits, edits and writes them back. Order and formulas are vLLM's: forbidden (min_tokens) and bias first,

@@ -21,7 +21,18 @@ class OutputText:
         eager: decode at each token (streams, stop strings).
     """
 
-    __slots__ = ("_decoder", "_done", "_eager", "_held", "_include_stop", "_lazy", "_make", "_stop", "_taken", "_text")
+    __slots__ = (
+        "_decoder",
+        "_done",
+        "_eager",
+        "_include_stop",
+        "_lazy",
+        "_lookback",
+        "_make",
+        "_stop",
+        "_taken",
+        "_text",
+    )
 
     def __init__(
         self, detokenizer: "Callable[[], Detokenizer]", stop: tuple[str, ...], *, include_stop: bool, eager: bool
@@ -31,7 +42,7 @@ class OutputText:
         self._stop = stop
         self._include_stop = include_stop
         self._eager = eager or bool(stop)
-        self._held = max((len(text) for text in stop), default=1) - 1  # characters that may begin a stop string
+        self._lookback = max((len(text) for text in stop), default=1) - 1  # characters that may begin a stop string
         self._lazy: list[int] = []
         self._text = ""
         self._taken = 0
@@ -48,7 +59,7 @@ class OutputText:
     def take(self) -> str:
         """Text that became showable since the last call."""
         end = len(self._text)
-        if not self._done and self._held:
+        if not self._done and self._lookback:
             end -= self._longest_beginning_of_a_stop()
         shown = self._text[self._taken : end]
         self._taken = max(self._taken, end)
@@ -71,20 +82,20 @@ class OutputText:
         self._done = True
 
     def _append(self, new: str, check_stop: bool) -> str | None:
-        searched = max(0, len(self._text) - self._held)
+        searched = max(0, len(self._text) - self._lookback)
         self._text += new
         if not (check_stop and new and self._stop):
             return None
-        found = [(at, text) for text in self._stop if (at := self._text.find(text, searched)) >= 0]
-        if not found:
+        matches = [(at, text) for text in self._stop if (at := self._text.find(text, searched)) >= 0]
+        if not matches:
             return None
-        at, text = min(found, key=lambda match: match[0])  # the first in the text; on a tie the first in the request
+        at, text = min(matches, key=lambda match: match[0])  # the first in the text; on a tie the first in the request
         self._text = self._text[: at + (len(text) if self._include_stop else 0)]
         self._done = True
         return text
 
     def _longest_beginning_of_a_stop(self) -> int:
-        for length in range(min(self._held, len(self._text) - self._taken), 0, -1):
+        for length in range(min(self._lookback, len(self._text) - self._taken), 0, -1):
             tail = self._text[-length:]
             if any(text.startswith(tail) for text in self._stop):
                 return length

@@ -44,13 +44,13 @@ class PrefixSave:
 
 @dataclass(slots=True)
 class PrefillRow:
-    """One prompt being computed and the sequences that wait for it. Its first `known` positions are in `prefix`, until
+    """One prompt being computed and the sequences that wait for it. Its first `reused` positions are in `prefix`, until
     ModelRunner has taken them from there."""
 
     key: Key
     owner: Sequence  # the first that brought the prompt
     prefix: tuple[PrefixChunk, ...]
-    known: int
+    reused: int
     sequences: list[Sequence]
 
     @property
@@ -60,14 +60,14 @@ class PrefillRow:
 
     @property
     def computed_tokens(self) -> int:
-        """The prompt's tokens but for the known ones; the last one alone does not count."""
-        return 0 if 0 < self.known == len(self.tokens) else len(self.owner.prompt) - self.known
+        """The prompt's tokens but for the reused ones; the last one alone does not count."""
+        return 0 if 0 < self.reused == len(self.tokens) else len(self.owner.prompt) - self.reused
 
 
 @dataclass(slots=True)
 class Prefill:
     """Several short prompts in one chunk, or one long prompt in several. `done` counts the positions that are there:
-    at first those of the rows' known beginnings, which are equally long. `caches` is ModelRunner's."""
+    at first those of the rows' reused prefixes, which are equally long. `caches` is ModelRunner's."""
 
     rows: list[PrefillRow]
     length: int  # longest `tokens` of the rows
@@ -104,7 +104,7 @@ class SchedulerOutput:
     prefill: tuple[PrefillChunk, ...]
     rows: tuple[Sequence, ...]  # row i of the cache belongs to rows[i]; all of them decode
     max_row_tokens: int | None  # rows × positions that the cache may have room for; the rest is the prompts'
-    prefilled_tokens: int  # tokens of the prompts whose computation this step completes, without known beginnings
+    prefilled_tokens: int  # tokens of the prompts whose computation this step completes, without reused prefixes
 
 
 class Scheduler:
@@ -210,8 +210,8 @@ class Scheduler:
             sequence.is_new = False
             key = (weights_of(sequence), sequence.cache_salt)
             if key == sequence.prefix_key:
-                known = [*sequence.prompt, *sequence.tokens][: sequence.cached]
-                segment = self.prefix_cache.store(key, tuple(known))
+                text = [*sequence.prompt, *sequence.tokens][: sequence.cached]
+                segment = self.prefix_cache.store(key, tuple(text))
                 if segment is not None:
                     saves.append(PrefixSave(segment, sequence.row))
         return saves
@@ -259,7 +259,7 @@ class Scheduler:
                 row = self._new_row(key, sequence, [*active, sequence])
             row.sequences.append(sequence)
             sequence.status, sequence.prefix_key, sequence.prompt_version = Status.PREFILLING, key, version
-            sequence.cached_prompt_tokens = row.known
+            sequence.cached_prompt_tokens = row.reused
             admitted += 1
         del self.waiting[:admitted]
 
@@ -285,17 +285,17 @@ class Scheduler:
             rows, longest = len(prefill.rows) + 1, max(prefill.length, length)
             if (
                 prefill.started
-                or prefill.done != row.known
+                or prefill.done != row.reused
                 or not self.rewindable
-                or rows * (longest - row.known) > self.prefill_chunk
+                or rows * (longest - row.reused) > self.prefill_chunk
                 or not self._fits(active, self._prompt_tokens + rows * longest - (rows - 1) * prefill.length)
             ):
                 continue
             prefill.rows.append(row)
             prefill.length = longest
             return row
-        in_chunks = length - row.known > self.prefill_chunk
-        self.prefills.append(Prefill([row], length, row.known, self._step, in_chunks=in_chunks))
+        in_chunks = length - row.reused > self.prefill_chunk
+        self.prefills.append(Prefill([row], length, row.reused, self._step, in_chunks=in_chunks))
         return row
 
     def _next_chunks(self) -> list[PrefillChunk]:

@@ -32,7 +32,7 @@ class Score:
     top_count: int
     caches: list[Any] = field(default_factory=list)
     done: int = 0
-    held: AdapterSlot | None = None  # `adapter` as it was at the first chunk
+    used: AdapterSlot | None = None  # `adapter` as it was at the first chunk
     base_serial: int = -1  # of the base at the first chunk
     logprobs: list[float | None] = field(default_factory=lambda: [None])
     top_logprobs: list[tuple[TopLogprob, ...] | None] = field(default_factory=lambda: [None])
@@ -43,7 +43,7 @@ class Score:
 
     def begin(self, base_serial: int, caches: list[Any]) -> None:
         self.base_serial, self.caches, self.done = base_serial, caches, 0
-        self.held = None if self.adapter is None else replace(self.adapter)
+        self.used = None if self.adapter is None else replace(self.adapter)
         self.logprobs, self.top_logprobs = [None], [None]
 
     def result(self) -> PromptLogprobs:
@@ -89,7 +89,7 @@ class Scorer:
         if score.base_serial != base_serial:
             score.begin(base_serial, self._new_caches(len(score.tokens) - 1))
         start, stop = score.done, min(score.done + self._chunk, len(score.tokens) - 1)
-        self._activate([score.held])
+        self._activate([score.used])
         score.done = stop
         return self._model(mx.array(score.tokens[start:stop], dtype=mx.int32)[None], cache=score.caches)[0]
 

@@ -1,7 +1,7 @@
-"""Under which names the engine answers: the base, the policy being trained, adapters. No MLX.
+"""The names under which the engine answers: the base, the policy being trained, adapters. No MLX.
 
 While training, the base's id, its last path component, `default` and the configured names all mean the policy; the
-untouched base is `<id>:base`. Otherwise they mean the base. An adapter's own name always means that adapter. A name of
+untouched base is `<id>:base`. Otherwise they mean the base. An adapter's name always means that adapter. A name of
 the policy followed by `@VERSION` means the policy's adapter as it was under that version, as long as it is kept.
 """
 
@@ -25,7 +25,7 @@ class ServedModels:
         aliases: `server.served_model_names`.
         adapter_versions: present adapters and the policy version under which each was put there.
         version: the present policy version.
-        policy_versions: those that can be asked for by number.
+        policy_versions: versions that requests can name by number.
         loader: what must be called (in a thread that may wait) before a version can be used; None = nothing.
     """
 
@@ -78,17 +78,17 @@ class ServedModels:
         return name in (*self._aliases, self.base_id + BASE_SUFFIX, self._policy_adapter) or "@" in name
 
     def _pinned(self, name: str, models: tuple[ServedModel, ...]) -> ServedModel:
-        asked, _, version = name.rpartition("@")
+        requested, _, version = name.rpartition("@")
         policy = models[0]
-        known = {str(each): each for each in self._policy_versions()}
-        if asked not in (*self._aliases, "", self._policy_adapter):
+        versions = {str(each): each for each in self._policy_versions()}
+        if requested not in (*self._aliases, "", self._policy_adapter):
             why = "only the policy being trained has versions"
         elif self._trains_base:
             why = "versions are not kept when all weights are trained"
-        elif version in known:
-            return replace(policy, id=name, adapter=f"{policy.adapter}@{version}", policy_version=known[version])
+        elif version in versions:
+            return replace(policy, id=name, adapter=f"{policy.adapter}@{version}", policy_version=versions[version])
         else:
-            why = f"versions that can be asked for: {', '.join(known) or 'none'}"
+            why = f"available versions: {', '.join(versions) or 'none'}"
         raise ModelNotFoundError(name, [model.id for model in models], why)
 
     def _main(self, version: int) -> ServedModel:

@@ -1,4 +1,4 @@
-"""From a loaded model to a running engine thread: the daemon's, and that of an `InferenceModule` of its own."""
+"""Start the engine thread of a loaded model, for the daemon and for an `InferenceModule`."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -67,20 +67,20 @@ def start_engine(
     use_fast_swiglu(loaded.model)
     use_fast_rope(loaded.model)
     lora = prepare_for_serving(loaded.model)
-    own = tokenizer()
-    thread = EngineThread(lambda: Engine(loaded.model, own, weights, lora, options), names, turns)
+    engine_tokenizer = tokenizer()
+    thread = EngineThread(lambda: Engine(loaded.model, engine_tokenizer, weights, lora, options), names, turns)
     thread.start()
     return StartedEngine(thread, names, shapes)
 
 
 def engine_options(config: Config, loaded: LoadedModel) -> EngineOptions:
     """Raises ConfigError: [server] wants a longer context than the model has."""
-    server, own = config.server, loaded.max_model_len
+    server, context = config.server, loaded.max_model_len
     deterministic = config.rl_training.deterministic
-    if server.max_model_len is not None and server.max_model_len > own:
-        raise ConfigError(f"server.max_model_len = {server.max_model_len}, but the model's context is {own} tokens")
+    if server.max_model_len is not None and server.max_model_len > context:
+        raise ConfigError(f"server.max_model_len = {server.max_model_len}, but the model's context is {context} tokens")
     return EngineOptions(
-        max_model_len=server.max_model_len or own,
+        max_model_len=server.max_model_len or context,
         vocab_size=loaded.vocab_size,
         max_rows=server.batch_size,
         prefill_chunk=server.prefill_chunk,

@@ -19,8 +19,8 @@ class RequestLimits:
     default_max_tokens: int | None = None  # of a request that names none; None = all the room there is
 
     def room(self, prompt: int) -> int:
-        """The longest completion of a prompt of that many tokens. While a prompt is computed its keys and values
-        exist twice: in a cache of their own, and in the row that they move to."""
+        """Return the longest completion of a prompt of that many tokens. While a prompt is computed its keys and values
+        exist twice: in the prefill's cache, and in the row that they move to."""
         room = self.max_model_len - prompt
         return room if self.max_kv_tokens is None else min(room, self.max_kv_tokens - 2 * prompt + 1)
 

@@ -92,12 +92,12 @@ class BlockwiseModel:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether `SharedRows` are made use of."""
+        """True when `SharedRows` are used."""
         return not self.unshared
 
     @property
     def packs_rows(self) -> bool:
-        """Whether `PackedRows` are."""
+        """True when `PackedRows` are used."""
         return not self.unpacked
 
     def _use(self, stack: LayerStack) -> None:
@@ -133,7 +133,7 @@ class BlockwiseModel:
         return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
 
     def _scores(self, rows: mx.array, batch: TokenBatch, chunk: slice) -> Scores:
-        """Of rows [n, D] that left the last block; `chunk`: which of the scored tokens they are."""
+        """Score rows [n, D] that left the last block; `chunk`: which of the scored tokens they are."""
         return self._with_values(token_scores(self._head(rows), batch, chunk), rows)
 
     def _head(self, rows: mx.array) -> mx.array:
@@ -179,7 +179,7 @@ class BlockwiseModel:
         return value, extras
 
     def _known_slopes(self, batch: TokenBatch) -> bool:
-        """Whether a loss reaches a row through its token's log-probability only, and trains nothing of the head."""
+        """True when a loss reaches a row through its token's log-probability only, and trains nothing of the head."""
         return not (self._outer_slots or batch.entropy_slope)
 
     def _backward_fused(
@@ -189,20 +189,20 @@ class BlockwiseModel:
         layout = self._layout(batch)
         starts, calls, _ = self._forward(batch, layout, keep_last_group=True)
         last = len(self._groups) - 1
-        own = self._group_slots[last] + self._outer_slots
+        slots = self._group_slots[last] + self._outer_slots
 
         def loss(hidden: mx.array, parameters: list[mx.array]) -> tuple[mx.array, tuple[mx.array, ...]]:
-            with self.slots.bound(parameters, own):
+            with self.slots.bound(parameters, slots):
                 rows = _rows_at(self._run(last, hidden, layout, calls), layout.positions)
                 if len(chunks) == 1:
                     return objective(*self._scores(rows, batch, slice(None)))
                 return objective(*scores_in_pieces(self._head, rows, batch, chunks))
 
         below = self._trainable_below(last)
-        parameters = self.slots.read(own)
+        parameters = self.slots.read(slots)
         (value, extras), results = mx.value_and_grad(loss, argnums=(0, 1) if below else 1)(starts[last], parameters)
         cotangent, new = results if below else (None, results)
-        self._add(gradients, own, new, value, *extras, cotangent)
+        self._add(gradients, slots, new, value, *extras, cotangent)
         starts.pop()
         self._backward_groups(layout, starts, calls, cotangent, gradients)
         return value, extras
@@ -241,7 +241,7 @@ class BlockwiseModel:
         gradients: list[mx.array | None],
         chunks: list[slice],
     ) -> tuple[mx.array, tuple[mx.array, ...], mx.array]:
-        """The same from two passes; the head's own gradients are added."""
+        """The same from two passes; adds the head's own gradients."""
         scores = self._score_pieces(rows, batch, chunks)
         (value, extras), slopes = mx.value_and_grad(objective, argnums=tuple(range(len(scores))))(*scores)
         self._evaluate(value, *extras, *slopes)
@@ -265,16 +265,18 @@ class BlockwiseModel:
         cotangent: mx.array | None,
         gradients: list[mx.array | None],
     ) -> None:
-        """From the last of `starts` to the first, then the embedding. `starts` is used up, to free the activations."""
+        """Go from the last of `starts` to the first, then the embedding. Empties `starts`, to free the activations."""
         while starts and cotangent is not None:
             group, hidden = len(starts) - 1, starts.pop()
-            own = self._group_slots[group]
+            slots = self._group_slots[group]
 
-            def block(hidden: mx.array, *parameters: mx.array, group: int = group, own: list[int] = own) -> mx.array:
-                with self.slots.bound(parameters, own):
+            def block(
+                hidden: mx.array, *parameters: mx.array, group: int = group, slots: list[int] = slots
+            ) -> mx.array:
+                with self.slots.bound(parameters, slots):
                     return self._run(group, hidden, layout, calls)
 
-            parameters = self.slots.read(own)
+            parameters = self.slots.read(slots)
             if self._trainable_below(group):
                 _, (cotangent, *new) = mx.vjp(block, [hidden, *parameters], [cotangent])
             else:
@@ -285,7 +287,7 @@ class BlockwiseModel:
 
                 _, new = mx.vjp(constant, parameters, [cotangent])
                 cotangent = None
-            self._add(gradients, own, new, cotangent)
+            self._add(gradients, slots, new, cotangent)
         if cotangent is not None and self._below_slots:
             self._backward_embedding(layout, cotangent, gradients)
 
@@ -405,7 +407,7 @@ def head_rows(count: int, vocabulary: int, *, costly: bool = False) -> int:
 
 
 def token_scores(logits: mx.array, batch: TokenBatch, chunk: slice) -> Scores:
-    """Of logits [n, V]; `chunk`: which of the scored tokens they are for."""
+    """Score logits [n, V]; `chunk`: which of the scored tokens they are for."""
     temperature = batch.temperature if isinstance(batch.temperature, float) else batch.temperature[chunk]
     return token_logprobs_and_entropy(logits, batch.targets[chunk], temperature, entropy_slope=batch.entropy_slope)
 
@@ -468,7 +470,7 @@ def check_stack(stack: LayerStack, tokens: mx.array) -> int:
 
 
 def compare_layouts(model: nn.Module, stack: LayerStack, score: Callable[[TokenBatch], Scores]) -> tuple[str, str]:
-    """Why prompts are not shared, and why sequences are not packed ("": they are): the scores of three rows, two of
+    """Return why prompts are not shared, and why sequences are not packed ("": they are). Compares three rows, two of
     them with one prompt, in each layout. Gradients follow from the same operations."""
     if reason := shareable(model):
         return reason, reason
@@ -481,10 +483,10 @@ def compare_layouts(model: nn.Module, stack: LayerStack, score: Callable[[TokenB
 
     def why_not(compact: CompactRows) -> str:
         try:
-            found = score(replace(batch, compact=compact))
+            scores = score(replace(batch, compact=compact))
         except (ValueError, TypeError, IndexError, AttributeError) as error:
             return f"its blocks do not take such keys, values and masks: {error}"
-        off = max(distance(a, b) for a, b in zip(found, rows, strict=True))
+        off = max(distance(a, b) for a, b in zip(scores, rows, strict=True))
         return f"scores are off by {off:.2g} (relative)" if off > bound else ""
 
     unshared = why_not(share_prompts(tokens, positions))

@@ -115,8 +115,8 @@ def use_fast_swiglu(model: nn.Module) -> int:
     are wrapped. Evaluates each one once, on a few random vectors."""
     if not available():
         return 0
-    found = [(path, module) for path, module in model.named_modules() if set(module) == set(_PROJECTIONS)]
-    replaced = [(path, FastMLP(module)) for path, module in found if _is_swiglu(module)]
+    modules = [(path, module) for path, module in model.named_modules() if set(module) == set(_PROJECTIONS)]
+    replaced = [(path, FastMLP(module)) for path, module in modules if _is_swiglu(module)]
     if replaced:
         model.update_modules(tree_unflatten(replaced))
     return len(replaced)
@@ -172,9 +172,9 @@ def use_fast_rope(model: nn.Module) -> int:
     """Replaces, in place, the nn.RoPE modules that turn halves (not pairs); returns how many."""
     if not available():
         return 0
-    found = [(path, rope) for path, rope in model.named_modules() if type(rope) is nn.RoPE and not rope.traditional]
-    angles = {(rope.dims, rope.base, rope.scale): _Angles(rope) for _, rope in found}
-    replaced = [(path, FastRoPE(rope, angles[rope.dims, rope.base, rope.scale])) for path, rope in found]
+    modules = [(path, rope) for path, rope in model.named_modules() if type(rope) is nn.RoPE and not rope.traditional]
+    angles = {(rope.dims, rope.base, rope.scale): _Angles(rope) for _, rope in modules}
+    replaced = [(path, FastRoPE(rope, angles[rope.dims, rope.base, rope.scale])) for path, rope in modules]
     if replaced:
         model.update_modules(tree_unflatten(replaced))
     return len(replaced)
@@ -192,8 +192,8 @@ def _is_swiglu(mlp: nn.Module) -> bool:
         return False
 
 
-def _agree(own: mx.array, fast: mx.array) -> bool:
-    return own.shape == fast.shape and bool((mx.abs(own - fast).max() <= _AGREES * mx.abs(own).max()).item())
+def _agree(exact: mx.array, fast: mx.array) -> bool:
+    return exact.shape == fast.shape and bool((mx.abs(exact - fast).max() <= _AGREES * mx.abs(exact).max()).item())
 
 
 class UnpackingLinear(nn.QuantizedLinear):
@@ -207,7 +207,7 @@ class UnpackingLinear(nn.QuantizedLinear):
 
 
 class UnpackingEmbedding(nn.QuantizedEmbedding):
-    """The same of nn.QuantizedEmbedding as a head."""
+    """nn.QuantizedEmbedding, which does the same as a head."""
 
     def as_linear(self, x: mx.array) -> mx.array:
         return super().as_linear(x) if _rows(x) < FEWEST_ROWS else _product(x, self)
@@ -219,10 +219,10 @@ def use_unpacking(model: nn.Module) -> int:
     if not on_cpu():
         return 0
     kinds = {nn.QuantizedLinear: UnpackingLinear, nn.QuantizedEmbedding: UnpackingEmbedding}
-    found = [module for module in model.modules() if type(module) in kinds and module.mode == "affine"]
-    for module in found:
+    modules = [module for module in model.modules() if type(module) in kinds and module.mode == "affine"]
+    for module in modules:
         module.__class__ = kinds[type(module)]  # the same object: whatever holds it sees the change
-    return len(found)
+    return len(modules)
 
 
 def unpacks(module: nn.Module) -> bool:
@@ -305,7 +305,7 @@ def _sum_of_products(columns: list[mx.array], weights: list[mx.array]) -> mx.arr
 
 
 def _slices(count: int, size: int) -> list[slice]:
-    """Of `count` things of `size` weights each, so that UNPACKED of them are unpacked at a time."""
+    """Slice `count` things of `size` weights each, so that at most UNPACKED weights are unpacked at a time."""
     step = max(1, UNPACKED // size)
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 

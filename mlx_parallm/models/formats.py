@@ -1,6 +1,6 @@
-"""Which files a checkpoint consists of, and what to say when they are not a checkpoint that mlx-lm loads.
+"""The files of a checkpoint, and the errors for those that mlx-lm cannot load.
 
-The same rules for a directory and for a hub repository's list of files, where they are asked before the download.
+The same rules hold for a directory and, before a download, for a hub repository's list of files.
 """
 
 import json
@@ -48,10 +48,10 @@ def check_names(names: Collection[str], where: str) -> None:
             " M.from_pretrained(d).save_pretrained('converted'); T.from_pretrained(d).save_pretrained('converted')\"`,"
             " then model.base_path = 'converted'"
         )
-    found = ", ".join(sorted(name for name in names if name.endswith(".safetensors"))[:3])
+    others = ", ".join(sorted(name for name in names if name.endswith(".safetensors"))[:3])
     raise ModelError(
         f"No safetensors weights in {where}: expected model.safetensors or model-00001-of-0000N.safetensors"
-        + (f", found {found}" if found else f"; {_download_hint(where)}")
+        + (f", found {others}" if others else f"; {_download_hint(where)}")
     )
 
 
@@ -72,8 +72,8 @@ def check_directory(path: Path) -> None:
             reason = error.strerror or error
             raise ModelError(f"{file} cannot be read: {reason}; {_download_hint(str(path))}") from error
         if expected != size:
-            said = f"{size:,} of {expected:,} bytes are there" if expected else "it has no safetensors header"
-            raise ModelError(f"{file} is damaged or was not downloaded to its end: {said}; {_download_hint(str(path))}")
+            reason = f"{size:,} of {expected:,} bytes are there" if expected else "it has no safetensors header"
+            raise ModelError(f"{file} is damaged or its download is incomplete: {reason}; {_download_hint(str(path))}")
 
 
 def check_quantization(config: Mapping[str, Any], where: str, *, quantize: bool) -> None:
@@ -124,7 +124,7 @@ def safetensors_header(file: Path) -> dict[str, Any] | None:
     """Name → {dtype, shape, data_offsets}, and __metadata__; None where the file is no safetensors file
     (https://github.com/huggingface/safetensors) or of another length than its header says. Raises OSError."""
     size = file.stat().st_size
-    return None if (found := _header(file)) is None or found[1] != size else found[0]
+    return None if (header := _header(file)) is None or header[1] != size else header[0]
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int] | None:

@@ -39,13 +39,13 @@ def fetch_config(repo: str, revision: str | None) -> Path:
     try:
         info = _info(repo, revision)
         if info is None:
-            found = hf_hub_download(repo, "config.json", revision=revision, local_files_only=True)
+            path = hf_hub_download(repo, "config.json", revision=revision, local_files_only=True)
         else:
             _check_files(repo, info)
-            found = hf_hub_download(repo, "config.json", revision=info.sha)
+            path = hf_hub_download(repo, "config.json", revision=info.sha)
     except (TransportError, OSError, ValueError) as error:
         raise ModelError(_what_is_wrong(error, repo, revision)) from error
-    return Path(found)
+    return Path(path)
 
 
 def download(repo: str, revision: str | None, *, fetch: bool = True) -> Path:
@@ -55,10 +55,10 @@ def download(repo: str, revision: str | None, *, fetch: bool = True) -> Path:
         if info is not None:
             _check_files(repo, info)
             _check_disk(repo, info)
-        found = snapshot_download(repo, revision=revision, allow_patterns=PATTERNS, local_files_only=info is None)
+        path = snapshot_download(repo, revision=revision, allow_patterns=PATTERNS, local_files_only=info is None)
     except (TransportError, OSError, ValueError) as error:
         raise ModelError(_what_is_wrong(error, repo, revision)) from error
-    return Path(found)
+    return Path(path)
 
 
 def _info(repo: str, revision: str | None) -> ModelInfo | None:
@@ -129,8 +129,8 @@ def _what_is_wrong(error: Exception, repo: str, revision: str | None) -> str:
 
 
 def _refused(error: HfHubHTTPError, repo: str) -> str:
-    status, said = error.response.status_code, error.response.headers.get("X-Error-Message", "")
-    if status == 401 and "credentials" not in said:  # the hub's answer to anonymous questions about what it lacks
+    status, message = error.response.status_code, error.response.headers.get("X-Error-Message", "")
+    if status == 401 and "credentials" not in message:  # the hub's answer to anonymous questions about what it lacks
         return _unknown(repo)
     if status == 401:
         return f"the hub refuses your token (HF_TOKEN, or {constants.HF_TOKEN_PATH}): `hf auth login` with a valid one"

@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 @dataclass
 class BlockCall:
-    """What a block got besides the hidden state."""
+    """A block's arguments besides the hidden state."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

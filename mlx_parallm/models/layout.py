@@ -57,7 +57,7 @@ class PackedRows:
 
 
 CompactRows = SharedRows | PackedRows
-"""The same tokens as [B, T], fewer of them computed."""
+"""The tokens of [B, T] rows, fewer of them computed."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,15 @@ def share_prompts(inputs: np.ndarray, positions: np.ndarray) -> SharedRows:
     starts = np.searchsorted(rows, np.arange(len(inputs)))
     prompt_lengths = columns[starts] + 1
     ends = columns[np.append(starts[1:], len(rows)) - 1] + 1
-    found: dict[bytes, int] = {}
+    numbers: dict[bytes, int] = {}
     first_rows: list[int] = []
     owner = np.zeros(len(inputs), np.int32)
     for row, length in enumerate(prompt_lengths):
         key = inputs[row, :length].tobytes()
-        if key not in found:
-            found[key] = len(found)
+        if key not in numbers:
+            numbers[key] = len(numbers)
             first_rows.append(row)
-        owner[row] = found[key]
+        owner[row] = numbers[key]
     lengths = prompt_lengths[first_rows].astype(np.int32)
     prompts = np.zeros((len(first_rows), padded_length(int(lengths.max()))), np.int32)
     for number, row in enumerate(first_rows):
@@ -286,8 +286,8 @@ def _rest_mask(shared: SharedRows) -> np.ndarray:
     (_, width), (rows, count) = shared.prompts.shape, shared.rests.shape
     prompt = np.arange(width) < shared.lengths[shared.owner][:, None]  # [B, P]
     prompt = np.broadcast_to(prompt[:, None], (rows, count, width))
-    own = np.broadcast_to(np.tri(count, dtype=bool), (rows, count, count))
-    return np.concatenate([prompt, own], axis=-1)[:, None]
+    rest = np.broadcast_to(np.tri(count, dtype=bool), (rows, count, count))
+    return np.concatenate([prompt, rest], axis=-1)[:, None]
 
 
 def _refuse_window(size: int | None) -> None:

@@ -50,10 +50,10 @@ def check_model(config: ModelConfig, *, train: bool, quantize: bool = False) -> 
     """
     directory = _local(config.base_path)
     file = directory / "config.json" if directory else fetch_config(config.base_path, config.revision)
-    found = read_config(file.parent)
-    check_quantization(found, config.base_path, quantize=quantize)
-    check_config(found, train=train)
-    return found
+    model_config = read_config(file.parent)
+    check_quantization(model_config, config.base_path, quantize=quantize)
+    check_config(model_config, train=train)
+    return model_config
 
 
 def resolve_model_path(base_path: str, revision: str | None = None, *, fetch: bool = True) -> Path:
@@ -129,9 +129,9 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
         is_file = len(config.chat_template) < 4096 and "\n" not in config.chat_template and template.is_file()
         extra["chat_template"] = template.read_text(encoding="utf-8") if is_file else config.chat_template
     if config.tool_parser not in ("auto", "off"):
-        known = [module.name for module in pkgutil.iter_modules(tool_parsers.__path__)]
-        if config.tool_parser not in known:
-            raise ModelError(f"model.tool_parser = {config.tool_parser!r} is none of: auto, off, {', '.join(known)}")
+        parsers = [module.name for module in pkgutil.iter_modules(tool_parsers.__path__)]
+        if config.tool_parser not in parsers:
+            raise ModelError(f"model.tool_parser = {config.tool_parser!r} is none of: auto, off, {', '.join(parsers)}")
         extra["tool_parser_type"] = config.tool_parser
     eos = read_config(path).get("eos_token_id")
     try:

@@ -47,15 +47,15 @@ class AdapterFile:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Every linear layer by path, quantised ones too; in the trainer's tree the base inside a LoRALinear counts."""
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if isinstance(module, ServedLinear):
-            found[path] = module.linear
+            layers[path] = module.linear
         elif isinstance(module, nn.Linear | nn.QuantizedLinear) and not path.endswith(".linear"):
-            found[path] = module
+            layers[path] = module
         elif isinstance(module, LoRALinear):
-            found[path] = module.linear
-    return found
+            layers[path] = module.linear
+    return layers
 
 
 def linear_shape(layer: nn.Module) -> tuple[int, int]:
@@ -83,11 +83,11 @@ def inject_lora(model: nn.Module, config: LoraConfig) -> list[str]:
 
 def load_into_trainer(model: nn.Module, layers: Mapping[str, LoraPair]) -> None:
     """Puts stored arrays into the LoRALinear layers of the trainer's tree. Raises AdapterError when they do not fit."""
-    own = trainer_lora_layers(model)
-    if set(own) != set(layers):
-        missing, extra = sorted(set(own) - set(layers)), sorted(set(layers) - set(own))
+    targets = trainer_lora_layers(model)
+    if set(targets) != set(layers):
+        missing, extra = sorted(set(targets) - set(layers)), sorted(set(layers) - set(targets))
         raise AdapterError(f"the adapter adapts other layers: missing {missing[:3]}, unexpected {extra[:3]}")
-    for path, layer in own.items():
+    for path, layer in targets.items():
         pair = layers[path]
         if pair.a.shape != layer.lora_a.shape or pair.b.shape != layer.lora_b.shape:
             raise AdapterError(
@@ -111,11 +111,11 @@ def trainer_lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
 
 def adapter_layers(model: nn.Module) -> dict[str, LoraPair]:
     """The trainer's adapter as it is now; shares the arrays. Gains of DoRA layers are not evaluated."""
-    found = {}
+    layers = {}
     for path, layer in trainer_lora_layers(model).items():
         dora = (layer.m, layer.gain()) if isinstance(layer, DoRALinear) else (None, None)
-        found[path] = LoraPair(layer.lora_a, layer.lora_b, float(layer.scale), *dora)
-    return found
+        layers[path] = LoraPair(layer.lora_a, layer.lora_b, float(layer.scale), *dora)
+    return layers
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -140,17 +140,17 @@ def check_adapter(shapes: Mapping[str, tuple[int, int]], layers: Mapping[str, Lo
 
 
 def find_adapter_file(path: str | Path) -> Path:
-    """The weights file of an adapter given as file or directory, under any of the usual names. Raises AdapterError."""
-    given = Path(path).expanduser()
-    if given.is_file():
-        return given
-    directory = given if given.is_dir() else given.parent if given.name == SPECIFICATION_FILE else None
+    """Find the weights file of an adapter, whose file or directory `path` is. Raises AdapterError."""
+    source = Path(path).expanduser()
+    if source.is_file():
+        return source
+    directory = source if source.is_dir() else source.parent if source.name == SPECIFICATION_FILE else None
     for name in (ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, NPZ_FILE):
         if directory is not None and (directory / name).is_file():
             return directory / name
-    hint = f"; did you mean {given / 'final'}?" if (given / "final").is_dir() else ""
+    hint = f"; did you mean {source / 'final'}?" if (source / "final").is_dir() else ""
     raise AdapterError(
-        f"no adapter at {given}: expected a file, or a directory with {ADAPTER_FILE} or {PEFT_FILE}{hint}"
+        f"no adapter at {source}: expected a file, or a directory with {ADAPTER_FILE} or {PEFT_FILE}{hint}"
     )
 
 
@@ -197,11 +197,11 @@ def adapter_tensors(layers: Mapping[str, LoraPair]) -> dict[str, mx.array]:
 
 def adapter_config(layers: Mapping[str, LoraPair], *, num_layers: int, dropout: float = 0.0) -> dict[str, Any]:
     """mlx-lm's adapter_config.json. Raises AdapterError: its format has one rank, one scale and one kind for all."""
-    found = {(int(pair.a.shape[-1]), pair.scale, pair.magnitude is not None) for pair in layers.values()}
-    if len(found) != 1:
-        shown = ", ".join(f"rank {rank} × {scale:g}{' DoRA' * dora}" for rank, scale, dora in sorted(found)[:3])
+    kinds = {(int(pair.a.shape[-1]), pair.scale, pair.magnitude is not None) for pair in layers.values()}
+    if len(kinds) != 1:
+        shown = ", ".join(f"rank {rank} × {scale:g}{' DoRA' * dora}" for rank, scale, dora in sorted(kinds)[:3])
         raise AdapterError(f"mlx-lm's format has one rank and scale for all layers, this adapter has several: {shown}")
-    [(rank, scale, dora)] = found
+    [(rank, scale, dora)] = kinds
     return {
         "fine_tune_type": "dora" if dora else "lora",
         "num_layers": num_layers,

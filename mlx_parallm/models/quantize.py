@@ -47,8 +47,8 @@ def load_quantized(
     """
     key = _key(path)
     entry = cache / _entry_name(path, key) if cache is not None else None
-    if entry is not None and (found := _from_cache(entry, key)) is not None:
-        return found
+    if entry is not None and (cached := _from_cache(entry, key)) is not None:
+        return cached
     model, config = load_hf_model(path, lazy=True, trust_remote_code=trust_remote_code)
     config["quantization"] = quantize_layers(model)
     if entry is not None and "model_file" not in config:  # that file's code does not go into the cache

@@ -1,11 +1,11 @@
-"""What can be said of a model from its config.json alone, before its weights are downloaded or read.
+"""Checks of a model by its config.json alone, before its weights are downloaded or read.
 
     model_types        every architecture of the installed mlx-lm
     blueprint          the architecture at full size; its arrays are never evaluated, so it costs no memory
     check_config       raises ModelError naming the layer that cannot be trained on this device
 
-A layer whose forward is a kernel without a gradient is found by differentiating the blueprint: MLX says so while it
-builds the graph. What can be served is found at load (`engine/probe.py`). docs/models.md has both for all of them.
+Differentiating the blueprint finds a layer whose forward is a kernel without a gradient: MLX raises while it builds the
+graph. Whether it can be served shows at load (`engine/cache/batch.py`). docs/models.md has both for all architectures.
 """
 
 import ast
@@ -27,22 +27,21 @@ ARCHITECTURES = "the architectures and what each can do are listed in docs/model
 
 
 def model_types() -> list[str]:
-    """Names of the installed mlx-lm's architecture modules, sorted; read from their source, none is imported."""
-    found = []
+    """Return the sorted names of mlx-lm's architecture modules, read from their source; none is imported."""
+    names = []
     for file in files("mlx_lm.models").iterdir():
-        if file.name.endswith(".py"):
-            names = _module_names(ast.parse(file.read_text(encoding="utf-8")))
-            if {"Model", "ModelArgs"} <= names:
-                found.append(file.name.removesuffix(".py"))
-    return sorted(found)
+        is_module = file.name.endswith(".py")
+        if is_module and {"Model", "ModelArgs"} <= _module_names(ast.parse(file.read_text(encoding="utf-8"))):
+            names.append(file.name.removesuffix(".py"))
+    return sorted(names)
 
 
 def aliases() -> dict[str, list[str]]:
     """architecture → the further `model_type`s that mlx-lm loads with it."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for alias, name in MODEL_REMAPPING.items():
-        found.setdefault(name, []).append(alias)
-    return found
+        names.setdefault(name, []).append(alias)
+    return names
 
 
 def blueprint(config: Mapping[str, Any]) -> nn.Module:
@@ -88,19 +87,19 @@ def layer_without_gradient(model: nn.Module) -> str:
 
     Traces one block of each kind; evaluates nothing.
     """
-    found: list[str] = []
+    reasons: list[str] = []
     seen: set[str] = set()
 
     def visit(index: int, hidden: Any, call: BlockCall) -> Any:
         block = stack.blocks[index]
         kind = "/".join(type(module).__name__ for module in block.modules())
-        if kind not in seen and isinstance(hidden, mx.array) and not found:
+        if kind not in seen and isinstance(hidden, mx.array) and not reasons:
             seen.add(kind)
             try:
                 mx.vjp(lambda h: _first(block(h, *call.args, **call.kwargs)), [hidden], [hidden])
             except (ValueError, RuntimeError) as error:
                 if "vjp" in str(error).lower():
-                    found.append(f"layer {index} ({_layer_name(block)}) has no gradient on this device: {error}")
+                    reasons.append(f"layer {index} ({_layer_name(block)}) has no gradient on this device: {error}")
         return hidden
 
     was_training = model.training
@@ -108,10 +107,10 @@ def layer_without_gradient(model: nn.Module) -> str:
         stack = LayerStack(model.train())
         stack.walk(mx.zeros((1, 4), mx.int32), visit)
     except (ValueError, TypeError, AttributeError, RuntimeError, IndexError):
-        return found[0] if found else ""
+        return reasons[0] if reasons else ""
     finally:
         model.train(was_training)
-    return found[0] if found else ""
+    return reasons[0] if reasons else ""
 
 
 def _layer_name(block: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a thread owes MLX when it ends."""
+"""Threads that use MLX, and the clean-up that MLX needs when they end."""
 
 import threading
 from collections.abc import Callable, Iterator

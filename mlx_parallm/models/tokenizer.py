@@ -14,7 +14,7 @@ INCOMPLETE = "\ufffd"  # what a decoder shows for half a UTF-8 character
 
 
 class Tokenizer:
-    """What mlx-lm knows of how the model writes reasoning and tool calls is here as plain values, for `server`:
+    """Encodes, decodes and renders chats. Holds the model's reasoning and tool-call markers, for `server`:
 
     `think_markers`, `tool_markers` = (start, end), the end "" where a format has none; None where none is known.
     `structural_markers` stand around content and are no part of it. `parse_tool_call(text, tools)` reads what stands

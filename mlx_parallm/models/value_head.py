@@ -53,13 +53,13 @@ def value_head_of(model: nn.Module) -> ValueHead | None:
 
 
 def is_value_head(name: str) -> bool:
-    """Of a parameter's dotted name in the trainer's tree."""
+    """True for the dotted name of one of its parameters in the trainer's tree."""
     return name.startswith(f"{VALUE_HEAD}.")
 
 
 @contextmanager
 def without_value_head(model: nn.Module) -> Iterator[None]:
-    """The tree is the model alone for the length of the block."""
+    """Detach the value head inside the `with` block."""
     head = model.pop(VALUE_HEAD, None)
     try:
         yield

@@ -68,10 +68,10 @@ class Rows:
         for chunk in plan.prefill:
             prefill = chunk.prefill
             if not prefill.caches:
-                assert {row.known for row in prefill.rows} == {chunk.start}, "rows begin at one position"
+                assert {row.reused for row in prefill.rows} == {chunk.start}, "rows begin at one position"
                 for row in prefill.rows:
                     held = [token for p in row.prefix for token in p.segment.arrays[: p.stop - p.start]]
-                    assert tuple(held) == row.tokens[: row.known]
+                    assert tuple(held) == row.tokens[: row.reused]
                     prefill.caches.append(held)
             self.computed += len(prefill.rows) * (chunk.stop - chunk.start)
             for cache, row in zip(prefill.caches, prefill.rows, strict=True):

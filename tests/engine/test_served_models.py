@@ -53,18 +53,18 @@ def test_a_version_of_the_policy_is_asked_for_by_number(name):
 @pytest.mark.parametrize(
     ("options", "name", "why"),
     [
-        ({"policy_adapter": "policy"}, "policy@5", "versions that can be asked for: 3, 6, 7"),
-        ({"policy_adapter": "policy"}, "policy@x", "versions that can be asked for: 3, 6, 7"),
+        ({"policy_adapter": "policy"}, "policy@5", "available versions: 3, 6, 7"),
+        ({"policy_adapter": "policy"}, "policy@x", "available versions: 3, 6, 7"),
         pytest.param(
             {"policy_adapter": "policy"},
             "policy@" + "6" * 5000,
-            "versions that can be asked for: 3, 6, 7",
+            "available versions: 3, 6, 7",
             id="endless",
         ),
         ({"policy_adapter": "policy"}, "other@7", "only the policy being trained has versions"),
         ({"policy_adapter": "policy"}, "org/base:base@7", "only the policy being trained has versions"),
         ({"trains_base": True}, "default@6", "versions are not kept when all weights are trained"),
-        ({"policy_versions": tuple}, "default@6", "versions that can be asked for: none"),
+        ({"policy_versions": tuple}, "default@6", "available versions: none"),
     ],
 )
 def test_why_a_version_cannot_be_had_is_said(options, name, why):

@@ -246,7 +246,7 @@ def test_a_range_that_the_model_does_not_have(layers: tuple[int, int] | str) -> 
     ("values", "message"),
     [
         ({"layers": "first 2"}, r"'first 2' is not \"all\", \"last 8\" or \[start, end\)"),
-        ({"layers": [3, 3]}, r"\[3, 3\] holds no block"),
+        ({"layers": [3, 3]}, r"\[3, 3\] contains no block"),
         ({"loraplus_ratio": 0.0}, "greater than 0"),
         ({"enabled": False, "use_dora": True}, "use_dora is set, but enabled = false"),
         ({"enabled": False, "layers": "last 2"}, "layers is set, but enabled = false"),

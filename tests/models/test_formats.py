@@ -73,7 +73,7 @@ def test_a_file_that_was_cut_short(sharded: Path) -> None:
     size = file.stat().st_size
     os.truncate(file, size - 7)
     text = refusal(sharded)
-    assert f"{file} is damaged or was not downloaded to its end: {size - 7:,} of {size:,} bytes are there" in text
+    assert f"{file} is damaged or its download is incomplete: {size - 7:,} of {size:,} bytes are there" in text
     file.write_bytes(b"<html>not found</html>")
     assert "it has no safetensors header" in refusal(sharded)
 

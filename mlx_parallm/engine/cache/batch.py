@@ -149,7 +149,7 @@ class BatchCache(SlotCache):
         return [(0, self.rows, self._model_caches)]
 
     def begin_step(self, positions: list[int]) -> None:
-        """As in SlotCache; the state of a row at position 0 is zero, whatever its last owner left."""
+        """Prepares the rows as SlotCache does, and zeroes the state of a row at position 0: it has a new owner."""
         super().begin_step(positions)
         first = [position == 0 for position in positions]
         fresh = mx.array(first) if any(first) else None

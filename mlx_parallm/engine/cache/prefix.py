@@ -104,7 +104,7 @@ class PrefixCache:
         assert all(segment.arrays for segment in segments), "a segment was never filled"
 
     def _path(self, key: Key, tokens: tuple[int, ...]) -> tuple[PrefixChunk, ...]:
-        """From the root to where the text parts from what is known."""
+        """Return the chunks from the root to where the text differs from all stored ones."""
         chunks: list[PrefixChunk] = []
         segment, position = self._roots.get(key), 0
         while segment is not None and position < len(tokens):

@@ -50,7 +50,7 @@ class LayerCache:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What `update_and_fetch` returned in this step; layers that share another's keys and values read it."""
+        """Return this step's keys and values, for layers that share another layer's."""
         assert self.keys is not None and self.values is not None
         rows, span = self._slots.rows, self._slots.span
         return self.keys[:rows, :, :span], self.values[:rows, :, :span]

@@ -41,7 +41,6 @@ class DoRALinear(LoRALinear):
     """In the place of mlx-lm's class of that name, which unpacks a quantised W in each forward, and 6 bits wrongly."""
 
     def __init__(self, linear: nn.Module, shape: tuple[int, int], rank: int, scale: float) -> None:
-        """As LoRALinear's."""
         super().__init__(linear, shape, rank, scale)
         self._squares = squared_norms(linear)  # of the frozen base; the underscore keeps it out of the parameters
         self.m = mx.sqrt(self._squares)

@@ -40,19 +40,21 @@ class AdapterStack:
         self.arrays: dict[str, tuple[mx.array, mx.array]] = {}
         self.gains: dict[str, mx.array] = {}
         self.used = 0
-        self._held: list[AdapterWeights] = []
+        self._copied: list[AdapterWeights] = []
 
     def refresh(self) -> None:
         """Takes over what the slots hold now. Builds a graph, evaluates nothing."""
         present = [slot.weights for slot in self.indices]
-        changed = [index for index, weights in enumerate(present) if not self._held or self._held[index] is not weights]
-        if any(not self._held or _shapes(self._held[index]) != _shapes(present[index]) for index in changed):
+        changed = [
+            index for index, weights in enumerate(present) if not self._copied or self._copied[index] is not weights
+        ]
+        if any(not self._copied or _shapes(self._copied[index]) != _shapes(present[index]) for index in changed):
             self._build(present)
         else:
             for index in changed:
                 for path, pair in present[index].layers.items():
                     self._write(path, index, pair)
-        self._held = present
+        self._copied = present
 
     def _build(self, adapters: Sequence[AdapterWeights]) -> None:
         count = len(adapters) + 1
@@ -79,7 +81,8 @@ class AdapterStack:
 
 
 class LoraContext:
-    """What the serving tree's linear layers read while a forward's graph is built. Owned by the engine thread."""
+    """The active adapters: the serving tree's linear layers read them while a forward's graph is built. Owned by the
+    engine thread."""
 
     def __init__(self) -> None:
         self.batch = 0  # rows of the forward
