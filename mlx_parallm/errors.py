@@ -8,15 +8,15 @@ ParallmError
 │   ├── ContextLengthError   the prompt does not fit ("maximum context length")
 │   ├── ModelNotFoundError   no such served model (HTTP 404)
 │   └── RefusedError         an adapter, reward or rollback that cannot be accepted; carries HTTP's `status`
-├── EngineUnavailableError   the engine thread is loading, draining or dead (HTTP 503)
+├── EngineUnavailableError   the engine is loading, draining or dead, or a loop thread has ended (HTTP 503)
 ├── GenerationFailedError    the engine gave one request up with an error of its own (HTTP 500); others go on
-├── RolloutRejectedError     a scored group that may not be trained on; the reason is kept with it
+├── RolloutRejectedError     a scored group that may not be trained on; the reason is stored with it
 ├── StoreError               the rollout database cannot be opened, written or read (full disk, lock)
-├── EndpointError            another server (OpenAI-compatible) that cannot be reached or refuses; carries `status`
-├── ToolFailedError          a tool that could not do what a call asked; the policy is told why
-├── SandboxError             code that could not be run in the sandbox at all (not: code that failed there)
+├── EndpointError            another server (OpenAI-compatible) cannot be reached or refuses; carries `status`
+├── ToolFailedError          a tool could not do what a call requested; the policy reads the reason
+├── SandboxError             the sandbox could not run code at all (not: code that failed in it)
 ├── CheckpointError          a checkpoint or run directory that cannot be written or read
-├── RankLostError            a process of a training on several has gone, or cannot be reached
+├── RankLostError            a rank of a distributed run has ended, or cannot be reached
 └── PublishTimeoutError      could not get the weight lock within `lock_timeout_ms`; the old weights keep serving
 """
 
@@ -50,9 +50,9 @@ class ContextLengthError(RequestError):
     """The prompt, or prompt and max_tokens, exceed the model's context."""
 
     def __init__(self, prompt_tokens: int, max_model_len: int, max_tokens: int | None = None) -> None:
-        asked = f"{prompt_tokens} prompt tokens" + (f" + {max_tokens} max_tokens" if max_tokens else "")
+        size = f"{prompt_tokens} prompt tokens" + (f" + {max_tokens} max_tokens" if max_tokens else "")
         super().__init__(
-            f"This model's maximum context length is {max_model_len} tokens, but the request has {asked}.",
+            f"This model's maximum context length is {max_model_len} tokens, but the request has {size}.",
             param="prompt",
             code="context_length_exceeded",
         )
@@ -61,16 +61,16 @@ class ContextLengthError(RequestError):
 class ModelNotFoundError(RequestError):
     """The request names a model that is not served."""
 
-    def __init__(self, name: str, known: list[str], why: str = "") -> None:
+    def __init__(self, name: str, served: list[str], why: str = "") -> None:
         super().__init__(
-            f"The model {name!r} does not exist{why and ': '}{why}. Served models: {', '.join(known)}.",
+            f"The model {name!r} does not exist{why and ': '}{why}. Served models: {', '.join(served)}.",
             param="model",
             code="model_not_found",
         )
 
 
 class RefusedError(RequestError):
-    """An adapter, a reward or a rollback that the server cannot accept (any more); `status` is HTTP's."""
+    """A change that the server cannot make now: of an adapter, a reward, a rollback; `status` is HTTP's."""
 
     def __init__(self, message: str, status: int, param: str | None = None) -> None:
         super().__init__(message, param=param)
@@ -98,7 +98,7 @@ class StoreError(ParallmError):
 
 
 class EndpointError(ParallmError):
-    """Another server that cannot be reached, or refuses a request; `status` is HTTP's, None without an answer."""
+    """Another server cannot be reached, or refuses a request; `status` is HTTP's, None without an answer."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
@@ -106,16 +106,16 @@ class EndpointError(ParallmError):
 
     @property
     def may_pass(self) -> bool:
-        """Whether it was away or busy: another time it may answer."""
+        """Whether the server was away or busy, so that a later try may succeed."""
         return self.status in (None, 408, 429) or self.status >= 500
 
 
 class SandboxError(ParallmError):
-    """Code that could not be run in the sandbox at all; the code itself may be fine."""
+    """The sandbox could not run code at all; the code itself may be fine."""
 
 
 class ToolFailedError(ParallmError):
-    """A tool that could not do what a call asked; its text is what the policy is told."""
+    """A tool could not do what a call requested; the policy reads the text."""
 
 
 class CheckpointError(ParallmError):
@@ -123,8 +123,8 @@ class CheckpointError(ParallmError):
 
 
 class RankLostError(ParallmError):
-    """A process that trains with others has gone, or cannot be reached; nothing more can be trained."""
+    """A rank of a distributed run has ended, or cannot be reached; training cannot go on."""
 
 
 class PublishTimeoutError(ParallmError):
-    """Could not get the write lock in time; nothing changed."""
+    """Could not get the weight lock in time; nothing changed."""

@@ -1,6 +1,6 @@
-"""Any OpenAI-compatible endpoint: bounded concurrency, polite retries, errors that say what was wrong. No MLX.
+"""Client of an OpenAI-compatible endpoint, with bounded concurrency and retries. No MLX.
 
-Used wherever another server's model answers: `InferenceModule(backend="openai")`, judges, `mlx_parallm_eval`.
+`InferenceModule(backend="openai")`, judges and `mlx_parallm_eval` use it.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 
 
 class OpenAIEndpoint:
-    """One server. Belongs to the asyncio loop that first uses it.
+    """One server. It belongs to the asyncio loop that first uses it.
 
     Args:
-        base_url: with its version, e.g. "http://127.0.0.1:8000/v1".
-        timeout_s: of one request, from its sending to the last byte of the answer.
-        retries: further tries after 429, 502, 503, 504 or a lost connection; the server's Retry-After is obeyed, else
-            the pause doubles from half a second.
-        max_in_flight: requests that are under way; others wait for their turn.
+        base_url: URL with the version, e.g. "http://127.0.0.1:8000/v1".
+        timeout_s: longest time from sending a request to the last byte of its answer.
+        retries: further tries after 429, 502, 503, 504 or a lost connection. The pause is the server's Retry-After, or
+            doubles from half a second.
+        max_in_flight: requests at once; others wait.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class OpenAIEndpoint:
         retries: int = 3,
         max_in_flight: int = 64,
     ) -> None:
-        """Raises EndpointError: `base_url` is no URL."""
+        """Raises EndpointError: `base_url` is not a URL."""
         self.base_url = base_url.rstrip("/")
         if not self.base_url.startswith(("http://", "https://")):
-            raise EndpointError(f"{base_url!r} is no URL: expected e.g. http://127.0.0.1:8000/v1")
+            raise EndpointError(f"{base_url!r} is not a URL: expected e.g. http://127.0.0.1:8000/v1")
         self._retries, self._timeout_s = retries, timeout_s
         self._slots = asyncio.Semaphore(max_in_flight)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -48,14 +48,14 @@ class OpenAIEndpoint:
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(timeout_s, pool=None), headers=headers, limits=limits)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer's JSON, e.g. to `post("/chat/completions", {"model": …, "messages": […]})`.
+        """Return the answer's JSON, e.g. of `post("/chat/completions", {"model": …, "messages": […]})`.
 
         Raises EndpointError: refused, or still unavailable after the last try.
         """
         return await self._answer("POST", path, body, retries=self._retries)
 
     async def models(self) -> list[str]:
-        """Ids that the endpoint names, without a second try: the way to find out whether it is there."""
+        """Return the ids of the endpoint's models. One try only: a check that the endpoint is there."""
         reply = await self._answer("GET", "/models", None, retries=0)
         return [str(entry["id"]) for entry in reply.get("data", []) if isinstance(entry, Mapping) and "id" in entry]
 
@@ -79,7 +79,7 @@ class OpenAIEndpoint:
     async def _try(
         self, method: str, path: str, body: Mapping[str, Any] | None, usual_pause_s: float
     ) -> httpx.Response | tuple[EndpointError, float]:
-        """The answer; or, where another try is worth it, what was wrong and how long to wait."""
+        """Return the answer; or, if another try may help, the problem and the pause before it."""
         where = f"{self.base_url}{path}"
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -96,8 +96,8 @@ class OpenAIEndpoint:
         problem = EndpointError(f"{where}: HTTP {reply.status_code}: {_message(reply)}", status=reply.status_code)
         if reply.status_code not in RETRIED:
             raise problem
-        asked = _retry_after_s(reply.headers.get("Retry-After", ""))
-        return problem, min(usual_pause_s, LONGEST_PAUSE_S) if asked is None else asked
+        requested = _retry_after_s(reply.headers.get("Retry-After", ""))
+        return problem, min(usual_pause_s, LONGEST_PAUSE_S) if requested is None else requested
 
     def _object(self, path: str, reply: httpx.Response) -> dict[str, Any]:
         try:
@@ -110,18 +110,18 @@ class OpenAIEndpoint:
 
 
 def _message(reply: httpx.Response) -> str:
-    """OpenAI's error text, else the beginning of whatever was said."""
+    """Return OpenAI's error text, or the beginning of the body."""
     try:
         value = reply.json()
     except ValueError:
         value = None
     error = value.get("error", value.get("detail")) if isinstance(value, dict) else None
-    said = error.get("message") if isinstance(error, dict) else error
-    return " ".join(str(said or reply.text or reply.reason_phrase).split())[:300]
+    message = error.get("message") if isinstance(error, dict) else error
+    return " ".join(str(message or reply.text or reply.reason_phrase).split())[:300]
 
 
 def _retry_after_s(value: str) -> float | None:
-    """Seconds, or an HTTP date; None: neither."""
+    """Return the seconds of a Retry-After header, a number or an HTTP date; None: it is neither."""
     try:
         return max(0.0, float(value))
     except ValueError:

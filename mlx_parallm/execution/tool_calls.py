@@ -1,17 +1,18 @@
-"""Tool calls in what a model wrote: found, cut out with their place, read. The one parser of the product. No MLX.
+"""Tool definitions for a model's prompt, and the parser of tool calls in its text. No MLX.
 
-    "own"       what stands between the model's own markers (mlx-lm's parser for its chat template)
+    "own"       text between the model's own markers (mlx-lm's parser for its chat template)
     "xml"       <invoke name="search"><parameter name="query">MLX</parameter></invoke>
-    "json"      ```json {"tool": "search", "arguments": {"query": "MLX"}} ```, a list of them, or nothing but that
+    "json"      ```json {"tool": "search", "arguments": {"query": "MLX"}} ```, a list of them, or only JSON
     "use_tool"  USE_TOOL[search](MLX)
-    "function"  search(query="MLX"), for the names of the tools that were given
+    "function"  search(query="MLX"), for the names in `tools`
 
-A model may write anything: what begins as a call and cannot be read is a `MalformedCall` beside the calls, never an
-exception. Formats are tried in this order; what one has taken, the next does not see.
+A model may write anything: a text that begins as a call and cannot be read is a `MalformedCall` beside the calls, never
+an exception. Formats are tried in this order; a format does not see text that an earlier one has read.
 """
 
 import ast
 import html
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,16 +21,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
+from pydantic import PydanticUserError, TypeAdapter
+
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.tool_definitions import ToolLike, tool_definition
 
 Format = Literal["own", "xml", "json", "use_tool", "function"]
 Call = tuple[str, dict[str, Any]]
-Found = tuple[int, int, Callable[[], list[Call]]]
-"""Start, end, and what reads the calls there: none = it is no call after all; raises _UnreadableError."""
+Place = tuple[int, int, Callable[[], list[Call]]]
+"""Start, end, and a function that reads the calls there: [] = there is no call; raises _UnreadableError."""
 Tools = Mapping[str, Mapping[str, Any]]  # definitions by name
+ToolLike = str | Mapping[str, Any] | Callable[..., Any]
 
 FORMATS: tuple[Format, ...] = get_args(Format)
+HOW_TO_CALL = """To call one, write
+```json
+{"tool": "NAME", "arguments": {...}}
+```"""
 RAW_INPUT = "input"  # the argument that holds the text of a USE_TOOL call whose arguments are plain words
 NAME_KEYS, ARGUMENT_KEYS = ("tool", "name"), ("arguments", "args", "parameters")
 
@@ -45,7 +52,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call. `text[start_pos:end_pos] == raw_text`; calls that a model wrote in one block have the block's place."""
+    """One call. `text[start_pos:end_pos] == raw_text`; calls of one block share the block's place."""
 
     name: str
     arguments: Mapping[str, Any]  # JSON values
@@ -56,7 +63,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """What began as a call and is none, with its place as a ToolCall's."""
+    """A text that begins as a call and cannot be read, with its place as in ToolCall."""
 
     reason: str
     raw_text: str
@@ -65,7 +72,7 @@ class MalformedCall:
 
 
 class ParsedCalls(tuple[ToolCall, ...]):
-    """The calls of one text in their order, and beside them what could not be read."""
+    """The calls of one text in order, and its malformed calls."""
 
     malformed: tuple[MalformedCall, ...]
 
@@ -77,10 +84,10 @@ class ParsedCalls(tuple[ToolCall, ...]):
 
 @dataclass(frozen=True, slots=True)
 class OwnFormat:
-    """How the model itself was trained to call (`Tokenizer.tool_markers`, `.parse_tool_call`).
+    """The format that the model was trained on (`Tokenizer.tool_markers`, `.parse_tool_call`).
 
-    `markers`: (start, end), the end "" where a call ends at the next start or with the text. `parse(text, tools)` reads
-    what stands between them; it may raise anything.
+    `markers`: (start, end); end is "" if a call ends at the next start or with the text. `parse(text, tools)` reads the
+    text between them; it may raise anything.
     """
 
     markers: tuple[str, str]
@@ -88,7 +95,7 @@ class OwnFormat:
 
 
 class _UnreadableError(Exception):
-    """Why a call is malformed."""
+    """A malformed call; the text is the reason."""
 
 
 def parse_tool_calls(
@@ -98,21 +105,22 @@ def parse_tool_calls(
     *,
     own: OwnFormat | None = None,
 ) -> ParsedCalls:
-    """The calls that stand in `text`.
+    """Return the calls in `text`.
 
     Args:
-        tools: what may be called. A call of anything else is given too (the caller answers it), but "function" needs
-            their names, and positional arguments their parameters.
-        formats: "auto" = all, "function" only with `tools`, "own" only with `own`.
+        tools: the tools that may be called. A call of another one is returned too (the caller answers it), but
+            "function" needs the names, and positional arguments need the parameters.
+        formats: "auto" = all; "function" needs `tools`, "own" needs `own`.
 
-    Raises ConfigError: a format or a tool that is none. Whatever `text` holds raises nothing.
+    Raises ConfigError: an unknown format, or an entry of `tools` that is no tool. No `text` raises anything.
     """
-    known = {definition["name"]: definition for definition in map(tool_definition, tools)}
+    definitions = {definition["name"]: definition for definition in map(tool_definition, tools)}
     calls: list[ToolCall] = []
     malformed: list[MalformedCall] = []
-    for form in _chosen(formats, own, known):
+    for form in _chosen(formats, own, definitions):
         taken = [(c.start_pos, c.end_pos) for c in calls] + [(m.start_pos, m.end_pos) for m in malformed]
-        for start, end, read in _own_places(text, own, known) if own and form == "own" else _PLACES[form](text, known):
+        places = _own_places(text, own, definitions) if own and form == "own" else _PLACES[form](text, definitions)
+        for start, end, read in places:
             if any(start < other_end and other_start < end for other_start, other_end in taken):
                 continue
             try:
@@ -125,17 +133,17 @@ def parse_tool_calls(
 
 
 def read_calls(parse: Callable[[str, Any], Any], text: str, tools: Any) -> list[tuple[str, dict[str, Any], str | None]]:
-    """(name, arguments, id or None) of the calls in a model's own format; [] when there is none, or something else too
-    that cannot be read."""
+    """Return (name, arguments, id or None) of the calls in a model's own format; [] without a call, or if any part of
+    the text cannot be read."""
     try:
-        found = parse(text, tools)
-        return [_own_call(call) for call in (found if isinstance(found, list) else [found])]
-    except Exception:  # noqa: BLE001 - boundary: what a malformed call makes mlx-lm's parsers raise is not told
+        parsed = parse(text, tools)
+        return [_own_call(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+    except Exception:  # noqa: BLE001 - boundary: mlx-lm's parsers raise anything on a malformed call
         return []
 
 
 def _own_call(call: Any) -> tuple[str, dict[str, Any], str | None]:
-    """Raises TypeError, KeyError or ValueError: no call."""
+    """Raises TypeError, KeyError or ValueError: `call` is none."""
     name, arguments, call_id = call["name"], call.get("arguments") or {}, call.get("id")
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
@@ -150,19 +158,19 @@ def _chosen(formats: Any, own: OwnFormat | None, tools: Tools) -> list[Format]:
     """Raises ConfigError."""
     if formats == "auto":
         return [form for form in FORMATS if not ((form == "own" and own is None) or (form == "function" and not tools))]
-    asked = (formats,) if isinstance(formats, str) else tuple(formats)
-    for form in asked:
+    requested = (formats,) if isinstance(formats, str) else tuple(formats)
+    for form in requested:
         if form not in FORMATS:
             raise ConfigError(f"tool-call format {form!r} is none of: auto, {', '.join(FORMATS)}")
         if form == "own" and own is None:
-            raise ConfigError('tool-call format "own": the tokenizer knows no format of this model')
-    return [form for form in FORMATS if form in asked]
+            raise ConfigError('tool-call format "own": mlx-lm has no parser for this model')
+    return [form for form in FORMATS if form in requested]
 
 
 # ------------------------------------------------------------------ where calls stand
 
 
-def _own_places(text: str, own: OwnFormat, tools: Tools) -> Iterator[Found]:
+def _own_places(text: str, own: OwnFormat, tools: Tools) -> Iterator[Place]:
     start_marker, end_marker = own.markers
     at = text.find(start_marker)
     while at >= 0:
@@ -175,7 +183,7 @@ def _own_places(text: str, own: OwnFormat, tools: Tools) -> Iterator[Found]:
         at = following
 
 
-def _xml_places(text: str, tools: Tools) -> Iterator[Found]:
+def _xml_places(text: str, tools: Tools) -> Iterator[Place]:
     at = 0
     while (start := text.find("<invoke", at)) >= 0:
         match = _INVOKE.match(text, start)
@@ -183,7 +191,7 @@ def _xml_places(text: str, tools: Tools) -> Iterator[Found]:
         yield start, at, partial(_xml_call, match, tools) if match else partial(_unclosed, "<invoke>")
 
 
-def _json_places(text: str, tools: Tools) -> Iterator[Found]:
+def _json_places(text: str, tools: Tools) -> Iterator[Place]:
     fences = list(_FENCE.finditer(text))
     for match in fences:
         yield match.start(), match.end(), partial(_json_calls, match[1])
@@ -193,11 +201,11 @@ def _json_places(text: str, tools: Tools) -> Iterator[Found]:
         yield start, start + len(bare), partial(_json_calls, bare)
 
 
-def _use_tool_places(text: str, tools: Tools) -> Iterator[Found]:
+def _use_tool_places(text: str, tools: Tools) -> Iterator[Place]:
     at = 0
     while (match := _USE_TOOL.search(text, at)) is not None:
-        name, inside, known = match[1], match.end(), _parameters(tools, match[1])
-        # In plain words an apostrophe is no quotation mark; in what can be read as arguments every one counts.
+        name, inside, parameters = match[1], match.end(), _parameters(tools, match[1])
+        # In plain words an apostrophe is no quotation mark; in a list of arguments it is.
         plain = _closing(text, inside - 1, "\"'", words=True)
         if plain is not None and _USE_TOOL.search(text, inside, plain):  # a mark here, its pair in the next call
             plain = None
@@ -206,15 +214,15 @@ def _use_tool_places(text: str, tools: Tools) -> Iterator[Found]:
             yield match.start(), len(text), partial(_unclosed, "the parenthesis")
             return
         at = plain or ends[-1]
-        arguments: dict[str, Any] = {(known or [RAW_INPUT])[0]: text[inside : at - 1].strip()}
+        arguments: dict[str, Any] = {(parameters or [RAW_INPUT])[0]: text[inside : at - 1].strip()}
         for end in reversed(ends):
             with suppress(_UnreadableError):
-                arguments = _arguments(text[inside : end - 1], known)
+                arguments = _arguments(text[inside : end - 1], parameters)
                 at = end
         yield match.start(), at, partial(_use_tool_call, name, arguments)
 
 
-def _function_places(text: str, tools: Tools) -> Iterator[Found]:
+def _function_places(text: str, tools: Tools) -> Iterator[Place]:
     names = "|".join(re.escape(name) for name in sorted(tools, key=len, reverse=True)) or r"[^\W\d]\w*"
     pattern, at = re.compile(rf"(?<![\w.])({names})\s*\("), 0
     while (match := pattern.search(text, at)) is not None:
@@ -224,7 +232,7 @@ def _function_places(text: str, tools: Tools) -> Iterator[Found]:
         yield match.start(), at, partial(_unclosed, "the parenthesis") if end is None else call
 
 
-_PLACES: Mapping[Format, Callable[[str, Tools], Iterator[Found]]] = {
+_PLACES: Mapping[Format, Callable[[str, Tools], Iterator[Place]]] = {
     "xml": _xml_places,
     "json": _json_places,
     "use_tool": _use_tool_places,
@@ -232,7 +240,7 @@ _PLACES: Mapping[Format, Callable[[str, Tools], Iterator[Found]]] = {
 }
 
 
-# ------------------------------------------------------------------ what stands there
+# ------------------------------------------------------------------ reading a place
 
 
 def _unclosed(what: str) -> list[Call]:
@@ -240,8 +248,7 @@ def _unclosed(what: str) -> list[Call]:
 
 
 def _own_calls(own: OwnFormat, text: str, tools: Tools) -> list[Call]:
-    given = [{"type": "function", "function": dict(tool)} for tool in tools.values()]
-    calls = read_calls(own.parse, text, given)
+    calls = read_calls(own.parse, text, openai_tools(tools.values()))
     if not calls:
         raise _UnreadableError("the model's own format cannot be read")
     return [(name, arguments) for name, arguments, _ in calls]
@@ -252,12 +259,12 @@ def _xml_call(match: re.Match[str], tools: Tools) -> list[Call]:
     if not name:
         raise _UnreadableError("<invoke> has no name")
     if rest := _PARAMETER.sub("", body).strip():
-        raise _UnreadableError(f"between the parameters stands {rest[:40]!r}")
+        raise _UnreadableError(f"there is {rest[:40]!r} between the parameters")
     properties, arguments = tools.get(name, {}).get("parameters", {}).get("properties", {}), {}
     for parameter in _PARAMETER.finditer(body):
         key, value = _attribute(parameter[1]), html.unescape(parameter[2]).strip()
         if not key or key in arguments:
-            raise _UnreadableError("a parameter has no name, or comes twice")
+            raise _UnreadableError("a parameter has no name, or is repeated")
         schema = properties.get(key)
         wants_text = isinstance(schema, Mapping) and schema.get("type") == "string"
         arguments[key] = value if wants_text else _json_or_text(value)
@@ -271,10 +278,10 @@ def _json_calls(body: str) -> list[Call]:
         if _NAMES_A_TOOL.search(body):
             raise
         return []
-    found = [_json_call(entry) for entry in (value if isinstance(value, list) else [value])]
-    calls = [call for call in found if call is not None]
-    if calls and len(calls) < len(found):
-        raise _UnreadableError("a list of calls holds something else")
+    entries = [_json_call(entry) for entry in (value if isinstance(value, list) else [value])]
+    calls = [call for call in entries if call is not None]
+    if calls and len(calls) < len(entries):
+        raise _UnreadableError("a list of calls contains something else")
     return calls
 
 
@@ -282,12 +289,12 @@ def _json_call(value: Any) -> Call | None:
     if not isinstance(value, dict):
         return None
     name = next((value[key] for key in NAME_KEYS if key in value), None)
-    given = [key for key in ARGUMENT_KEYS if key in value]
-    if name is None or not (given or "tool" in value):  # {"name": "Ada"} is no call
+    keys = [key for key in ARGUMENT_KEYS if key in value]
+    if name is None or not (keys or "tool" in value):  # {"name": "Ada"} is no call
         return None
     if not isinstance(name, str) or not name:
         raise _UnreadableError(f"the tool's name is {name!r}")
-    arguments = (value[given[0]] if given else None) or {}
+    arguments = (value[keys[0]] if keys else None) or {}
     return name, _object(arguments) if isinstance(arguments, str) else _checked_object(arguments)
 
 
@@ -302,11 +309,11 @@ def _function_call(name: str, source: str, tools: Tools) -> list[Call]:
 
 
 def _arguments(source: str, parameters: Sequence[str]) -> dict[str, Any]:
-    """What stands between the parentheses of a call: nothing, a JSON object, or arguments as Python writes them; what
-    is no literal (2 + 3, north) is its text. Positional ones go by `parameters`. Raises _UnreadableError."""
+    """Return the arguments between the parentheses of a call: nothing, a JSON object, or Python's syntax. An argument
+    that is no literal (2 + 3, north) stays text. Positional ones are named by `parameters`. Raises _UnreadableError."""
     if source.lstrip().startswith("{"):
         return _object(source)
-    # Unknown escapes ("\d") mean themselves; doubled, Python does not warn of them.
+    # Unknown escapes ("\d") mean themselves; doubled, they give no warning of Python's.
     written = "f(" + _ESCAPE.sub(lambda m: m[0] if m[1] in "\\'\"abfnrtvxuU\n" else "\\" + m[0], source) + "\n)"
     try:
         call = ast.parse(written, "<tool call>", mode="eval").body
@@ -315,12 +322,12 @@ def _arguments(source: str, parameters: Sequence[str]) -> dict[str, Any]:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise _UnreadableError("no arguments")
     if len(call.args) > len(parameters):
-        raise _UnreadableError(f"{len(call.args)} arguments without a name, {len(parameters)} known parameters")
+        raise _UnreadableError(f"{len(call.args)} arguments without a name, {len(parameters)} parameters")
     pairs = [*zip(parameters, call.args, strict=False), *((keyword.arg, keyword.value) for keyword in call.keywords)]
-    found = {key: _literal(node, written) for key, node in pairs if key is not None}
-    if len(found) < len(pairs) or any(isinstance(node, ast.Starred) for node in call.args):
-        raise _UnreadableError("an argument comes twice, or with a star")
-    return found
+    arguments = {key: _literal(node, written) for key, node in pairs if key is not None}
+    if len(arguments) < len(pairs) or any(isinstance(node, ast.Starred) for node in call.args):
+        raise _UnreadableError("an argument is repeated, or has a star")
+    return arguments
 
 
 def _literal(node: ast.expr, source: str) -> Any:
@@ -333,9 +340,9 @@ def _literal(node: ast.expr, source: str) -> Any:
 
 
 def _closing(text: str, opening: int, quotes: str, *, words: bool = False) -> int | None:
-    """One past the bracket that closes the one at `opening`; None: none does. Those between `quotes` do not count; in
-    `words` a mark after a letter or digit (Newton's, 5\") opens no quotation, one before a letter or digit ends none,
-    and none goes over the end of a line."""
+    """Return the place after the bracket that closes the one at `opening`, or None. Brackets between `quotes` do not
+    count. With `words`, a mark after a letter or digit (Newton's, 5\") opens no quotation, one before a letter or digit
+    ends none, and no quotation crosses the end of a line."""
     depth, quote, at = 0, "", opening
     while at < len(text):
         character = text[at]
@@ -360,11 +367,11 @@ def _json(source: str) -> Any:
     try:
         return json.loads(source, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise _UnreadableError(f"no JSON: {error}") from error
+        raise _UnreadableError(f"not JSON: {error}") from error
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _json_or_text(source: str) -> Any:
@@ -380,7 +387,7 @@ def _object(source: str) -> dict[str, Any]:
 
 def _checked_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _UnreadableError("the arguments are no object")
+        raise _UnreadableError("the arguments are not an object")
     return value
 
 
@@ -391,3 +398,63 @@ def _attribute(head: str) -> str:
 
 def _parameters(tools: Tools, name: str) -> list[str]:
     return list(tools.get(name, {}).get("parameters", {}).get("properties", {}))
+
+
+# ------------------------------------------------------------------ definitions of tools
+
+
+def tool_definition(tool: ToolLike) -> dict[str, Any]:
+    """Return {"name", "description", "parameters": JSON schema}.
+
+    Args:
+        tool: a name, such a dictionary (or OpenAI's {"type": "function", "function": …}), or a function, whose
+            annotations make the schema.
+
+    Raises ConfigError.
+    """
+    if isinstance(tool, str):
+        entry: dict[str, Any] = {"name": tool}
+    elif isinstance(tool, Mapping):
+        inner = tool.get("function")
+        entry = dict(inner if isinstance(inner, Mapping) else tool)
+    elif callable(tool):
+        entry = _definition_of(tool)
+    else:
+        raise ConfigError(f"a tool is a name, a dictionary with a name, or a function; got {tool!r}")
+    if not isinstance(entry.get("name"), str) or not entry["name"].strip():
+        raise ConfigError(f"a tool needs a name; got {tool!r}")
+    schema = entry.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("properties", {}), Mapping):
+        raise ConfigError(f"tool {entry['name']!r}: 'parameters' is not the JSON schema of an object: {schema!r}")
+    first = {"name": entry["name"], "description": entry.get("description") or "", "parameters": schema}
+    return first | {key: value for key, value in entry.items() if key not in first}
+
+
+def _definition_of(function: Callable[..., Any]) -> dict[str, Any]:
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        schema = TypeAdapter[Any](function).json_schema()  # type: ignore[arg-type]  # its types name no functions
+    except (PydanticUserError, TypeError, ValueError, NameError) as error:
+        raise ConfigError(f"tool {name!r}: its parameters have no JSON schema: {error}") from error
+    if schema.get("type") != "object":
+        raise ConfigError(f"tool {name!r}: its parameters must be callable by name")
+    return {"name": name, "description": (inspect.getdoc(function) or "").split("\n\n")[0], "parameters": schema}
+
+
+def openai_tools(definitions: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the definitions as chat templates and endpoints take them."""
+    return [{"type": "function", "function": dict(definition)} for definition in definitions]
+
+
+def with_instructions(prompt: Any, definitions: Iterable[Mapping[str, Any]]) -> Any:
+    """Return a text or messages with instructions about the tools at the start, for templates without tools."""
+    listed = "\n".join(
+        f"- {tool['name']}: {tool['description']} Arguments: {json.dumps(tool['parameters'])}" for tool in definitions
+    )
+    instructions = f"You can use these tools:\n{listed}\n{HOW_TO_CALL}"
+    if isinstance(prompt, str):
+        return f"{instructions}\n\n{prompt}"
+    first, *others = prompt
+    if first.get("role") == "system":
+        return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *others]
+    return [{"role": "system", "content": instructions}, *prompt]

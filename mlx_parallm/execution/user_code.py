@@ -1,7 +1,7 @@
 """The user's own functions and classes, named `python:file.py:name` or `python:package.module:name`. No MLX.
 
-`load` imports one, `check_call` looks at its parameters before anything is built from it, `user_code` is the boundary
-around every later call: whatever foreign code raises becomes one line that names the function, its file and the line.
+`load` imports one, `check_call` checks its parameters before anything is built from it, and `user_code` is the boundary
+around every later call: an error of the user's code becomes one line with the function, its file and the line.
 
 A relative file is looked for beside the configuration file, then in the working directory (`absolute`, called when a
 configuration is read, so that a saved one does not depend on either).
@@ -34,7 +34,7 @@ def is_reference(text: str) -> bool:
 
 
 def absolute(text: str, directories: Sequence[Path]) -> str:
-    """A path, or the path inside a reference, made absolute by the first of `directories` that has the file."""
+    """Return a path, or a reference with its path, made absolute by the first of `directories` that has the file."""
     prefix, path, name = "", text, ""
     if is_reference(text):
         prefix = PREFIX
@@ -42,41 +42,42 @@ def absolute(text: str, directories: Sequence[Path]) -> str:
         if not path.endswith(".py"):
             return text
         name = colon + name
-    found = next((d / Path(path).expanduser() for d in directories if (d / Path(path).expanduser()).is_file()), None)
-    return text if found is None else f"{prefix}{found.resolve()}{name}"
+    places = (directory / Path(path).expanduser() for directory in directories)
+    file = next((place for place in places if place.is_file()), None)
+    return text if file is None else f"{prefix}{file.resolve()}{name}"
 
 
 def load(reference: str, key: str) -> Any:
-    """What `reference` names. `key` is the configuration key that holds it.
+    """Return the object that `reference` names. `key` is its configuration key, for error texts.
 
-    Raises ConfigError: not of the right form, no such file, module or name, or whatever running the file raises.
+    Raises ConfigError: a wrong form; no such file, module or name; or the file raises an error.
     """
     where, _, name = reference.removeprefix(PREFIX).rpartition(":")
     if not is_reference(reference) or not where or not name.isidentifier():
         raise ConfigError(f"{key}: {reference!r} does not have the form {FORM}")
     module = _run_file(Path(where), f"{key}: {reference}") if where.endswith(".py") else _import(where, key, reference)
     if not hasattr(module, name):
-        own = [entry for entry, value in vars(module).items() if not entry.startswith("_") and callable(value)]
-        raise ConfigError(f"{key}: {reference}: there is no {name!r} in {module.__file__}{did_you_mean(name, own)}")
+        public = [entry for entry, value in vars(module).items() if not entry.startswith("_") and callable(value)]
+        raise ConfigError(f"{key}: {reference}: there is no {name!r} in {module.__file__}{did_you_mean(name, public)}")
     return getattr(module, name)
 
 
 def name_of(function: Any) -> str:
-    """A function's own name; a callable object's class."""
+    """Return a function's name, or a callable object's class."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def is_async(function: Any) -> bool:
-    """Whether a call returns a coroutine; objects carry the `async` on their `__call__`."""
+    """Return whether a call returns a coroutine; of an object, `__call__` may be async."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def load_function(reference: str, key: str) -> tuple[Callable[..., Any], inspect.Signature]:
-    """A function or a callable object, and its signature. Raises ConfigError."""
+    """Return a function or a callable object, and its signature. Raises ConfigError."""
     function = load(reference, key)
     if isinstance(function, type) or not callable(function):
         kind = "a class" if isinstance(function, type) else f"{type(function).__name__} {function!r}"
@@ -88,7 +89,7 @@ def load_function(reference: str, key: str) -> tuple[Callable[..., Any], inspect
 
 
 def load_function_of(arguments: Sequence[str], reference: str, key: str) -> Callable[..., Any]:
-    """A plain function that can be called with so many positional arguments. Raises ConfigError."""
+    """Return a plain function that takes these positional arguments. Raises ConfigError."""
     function, signature = load_function(reference, key)
     check_call(signature, arguments, f"{key}: {reference}")
     if is_async(function):
@@ -97,7 +98,7 @@ def load_function_of(arguments: Sequence[str], reference: str, key: str) -> Call
 
 
 def check_call(signature: inspect.Signature, arguments: Sequence[str], what: str, keywords: Sequence[str] = ()) -> None:
-    """Raises ConfigError when a call with these positional arguments and keywords would not fit."""
+    """Raises ConfigError: the function does not take these positional arguments and keywords."""
     try:
         signature.bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as error:
@@ -107,7 +108,7 @@ def check_call(signature: inspect.Signature, arguments: Sequence[str], what: str
 
 @contextmanager
 def user_code(what: str, error_type: type[ParallmError] = ConfigError) -> Iterator[None]:
-    """Turns what the user's code raises into `error_type`, in one line with file and line. Our own errors pass."""
+    """Turn an error of the user's code into `error_type`, one line with file and line. A ParallmError passes."""
     try:
         yield
     except ParallmError:
@@ -121,7 +122,7 @@ def _run_file(path: Path, what: str) -> ModuleType:
         looked = "" if path.is_absolute() else " (looked for beside the configuration and in the working directory)"
         raise ConfigError(f"{what}: there is no file {path}{looked}")
     path = path.resolve()
-    name = f"user_code:{path}"  # one module a file, however many of its functions are named
+    name = f"user_code:{path}"  # one module for each file, also with several references to it
     if name in sys.modules:
         return sys.modules[name]
     specification = importlib.util.spec_from_file_location(name, path)
@@ -147,7 +148,7 @@ def _import(module: str, key: str, reference: str) -> ModuleType:
 
 
 def _search_in(directory: Path) -> None:
-    """Lets user code import its neighbours. Last, so that a file of theirs hides no installed package."""
+    """Let user code import its neighbours. The directory comes last, so that its files hide no installed package."""
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
 
@@ -156,16 +157,16 @@ def _fault(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
-    said = f"{type(error).__name__}: {text}".removesuffix(": ")
+    message = f"{type(error).__name__}: {text}".removesuffix(": ")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
-    # The deepest line of the user's own files, not of the library that it called.
-    return f"{frames[-1].filename}, line {frames[-1].lineno}: {said}" if frames else said
+    # The deepest line of the user's files, not of a library that they call.
+    return f"{frames[-1].filename}, line {frames[-1].lineno}: {message}" if frames else message
 
 
 def _is_theirs(filename: str) -> bool:
     return not filename.startswith((PACKAGE, STANDARD_LIBRARY, "<")) and "site-packages" not in filename
 
 
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,7 +1,6 @@
-"""The in-process backend of `InferenceModule`: the daemon's engine, asked without HTTP. Nothing here computes.
+"""The in-process backend of `InferenceModule`: the daemon's engine without HTTP.
 
-Prompts of all calls that are under way, from any thread, are rows of the same batches: each call is one submission to
-the engine's queue.
+Each call is one submission to the engine's queue, so the prompts of all calls of all threads share batches.
 """
 
 import asyncio
@@ -16,9 +15,8 @@ import numpy as np
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import GenerationFailedError, RequestError
-from mlx_parallm.execution.tool_calls import OwnFormat, ParsedCalls, parse_tool_calls
-from mlx_parallm.execution.tool_definitions import openai_tools, with_instructions
-from mlx_parallm.inference.types import MAX_NEW_TOKENS, Answer, Prompt, Response, is_messages
+from mlx_parallm.execution.tool_calls import OwnFormat, ParsedCalls, openai_tools, parse_tool_calls, with_instructions
+from mlx_parallm.inference.types import MAX_NEW_TOKENS, Generation, Prompt, Response, is_messages
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.types import PolicyClient, Request, RequestOutput, SamplingParams
 from mlx_parallm.weights import SharedWeights
@@ -31,9 +29,9 @@ class EngineBackend:
     """
     Args:
         tokenizer: used by the module's loop only.
-        adapter: the one that requests name, read at each; None = the base.
-        weights: what the engine reads; without it nothing is cached.
-        template_kwargs: for the chat template.
+        adapter: the adapter of the next requests; None = the base.
+        weights: the engine's; without them nothing is cached.
+        template_kwargs: arguments of the chat template.
     """
 
     def __init__(
@@ -50,42 +48,40 @@ class EngineBackend:
         self._tokenizer = tokenizer
         self._weights = weights
         self._template_kwargs = template_kwargs
-        self._greedy: OrderedDict[Hashable, list[Answer]] = OrderedDict()
+        self._greedy: OrderedDict[Hashable, list[Generation]] = OrderedDict()
 
     async def generate(
         self, prompts: Sequence[Prompt], params: Mapping[str, Any], *, logprobs: bool
-    ) -> list[list[Answer]]:
+    ) -> list[list[Generation]]:
         return await self._sample([self._encode(prompt) for prompt in prompts], params)
 
     async def generate_with_tools(
         self, prompts: Sequence[Prompt], tools: Sequence[Mapping[str, Any]], formats: Any, params: Mapping[str, Any]
     ) -> list[tuple[str, ParsedCalls]]:
         own = own_format(self._tokenizer)
-        parse_tool_calls("", tools, formats, own=own)  # a format that is none is found before anything is sampled
-        encoded = []
-        for prompt in prompts:
-            encoded.append(self._encode(*told_of(prompt, tools, self._tokenizer)))
-        shown = {"skip_special_tokens": own is None}  # its markers may be special tokens
-        answers = await self._sample(encoded, {**params, **shown})
+        parse_tool_calls("", tools, formats, own=own)  # raises on an unknown format before anything is sampled
+        encoded = [self._encode(*prompt_with_tools(prompt, tools, self._tokenizer)) for prompt in prompts]
+        visible = {"skip_special_tokens": own is None}  # its markers may be special tokens
+        answers = await self._sample(encoded, {**params, **visible})
         texts = [answer.text for each in answers for answer in each]
         return [(text, parse_tool_calls(text, tools, formats, own=own)) for text in texts]
 
     async def logprobs(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[np.ndarray]:
-        """log-softmax(logits) of each response's tokens after its prompt, [T] float32."""
+        """Return log-softmax(logits) of each response's tokens after its prompt, [T] float32."""
         scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
         pairs = [self._pair(*pair) for pair in zip(prompts, responses, strict=True)]
         requests = [Request(_id(), before + after, scored, self.adapter) for before, after in pairs]
         outputs = await self.client.generate_many(requests)
-        found = []
+        logprobs = []
         for (before, _), output in zip(pairs, outputs, strict=True):
             if output.prompt_logprobs is None:
                 raise GenerationFailedError(_error(output) or "the text could not be scored")
-            found.append(np.array(output.prompt_logprobs.logprobs[len(before) :], np.float32))
-        return found
+            logprobs.append(np.array(output.prompt_logprobs.logprobs[len(before) :], np.float32))
+        return logprobs
 
     async def logits(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[np.ndarray]:
-        """[T, vocabulary] float32 a pair, by chunks between the engine's steps. Raises RequestError: more of them than
-        MAX_LOGITS_BYTES."""
+        """Return [T, vocabulary] float32 for each pair, computed in chunks between the engine's steps. Raises
+        RequestError: more than MAX_LOGITS_BYTES."""
         pairs = [self._pair(*pair) for pair in zip(prompts, responses, strict=True)]
         client = self.client
         if not isinstance(client, EngineClient):
@@ -93,32 +89,32 @@ class EngineBackend:
         size = 4 * client.vocab_size * sum(len(after) for _, after in pairs)
         if size > MAX_LOGITS_BYTES:
             raise RequestError(
-                f"the logits would take {size / 2**30:.1f} GiB, at most {MAX_LOGITS_BYTES >> 30} GiB are given: "
-                "ask for fewer responses a call"
+                f"the logits would take {size / 2**30:.1f} GiB, more than {MAX_LOGITS_BYTES >> 30} GiB: "
+                "pass fewer responses in a call"
             )
         return [await self._logits(client, *pair) for pair in pairs]
 
     async def aclose(self) -> None:
-        """The engine belongs to whoever started it."""
+        """Do nothing: the engine belongs to its starter."""
 
-    async def _sample(self, encoded: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> list[list[Answer]]:
+    async def _sample(self, encoded: Sequence[tuple[int, ...]], params: Mapping[str, Any]) -> list[list[Generation]]:
         requests = [self._request(tokens, params, number) for number, tokens in enumerate(encoded)]
         keys = [self._key(request) for request in requests]
-        known = [self._cached(key) for key in keys]
-        new = [request for request, answers in zip(requests, known, strict=True) if answers is None]
+        cached = [self._cached(key) for key in keys]
+        new = [request for request, answers in zip(requests, cached, strict=True) if answers is None]
         outputs = iter(await self.client.generate_many(new) if new else [])
-        found = [_answers(next(outputs)) if answers is None else answers for answers in known]
-        for request, key, answers in zip(requests, keys, found, strict=True):
+        complete = [_answers(next(outputs)) if answers is None else answers for answers in cached]
+        for request, key, answers in zip(requests, keys, complete, strict=True):
             if key is not None and key == self._key(request):  # no publish came between
                 self._keep(key, answers)
-        return found
+        return complete
 
     def _request(self, tokens: tuple[int, ...], params: Mapping[str, Any], number: int) -> Request:
         room = max(1, self.client.max_model_len - len(tokens))
-        asked = {"max_tokens": min(MAX_NEW_TOKENS, room), **params}
+        sampling = {"max_tokens": min(MAX_NEW_TOKENS, room), **params}
         if number and "seed" in params:
-            asked["seed"] = derive_seed("prompt", params["seed"], number)
-        return Request(_id(), tokens, SamplingParams(**asked), self.adapter)
+            sampling["seed"] = derive_seed("prompt", params["seed"], number)
+        return Request(_id(), tokens, SamplingParams(**sampling), self.adapter)
 
     async def _logits(self, client: EngineClient, before: tuple[int, ...], after: tuple[int, ...]) -> np.ndarray:
         adapter, first = self.adapter, len(before) - 1
@@ -129,7 +125,7 @@ class EngineBackend:
         while not text.finished:
             chunk = await asyncio.wrap_future(client.call(lambda engine: engine.next_logits(text)))
             start = text.done - len(chunk)
-            if start == 0:  # for the first time, or because the base has changed
+            if start == 0:  # the first chunk, or the base has changed
                 rows.clear()
             rows.append(chunk[max(first - start, 0) :])
         return np.concatenate(rows)
@@ -143,7 +139,7 @@ class EngineBackend:
         return tuple(prompt)  # type: ignore[arg-type]
 
     def _pair(self, prompt: Prompt, response: Response) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Raises RequestError: the prompt is empty, so that nothing precedes the first token."""
+        """Raises RequestError: the prompt is empty, so nothing precedes the first token."""
         before = self._encode(prompt)
         if not before:
             raise RequestError("prompt: the prompt is empty", param="prompt")
@@ -151,7 +147,7 @@ class EngineBackend:
             return before, tuple(self._tokenizer.encode(response, add_special_tokens=False))
         return before, tuple(response)
 
-    # The greedy cache: what is sampled is never kept, and nothing outlives a change of any weights.
+    # The greedy cache: sampled answers are never kept, and no answer outlives a change of the weights.
 
     def _key(self, request: Request) -> Hashable:
         params = request.params
@@ -159,33 +155,33 @@ class EngineBackend:
             return None
         with self._weights.read() as view:
             revision = view.revision
-        asked = (params.max_tokens, params.n, params.stop, params.skip_special_tokens)
-        return revision, request.adapter, request.prompt_token_ids, asked
+        limits = (params.max_tokens, params.n, params.stop, params.skip_special_tokens)
+        return revision, request.adapter, request.prompt_token_ids, limits
 
-    def _cached(self, key: Hashable) -> list[Answer] | None:
+    def _cached(self, key: Hashable) -> list[Generation] | None:
         if key not in self._greedy:
             return None
         self._greedy.move_to_end(key)
         return self._greedy[key]
 
-    def _keep(self, key: Hashable, answers: list[Answer]) -> None:
+    def _keep(self, key: Hashable, answers: list[Generation]) -> None:
         self._greedy[key] = [replace(answer, cached=True) for answer in answers]
         while len(self._greedy) > CACHED_ANSWERS:
             self._greedy.popitem(last=False)
 
 
 def own_format(tokenizer: Tokenizer | None) -> OwnFormat | None:
-    """How the model itself writes calls, where mlx-lm knows it."""
+    """Return the model's own format of calls, or None if mlx-lm has no parser for it."""
     if tokenizer is None or tokenizer.tool_markers is None or tokenizer.parse_tool_call is None:
         return None
     return OwnFormat(tokenizer.tool_markers, tokenizer.parse_tool_call)
 
 
-def told_of(
+def prompt_with_tools(
     prompt: Prompt, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None
 ) -> tuple[Any, list[dict[str, Any]] | None]:
-    """The prompt that tells the model of the tools, and the `tools` of its chat template: the template's way where it
-    takes tools, else in words. With a chat template a text becomes a user's message. Token ids stay as they are."""
+    """Return a prompt with the tools, and the `tools` of the chat template if that takes them; else the prompt has
+    instructions. With a chat template a text becomes a user's message. Token ids stay as they are."""
     if not isinstance(prompt, str) and not is_messages(prompt):
         return prompt, None
     if tokenizer is not None and tokenizer.has_chat_template and isinstance(prompt, str):
@@ -195,11 +191,11 @@ def told_of(
     return with_instructions(prompt, tools), None
 
 
-def _answers(output: RequestOutput) -> list[Answer]:
+def _answers(output: RequestOutput) -> list[Generation]:
     """Raises GenerationFailedError."""
     if error := _error(output):
         raise GenerationFailedError(error)
-    return [Answer.of(completion, output.prompt_token_ids) for completion in output.completions]
+    return [Generation.of(completion, output.prompt_token_ids) for completion in output.completions]
 
 
 def _error(output: RequestOutput) -> str | None:

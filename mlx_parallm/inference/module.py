@@ -1,14 +1,13 @@
-"""InferenceModule: one face over the engine in this process and over any OpenAI-compatible endpoint.
+"""InferenceModule: one interface to the engine in this process and to any OpenAI-compatible endpoint.
 
     InferenceModule("builtin:tiny")                                     an engine of its own: the daemon's, without HTTP
-    InferenceModule(model=model, tokenizer=tokenizer)                   … over what mlx_lm.load returned
+    InferenceModule(model=model, tokenizer=tokenizer)                   … over the result of mlx_lm.load
     InferenceModule("name", backend="openai", base_url="http://…/v1")   another server
     InferenceModule.over(client, tokenizer)                             an engine that runs already
 
-Methods block and may be called by any number of threads at once; what they ask for shares the engine's batches. All of
-it runs in one asyncio loop, in a thread of the module's own. Inside an episode of the same policy
-(`environments.episode`) `generate` is a turn of that episode, so that its tokens, log-probabilities and policy versions
-are recorded there.
+Methods block. Any number of threads may call them; their requests share the engine's batches and run in one asyncio
+loop, in a thread of the module. Inside an episode of the same policy (`environments.episode`) `generate` is a turn of
+that episode, which records its tokens, log-probabilities and policy versions.
 """
 
 import copy
@@ -32,13 +31,12 @@ from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.environments.episode import CURRENT, Episode
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
-from mlx_parallm.execution.tool_calls import Format, ParsedCalls, parse_tool_calls
-from mlx_parallm.execution.tool_definitions import ToolLike, tool_definition
-from mlx_parallm.inference.engine import EngineBackend, own_format, told_of
+from mlx_parallm.execution.tool_calls import Format, ParsedCalls, ToolLike, parse_tool_calls, tool_definition
+from mlx_parallm.inference.engine import EngineBackend, own_format, prompt_with_tools
 from mlx_parallm.inference.openai import OpenAIBackend
 from mlx_parallm.inference.types import (
-    Answer,
     GenerateOptions,
+    Generation,
     GenerationResult,
     Prompt,
     as_prompts,
@@ -64,20 +62,20 @@ ENGINE_NAMES = ("mlx", "vllm", "huggingface")  # the specification's backends: h
 class InferenceModule:
     """
     Args:
-        model: directory, hub id, "builtin:tiny"; the model of mlx_lm.load, which stays as it is; default: the
-            configuration's. For an endpoint, the name that requests carry.
-        tokenizer: of mlx_lm.load, where `model` is.
+        model: directory, hub id, "builtin:tiny", or the model of mlx_lm.load, which is not changed; default: the
+            configuration's. For an endpoint, the model's name in requests.
+        tokenizer: the tokenizer of mlx_lm.load, if `model` is its model.
         backend: "mlx", or "openai" for an endpoint. "vllm" and "huggingface", as the specification has them, mean the
             engine here; with a base_url "vllm" is that server.
-        adapter_path: LoRA adapter to answer with; default: the configuration's model.lora_path.
+        adapter_path: LoRA adapter of the answers; default: the configuration's model.lora_path.
         config: [model] and [server] of the engine.
-        timeout_s: of one request to an endpoint.
+        timeout_s: longest time of one request to an endpoint.
 
     Attributes:
-        source: `model` as it was given.
+        source: the argument `model`.
         client: the engine's; None for an endpoint.
-        loaded: the model of an engine of its own, in a tree that shares the engine's arrays and that nobody has
-            wrapped: what a trainer starts from.
+        loaded: the model of an engine of its own, for a trainer: a tree without the engine's wrappers that shares its
+            arrays.
         weights: where that trainer publishes, its adapter under the name "policy".
 
     Raises ConfigError, ModelError (AdapterError), EndpointError.
@@ -108,16 +106,16 @@ class InferenceModule:
                 f'backend = {backend!r}: an engine here is "mlx"; base_url and api_key belong to "openai"'
             )
         if model is None and config is None:
-            raise ConfigError("no model: give a directory, a hub id, what mlx_lm.load returned, or a configuration")
+            raise ConfigError("no model: pass a directory, a hub id, the model of mlx_lm.load, or a configuration")
         config = config or Config()
         if isinstance(model, nn.Module):
             if tokenizer is None:
                 raise ConfigError("a model needs its tokenizer: model, tokenizer = mlx_lm.load(…)")
             self.loaded = adopt_model(model, tokenizer)
-        given = {} if model is None else {"base_path": str(self.loaded.path if self.loaded else model)}
+        changes = {} if model is None else {"base_path": str(self.loaded.path if self.loaded else model)}
         if adapter_path is not None:
-            given["lora_path"] = str(adapter_path)
-        config = config.model_copy(update={"model": config.model.model_copy(update=given)})
+            changes["lora_path"] = str(adapter_path)
+        config = config.model_copy(update={"model": config.model.model_copy(update=changes)})
         engine = in_mlx_thread(lambda: self._start_engine(config, tokenizer))
         with ExitStack() as unused:
             unused.callback(engine.stop)
@@ -141,13 +139,13 @@ class InferenceModule:
         weights: SharedWeights | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> "InferenceModule":
-        """A module over an engine that runs already and belongs to somebody else.
+        """Return a module over a running engine, which it does not stop.
 
         Args:
             tokenizer: is copied.
             adapter: None = the base.
-            weights: what that engine reads; without it greedy answers are not cached.
-            template_kwargs: for the chat template.
+            weights: the engine's; without them greedy answers are not cached.
+            template_kwargs: arguments of the chat template.
         """
         module = cls.__new__(cls)
         module._new_tokenizer = lambda: copy.deepcopy(tokenizer)
@@ -184,7 +182,7 @@ class InferenceModule:
         self._loop = LoopThread("inference", "this InferenceModule")
         self._finalizer = weakref.finalize(self, _end, self._loop, backend, engine)  # at exit, too
 
-    # ------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------ state
 
     @property
     def client(self) -> PolicyClient | None:
@@ -192,27 +190,26 @@ class InferenceModule:
 
     @property
     def adapter(self) -> str | None:
-        """The adapter that requests name; None = the base. May be set at any time."""
+        """The adapter of the next requests; None = the base. May be set at any time."""
         return None if self._engine_backend is None else self._engine_backend.adapter
 
     @adapter.setter
     def adapter(self, name: str | None) -> None:
         if self._engine_backend is None:
-            raise ConfigError("an endpoint's adapter has a model's name: make another InferenceModule with it")
+            raise ConfigError("an endpoint's adapter is a model name: make another InferenceModule with it")
         self._engine_backend.adapter = name
         self._trained_since = -math.inf
 
     def follow_training(self, adapter: str) -> None:
-        """What is trained answers from now on, as `adapter`; the base's episodes that are under way remain this
-        policy's."""
-        assert self._engine_backend is not None, "an endpoint has no weights that are trained"
-        if self.adapter is None:  # the time first: a step may ask at any moment
+        """Answer with the trained `adapter` from now on. Running episodes of the base still belong to this policy."""
+        assert self._engine_backend is not None, "an endpoint has no weights to train"
+        if self.adapter is None:  # the time first: an environment's step may generate at any moment
             self._trained_since = time.monotonic()
         self._engine_backend.adapter = adapter
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The caller's: for one thread at a time (loop and engine have their own). None for an endpoint."""
+        """The caller's tokenizer, for one thread at a time (loop and engine have others). None for an endpoint."""
         return None if self._engine_backend is None else self._new_tokenizer()
 
     @property
@@ -220,7 +217,7 @@ class InferenceModule:
         """Longest prompt and answer, in tokens; None for an endpoint."""
         return None if self.client is None else self.client.max_model_len
 
-    # ------------------------------------------------------------------ what it does
+    # ------------------------------------------------------------------ requests
 
     def generate(
         self,
@@ -228,24 +225,24 @@ class InferenceModule:
         max_new_tokens: int | None = None,
         **options: Unpack[GenerateOptions],
     ) -> GenerationResult:
-        """Answers, of which `result[i]` is the text. Blocks.
+        """Return answers; `result[i]` is a text. Blocks.
 
         Args:
-            prompts: texts, which the model goes on with as they are; lists of messages, for its chat template; or lists
-                of token ids. One alone is a list of one.
-            max_new_tokens: default 256, and less where the model's context ends before.
+            prompts: texts, which the model continues; lists of messages, for its chat template; or lists of token ids.
+                A single prompt means a list of one.
+            max_new_tokens: default 256, or less if the model's context ends before.
             options: see GenerateOptions.
 
-        Inside an episode of this policy it is the episode's next turn, sampled as the run samples: one prompt, and only
-        max_new_tokens and stop can be set.
+        Inside an episode of this policy it is the episode's next turn, with the run's sampling: one prompt, and only
+        max_new_tokens and stop may be set.
 
         Raises RequestError (ContextLengthError), EngineUnavailableError, GenerationFailedError, EndpointError; in an
         episode RolloutRejectedError.
         """
-        asked = prompts, {**options, "max_new_tokens": max_new_tokens}
+        settings = {**options, "max_new_tokens": max_new_tokens}
         if (episode := self._episode()) is not None:
-            return _turn(episode.generate(*_one_turn(*asked)), asked[1])
-        return self._loop.run(self._generate(*asked))
+            return _turn(episode.generate(*_one_turn(prompts, settings)), settings)
+        return self._loop.run(self._generate(prompts, settings))
 
     async def agenerate(
         self,
@@ -253,32 +250,32 @@ class InferenceModule:
         max_new_tokens: int | None = None,
         **options: Unpack[GenerateOptions],
     ) -> GenerationResult:
-        """As `generate`, for asyncio code. Cancelling it frees the engine's rows."""
-        asked = prompts, {**options, "max_new_tokens": max_new_tokens}
+        """Do the same as `generate` in asyncio code. Cancelling it frees the engine's rows."""
+        settings = {**options, "max_new_tokens": max_new_tokens}
         if (episode := self._episode()) is not None:
-            return _turn(await episode.agenerate(*_one_turn(*asked)), asked[1])
-        return await self._loop.arun(self._generate(*asked))
+            return _turn(await episode.agenerate(*_one_turn(prompts, settings)), settings)
+        return await self._loop.arun(self._generate(prompts, settings))
 
     def get_logprobs(self, prompts: Sequence[Prompt] | Prompt, responses: Any) -> list[np.ndarray]:
-        """Log-probabilities of the tokens of each response after its prompt: [T] float32, log-softmax(logits).
+        """Return log-softmax(logits) of the tokens of each response after its prompt: [T] float32.
 
         Args:
-            responses: texts, token ids, or a GenerationResult, whose own token ids are scored (a text may be tokenised
-                otherwise than it was sampled, and has no EOS).
+            responses: texts, token ids, or a GenerationResult, whose sampled token ids are scored (its text may have
+                other tokens, and has no EOS).
 
         Raises as `generate`; EndpointError: the endpoint cannot score (needs /tokenize for texts, and echo).
         """
-        found = as_prompts(prompts)
-        return self._loop.run(self._backend.logprobs(found, as_responses(responses, len(found))))
+        checked = as_prompts(prompts)
+        return self._loop.run(self._backend.logprobs(checked, as_responses(responses, len(checked))))
 
     def get_logits(self, prompts: Sequence[Prompt] | Prompt, responses: Any) -> list[np.ndarray]:
-        """Logits from which each token of a response was to be sampled: [T, vocabulary] float32, before temperature.
+        """Return the logits of each token of a response: [T, vocabulary] float32, before temperature.
 
-        Computed between the engine's steps, a piece at a time. Arguments as `get_logprobs`. Raises RequestError: for an
-        endpoint, or more than 2 GiB of them.
+        They are computed between the engine's steps, a piece at a time. Arguments as `get_logprobs`. Raises
+        RequestError: the backend is an endpoint, or there are more than 2 GiB of them.
         """
-        found = as_prompts(prompts)
-        return self._loop.run(self._backend.logits(found, as_responses(responses, len(found))))
+        checked = as_prompts(prompts)
+        return self._loop.run(self._backend.logits(checked, as_responses(responses, len(checked))))
 
     def batch_generate_with_tools(
         self,
@@ -289,28 +286,29 @@ class InferenceModule:
         formats: Format | Literal["auto"] | Sequence[Format] = "auto",
         **options: Unpack[GenerateOptions],
     ) -> tuple[list[str], list[ParsedCalls]]:
-        """Answers of a model that was told of tools, and the calls in each. Nothing is called.
+        """Return answers of a model that has tools, and the calls in each answer. Nothing is called.
 
         Args:
             available_tools: names, {"name", "description", "parameters"}, or functions.
-            formats: of calls (tool_calls.py).
+            formats: formats of calls (tool_calls.py).
 
-        The model is told in its chat template's way where that takes tools, in words before the prompt where not; with
-        a chat template a text is a user's message. `calls[i].malformed` has what could not be read. An endpoint takes
-        the calls out of the text itself: then they have no place in it. Raises as `generate`, and ConfigError.
+        The chat template describes the tools, or instructions before the prompt do if it has no place for them; with a
+        chat template a text is a user's message. `calls[i].malformed` has the unreadable calls. An endpoint takes the
+        calls out of the text itself: then they have no place in it. Raises as `generate`, and ConfigError.
         """
         tools = [tool_definition(tool) for tool in available_tools]
         if not tools:
             raise RequestError("available_tools is empty: generate() answers without tools", param="tools")
+        settings = {**options, "max_new_tokens": max_new_tokens}
         if (episode := self._episode()) is not None:
-            found = [self._tool_turn(episode, prompts, tools, formats, {**options, "max_new_tokens": max_new_tokens})]
+            answers = [self._tool_turn(episode, prompts, tools, formats, settings)]
         else:
-            params = explicit_params({**options, "max_new_tokens": max_new_tokens})
-            found = self._loop.run(self._backend.generate_with_tools(as_prompts(prompts), tools, formats, params))
-        return [text for text, _ in found], [calls for _, calls in found]
+            params = explicit_params(settings)
+            answers = self._loop.run(self._backend.generate_with_tools(as_prompts(prompts), tools, formats, params))
+        return [text for text, _ in answers], [calls for _, calls in answers]
 
     def close(self) -> None:
-        """Ends the module's threads, its own engine included; what was under way raises EngineUnavailableError."""
+        """End the module's threads, and its own engine; running requests raise EngineUnavailableError."""
         self._finalizer()
 
     def __enter__(self) -> "InferenceModule":
@@ -323,10 +321,10 @@ class InferenceModule:
         params = explicit_params(options)
         wants_logits = bool(options.get("return_logits"))
         if wants_logits and self.client is None:
-            raise RequestError("return_logits needs the model in this process: no OpenAI endpoint gives logits")
+            raise RequestError("return_logits needs the model in this process: an OpenAI endpoint returns none")
         logprobs = bool(options.get("return_logprobs"))
-        found = await self._backend.generate(as_prompts(prompts), params, logprobs=logprobs)
-        answers = [answer for each in found for answer in each]
+        by_prompt = await self._backend.generate(as_prompts(prompts), params, logprobs=logprobs)
+        answers = [answer for each in by_prompt for answer in each]
         logits = None
         if wants_logits:
             pairs = [(answer.prompt_token_ids or (), answer.token_ids or ()) for answer in answers]
@@ -334,8 +332,7 @@ class InferenceModule:
         return GenerationResult.of(answers, logprobs=logprobs, logits=logits)
 
     def _episode(self) -> Episode | None:
-        """The episode that the calling code belongs to, where this module is its policy, or was when it began and has
-        been given an adapter by training since."""
+        """Return the caller's episode if this module is its policy, or was before training gave it an adapter."""
         episode = CURRENT.get()
         if episode is None or episode.client is not (self if self.client is None else self.client):
             return None
@@ -346,12 +343,13 @@ class InferenceModule:
         self, episode: Episode, prompts: Any, tools: Any, formats: Any, options: Mapping[str, Any]
     ) -> tuple[str, ParsedCalls]:
         prompt, params = _one_turn(prompts, options)
-        told, given = told_of(prompt, tools, self.tokenizer)
+        prompt, template_tools = prompt_with_tools(prompt, tools, self.tokenizer)
         own = own_format(self.tokenizer)
-        asked = {**params, **({"tools": given} if given else {})}
+        if template_tools:
+            params["tools"] = template_tools
         if own is not None:  # its markers may be special tokens
-            asked["skip_special_tokens"] = False
-        text = episode.generate(told, asked).text
+            params["skip_special_tokens"] = False
+        text = episode.generate(prompt, params).text
         return text, parse_tool_calls(text, tools, formats, own=own)
 
 
@@ -370,14 +368,16 @@ def _end(loop: LoopThread, backend: Backend, engine: EngineThread | None) -> Non
 
 
 def _one_turn(prompts: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The prompt and the parameters of an episode's turn. Raises RolloutRejectedError."""
-    found, params = as_prompts(prompts), explicit_params(options)
-    if len(found) != 1 or params.pop("n", 1) != 1 or options.get("return_logits"):
-        raise RolloutRejectedError("inside an episode generate() takes one prompt and gives one answer, without logits")
-    if not isinstance(found[0], str) and not is_messages(found[0]):
+    """Return the prompt and the parameters of an episode's turn. Raises RolloutRejectedError."""
+    entries, params = as_prompts(prompts), explicit_params(options)
+    if len(entries) != 1 or params.pop("n", 1) != 1 or options.get("return_logits"):
+        raise RolloutRejectedError(
+            "inside an episode generate() takes one prompt and returns one answer, without logits"
+        )
+    if not isinstance(entries[0], str) and not is_messages(entries[0]):
         raise RolloutRejectedError("inside an episode a prompt is a text or a list of messages, not token ids")
-    return found[0], params
+    return entries[0], params
 
 
 def _turn(completion: Completion, options: Mapping[str, Any]) -> GenerationResult:
-    return GenerationResult.of([Answer.of(completion)], logprobs=bool(options.get("return_logprobs")), logits=None)
+    return GenerationResult.of([Generation.of(completion)], logprobs=bool(options.get("return_logprobs")), logits=None)

@@ -1,8 +1,8 @@
-"""The backend of `InferenceModule` for other servers: any OpenAI-compatible endpoint. No MLX.
+"""The backend of `InferenceModule` for any OpenAI-compatible endpoint. No MLX.
 
-What OpenAI's own protocol lacks is asked for in vLLM's way, which this project's server speaks too: token ids
-(`return_token_ids`; an endpoint that refuses the field is asked without it from then on, and gives no ids), spans of
-policy versions, /tokenize, and `echo` with log-probabilities. Nothing is cached: who publishes there is not known.
+vLLM's extensions, which this project's server has too, add to OpenAI's protocol: token ids (`return_token_ids`; once an
+endpoint refuses the field, requests leave it out), spans of policy versions, /tokenize, and `echo` with
+log-probabilities. Nothing is cached, because the endpoint's weights may change at any time.
 """
 
 import asyncio
@@ -15,9 +15,8 @@ import numpy as np
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import EndpointError, RequestError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
-from mlx_parallm.execution.tool_calls import MalformedCall, ParsedCalls, ToolCall, parse_tool_calls
-from mlx_parallm.execution.tool_definitions import openai_tools
-from mlx_parallm.inference.types import MAX_NEW_TOKENS, Answer, Prompt, Response, is_messages
+from mlx_parallm.execution.tool_calls import MalformedCall, ParsedCalls, ToolCall, openai_tools, parse_tool_calls
+from mlx_parallm.inference.types import MAX_NEW_TOKENS, Generation, Prompt, Response, is_messages
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("inference")
@@ -26,60 +25,60 @@ log = get_logger("inference")
 class OpenAIBackend:
     """
     Args:
-        model: the name that requests carry.
-        open_endpoint: makes a connection to a base URL.
+        model: the model's name in requests.
+        open_endpoint: opens a connection to a base URL.
     """
 
     def __init__(self, model: str, base_url: str, open_endpoint: Callable[[str], OpenAIEndpoint]) -> None:
         self._model = model
         self._endpoint = open_endpoint(base_url)
         root = self._endpoint.base_url.removesuffix("/v1")
-        self._root = open_endpoint(root)  # /tokenize lies there
+        self._root = open_endpoint(root)  # of /tokenize
         self._gives_token_ids = True
-        self.completion_tokens = 0  # of all answers so far, as the endpoint counts them
+        self.completion_tokens = 0  # of all answers so far, by the endpoint's count
 
     async def generate(
         self, prompts: Sequence[Prompt], params: Mapping[str, Any], *, logprobs: bool
-    ) -> list[list[Answer]]:
-        asked = (self._answers(prompt, _body(params, number), logprobs) for number, prompt in enumerate(prompts))
-        return await _all(asked)
+    ) -> list[list[Generation]]:
+        return await _all(
+            self._answers(prompt, _body(params, number), logprobs) for number, prompt in enumerate(prompts)
+        )
 
     async def generate_with_tools(
         self, prompts: Sequence[Prompt], tools: Sequence[Mapping[str, Any]], formats: Any, params: Mapping[str, Any]
     ) -> list[tuple[str, ParsedCalls]]:
-        """With the endpoint's own `tools`: it takes the calls out of the text, so theirs are empty places at its end.
-        Calls that it left in the text are found as in any."""
+        """Use the endpoint's own `tools`. It takes the calls out of the text, so they have an empty place at its end.
+        Calls that it leaves in the text are parsed as usual."""
         parse_tool_calls("", tools, formats)
         bodies = []
         for number, prompt in enumerate(prompts):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             if not is_messages(messages):
-                raise RequestError("tools: an endpoint tells a model of tools in a chat, which token ids are not")
+                raise RequestError("tools: an endpoint needs a text or messages, not token ids")
             bodies.append({"messages": list(messages), "tools": openai_tools(tools), **_body(params, number)})
         replies = await _all(self._post("/chat/completions", body) for body in bodies)
         return [_called(choice, tools, formats) for reply in replies for choice in _choices(reply)]
 
     async def logprobs(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[np.ndarray]:
         """Raises EndpointError: the endpoint lacks /tokenize, or does not score prompts. RequestError: a prompt is
-        empty, so that nothing precedes the first token."""
+        empty, so nothing precedes the first token."""
         return await _all(self._score(*pair) for pair in zip(prompts, responses, strict=True))
 
     async def logits(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[np.ndarray]:
-        raise RequestError("get_logits needs the model in this process: no OpenAI endpoint gives logits")
+        raise RequestError("get_logits needs the model in this process: an OpenAI endpoint returns none")
 
     async def aclose(self) -> None:
         await self._endpoint.aclose()
         await self._root.aclose()
 
-    async def _answers(self, prompt: Prompt, body: dict[str, Any], logprobs: bool) -> list[Answer]:
-        asked: dict[str, Any]
+    async def _answers(self, prompt: Prompt, body: dict[str, Any], logprobs: bool) -> list[Generation]:
         if is_messages(prompt):
-            asked = {"logprobs": True} if logprobs else {}
-            reply = await self._post("/chat/completions", {"messages": list(prompt), **body, **asked})
+            scores: dict[str, Any] = {"logprobs": True} if logprobs else {}
+            reply = await self._post("/chat/completions", {"messages": list(prompt), **body, **scores})
         else:
-            asked = {"logprobs": 0} if logprobs else {}
-            given = prompt if isinstance(prompt, str) else list(prompt)
-            reply = await self._post("/completions", {"prompt": given, **body, **asked})
+            scores = {"logprobs": 0} if logprobs else {}
+            text_or_ids = prompt if isinstance(prompt, str) else list(prompt)
+            reply = await self._post("/completions", {"prompt": text_or_ids, **body, **scores})
         self.completion_tokens += (reply.get("usage") or {}).get("completion_tokens") or 0
         return [_answer(choice, reply, logprobs=logprobs) for choice in _choices(reply)]
 
@@ -91,7 +90,7 @@ class OpenAIBackend:
             except EndpointError as error:
                 if error.status not in (400, 422) or "return_token_ids" not in str(error):
                     raise
-                log.info("the endpoint gives no token ids", url=self._endpoint.base_url)
+                log.info("the endpoint returns no token ids", url=self._endpoint.base_url)
                 self._gives_token_ids = False
         return await self._endpoint.post(path, body)
 
@@ -113,18 +112,18 @@ class OpenAIBackend:
 
     async def _tokens(self, text: Prompt, *, special: bool) -> list[int]:
         if isinstance(text, str):
-            asked: dict[str, Any] = {"prompt": text, "add_special_tokens": special}
+            body: dict[str, Any] = {"prompt": text, "add_special_tokens": special}
         elif is_messages(text):
-            asked = {"messages": list(text)}
+            body = {"messages": list(text)}
         else:
             return list(text)  # type: ignore[arg-type]
         try:
-            reply = await self._root.post("/tokenize", {"model": self._model, **asked})
+            reply = await self._root.post("/tokenize", {"model": self._model, **body})
         except EndpointError as error:
             if error.status in (404, 405):
                 raise EndpointError(
-                    f"get_logprobs of texts needs /tokenize, as vLLM and mlx_parallm have it ({error}); "
-                    "give token ids instead",
+                    f"get_logprobs of texts needs /tokenize, which vLLM and mlx_parallm have ({error}); "
+                    "pass token ids instead",
                     status=error.status,
                 ) from error
             raise
@@ -132,7 +131,7 @@ class OpenAIBackend:
 
 
 async def _all(coroutines: Any) -> list[Any]:
-    """The first failure ends the others."""
+    """Return the results; the first failure cancels the others."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -151,23 +150,23 @@ def _body(params: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _choices(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """In the order of their numbers. Raises EndpointError."""
+    """Return the choices in order. Raises EndpointError."""
     choices = reply.get("choices")
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, dict) for choice in choices):
         raise EndpointError(f"the endpoint's answer has no choices: {reply!r:.200}")
     return sorted(choices, key=lambda choice: choice.get("index", 0))
 
 
-def _answer(choice: Mapping[str, Any], reply: Mapping[str, Any], *, logprobs: bool) -> Answer:
-    message, given = choice.get("message"), choice.get("logprobs") or {}
+def _answer(choice: Mapping[str, Any], reply: Mapping[str, Any], *, logprobs: bool) -> Generation:
+    message, block = choice.get("message"), choice.get("logprobs") or {}
     text = (message.get("content") if isinstance(message, dict) else choice.get("text")) or ""
-    scores = given.get("token_logprobs")
-    if given.get("content") is not None:
-        scores = [entry["logprob"] for entry in given["content"]]
+    scores = block.get("token_logprobs")
+    if block.get("content") is not None:
+        scores = [entry["logprob"] for entry in block["content"]]
     if logprobs and scores is None:
-        raise EndpointError("the endpoint gives no log-probabilities of its answers")
+        raise EndpointError("the endpoint returns no log-probabilities of its answers")
     prompt_token_ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
-    return Answer(
+    return Generation(
         text=text,
         token_ids=None if choice.get("token_ids") is None else tuple(choice["token_ids"]),
         logprobs=None if scores is None else tuple(scores),
@@ -189,7 +188,7 @@ def _called(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], forma
         try:
             arguments = json.loads(call["function"].get("arguments") or "{}")
             if not isinstance(arguments, dict):
-                raise TypeError("its arguments are no object")
+                raise TypeError("its arguments are not an object")
             calls.append(ToolCall(call["function"]["name"], arguments, "", len(text), len(text)))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             malformed.append(MalformedCall(f"{call!r:.200}: {error}", "", len(text), len(text)))

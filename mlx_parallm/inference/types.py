@@ -1,4 +1,4 @@
-"""What `InferenceModule` and its two backends take and give. No MLX."""
+"""Arguments and results of `InferenceModule` and its two backends. No MLX."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from mlx_parallm.types import Completion
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int]
-"""Text, which goes to the model as it is; messages, which go through its chat template; or token ids."""
+"""Text, which the model continues as it is; messages, for its chat template; or token ids."""
 
 Response = str | Sequence[int]
 
@@ -19,15 +19,15 @@ MAX_NEW_TOKENS = 256
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of `generate` beside max_new_tokens. What is not set, or None, has the value in brackets."""
+    """Options of `generate` beside max_new_tokens. A missing one, or None, means the value in brackets."""
 
     temperature: float | None  # [1.0]; 0 = greedy
     top_p: float | None  # [1.0]
     top_k: int | None  # [-1 = off]
     do_sample: bool  # [True]; False = greedy, whatever the temperature
-    num_return_sequences: int | None  # [1]; answers to each prompt, which stand side by side in the result
+    num_return_sequences: int | None  # [1]; answers to each prompt, side by side in the result
     stop: str | Sequence[str] | None  # [()]; the text ends before them
-    seed: int | None  # [another one each time]; prompt number i > 0 has one made of it and i
+    seed: int | None  # [random]; prompt number i > 0 derives its own from it and i
     return_logprobs: bool
     return_logits: bool
 
@@ -37,7 +37,7 @@ _SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "num_return_sequ
 
 
 def explicit_params(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the caller has set, by the names of SamplingParams. Raises TypeError: an option that there is not."""
+    """Return the options that are set, by SamplingParams' names. Raises TypeError: there is no such option."""
     if unknown := sorted(options.keys() - GenerateOptions.__annotations__.keys() - {"max_new_tokens"}):
         raise TypeError(f"generate() got an unexpected keyword argument {unknown[0]!r}")
     params = {_NAMES.get(key, key): options[key] for key in _SAMPLING if options.get(key) is not None}
@@ -49,8 +49,8 @@ def explicit_params(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer to one prompt, as a backend gives it; None = the endpoint does not tell."""
+class Generation:
+    """One answer of a backend to one prompt; None = the endpoint does not return it."""
 
     text: str
     token_ids: tuple[int, ...] | None
@@ -61,7 +61,7 @@ class Answer:
     cached: bool = False
 
     @classmethod
-    def of(cls, completion: Completion, prompt_token_ids: tuple[int, ...] | None = None) -> "Answer":
+    def of(cls, completion: Completion, prompt_token_ids: tuple[int, ...] | None = None) -> "Generation":
         return cls(
             completion.text,
             completion.token_ids,
@@ -74,13 +74,13 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class GenerationResult(Sequence[str]):
-    """The answers; as a sequence, their texts. Answer j to prompt i is number i · num_return_sequences + j.
+    """The answers; as a sequence, their texts. Generation j to prompt i is number i · num_return_sequences + j.
 
-    token_ids: what was sampled, the EOS included; None: the endpoint does not tell.
+    token_ids: the sampled ones, EOS included; None: the endpoint does not return them.
     logprobs: with return_logprobs, for each answer [T] float32: log-softmax(logits / temperature) of its tokens before
         top_k and top_p (temperature 0 counts as 1).
-    logits: with return_logits, for each answer [T, vocabulary] float32, of a second forward.
-    metadata: lists with an entry for each answer: "finish_reasons" ("stop", "length"), "policy_versions" (of each
+    logits: with return_logits, for each answer [T, vocabulary] float32, from a second forward pass.
+    metadata: lists with an entry for each answer: "finish_reasons" ("stop", "length"), "policy_versions" (one for each
         token), "prompt_token_ids" (or None), "cached" (answered from the greedy cache).
     """
 
@@ -91,7 +91,9 @@ class GenerationResult(Sequence[str]):
     metadata: dict[str, list[Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, answers: Sequence[Answer], *, logprobs: bool, logits: list[np.ndarray] | None) -> "GenerationResult":
+    def of(
+        cls, answers: Sequence[Generation], *, logprobs: bool, logits: list[np.ndarray] | None
+    ) -> "GenerationResult":
         ids = [answer.token_ids for answer in answers if answer.token_ids is not None]
         return cls(
             [answer.text for answer in answers],
@@ -122,28 +124,28 @@ def is_messages(prompt: Prompt) -> TypeGuard[Messages]:
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """A list of prompts, or one prompt, as a list. Raises RequestError: an entry that is none."""
-    found = [prompts] if _is_prompt(prompts) or isinstance(prompts, Mapping) else list(prompts)
-    for number, prompt in enumerate(found):
+    """Return one prompt, or several, as a list. Raises RequestError: an entry that is no prompt."""
+    entries = [prompts] if _is_prompt(prompts) or isinstance(prompts, Mapping) else list(prompts)
+    for number, prompt in enumerate(entries):
         if not _is_prompt(prompt):
             raise RequestError(
                 f"prompt number {number} is {prompt!r:.80}: expected a text, a list of messages or a list of token ids",
                 param="prompt",
             )
-    return found
+    return entries
 
 
 def as_responses(responses: Any, count: int) -> list[Response]:
-    """Texts or token ids, one for each of `count` prompts; a GenerationResult stands for its token ids.
-    Raises RequestError: another number of them."""
+    """Return texts or token ids, one for each of `count` prompts; a GenerationResult means its token ids.
+    Raises RequestError: there are more or fewer."""
     if isinstance(responses, GenerationResult):
         responses = responses.texts if responses.token_ids is None else responses.token_ids
-    found = [responses] if _is_prompt(responses) else list(responses)
-    if len(found) != count:
+    entries = [responses] if _is_prompt(responses) else list(responses)
+    if len(entries) != count:
         raise RequestError(
-            f"{len(found)} responses to {count} prompts: each response needs its prompt", param="response"
+            f"{len(entries)} responses to {count} prompts: each response needs its prompt", param="response"
         )
-    return found
+    return entries
 
 
 def _is_prompt(value: Any) -> bool:

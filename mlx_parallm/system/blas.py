@@ -1,4 +1,4 @@
-"""Puts a fast BLAS under MLX on Linux CPU, before MLX is imported. Imports no MLX.
+"""Loads a fast BLAS for MLX on Linux CPU, before MLX is imported. Imports no MLX.
 
 MLX's Linux CPU wheel links the reference BLAS (one thread, no SIMD). The dynamic linker resolves `cblas_sgemm` in the
 global scope first, so a library loaded with RTLD_GLOBAL before the first `import mlx.core` takes its place:
@@ -26,7 +26,7 @@ _THREAD_SETTERS = {"mkl": "MKL_Set_Num_Threads", "openblas": "openblas_set_num_t
 
 @dataclass(frozen=True)
 class BlasStatus:
-    """What lies under MLX. `name`: "mkl", "openblas", "reference", "native" (macOS, CUDA), "late" (MLX came first)."""
+    """The BLAS of MLX. `name`: "mkl", "openblas", "reference", "native" (macOS, CUDA), "late" (MLX came first)."""
 
     name: str
     path: str | None = None
@@ -37,12 +37,12 @@ _status: list[BlasStatus] = []  # one entry once `preload_fast_blas` has run
 
 
 def blas_status() -> BlasStatus:
-    """What `preload_fast_blas` found; never loads anything itself."""
+    """Return the result of `preload_fast_blas`, without loading anything."""
     return _status[0] if _status else BlasStatus("reference", advice=FIX)
 
 
 def preload_fast_blas() -> BlasStatus:
-    """Loads MKL or a system OpenBLAS with global symbol visibility. Idempotent; does nothing off Linux CPU."""
+    """Load MKL or a system OpenBLAS with global symbol visibility. Idempotent; does nothing off Linux CPU."""
     if not _status:
         _status.append(_preload())
     return _status[0]

@@ -1,4 +1,4 @@
-"""Files and directories that are either there completely or not at all, also after a kill -9 or a power cut."""
+"""Files and directories that are complete or absent, also after a kill -9 or a power cut."""
 
 import ctypes
 import errno
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from mlx_parallm.errors import CheckpointError
 
-TEMPORARY = ".tmp-"  # in the name of what is not finished; left-overs are removed at the next save
+TEMPORARY = ".tmp-"  # in the names of unfinished files; the next save removes leftovers
 RENAME_SWAP, RENAME_EXCHANGE, AT_FDCWD = 2, 2, -100  # <sys/stdio.h> of macOS, <linux/fs.h>, <fcntl.h>
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file under a temporary name and renames it. Raises CheckpointError; `path` is then untouched."""
+    """Write a file under a temporary name and rename it. Raises CheckpointError; `path` is then untouched."""
     temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -30,10 +30,10 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
-    """Makes a directory: `fill` writes into a temporary one, which is flushed to the disk and renamed.
+    """Make a directory: `fill` writes into a temporary one, which is flushed to the disk and renamed.
 
-    An existing `path` is replaced, in one step where the system can: there is always a complete one of that name.
-    Raises CheckpointError: nothing half-written is left and an existing `path` is untouched.
+    An existing `path` is replaced, in one step if the system can: there is always a complete one of that name.
+    Raises CheckpointError: an existing `path` is then untouched, and nothing is left half-written.
     """
     temporary = path.with_name(f"{path.name}{TEMPORARY}{os.getpid()}")
     old = path.with_name(f"{path.name}{TEMPORARY}old")
@@ -50,7 +50,7 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
                 path.rename(old)
             temporary.rename(path)
         sync(path.parent)
-    except (OSError, RuntimeError) as error:  # MLX says "Unable to write" by RuntimeError
+    except (OSError, RuntimeError) as error:  # MLX raises RuntimeError for "Unable to write"
         if old.exists() and not path.exists():
             old.rename(path)
         raise CheckpointError(f"{path} cannot be written: {error}") from error
@@ -60,8 +60,7 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Whether two names were given to each other's directories. Not where one is missing, or the system, or the file
-    system, cannot."""
+    """Exchange two directories. Return False if one is missing, or the system or the file system cannot."""
     libc, (a, b) = ctypes.CDLL(None), (os.fsencode(one), os.fsencode(other))
     if renamex := getattr(libc, "renamex_np", None):  # macOS
         return bool(renamex(a, b, RENAME_SWAP) == 0)
@@ -70,7 +69,7 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 
 def point(link: Path, target: str) -> None:
-    """Makes `link` a symbolic link to its neighbour `target`, in one rename. Raises CheckpointError."""
+    """Make `link` a symbolic link to its neighbour `target`, in one rename. Raises CheckpointError."""
     temporary = link.with_name(f"{link.name}{TEMPORARY}{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
@@ -83,7 +82,7 @@ def point(link: Path, target: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flushes a file or directory to the disk."""
+    """Flush a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         flush_to_disk(descriptor)
@@ -92,20 +91,20 @@ def sync(path: Path) -> None:
 
 
 def flush_to_disk(descriptor: int) -> None:
-    """fsync that a power cut respects: macOS leaves the drive's own cache alone unless asked. Raises OSError."""
+    """Flush so that a power cut loses nothing: on macOS fsync leaves data in the drive's cache. Raises OSError."""
     full = getattr(fcntl, "F_FULLFSYNC", None)
     if full is not None:
         try:
             fcntl.fcntl(descriptor, full)
             return
         except OSError as error:
-            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):  # a network drive knows fsync only
+            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):  # a network drive has fsync only
                 raise
     os.fsync(descriptor)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes what a killed process left half-written, and puts back what it had moved away to replace it."""
+    """Remove the unfinished files of a killed process, and restore a directory that it was replacing."""
     for path in directory.glob(f"*{TEMPORARY}*"):
         original = path.with_name(path.name.partition(TEMPORARY)[0])
         if path.name.endswith(f"{TEMPORARY}old") and not original.exists():

@@ -1,4 +1,4 @@
-"""What this machine has. MLX is imported inside functions only: `detect` needs none, `mlx_device` asks MLX itself."""
+"""Hardware of this machine. MLX is imported inside functions only: `detect` needs none, `mlx_device` does."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ RANK_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # of mlx.laun
 
 @dataclass(frozen=True)
 class Hardware:
-    """`memory_bytes` is the machine's, `available_bytes` what is free now; on Metal the GPU shares both."""
+    """`memory_bytes` is the machine's memory, `available_bytes` is free now; on Metal the GPU shares both."""
 
     backend: Literal["cpu", "metal", "cuda"]
     processor: str
@@ -29,26 +29,26 @@ class Hardware:
 
 
 def detect() -> Hardware:
-    """This machine, without loading MLX."""
+    """Return this machine's hardware, without loading MLX."""
     memory = psutil.virtual_memory()
     return Hardware(_backend(), platform.machine(), usable_cores(), memory.total, memory.available)
 
 
 def usable_cores() -> int:
-    """Cores this process may run on (containers often allow fewer than the machine has)."""
+    """Return the number of cores for this process (containers often allow fewer than the machine has)."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def launched_rank() -> int | None:
-    """The number that mlx.launch or mpirun gave to this process; None: it was started alone."""
-    given = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), None)
-    return None if given is None else int(given)
+    """Return this process's rank from mlx.launch or mpirun; None: it was started alone."""
+    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), None)
+    return None if rank is None else int(rank)
 
 
 def memory_present() -> tuple[int, int]:
-    """(free now, all there is) in bytes where the model lies: the GPU's memory, or the machine's. Loads MLX."""
+    """Return (free, total) bytes of the memory that holds the model: the GPU's or the machine's. Loads MLX."""
     import mlx.core as mx
 
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
@@ -83,7 +83,7 @@ def kv_cache_bytes(configured: int | None, *, deterministic: bool) -> int | None
 
 
 def mlx_device() -> str:
-    """MLX's default device and its name, e.g. "cpu (AMD EPYC)". Loads MLX."""
+    """Return MLX's default device and its name, e.g. "cpu (AMD EPYC)". Loads MLX."""
     import mlx.core as mx
 
     info = mx.device_info()

@@ -1,8 +1,8 @@
-"""structlog set-up: one line an event on stderr, for people or as JSON; the libraries' `logging` goes the same way.
+"""Logging with structlog: a line for each event on stderr, as text or JSON; `logging` of libraries takes the same way.
 
-`configure_logging` is called once by the daemon; `get_logger` anywhere. Fields bound with `structlog.contextvars` (the
-server binds `request_id`) appear on every line of that task. A `RunLog` gets every line as JSON too. Secrets are hidden
-in both (`redaction`).
+The daemon calls `configure_logging` once; `get_logger` works anywhere. Fields bound with `structlog.contextvars` (the
+server binds `request_id`) appear on every line of that task. A `RunLog` gets every line as JSON too. Both hide secrets
+(`redaction`).
 """
 
 import json as jsonlib
@@ -29,7 +29,7 @@ HELD_LINES = 1000
 
 
 class _StandardError:
-    """Looks `sys.stderr` up at each write: the live display and pytest put their own there."""
+    """Writes to the current `sys.stderr`: the live display and pytest replace it."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
@@ -40,13 +40,13 @@ class _StandardError:
 
 class _File(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk must not flood the terminal with tracebacks: metrics.jsonl ends the run with a message."""
+        """Print nothing: a full disk must not flood the terminal with tracebacks. metrics.jsonl ends the run."""
 
 
 class RunLog:
     """`run.log`: every line of the process as a JSON object, in files of bounded size. Any thread may write.
 
-    Lines that come before `open` are held. As a context manager it records the exception that ends the block.
+    Lines before `open` are kept for it. As a context manager it records the exception that ends the block.
     """
 
     def __init__(self, redactor: Redactor | None = None, *, max_bytes: int = MAX_BYTES) -> None:
@@ -56,7 +56,7 @@ class RunLog:
         self._file: _File | None = None
 
     def open(self, directory: Path) -> None:
-        """Goes on in `directory`/run.log; a file that cannot be opened is not written."""
+        """Append to `directory`/run.log; without a right to open it, nothing is written."""
         try:
             file = _File(directory / RUN_LOG_FILE, maxBytes=self._max_bytes, backupCount=KEPT_FILES, encoding="utf-8")
         except OSError:
@@ -77,7 +77,7 @@ class RunLog:
                 self._emit(self._file, text)
 
     def processor(self, _: Any, level: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        """For structlog: writes a copy of the event and hands the event on."""
+        """Write a copy of the event and return the event, as a structlog processor."""
         copy = structlog.processors.format_exc_info(None, level, dict(event))
         fields = {
             key: value for key, value in copy.items() if not key.startswith("_") and key not in ("level", "event")
@@ -103,7 +103,7 @@ class RunLog:
 def configure_logging(
     json: bool = False, level: str = "info", *, redactor: Redactor | None = None, run_log: RunLog | None = None
 ) -> None:
-    """Sends events of at least `level` (debug, info, warning, error) to stderr, as JSON objects or aligned text.
+    """Send events of at least `level` (debug, info, warning, error) to stderr, as JSON objects or aligned text.
 
     Third-party `logging` records pass from "warning" on ("debug" shows all of them). May be called again.
     """
@@ -146,5 +146,5 @@ def _hidden(redactor: Redactor, key: str, value: Any) -> Any:
 
 
 def get_logger(name: str) -> Any:
-    """A structlog logger; `name` says which part speaks."""
+    """Return a structlog logger; `name` is the field `part` of its lines."""
     return structlog.get_logger(part=name)

@@ -13,7 +13,7 @@ log = get_logger("power")
 
 @contextmanager
 def kept_awake(platform: str = sys.platform) -> Iterator[None]:
-    """Holds a power assertion against idle sleep (`caffeinate -i`); it ends with the block, or with this process."""
+    """Prevent idle sleep (`caffeinate -i`) until the block, or this process, ends."""
     if platform != "darwin":
         yield
         return
@@ -21,7 +21,7 @@ def kept_awake(platform: str = sys.platform) -> Iterator[None]:
     try:
         holder = subprocess.Popen(["caffeinate", "-i", "-w", str(os.getpid())], stdin=quiet, stdout=quiet, stderr=quiet)
     except OSError as error:
-        log.warning("this machine may fall asleep while it trains: caffeinate cannot be run", error=str(error))
+        log.warning("this machine may sleep during training: caffeinate cannot be run", error=str(error))
         yield
         return
     try:

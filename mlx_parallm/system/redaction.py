@@ -1,6 +1,6 @@
-"""Keeps secrets out of what is written: log lines, saved configurations, what trackers are given. No MLX.
+"""Hides secrets in log lines, saved configurations, and data for trackers. No MLX.
 
-A secret is known by its value (the API key, environment variables named *_TOKEN, *_API_KEY, …), by where it stands
+A secret is recognised by its value (the API key, environment variables named *_TOKEN, *_API_KEY, …), by its place
 (`http://user:KEY@host`, `Bearer KEY`, `?token=KEY`), by its form (`hf_…`, `sk-…`), or by the name of its key.
 """
 
@@ -23,12 +23,12 @@ _FORMS = (
 
 
 def environment_secrets() -> list[str]:
-    """Values of the environment variables whose name says that they are secret."""
+    """Return the values of environment variables with a secret's name."""
     return [value for name, value in os.environ.items() if _NAMES.search(name)]
 
 
 class Redactor:
-    """Hides `secrets` and whatever looks like one."""
+    """Hides `secrets` and texts that look like one."""
 
     def __init__(self, secrets: Iterable[str | None] = ()) -> None:
         longest_first = sorted({s for s in secrets if s and len(s) >= SHORTEST}, key=len, reverse=True)
@@ -42,19 +42,19 @@ class Redactor:
         return text
 
     def value(self, value: Any) -> Any:
-        """The same for every string in nested mappings and lists; a string or list under a secret's name goes whole."""
+        """Do the same for every string in nested mappings and lists; a value under a secret's name is hidden whole."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
             return {str(key): self.named(str(key), item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.value(item) for item in value]
-        if isinstance(value, BaseException):  # its repr would escape quotes, and so hide a secret from us
+        if isinstance(value, BaseException):  # its repr would escape quotes, and a secret would not match
             return self.text(f"{type(value).__name__}: {value}")
         return value
 
     def named(self, name: str, value: Any) -> Any:
-        """`value` under the key `name`."""
+        """Do the same for `value` under the key `name`."""
         if _NAMES.search(name) and isinstance(value, str | list | tuple) and value:
             return REDACTED
         return self.value(value)

@@ -1,8 +1,8 @@
-"""Shutdown signals, taken by a thread in `sigwait`. Imports no MLX.
+"""Shutdown signals, which a thread receives in `sigwait`. Imports no MLX.
 
-A Python signal handler runs only when the main thread next executes bytecode, which is after the `mx.eval` it waits in.
-So `cli` calls `block_shutdown_signals` before anything starts a thread (every later thread inherits the mask), and
-`daemon` starts one `ShutdownWatcher`: the first signal calls back, a second one leaves the process at once.
+A Python signal handler runs only when the main thread next executes bytecode, which is after the running `mx.eval`. So
+`cli` calls `block_shutdown_signals` before any thread starts (later threads inherit the mask), and `daemon` starts one
+`ShutdownWatcher`: the first signal calls back, a second one ends the process at once.
 """
 
 import os
@@ -15,18 +15,18 @@ SHUTDOWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def block_shutdown_signals() -> None:
-    """Blocks SIGINT, SIGTERM and SIGHUP in this thread and all it starts; until a watcher runs they stay pending.
+    """Block SIGINT, SIGTERM and SIGHUP in this thread and those it starts; until a watcher runs they stay pending.
 
-    Child processes inherit the mask too: unblock it in whatever is started to be stopped by SIGTERM.
+    Child processes inherit the mask too: unblock it in a child that SIGTERM is to stop.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SHUTDOWN_SIGNALS)
 
 
 class ShutdownWatcher:
-    """Calls `on_first(signal name)` in a thread of its own at the first signal; the second exits with 128 + its number.
+    """Calls `on_first(signal name)` in a new thread at the first signal; the second exits with 128 + its number.
 
     `timeout`, `make` and container runtimes deliver one request twice (to the process and to its group): signals within
-    `same_request_s` seconds of the first count as the first. SIGHUP stays ignored under `nohup`.
+    `same_request_s` seconds count as the first one. SIGHUP stays ignored under `nohup`.
     """
 
     def __init__(self, on_first: Callable[[str], None], *, same_request_s: float = 0.25) -> None:
@@ -36,7 +36,7 @@ class ShutdownWatcher:
         self._thread = threading.Thread(target=self._watch, name="shutdown-watcher", daemon=True)
 
     def start(self) -> None:
-        """Call after `block_shutdown_signals`; a signal that is already pending is delivered now."""
+        """Start the thread, after `block_shutdown_signals`. A pending signal is delivered now."""
         self._thread.start()
 
     def _watch(self) -> None:

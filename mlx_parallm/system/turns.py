@@ -1,10 +1,9 @@
-"""Who comes first where the engine and the trainer share one device (`rl_training.serve_priority`). No MLX.
+"""Priority of the engine and the trainer on one device (`rl_training.serve_priority`). No MLX.
 
-Both submit work as they please. The one that comes second stands back after each piece of work (a decode step, an
-evaluation of a few blocks) for as long as that piece took, while the other has something to do. So the first one has
-the device to itself about half of the time, nobody waits longer than for its own last piece, and nothing can hang.
-"balanced" is between the two: the trainer, whose pieces are the long ones, stands back half as long
-(docs/benchmarks/sharing.md).
+Both submit work at any time. While the other one has work, the one with the lower priority rests after each piece (a
+decode step, an evaluation of a few blocks) for the time that the piece took. So the other one has the device alone
+about half of the time, no rest is longer than the last piece, and nothing can hang. With "balanced" the trainer, whose
+pieces are longer, rests half as long (docs/benchmarks/sharing.md).
 """
 
 import threading
@@ -16,11 +15,11 @@ from typing import Literal
 Priority = Literal["balanced", "serve", "train"]
 
 TRAINER_RESTS = {"balanced": 0.5, "serve": 1.0, "train": 0.0}
-"""How long the trainer stands back after an evaluation, as a share of the evaluation's time."""
+"""The trainer's rest after an evaluation, as a share of the evaluation's time."""
 
 
 class Turns:
-    """`step` and `engine_idle` are the engine thread's, `training` and `after_evaluation` the trainer's."""
+    """The engine thread calls `step` and `engine_idle`, the trainer `training` and `after_evaluation`."""
 
     def __init__(self, priority: Priority = "balanced") -> None:
         self._priority = priority
@@ -31,7 +30,7 @@ class Turns:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step of the engine."""
+        """Enclose a step of the engine."""
         self._engine_idle.clear()
         started = perf_counter()
         yield
@@ -39,12 +38,12 @@ class Turns:
             self._trainer_idle.wait(perf_counter() - started)
 
     def engine_idle(self) -> None:
-        """The engine has nothing to do."""
+        """Note that the engine has no work."""
         self._engine_idle.set()
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Around a training step."""
+        """Enclose a training step."""
         self._trainer_idle.clear()
         self._resumed = perf_counter()
         try:
@@ -53,7 +52,7 @@ class Turns:
             self._trainer_idle.set()
 
     def after_evaluation(self) -> None:
-        """Between two evaluations of the trainer."""
+        """Rest between two evaluations of the trainer, if the priority wants it."""
         if rest := TRAINER_RESTS[self._priority] * (perf_counter() - self._resumed):
             self._engine_idle.wait(rest)
         self._resumed = perf_counter()

@@ -136,7 +136,7 @@ def test_nobody_there(quick: None) -> None:
         pass
     with pytest.raises(EndpointError, match=r"cannot be reached: .*\(tried 2 times\)"):
         post(url, retries=1)
-    with pytest.raises(EndpointError, match="is no URL"):
+    with pytest.raises(EndpointError, match="is not a URL"):
         OpenAIEndpoint("127.0.0.1:8000")
 
 

@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.tool_calls import FORMATS, OwnFormat, ParsedCalls, parse_tool_calls
-from mlx_parallm.execution.tool_definitions import openai_tools, tool_definition, with_instructions
+from mlx_parallm.execution.tool_calls import (
+    FORMATS,
+    OwnFormat,
+    ParsedCalls,
+    openai_tools,
+    parse_tool_calls,
+    tool_definition,
+    with_instructions,
+)
 
 OWN = OwnFormat(("<tool_call>", "</tool_call>"), lambda text, tools: json.loads(text))
 ENDLESS = OwnFormat(("[TOOL_CALLS]", ""), lambda text, tools: json.loads(text))
@@ -98,11 +105,11 @@ def test_a_models_own_format_goes_before_the_others() -> None:
     ("text", "reason"),
     [
         ('<tool_call>{"name": "f", "arguments": {"q": "search(1)"}</tool_call>', "own format"),
-        ('```json\n{"tool": "f", "arguments": {"x": }}\n```', "no JSON"),
+        ('```json\n{"tool": "f", "arguments": {"x": }}\n```', "not JSON"),
         ('```json\n{"tool": "f", "arguments": [1]}\n```', "no object"),
         ('```json\n{"tool": "", "arguments": {}}\n```', "the tool's name is ''"),
         ('```json\n[{"tool": "f"}, 3]\n```', "something else"),
-        ('```json\n{"tool": "f", "arguments": {"x": NaN}}\n```', "NaN is no JSON"),
+        ('```json\n{"tool": "f", "arguments": {"x": NaN}}\n```', "NaN is not JSON"),
         ("<invoke><parameter name='x'>1</parameter></invoke>", "has no name"),
         ('<invoke name="f">hello</invoke>', "between the parameters stands 'hello'"),
         ('<invoke name="f"><parameter>1</parameter></invoke>', "a parameter has no name"),
@@ -111,8 +118,8 @@ def test_a_models_own_format_goes_before_the_others() -> None:
         ("USE_TOOL[](1)", "names no tool"),
         ("search(query='a", "not closed"),
         ("now(1, 2)", "2 arguments without a name, 0 known parameters"),
-        ("search('a', query='b')", "comes twice"),
-        ("search(*words)", "with a star"),
+        ("search('a', query='b')", "is repeated"),
+        ("search(*words)", "has a star"),
         ("search(a b)", "no arguments"),
         ("search(1)(2", "not closed"),
     ],

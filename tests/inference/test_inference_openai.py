@@ -59,9 +59,9 @@ def test_scores_are_those_of_the_engine(here: InferenceModule, remote: Inference
 
 
 def test_what_an_endpoint_cannot_do_is_said(remote: InferenceModule) -> None:
-    with pytest.raises(RequestError, match="no OpenAI endpoint gives logits"):
+    with pytest.raises(RequestError, match="an OpenAI endpoint returns none"):
         remote.get_logits(SUM, "85")
-    with pytest.raises(RequestError, match="no OpenAI endpoint gives logits"):
+    with pytest.raises(RequestError, match="an OpenAI endpoint returns none"):
         remote.generate(SUM, return_logits=True)
     assert (remote.client, remote.tokenizer, remote.adapter, remote.max_model_len) == (None, None, None, None)
     with pytest.raises(EndpointError, match="maximum context length") as refused:
@@ -160,7 +160,7 @@ def test_an_endpoint_without_token_ids_is_asked_without() -> None:
         assert other == {**one, "seed": other["seed"]} and isinstance(other["seed"], int) and other["seed"] != 7
         with pytest.raises(EndpointError, match="top_k"):
             remote.generate("a", top_k=3)
-        with pytest.raises(EndpointError, match="gives no log-probabilities"):
+        with pytest.raises(EndpointError, match="returns no log-probabilities"):
             remote.generate("a", return_logprobs=True)
         with pytest.raises(EndpointError, match="needs /tokenize"):
             remote.get_logprobs("a", "b")

@@ -109,7 +109,7 @@ def test_the_page_has_every_answer_and_no_script(server: Any, config: Path, tmp_
     [
         (["--url", "http://127.0.0.1:1/v1"], "cannot be reached"),
         (["--url", "{server}/v1", "--model", "nobody"], "every answer failed: .*The model 'nobody' does not exist"),
-        (["--url", "not-a-url"], "is no URL"),
+        (["--url", "not-a-url"], "is not a URL"),
         (["--problems", "0"], "evaluation.problems is 0"),
         (["--set", "evaluation.greedy=false", "--samples", "0"], "neither greedy answers nor samples"),
     ],

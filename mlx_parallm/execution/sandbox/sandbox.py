@@ -1,15 +1,14 @@
-"""Runs code that nobody has read (a model's answers) in a process of its own, with its doors closed. No MLX.
+"""Runs untrusted code (a model's answers) in a restricted process. No MLX.
 
-`Sandbox.run` → `sandbox_launcher.py`, which closes what the kernel lets it → the code. Four protections:
+`Sandbox.run` → `sandbox_launcher.py`, which applies the kernel's restrictions → the code. Four protections:
 
-    files      nothing can be read but the system's libraries and the interpreter, nothing written but a directory of
-               its own, which is gone afterwards
+    files      the code reads only the system's libraries and the interpreter, and writes only to a temporary directory
     network    no connection to anywhere, this machine included
-    processes  no other process can be seen or signalled, and nothing that the code starts outlives it
+    processes  the code sees and signals no other process, and no process that it starts outlives it
     limits     of memory, CPU time, processes, open files and written bytes
 
-`Sandbox()` tries the ways of this machine once and refuses to be made where one of `require` would be lacking; each run
-checks again before the code starts. The time-out, and the output, which is cut while it is read, always hold.
+`Sandbox()` tries the ways of this machine once and raises if one of `require` is missing; each run checks again before
+the code starts. The time-out and the limit of the output always hold.
 """
 
 import asyncio
@@ -53,11 +52,11 @@ TRIAL_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class SandboxRun:
-    """What came of one run."""
+    """The result of one run."""
 
-    outcome: Outcome  # "output": more of it than output_kb; "memory": too much (macOS; elsewhere a MemoryError)
+    outcome: Outcome  # "output": over output_kb; "memory": over memory_mb (macOS; elsewhere a MemoryError)
     returncode: int | None  # negative: the signal that ended it; None unless it "ended"
-    stdout: str  # as far as it was read
+    stdout: str  # up to the limit
     stderr: str
     seconds: float  # wall time, the start of the process included
     protections: frozenset[str]  # in force during this run
@@ -77,9 +76,9 @@ class _Limits:
 
 
 class Sandbox:
-    """Runs programs of Python (the standard library of the interpreter under this one's virtual environment) and bash.
+    """Run programs of Python (the standard library of the interpreter under this one's virtual environment) and bash.
 
-    `protections`: those in force here (on macOS bash lacks "processes", since it has to fork). Thread-safe.
+    `protections`: those in force here (on macOS bash lacks "processes", because it has to fork). Thread-safe.
     """
 
     def __init__(
@@ -95,21 +94,21 @@ class Sandbox:
     ) -> None:
         """
         Args:
-            timeout_s: wall time of a run, after which it is killed with all that it started.
+            timeout_s: wall time after which a run is killed, with all processes that it started.
             memory_mb: address space of each of its processes.
-            processes: and threads, at once.
-            disk_mb: all that it writes (without namespaces: of each file).
-            output_kb: of stdout and of stderr; more ends the run.
-            concurrency: runs at once, others wait; default: one a core.
-            require: protections without which nothing is run.
+            processes: processes and threads at once.
+            disk_mb: bytes that it may write (without namespaces: to each file).
+            output_kb: bytes of stdout and of stderr; more ends the run.
+            concurrency: runs at once, others wait; default: one for each core.
+            require: protections without which no code runs.
 
-        Raises ConfigError: a value that makes no sense, or a required protection that this machine does not give.
+        Raises ConfigError: a value out of range, or a required protection that this machine does not have.
         """
         if unknown := sorted(set(require) - set(PROTECTIONS)):
             raise ConfigError(f"sandbox: require: there is no {unknown[0]!r}; choose from {', '.join(PROTECTIONS)}")
         least = {"timeout_s": 0.1, "memory_mb": LEAST_MEMORY_MB, "processes": 1, "disk_mb": 1, "output_kb": 1}
-        given = {"timeout_s": timeout_s, "memory_mb": memory_mb, "processes": processes, "disk_mb": disk_mb}
-        for name, value in (given | {"output_kb": output_kb}).items():
+        values = {"timeout_s": timeout_s, "memory_mb": memory_mb, "processes": processes, "disk_mb": disk_mb}
+        for name, value in (values | {"output_kb": output_kb}).items():
             if not value >= least[name]:
                 raise ConfigError(f"sandbox: {name} = {value}; it has to be {least[name]} or more")
         concurrency = (os.cpu_count() or 1) if concurrency is None else concurrency
@@ -122,40 +121,40 @@ class Sandbox:
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="sandbox")
 
     def run(self, code: str, *, language: Language = "python", stdin: str = "") -> SandboxRun:
-        """Runs a program to its end, or to a limit; blocks for at most `timeout_s` + 1 s once it has its turn.
+        """Run a program to its end, or to a limit. Blocks for at most `timeout_s` + 1 s after its turn has come.
 
-        Raises SandboxError: it could not be run (no process, no memory, a required protection lacking this time).
+        Raises SandboxError: the program could not start (no process, no memory, a missing protection).
         """
         with self._slots:
             return _run(self._way, self._limits, self._require, code, language, stdin)
 
     async def arun(self, code: str, *, language: Language = "python", stdin: str = "") -> SandboxRun:
-        """`run`, without blocking the event loop. Cancelled, it leaves the program to its time-out."""
+        """Do the same without blocking the event loop. After a cancellation the program runs until its time-out."""
         work = functools.partial(self.run, code, language=language, stdin=stdin)
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
 def _way_with(require: frozenset[str]) -> tuple[str, frozenset[str]]:
-    """The first way with all of `require`, and its protections. Raises ConfigError."""
+    """Return the first way with all of `require`, and its protections. Raises ConfigError."""
     tried: dict[str, tuple[frozenset[str] | None, str]] = {}
     for way in WAYS:
         protections, _ = tried[way] = _trial(way)
         if protections is not None and require <= protections:
             return way, protections
-    best = max((given or frozenset() for given, _ in tried.values()), key=lambda given: len(given & require))
-    lacking = ", ".join(name for name in PROTECTIONS if name in require - best)
+    best = max((names or frozenset() for names, _ in tried.values()), key=lambda names: len(names & require))
+    missing = ", ".join(name for name in PROTECTIONS if name in require - best)
     reasons = "; ".join(f"{way}: {why}" for way, (_, why) in tried.items())
-    if all(given is None for given, _ in tried.values()):
-        raise ConfigError(f"the sandbox can run nothing on this machine ({reasons})")
+    if all(names is None for names, _ in tried.values()):
+        raise ConfigError(f"the sandbox cannot run code on this machine ({reasons})")
     raise ConfigError(
-        f"the sandbox cannot close {lacking} on this machine ({reasons}); to run code all the same, leave it out of"
+        f"the sandbox has no protection of {missing} on this machine ({reasons}); to run without it, remove it from"
         f" require = {json.dumps(PROTECTIONS)} (docs/reward_parts.md)"
     )
 
 
 @functools.cache
 def _trial(way: str) -> tuple[frozenset[str] | None, str]:
-    """What a way gives on this machine, None where nothing can be run; and what it lacks, with the reasons."""
+    """Return the protections of a way on this machine, None if it runs no code; and which ones are missing, and why."""
     limits = _Limits(TRIAL_S, 512 << 20, 16, 1 << 20, 1 << 20)
     try:
         run = _run(way, limits, frozenset(), "pass", "python", "")
@@ -193,7 +192,7 @@ def _run(way: str, limits: _Limits, require: frozenset[str], code: str, language
 def _start(
     command: list[str], specification: Mapping[str, Any], limits: _Limits
 ) -> tuple[Outcome | None, int, list[bytes]]:
-    """Why it was cut off, the launcher's exit code, and what was written to stdout, stderr and the report."""
+    """Return the limit that ended it, the launcher's exit code, and the bytes of stdout, stderr and the report."""
     reading, writing = os.pipe()
     try:
         process = subprocess.Popen(
@@ -225,7 +224,7 @@ def _start(
 
 
 def _read(process: "subprocess.Popen[bytes]", streams: Mapping[int, bytearray], limits: _Limits) -> Outcome | None:
-    """Reads until all is closed, which is when nothing lives any more; ends the run at a limit."""
+    """Read until all streams are closed, which means that no process is left; end the run at a limit."""
     cut: Outcome | None = None
     end = time.monotonic() + limits.timeout_s + (0.0 if MACOS else GRACE_S)  # Linux: the launcher's own comes first
     with selectors.DefaultSelector() as selector:
@@ -255,7 +254,7 @@ def _read(process: "subprocess.Popen[bytes]", streams: Mapping[int, bytearray], 
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> float:
-    """Asks the launcher to end what it has started; when its time for that is up."""
+    """Ask the launcher to end what it has started. Returns when its time for that is over (time.monotonic)."""
     process.terminate()
     return time.monotonic() + GRACE_S
 
@@ -268,34 +267,35 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory of a process and its descendants."""
+    """Return the memory of a process and its descendants in bytes."""
     try:
         process = psutil.Process(pid)
         return sum(int(one.memory_info().rss) for one in (process, *process.children(recursive=True)))
     except psutil.Error:
-        return 0  # it has ended meanwhile
+        return 0  # it has ended
 
 
 def _result(cut: Outcome | None, returncode: int, streams: list[bytes], seconds: float) -> SandboxRun:
     stdout, stderr, reported = streams
-    said: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for line in reported.splitlines():
-        said |= json.loads(line)
-    if "error" in said:
-        raise SandboxError(said["error"])
-    if said.get("missing"):
-        raise SandboxError(f"the sandbox cannot close {', '.join(said['missing'])}: {said['lacking'] or 'bash forks'}")
-    code = said.get("exit", returncode if MACOS else None)
-    outcome: Outcome = cut or ("timeout" if "exit" not in said and said.get("timeout") else "ended")
-    if "protections" not in said or (outcome == "ended" and code is None):
+        report |= json.loads(line)
+    if "error" in report:
+        raise SandboxError(report["error"])
+    if report.get("missing"):
+        names = ", ".join(report["missing"])
+        raise SandboxError(f"the sandbox has no protection of {names}: {report['lacking'] or 'bash forks'}")
+    code = report.get("exit", returncode if MACOS else None)
+    outcome: Outcome = cut or ("timeout" if "exit" not in report and report.get("timeout") else "ended")
+    if "protections" not in report or (outcome == "ended" and code is None):
         raise SandboxError(f"the sandbox ended with {returncode}: {stderr.decode(errors='replace').strip()[-300:]}")
     texts = [text.decode(errors="replace") for text in (stdout, stderr)]
     ended = code if outcome == "ended" else None
-    return SandboxRun(outcome, ended, texts[0], texts[1], seconds, frozenset(said["protections"]))
+    return SandboxRun(outcome, ended, texts[0], texts[1], seconds, frozenset(report["protections"]))
 
 
 def _profile(directory: str, prefixes: list[str], language: Language) -> str:
-    """For sandbox-exec; of several rules that match, the last one decides. Written from Apple's own profiles."""
+    """Return a profile for sandbox-exec, written from Apple's own ones. The last rule that matches decides."""
 
     def places(*paths: str) -> str:
         return " ".join(f"(subpath {json.dumps(path)})" for path in paths)

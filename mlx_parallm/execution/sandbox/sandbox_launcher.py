@@ -1,19 +1,20 @@
-"""The process that closes the doors and then runs the code: started by `sandbox.py` under `python -I -S`. No MLX.
+"""The process that restricts itself and then runs the code: `sandbox.py` starts it with `python -I -S`. No MLX.
 
     sandbox.Sandbox → this → (namespaces: the first process of a pid namespace →) the code
 
-It is given a specification as JSON on its standard input and a descriptor to report on, a JSON object a line. The ways:
+It reads a specification as JSON from its standard input and writes its report, a JSON object in each line, to a
+descriptor. The ways:
 
-    namespaces   Linux, as root or in a user namespace: a root file system of its own (a tmpfs into which the system's
-                 libraries and the interpreter are bound, read-only), no network device, a pid namespace whose end kills
-                 all that is in it
-    landlock     Linux where those are not allowed (in most containers): Landlock for files, seccomp for sockets and
-                 signals, and a child subreaper, whose orphans come back to it to be killed
-    seatbelt     macOS: `sandbox-exec` is around this process; nothing is left to do but the limits
+    namespaces   Linux, as root or in a user namespace: a root file system of its own (a tmpfs with read-only binds of
+                 the system's libraries and the interpreter), no network device, and a pid namespace, whose end kills
+                 all its processes
+    landlock     Linux without namespaces (most containers): Landlock for files, seccomp for sockets and signals, and a
+                 child subreaper, which gets orphans back and kills them
+    seatbelt     macOS: `sandbox-exec` is around this process, which sets the limits only
 
-Root becomes a user that nobody is, or RLIMIT_NPROC would not count. That user may have no right to enter the home that
-the interpreter lies in: with namespaces it is bound to where he may; with Landlock he keeps the one capability to
-read, which then reaches no further than Landlock lets it.
+Root becomes an unused user, because RLIMIT_NPROC does not count root's processes. That user may have no right to enter
+the home with the interpreter. Namespaces bind the interpreter to a place where it may; with Landlock the user keeps the
+one capability to read, which then reaches no further than Landlock's rules.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ COMMANDS = {
 ALL = ("files", "network", "processes", "limits")
 
 
-class Stop(BaseException):
-    """SIGALRM: the time is up. SIGTERM: `sandbox.py` has seen enough."""
+class StopRequest(BaseException):
+    """SIGALRM: the time is up. SIGTERM: `sandbox.py` ends the run."""
 
 
 def main() -> None:
@@ -94,18 +95,18 @@ def main() -> None:
     os.umask(0o022)
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGALRM, _stop)
-    uid = FIRST_UID + os.getpid() % UIDS if os.getuid() == 0 else None  # his processes are counted apart
+    uid = FIRST_UID + os.getpid() % UIDS if os.getuid() == 0 else None  # RLIMIT_NPROC counts its processes alone
     way = {"namespaces": in_namespaces, "landlock": in_landlock, "seatbelt": in_seatbelt}[specification["way"]]
     try:
         way(specification, status, uid)
     except OSError as error:
         report(status, error=str(error))
-    except Stop as stop:
+    except StopRequest as stop:
         report(status, timeout=stop.args[0] == signal.SIGALRM)
 
 
 def _stop(number: int, _frame: Any) -> NoReturn:
-    raise Stop(number)
+    raise StopRequest(number)
 
 
 def in_namespaces(specification: Mapping[str, Any], status: int, uid: int | None) -> None:
@@ -161,7 +162,7 @@ def enter_namespaces() -> None:
 
 
 def make_root(root: str, prefixes: list[str], disk: int) -> None:
-    """Makes `root` the root directory: what is read-only from outside, and a /tmp, all writes together `disk` bytes."""
+    """Make `root` the root directory: read-only binds from outside, and a /tmp; all writes together `disk` bytes."""
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes=16384,mode=755")
     for path in (*SYSTEM, *prefixes):
@@ -176,7 +177,7 @@ def make_root(root: str, prefixes: list[str], disk: int) -> None:
 
 
 def bind(path: str, root: str, attributes: int) -> None:
-    """Shows `path` below `root`, unless it is there already; a link stays a link."""
+    """Bind `path` below `root`, unless it is there already; a link stays a link."""
     target = root + path
     if os.path.lexists(target) or not os.path.lexists(path):
         return
@@ -199,7 +200,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, data: s
 
 
 def execute(specification: Mapping[str, Any], status: int, uid: int | None) -> NoReturn:
-    """Becomes the code, in the working directory; only what still has to be closed is closed here."""
+    """Apply the remaining restrictions, and become the code, in the working directory."""
     if specification["way"] != "seatbelt":  # where this is the launcher itself, and leads a session already
         os.setsid()  # or a signal to "my process group" would reach the launcher
     name, arguments = COMMANDS[specification["language"]]
@@ -230,8 +231,8 @@ def execute(specification: Mapping[str, Any], status: int, uid: int | None) -> N
         raise OSError(error.errno, f"{program} cannot be executed: {os.strerror(error.errno or 0)}") from error
 
 
-def write_files(name: str, code: str, given: str) -> None:
-    for path, text in ((name, code), ("stdin", given)):
+def write_files(name: str, code: str, stdin: str) -> None:
+    for path, text in ((name, code), ("stdin", stdin)):
         with open(path, "wb") as file:
             file.write(text.encode(errors="replace"))
     os.dup2(os.open("stdin", os.O_RDONLY), 0)
@@ -253,19 +254,19 @@ def set_limits(specification: Mapping[str, Any], uid: int | None) -> None:
 
 
 def tasks_of(uid: int) -> int:
-    """Threads of a user, which RLIMIT_NPROC counts."""
-    found = 0
+    """Return the number of a user's threads, which RLIMIT_NPROC counts."""
+    threads = 0
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                found += len(os.listdir(f"/proc/{entry}/task")) * (os.stat(f"/proc/{entry}").st_uid == uid)
+                threads += len(os.listdir(f"/proc/{entry}/task")) * (os.stat(f"/proc/{entry}").st_uid == uid)
             except OSError:
-                continue  # it has ended meanwhile
-    return found
+                continue  # it has ended
+    return threads
 
 
 def close_without_namespaces(specification: Mapping[str, Any], uid: int | None) -> dict[str, str]:
-    """Landlock, another user, seccomp. Returns what could not be closed, and why."""
+    """Apply Landlock, another user, and seccomp. Return the missing protections, and why."""
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     lacking = {}
     try:
@@ -281,7 +282,7 @@ def close_without_namespaces(specification: Mapping[str, Any], uid: int | None) 
 
 
 def restrict_files(readable: list[str], writable: str) -> None:
-    """Landlock (Linux 6.2). Raises OSError: the kernel has none, one too old, or it is not switched on."""
+    """Apply Landlock (Linux 6.2). Raises OSError: the kernel has none, an old one, or it is switched off."""
     abi = call("syscall", LANDLOCK_CREATE, None, 0, 1)
     if abi < 3:
         raise OSError(f"version {abi} lets any file be truncated; Linux 6.2 has one that does not")
@@ -302,11 +303,11 @@ def restrict_files(readable: list[str], writable: str) -> None:
 
 
 def deny_calls(*, own_user: bool) -> None:
-    """A seccomp filter under which calls that reach beyond the sandbox fail with EPERM. `own_user`: the user has no
-    other files, so their modes and owners may be changed. Raises OSError: not on this machine."""
+    """Install a seccomp filter: calls that reach beyond the sandbox fail with EPERM. `own_user`: the user has no other
+    files, so modes and owners may be changed. Raises OSError: not on this machine."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
-        raise OSError(f"the system calls of {machine} are not known here")
+        raise OSError(f"the system calls of {machine} are not listed here")
     # An instruction: what, lines to skip if so, lines to skip if not, value.
     load, equal, at_least, give, keep_bits = 0x20, 0x15, 0x35, 0x06, 0x54
     kill, allow, refuse = (give, 0, 0, 0x80000000), (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x00050001)
@@ -330,7 +331,7 @@ def deny_calls(*, own_user: bool) -> None:
 
 
 def open_to_others(path: str) -> bool:
-    """Whether another user can come to an executable file."""
+    """Return whether another user can reach an executable file."""
     while os.stat(path).st_mode & 0o001:
         if path == "/":
             return True
@@ -339,7 +340,7 @@ def open_to_others(path: str) -> bool:
 
 
 def drop_root(uid: int | None, *, keep_reading: bool = False) -> None:
-    """Root becomes `uid`, without capabilities but the one to read where he might not."""
+    """Change from root to `uid`, without capabilities, but with `keep_reading` the one to read all files."""
     if uid is None:
         return
     if keep_reading:
@@ -356,7 +357,7 @@ def drop_root(uid: int | None, *, keep_reading: bool = False) -> None:
 
 
 def spawn(status: int, work: Callable[[], None]) -> int:
-    """Runs `work` in a child, which ends with it; its pid."""
+    """Run `work` in a child, which ends after it. Return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -371,7 +372,7 @@ def spawn(status: int, work: Callable[[], None]) -> int:
 
 
 def wait_for(child: int) -> int:
-    """Its exit code, or minus the signal; whatever else has become a child is reaped on the way."""
+    """Return a child's exit code, or minus the signal. Other children are reaped meanwhile."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -383,17 +384,17 @@ def end(child: int) -> None:
         os.kill(child, signal.SIGKILL)
         wait_for(child)
     except (ProcessLookupError, ChildProcessError):
-        return  # it has ended, and was waited for
+        return  # it has ended, and was reaped
 
 
 def kill_descendants() -> None:
-    """All of them. They are stopped first, until there is none that is not: what is killed one by one may fork faster.
-    The children of a process that is killed become this one's (PR_SET_CHILD_SUBREAPER)."""
+    """Kill all descendants. They are stopped first, until all are: they might fork faster than they are killed one by
+    one. The children of a killed process become this one's (PR_SET_CHILD_SUBREAPER)."""
     while True:
         stopped: set[int] = set()
-        while found := descendants() - stopped:
-            send(found, signal.SIGSTOP)
-            stopped |= found
+        while running := descendants() - stopped:
+            send(running, signal.SIGSTOP)
+            stopped |= running
         send(stopped, signal.SIGKILL)
         try:
             os.wait()
@@ -402,13 +403,13 @@ def kill_descendants() -> None:
 
 
 def descendants() -> set[int]:
-    found: set[int] = set()
+    processes: set[int] = set()
     parents = [os.getpid()]
     while parents:
-        children = children_of(parents.pop()) - found
-        found |= children
+        children = children_of(parents.pop()) - processes
+        processes |= children
         parents += children
-    return found
+    return processes
 
 
 def children_of(pid: int) -> set[int]:
@@ -418,7 +419,7 @@ def children_of(pid: int) -> set[int]:
             with open(f"/proc/{pid}/task/{thread}/children") as file:
                 children.update(map(int, file.read().split()))
     except (FileNotFoundError, ProcessLookupError):
-        return children  # it has ended meanwhile
+        return children  # it has ended
     return children
 
 
@@ -427,7 +428,7 @@ def send(pids: Iterable[int], number: signal.Signals) -> None:
         try:
             os.kill(pid, number)
         except ProcessLookupError:
-            continue  # it has ended meanwhile
+            continue  # it has ended
 
 
 def _ignore_stops() -> None:
@@ -436,7 +437,7 @@ def _ignore_stops() -> None:
 
 
 def call(name: str, *arguments: Any) -> int:
-    """A function of the C library. Raises OSError where it returns -1."""
+    """Call a function of the C library. Raises OSError: it returns -1."""
     values = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     result = int(getattr(LIBC, name)(*values))
     if result < 0:
@@ -445,5 +446,5 @@ def call(name: str, *arguments: Any) -> int:
     return result
 
 
-def report(status: int, **said: Any) -> None:
-    os.write(status, json.dumps(said).encode() + b"\n")
+def report(status: int, **fields: Any) -> None:
+    os.write(status, json.dumps(fields).encode() + b"\n")

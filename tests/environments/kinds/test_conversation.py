@@ -140,7 +140,7 @@ def test_held_out_conversations_are_none_of_the_others(tmp_path):
         ({}, "no tasks"),
         ({"conversations": [{"prompt": "Hi."}]}, "has no 'turns'"),
         ({"conversations": TALK, "user": 5}, "user is 5"),
-        ({"conversations": TALK, "user": {"base_url": "nowhere", "model": "m"}}, "is no URL"),
+        ({"conversations": TALK, "user": {"base_url": "nowhere", "model": "m"}}, "is not a URL"),
         ({"conversations": TALK, "user": {"model": "m"}}, "base_url"),
         ({"conversations": TALK, "max_turns": 0}, "max_turns = 0"),
         ({"conversations": TALK, "style": "html"}, "style = 'html'"),
