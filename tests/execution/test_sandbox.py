@@ -299,7 +299,9 @@ def test_what_cannot_be_closed_is_refused(monkeypatch):
     monkeypatch.setattr(module, "WAYS", ("landlock",))
     given = frozenset({"limits"})
     monkeypatch.setattr(module, "_trial", lambda way: (given, "lacks files: no Landlock"))
-    with pytest.raises(ConfigError, match=r"close files, network, processes .*landlock: lacks files: no Landlock"):
+    with pytest.raises(
+        ConfigError, match=r"protection of files, network, processes .*landlock: lacks files: no Landlock"
+    ):
         Sandbox()
     assert Sandbox(require=["limits"]).protections == given
     monkeypatch.setattr(module, "_trial", lambda way: (None, "no such program"))

@@ -106,18 +106,18 @@ def test_a_models_own_format_goes_before_the_others() -> None:
     [
         ('<tool_call>{"name": "f", "arguments": {"q": "search(1)"}</tool_call>', "own format"),
         ('```json\n{"tool": "f", "arguments": {"x": }}\n```', "not JSON"),
-        ('```json\n{"tool": "f", "arguments": [1]}\n```', "no object"),
+        ('```json\n{"tool": "f", "arguments": [1]}\n```', "not an object"),
         ('```json\n{"tool": "", "arguments": {}}\n```', "the tool's name is ''"),
         ('```json\n[{"tool": "f"}, 3]\n```', "something else"),
         ('```json\n{"tool": "f", "arguments": {"x": NaN}}\n```', "NaN is not JSON"),
         ("<invoke><parameter name='x'>1</parameter></invoke>", "has no name"),
-        ('<invoke name="f">hello</invoke>', "between the parameters stands 'hello'"),
+        ('<invoke name="f">hello</invoke>', "there is 'hello' between the parameters"),
         ('<invoke name="f"><parameter>1</parameter></invoke>', "a parameter has no name"),
         ('before <invoke name="f"><parameter name="x">1', "<invoke> is not closed"),
         ("USE_TOOL[f](1", "not closed"),
         ("USE_TOOL[](1)", "names no tool"),
         ("search(query='a", "not closed"),
-        ("now(1, 2)", "2 arguments without a name, 0 known parameters"),
+        ("now(1, 2)", "2 arguments without a name, 0 parameters"),
         ("search('a', query='b')", "is repeated"),
         ("search(*words)", "has a star"),
         ("search(a b)", "no arguments"),
@@ -142,7 +142,7 @@ def test_formats_can_be_chosen() -> None:
     assert read("f(x=1)", tools=()) == []
     with pytest.raises(ConfigError, match="'yaml' is none of: auto, own, xml, json"):
         found("", formats="yaml")
-    with pytest.raises(ConfigError, match="no format of this model"):
+    with pytest.raises(ConfigError, match="no parser for this model"):
         found("", formats="own")
 
 

@@ -47,4 +47,4 @@ def test_a_mac_without_it_trains_with_a_warning(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("PATH", str(tmp_path))
     with capture_logs() as logs, kept_awake("darwin"):
         pass
-    assert "fall asleep" in logs[0]["event"]
+    assert "sleep during training" in logs[0]["event"]
