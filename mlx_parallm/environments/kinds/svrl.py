@@ -73,8 +73,8 @@ class SVRLEnvironment(BaseEnvironment):
         """
         Args:
             tools: names of built-in ones ("verify_calculation", "check_facts", "run_code"), functions from text to text
-                or references to them ("python:file.py:name"), `VerificationTool`s. Default: the built-in ones, check_facts only
-                with `facts`.
+                or references to them ("python:file.py:name"), `VerificationTool`s. Default: the built-in ones, with
+                check_facts only where there are `facts`.
             budget: most that an episode may spend; a call that costs more than is left is not made.
             max_steps: most turns of the policy.
             tasks: rows {"prompt", "answer", …}, or a JSONL file of them; default: `arithmetic_task`.
