@@ -79,20 +79,6 @@ async def test_a_group_is_one_request_of_n_and_keeps_every_token(tokenizer):
     assert group.sampled_versions == (6,) * sum(rollout.sampled_tokens for rollout in group.rollouts)
 
 
-async def test_template_options_reach_the_template(tokenizer):
-    class Recording:
-        eos_token_ids = tokenizer.eos_token_ids
-
-        def render_chat(self, messages, **options):
-            self.options = options
-            return [1, 2, 3]
-
-    recording = Recording()
-    client = ScriptedClient(tokenizer, lambda *_: "3")
-    await runner(recording, client, template_kwargs={"enable_thinking": False}).run([plan(source())])
-    assert recording.options == {"template_kwargs": {"enable_thinking": False}}
-
-
 async def test_the_answer_never_makes_the_sequence_longer_than_allowed(tokenizer):
     client = ScriptedClient(tokenizer, lambda *_: "3")
     built = source(max_tokens=100)

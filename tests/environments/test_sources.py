@@ -38,13 +38,6 @@ def test_built_in_tasks_are_scored_by_their_answer(name):
     assert task.messages[-1]["role"] == "user"
 
 
-def test_tasks_follow_from_seed_and_index():
-    assert source(seed=1).task(5).key == source(seed=1).task(5).key
-    assert [source(seed=1).task(index).key for index in range(20)] != [
-        source(seed=2).task(index).key for index in range(20)
-    ]
-
-
 def test_heldout_tasks_are_distinct_shared_by_all_seeds_and_never_trained_on():
     heldout = [task.key for task in source(seed=1).heldout(100)]
     assert len(set(heldout)) == 100

@@ -13,7 +13,6 @@ from mlx_parallm.environments.state import BaseEnvironment, State
 from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from tests.environments.scripted_client import ScriptedClient, finished
-from tests.environments.templates import QWEN3, with_template
 
 
 class InEpisode:
@@ -155,18 +154,12 @@ class Chatting(BaseEnvironment):
         return state
 
 
-async def test_a_conversation_goes_on_unless_the_template_rewrites_it(tokenizer):
+async def test_a_conversation_goes_on_from_its_tokens(tokenizer):
     answer = lambda request, _: "3" if "/" in request.request_id else "<think>Hm.</think>4"  # noqa: E731
     [kept] = (await played(tokenizer, ScriptedClient(tokenizer, answer), source(Chatting()), size=1)).trajectories
     assert kept.rollout.earlier == ()
     assert [turn.prompt for turn in kept.history] == ["Say 3", "Again."]
-    rewriting = with_template(QWEN3)
-    client = ScriptedClient(rewriting, answer)
-    [rewritten] = (await played(rewriting, client, source(Chatting()), size=1)).trajectories
-    [first], second = rewritten.rollout.earlier, rewritten.rollout
-    assert client.requests[0].prompt_token_ids == first.tokens[: first.mask.index(1)]
-    assert client.requests[1].prompt_token_ids == second.tokens[: second.mask.index(1)]
-    assert rewriting.decode([t for t, m in zip(first.tokens, first.mask, strict=True) if m]) == "<think>Hm.</think>4"
+    assert [message["content"] for message in kept.messages] == ["Say 3", "<think>Hm.</think>4", "Again.", "3"]
 
 
 async def test_a_text_is_a_message_of_the_users_in_chat_format(tokenizer):

@@ -1,14 +1,22 @@
 """Self-verification under a budget: what is asked, what is called, and that the money is really spent."""
 
 import json
+import time
 
 import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.kinds.svrl import SVRLEnvironment, VerificationTool, arithmetic_task, calculate
+from mlx_parallm.environments.kinds.svrl import (
+    SVRLEnvironment,
+    VerificationTool,
+    arithmetic_task,
+    calculate,
+    code_runner,
+    fact_table,
+)
 from mlx_parallm.environments.registry import build_sources, create_environment
 from mlx_parallm.environments.state import BaseEnvironment, State
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, ToolFailedError
 from mlx_parallm.rewards.base import score_group
 from mlx_parallm.rewards.parts import SVRLRewardComputer
 from mlx_parallm.types import Rollout, Trajectory
@@ -71,16 +79,11 @@ def test_a_call_beyond_the_budget_is_not_made_and_that_is_said():
 
 
 @pytest.mark.parametrize("budget", [0.5, 1.0, 2.5, 10.0])
-def test_no_episode_spends_more_than_its_budget(budget):
+def test_no_episode_spends_more_than_its_budget_and_ends_when_it_is_spent(budget):
     answers = ["USE_TOOL[verify_calculation](1+1) " * 4] * 10
     state = play(svrl(*answers, budget=budget, max_steps=10))
     assert state.metadata["spent"] == pytest.approx(budget // 1.0)
-
-
-def test_an_episode_ends_when_the_budget_is_spent_or_the_steps_are_over():
-    spent = play(svrl("USE_TOOL[verify_calculation](1) USE_TOOL[verify_calculation](2)", budget=2.0))
-    assert (spent.step_count, spent.metadata["final_answer"]) == (1, None)
-    assert play(svrl("hm", "hm", "hm", max_steps=3)).step_count == 3
+    assert (state.step_count, state.metadata["final_answer"]) == ({0.5: 10, 1.0: 1, 2.5: 10, 10.0: 3}[budget], None)
 
 
 def test_only_calls_before_the_final_answer_are_made():
@@ -238,3 +241,106 @@ async def test_in_a_configuration_it_is_scored_by_its_own_reward(tmp_path):
 def test_what_cannot_work_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         create_environment("svrl", **options)
+
+
+# --- the tools
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("12*7", "84"),
+        (" 2 * (3 + 4) - -1 ", "15"),
+        ("7/2", "3.5"),
+        ("7//2 + 7%4", "6"),
+        ("2**10", "1024"),
+        ("1/3", "0.333333333333"),
+        ("12*7 = 84", "true"),
+        ("12*7 == 84.0", "true"),
+        ("12*7 = 81", "false: it is 84"),
+        ("0.1 + 0.2 = 0.3", "true"),
+    ],
+)
+def test_the_calculator_evaluates_and_verifies(text, found):
+    assert calculate(text) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "12*",
+            "four",
+            "__import__('os')",
+            "(1).__class__",
+            "'a'*3",
+            "1/0",
+            "1 = 1 = 1",
+            "True",
+            "[1]",
+            "1 if 1 else 2",
+        ),
+        *(
+            "9**9**9",
+            "(9**999)**999",
+            "(-8)**0.5",
+            "1e308*10",
+            "+".join(["1"] * 200),
+            "(" * 150,
+            "2**4000*2**4000",
+            "1<<9",
+        ),
+    ],
+)
+def test_what_the_calculator_cannot_do_is_said_at_once(text):
+    started = time.perf_counter()
+    with pytest.raises(ToolFailedError):
+        calculate(text)
+    assert time.perf_counter() - started < 1
+
+
+def test_facts_are_looked_up_in_the_table_that_was_given(tmp_path):
+    file = tmp_path / "facts.json"
+    file.write_text(json.dumps({"Capital of  Peru": "Lima", "moons of Mars": 2}))
+    for facts in (str(file), {"Capital of  Peru": "Lima", "moons of Mars": "2"}):
+        tool = fact_table(facts)
+        assert (tool.name, tool.cost) == ("check_facts", 2.0)
+        assert tool.call(" capital of PERU ") == "Lima"
+        assert tool.call("moons of Mars") == "2"
+        with pytest.raises(ToolFailedError, match="not in the table"):
+            tool.call("capital of Chile")
+
+
+@pytest.mark.parametrize("text", [None, "[1]", "{"])
+def test_what_is_no_table_of_facts_is_refused(tmp_path, text):
+    file = tmp_path / "facts.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"^facts: .*facts.json"):
+        fact_table(file)
+
+
+def runner(**options):
+    try:
+        return code_runner(**options)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def test_code_runs_in_the_sandbox():
+    tool = runner()
+    assert (tool.name, tool.cost, tool.blocking) == ("run_code", 1.5, True)
+    assert tool.call("print(sum(range(10)))") == "45"
+    with pytest.raises(ToolFailedError, match=r"^ZeroDivisionError: division by zero$"):
+        tool.call("1/0")
+    with pytest.raises(ToolFailedError):
+        tool.call("open('/etc/passwd', 'w')")
+
+
+def test_a_program_that_does_not_end_is_a_failed_call():
+    tool = runner(timeout_s=0.3)
+    started = time.perf_counter()
+    with pytest.raises(ToolFailedError, match="timeout"):
+        tool.call("while True: pass")
+    assert time.perf_counter() - started < 5

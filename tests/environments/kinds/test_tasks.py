@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mlx_parallm.environments.kinds.tasks import TASKS, make_problem, score, split_of
+from mlx_parallm.environments.kinds.tasks import TASKS, make_problem, split_of
 
 MANY = 400
 
@@ -83,17 +83,3 @@ def test_problems_are_the_same_in_another_process():
 def test_about_a_tenth_is_held_out():
     share = sum(split_of(f"sort:{n}") == "heldout" for n in range(5000)) / 5000
     assert 0.08 < share < 0.12
-
-
-def test_only_the_exact_answer_scores_and_white_space_around_it_is_forgiven():
-    problem = make_problem("sum", 0, seed=0, split="train")
-    assert score(problem, problem.answer) == 1.0
-    assert score(problem, f"  {problem.answer}\n") == 1.0
-    assert score(problem, problem.answer + "0") == 0.0
-    assert score(problem, f"The answer is {problem.answer}") == 0.0
-    assert score(problem, "") == 0.0
-
-
-def test_an_unknown_task_is_refused_with_the_known_names():
-    with pytest.raises(ValueError, match="unknown task 'sums': choose one of sum, sort, reverse, count, largest"):
-        make_problem("sums", 0, seed=0, split="train")
