@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -25,11 +26,13 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.distributed.ranks import follow, join
 from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.integrations.atropos.source import atropos_source
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import check_model
 from mlx_parallm.models.lora import ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, load_adapter
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.rl_training.plan.dry_run import DryRun
+from mlx_parallm.rl_training.sources import InProcessEnvironments, RewardsById, SourceKind
 from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.serving import Serving
 from mlx_parallm.system.blas import blas_status, share_blas_between
@@ -45,6 +48,9 @@ log = get_logger("daemon")
 INTERRUPTED = 130
 ENGINE_CHECK_S = 1.0  # a server whose engine is dead ends this soon
 COMPUTING_THREADS = 2  # of a training daemon: engine and trainer
+
+SOURCES: tuple[SourceKind, ...] = (InProcessEnvironments.of, atropos_source, RewardsById)
+"""Every kind of source that rollouts come from; to add one is a line here."""
 
 
 def run_server(config: Config, adapters: Mapping[str, str]) -> int:
@@ -88,13 +94,18 @@ def run_training(config: Config, *, resume: str | None) -> int:
                     follow(config, ranks, stop)
                 return 0
             console = Console(stderr=True)
-            run = TrainingRun(config, resume=resume, stop=stop, console=console, run_log=run_log, ranks=ranks)
+            run = training_run(config, resume=resume, stop=stop, console=console, run_log=run_log, ranks=ranks)
             try:
                 run.execute()
             finally:
                 with mlx_thread():
                     run.close()
     return 0
+
+
+def training_run(config: Config, **options: Any) -> TrainingRun:
+    """Make a run that is served by this process and may use every kind of source. Arguments: `TrainingRun`."""
+    return TrainingRun(config, serve=Serving, source_kinds=SOURCES, **options)
 
 
 def run_dry_run(config: Config) -> int:
@@ -105,7 +116,7 @@ def run_dry_run(config: Config) -> int:
     stop = _begin(config.model_copy(update={"logging": quiet}))
     share_blas_between(COMPUTING_THREADS, usable_cores())
     with tempfile.TemporaryDirectory(prefix="mlx_parallm_dry_run_") as scratch:
-        run = DryRun(config, scratch=Path(scratch), stop=stop, console=Console())
+        run = DryRun(config, training_run, scratch=Path(scratch), stop=stop, console=Console())
         try:
             run.execute()
         finally:

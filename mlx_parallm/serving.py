@@ -8,7 +8,7 @@ Serving(config)        binds the port (a taken one fails before anything else is
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mlx_parallm.config.load import Config
@@ -17,6 +17,7 @@ from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.engine.starting import start_engine
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import EngineUnavailableError, ModelError
+from mlx_parallm.integrations.atropos.source import EmbeddedQueue
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import (
     LoadedModel,
@@ -27,13 +28,13 @@ from mlx_parallm.models.loading import (
     vocabulary_size,
 )
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rollout_store.completions import KeptCompletions
-from mlx_parallm.server.app import AddedRouter, create_app
+from mlx_parallm.rl_training.sources import RewardsById, RolloutSource
+from mlx_parallm.server.app import create_app
 from mlx_parallm.server.auth import check_bind, check_origins
 from mlx_parallm.server.context import RollbackAPI, ServerDeps, ServerState
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.turns import Turns
-from mlx_parallm.weights import SharedWeights
+from mlx_parallm.weights import PublishReport, SharedWeights
 
 LAST_WORDS_S = 0.1  # after the drain: what has been computed is sent
 
@@ -73,16 +74,23 @@ class Serving:
         return vocabulary_size(read_config(self.model_path))
 
     @property
+    def needs_key(self) -> bool:
+        return self.api_key is not None
+
+    @property
     def client(self) -> EngineClient:
         assert self._engine is not None, "open() comes first"
         return self._engine.client
 
     def listen(
         self,
-        routers: Sequence[AddedRouter] = (),
-        completions: KeptCompletions | None = None,
+        sources: Iterable[RolloutSource] = (),
         rollbacks: RollbackAPI | None = None,
     ) -> None:
+        """Starts HTTP with the routes of these sources of rollouts, and of rollbacks where something is trained."""
+        sources = list(sources)
+        routers = [source.router for source in sources if isinstance(source, EmbeddedQueue)]
+        completions = next((source.completions for source in sources if isinstance(source, RewardsById)), None)
         deps = ServerDeps(
             state=self.state,
             config=self.config.server,
@@ -138,6 +146,10 @@ class Serving:
         roots = (*self.config.server.adapter_roots, *adapter_roots)
         loader = AdapterLoader(weights, engine.shapes, engine.names, roots)
         self.state.ready(self.client, self.tokenizer(), loader)
+
+    def observe_publish(self, report: PublishReport) -> None:
+        """Count a publish of weights in /metrics."""
+        self.state.metrics.observe_publish(report.total_ms / 1e3)
 
     def check(self) -> None:
         """Raises EngineUnavailableError when the engine thread has died: nothing will be answered any more."""

@@ -33,11 +33,11 @@ from mlx_parallm.library.training_metrics import TrainingMetrics
 from mlx_parallm.rewards.base import scored
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
+from mlx_parallm.rl_training.factory import build_buffer
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.publish.versions import VersionSteps
-from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
 from mlx_parallm.rl_training.run_directory import RunDirectory, checkpoint_at
 from mlx_parallm.rl_training.step.algorithms import make_shaping
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
@@ -178,17 +178,14 @@ class BaseAlgorithm(ABC):
                 backprop.publish()
             self._write_settings(self._directory)
         self._versions = versions = VersionSteps(weights.version, state.step if state else 0)
-        buffer = RolloutBuffer(
+        collecting = {"max_staleness": config.max_staleness, "max_empty_rounds": REFILLS}
+        buffer = build_buffer(
             store,
             versions,
-            trainer.algorithm.advantages,
-            rollout_batch_size=config.batch_size,
+            trainer,
+            training.model_copy(update=collecting),
             group_sizes=[self.group_size],
             request_groups=store.request,
-            max_staleness=config.max_staleness,
-            max_empty_rounds=REFILLS,
-            seed=training.seed,
-            shaping=make_shaping(training, trainer.algorithm),
         )
         self._updater = WeightUpdater(weights, trainer, versions, training)
         parts = Parts(trainer, buffer, versions, self._updater, checkpointer, metrics, {})

@@ -1,19 +1,24 @@
-"""Assemble the trainer of a run. Train, dry run, replay, the library, the contracts and the other ranks all use this.
+"""Assemble the trainer and the rollout buffer of a run. Train, dry run, replay, library, contracts and the other ranks
+all use this.
 
-loaded base ──► build_policy ──► Trainer, which owns the optimizer ◄── Algorithm ◄── [rl_training]
-                └──────────────── build_trainer: all of it ────────────────┘
+    loaded base ──► build_policy ──► Trainer, which owns the optimizer ◄── Algorithm ◄── [rl_training]
+                    └──────────────── build_trainer: all of it ────────────────┘
+    groups of the store ──► build_buffer ──► batches of that trainer
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from mlx_parallm.config.load import RLTrainingConfig
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel
-from mlx_parallm.rl_training.step.algorithms import Algorithm, make_algorithm
+from mlx_parallm.rl_training.publish.versions import VersionSteps
+from mlx_parallm.rl_training.rollout_buffer import GroupStore, Minimum, RolloutBuffer
+from mlx_parallm.rl_training.step.algorithms import Algorithm, make_algorithm, make_shaping
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.types import RolloutGroup
 
 
 def build_policy(
@@ -62,3 +67,28 @@ def build_trainer(
     algorithm = algorithm or make_algorithm(training)
     policy = build_policy(loaded, training, algorithm, initial_adapter=initial_adapter)
     return Trainer(policy, training, algorithm, between_blocks=between_blocks, ranks=ranks)
+
+
+def build_buffer(
+    store: GroupStore,
+    versions: VersionSteps,
+    trainer: Trainer,
+    training: RLTrainingConfig,
+    *,
+    group_sizes: Sequence[int] = (),
+    request_groups: Callable[[int], None] | None = None,
+    minimums: Callable[[], Mapping[str, Minimum]] = dict,
+    misfit: Callable[[RolloutGroup], bool] | None = None,
+) -> RolloutBuffer:
+    """Make the buffer that turns the groups of `store` into the batches of `trainer`. Arguments: `RolloutBuffer`."""
+    return RolloutBuffer(
+        store,
+        versions,
+        trainer.algorithm.advantages,
+        training,
+        group_sizes=group_sizes,
+        request_groups=request_groups,
+        minimums=minimums,
+        misfit=misfit,
+        shaping=make_shaping(training, trainer.algorithm),
+    )

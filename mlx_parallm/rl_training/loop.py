@@ -46,7 +46,7 @@ class Batches(Protocol):
 class Source(Protocol):
     """An in-process source of rollouts, as far as a checkpoint knows it."""
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any] | None: ...
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ step, and the health line says so: a minimum never keeps a step from its batch f
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, token_advantages
 from mlx_parallm.rl_training.monitor.health import Arrivals, find_waiting
@@ -77,7 +78,6 @@ class RolloutBuffer:
         group_sizes: of the in-process environments, one entry each; empty = groups come by HTTP only.
         request_groups: allows the in-process source n more groups; each brings exactly one.
         minimums: of the environments that deliver now, by name.
-        max_empty_rounds: refills in a row without one trainable group before a step is given up.
         misfit: whether a group that came from outside is not this model's; asked before it enters a batch.
         shaping: what of rewards and rollouts is changed before advantages.
 
@@ -89,34 +89,29 @@ class RolloutBuffer:
         store: GroupStore,
         versions: VersionSteps,
         estimate: Estimator,
+        config: RLTrainingConfig,
         *,
-        rollout_batch_size: int,
         group_sizes: Sequence[int] = (),
         request_groups: Callable[[int], None] | None = None,
         minimums: Callable[[], Mapping[str, Minimum]] = dict,
-        sampling: Literal["fifo", "uniform", "priority"] = "fifo",
-        max_staleness: int = 1,
-        max_empty_rounds: int = 8,
-        seed: int = 0,
-        deterministic: bool = False,
         misfit: Callable[[RolloutGroup], bool] | None = None,
         shaping: Shaping = PLAIN,
     ) -> None:
-        if group_sizes and not reachable(rollout_batch_size, set(group_sizes)):
+        self._target = config.atropos.rollout_batch_size
+        if group_sizes and not reachable(self._target, set(group_sizes)):
             sizes = ", ".join(map(str, sorted(set(group_sizes))))
             raise ConfigError(
-                f"rl_training.atropos.rollout_batch_size = {rollout_batch_size} cannot be made of whole groups:"
+                f"rl_training.atropos.rollout_batch_size = {self._target} cannot be made of whole groups:"
                 f" the environments' group sizes are {sizes}"
             )
         self._store, self._versions, self._estimate = store, versions, estimate
-        self._target = rollout_batch_size
         self._nominal_sizes = set(group_sizes)
         self._mean_size = sum(group_sizes) / len(group_sizes) if group_sizes else 1.0
         self._request_groups, self._read_minimums = request_groups, minimums
         self._minimums: Mapping[str, Minimum] = {}
-        self._sampling, self._max_staleness, self._max_empty_rounds = sampling, max_staleness, max_empty_rounds
-        self._seed, self._deterministic, self._misfit = seed, deterministic, misfit
-        self._shaping = shaping
+        self._sampling, self._max_staleness = config.buffer_sampling, config.max_staleness
+        self._max_empty_rounds, self._deterministic = config.max_empty_rounds, config.deterministic
+        self._seed, self._misfit, self._shaping = config.seed, misfit, shaping
         self._held: dict[str, RolloutGroup] = {}  # waiting in the store, read already; in the store's order
         self._outstanding = 0  # in-process groups asked for and not seen yet
         # What a former process left is no answer to our requests, and perhaps of weights that were lost with it.

@@ -1,16 +1,18 @@
-"""The composition root of the trainer's part: builds everything around a `Serving` and runs the loop.
+"""TrainingRun: builds the trainer's half of the process around a `PolicyServer` and runs the loop.
 
-    configuration, --resume → run directory → store, queue or poller → model, adapter, weights → engine
-    → environments → buffer → TrainingLoop → report
+    configuration, --resume → run directory → store → sources of rollouts, HTTP → model, trainer, weights → engine
+    → sources start → buffer → TrainingLoop → report
 
-`execute` returns when the run is finished or was asked to stop; `close` ends every thread it started, also after a
-failure half way.
+`execute` returns when the run is finished or a stop was requested; `close` ends every thread that was started, also
+after a failure half way. The daemon chooses the serving half and the kinds of sources, and connects them to routes.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 
@@ -26,7 +28,6 @@ from mlx_parallm.rl_training.checkpoints.resume import initial_adapter, what_to_
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.checkpoints.versions import CheckpointVersions
 from mlx_parallm.rl_training.data.heldout import HeldOut, told
-from mlx_parallm.rl_training.data.source import SOURCE as DATA
 from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog, best_by
 from mlx_parallm.rl_training.evaluation.runner import Evaluations, evaluation_sources
@@ -42,18 +43,19 @@ from mlx_parallm.rl_training.events import (
     StepFinished,
     WeightsPublished,
 )
-from mlx_parallm.rl_training.factory import build_trainer
-from mlx_parallm.rl_training.loop import Batches, Parts, RunControl, Source, TrainingLoop
+from mlx_parallm.rl_training.factory import build_buffer, build_trainer
+from mlx_parallm.rl_training.loop import Batches, Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
 from mlx_parallm.rl_training.monitor.memory_watch import MemoryWatch
 from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, SampleLog
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
+from mlx_parallm.rl_training.publish.logprob_mismatch import MisfitCheck
 from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory
-from mlx_parallm.rl_training.sources import ENVIRONMENTS, POLICY, RolloutSources
+from mlx_parallm.rl_training.sources import POLICY, RolloutSource, Served, SourceContext, SourceKind, Sources
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
@@ -61,15 +63,60 @@ from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.rollout_store.disk import reserve_bytes
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.serving import Serving
 from mlx_parallm.system.log import RunLog, get_logger
-from mlx_parallm.weights import SharedWeights
+from mlx_parallm.system.turns import Turns
+from mlx_parallm.weights import PublishReport, SharedWeights
 
 log = get_logger("train")
 
 
+class PolicyServer(Served, Protocol):
+    """The serving half of the process, as a run uses it: `daemon.Serving`."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def needs_key(self) -> bool: ...
+    @property
+    def model_path(self) -> Path: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def turns(self) -> Turns: ...
+    def listen(self, sources: Iterable[RolloutSource], rollbacks: RollbackService) -> None: ...
+    def load(self, *, quantize: bool) -> LoadedModel: ...
+    def open(
+        self,
+        loaded: LoadedModel,
+        weights: SharedWeights,
+        *,
+        adapters: Mapping[str, Mapping[str, LoraPair]],
+        main_adapter: str | None,
+        trains_base: bool,
+        adapter_roots: Sequence[Path],
+    ) -> None: ...
+    def observe_publish(self, report: PublishReport) -> None: ...
+    def check(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """Hold what `TrainingRun.start` has built; everything serves and plays by now."""
+
+    directory: RunDirectory
+    store: RolloutStore
+    sources: Sources
+    parts: Parts
+    state: TrainerState | None
+
+
 class TrainingRun:
     """One run of `mlx_parallm_train`. Main thread only.
+
+    Args:
+        serve: makes the serving half; it takes the port at once.
+        source_kinds: where rollouts may come from, besides rows of a file.
 
     Raises ConfigError, CheckpointError: before anything is started or written.
     """
@@ -81,38 +128,45 @@ class TrainingRun:
         resume: str | None,
         stop: threading.Event,
         console: Console,
+        serve: Callable[[Config], PolicyServer],
+        source_kinds: Sequence[SourceKind],
         run_log: RunLog | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         self._stop, self._console, self._run_log = stop, console, run_log or RunLog()
-        self._ranks = ranks
+        self._source_kinds, self._ranks = source_kinds, ranks
         check_installed(config.logging)
         config, self._checkpoint, self._start_over = what_to_resume(config, resume)
-        self._config, training = config, config.rl_training
-        self._sources = build_sources(config.environments, seed=training.seed, progress=self._progress)
-        self._evaluated = evaluation_sources(config, self._sources, self._progress)
+        self.config, training = config, config.rl_training
+        self.environments = build_sources(config.environments, seed=training.seed, progress=self._progress)
+        self._evaluated = evaluation_sources(config, self.environments, self._progress)
         self._algorithm = make_algorithm(training)  # the user's code is checked before a model is loaded
         self._closing = ExitStack()
-        self._serving = Serving(config)
-        self._closing.callback(self._serving.close)
+        self.serving = serve(config)
+        self._closing.callback(self.serving.close)
         self._began = False
-        self._events = RunEvents()
+        self.events = RunEvents()
         self._loop: TrainingLoop | None = None
-        self._weights: SharedWeights | None = None
+        self.weights: SharedWeights | None = None
         self._disk: DiskUse | None = None
-        self._data: DataSource | None = None
+        self.data: DataSource | None = None
         self._heldout: HeldOut | None = None
         self._rollbacks = RollbackService()
-        self._rollouts = RolloutSources(config, self._sources, current_step=self._step, policy_version=self._version)
 
     def execute(self) -> None:
-        """Trains to total_steps or to the stop; leaves a checkpoint either way."""
-        config = self._config
+        """Train to total_steps or to the stop; leave a checkpoint either way."""
+        started = self.start()
+        if started is not None:
+            self._train(started)
+
+    def start(self) -> StartedRun | None:
+        """Build everything and start the sources; None: a stop was requested meanwhile."""
+        config = self.config
         quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
         self._memory = MemoryWatch.checked(config, check_model(config.model, train=True, quantize=quantize))
         if config.rl_training.algorithm in DATA_ALGORITHMS:
-            self._data = DataSource(config, self._serving.tokenizer())
-            config = self._config = self._data.with_total_steps()
+            self.data = DataSource(config, self.serving.tokenizer())
+            config = self.config = self.data.with_total_steps()
         initial = None if self._checkpoint else initial_adapter(config)
         directory = RunDirectory.open(config, self._checkpoint, reuse=self._start_over)
         self._closing.callback(lambda: None if self._began else directory.discard())
@@ -123,26 +177,16 @@ class TrainingRun:
         self._closing.callback(store.close)
         self._disk = DiskUse(directory.path, store, config.rollouts, keep=config.rl_training.keep_checkpoints)
         self._disk.check()
-        self._closing.callback(self._serving.close)  # before the store, which /atropos writes to
-        vocab_size = self._serving.vocab_size
-        if self._data is None:
-            completions = self._rollouts.completions(store, vocab_size)
-            self._serving.listen(self._rollouts.routers(store, directory, vocab_size), completions, self._rollbacks)
-        else:  # nothing is sampled for training, so there is nothing to hand in
-            self._serving.listen(rollbacks=self._rollbacks)
-        loaded = self._serving.load(quantize=quantize)
-        parts, state = self._training_parts(loaded, initial, directory, store)
+        self._closing.callback(self.serving.close)  # before the store, which requests write to
+        sources = self._make_sources(directory, store)
+        self.serving.listen(sources, self._rollbacks)
+        loaded = self.serving.load(quantize=quantize)
+        parts, state = self._training_parts(loaded, initial, directory, store, sources)
         directory.write_config(config)
         if self._stop.is_set():
-            return
+            return None
         self._began = True
-        further = (parts.buffer.health, self._memory.health)
-        display = TrainingDisplay(
-            self._console, sources=lambda: [*self._rollouts.health(), *(health() for health in further)]
-        )
-        self._closing.callback(display.stop)
-        display.subscribe(self._events)
-        self._train(parts, state, directory)
+        return StartedRun(directory, store, sources, parts, state)
 
     def close(self) -> None:
         """Ends what was started: sources, HTTP, engine, store. A start that failed leaves no directory."""
@@ -150,25 +194,40 @@ class TrainingRun:
 
     # ------------------------------------------------------------------ building
 
+    def _make_sources(self, directory: RunDirectory, store: RolloutStore) -> Sources:
+        if self.data is not None:  # nothing is sampled for training, so there is nothing to hand in
+            return Sources([self.data])
+        context = SourceContext(
+            self.config,
+            directory.path,
+            store,
+            self.serving.vocab_size,
+            self.environments,
+            current_step=self._step,
+            policy_version=lambda: self.weights.version if self.weights else 0,
+        )
+        return Sources(kind(context) for kind in self._source_kinds)
+
     def _training_parts(
         self,
         loaded: LoadedModel,
         initial: dict[str, LoraPair] | None,
         directory: RunDirectory,
         store: RolloutStore,
+        sources: Sources,
     ) -> tuple[Parts, TrainerState | None]:
-        training = self._config.rl_training
+        training = self.config.rl_training
         trainer = build_trainer(
             loaded,
             training,
             self._algorithm,
             initial_adapter=initial,
-            between_blocks=self._serving.turns.after_evaluation,
+            between_blocks=self.serving.turns.after_evaluation,
             ranks=self._ranks,
         )
         policy = trainer.policy
         metrics = MetricsFile(directory.path / METRICS_FILE)
-        self._evaluation_log = EvaluationLog(directory.path, best_by(self._config), self._run_log.redactor.value)
+        self._evaluation_log = EvaluationLog(directory.path, best_by(self.config), self._run_log.redactor.value)
         checkpointer = Checkpointer(
             directory.path,
             policy,
@@ -192,31 +251,31 @@ class TrainingRun:
             training,
             numbers=numbers,
             drained=self._drained,
-            events=self._events,
+            events=self.events,
         )
         rollbacks = Rollbacks(self._rollbacks, directory.path, trainer, updater)
-        batches, sources = self._batches(trainer, loaded, store, versions, state)
-        return Parts(trainer, batches, versions, updater, checkpointer, metrics, sources, rollbacks), state
-
-    def _batches(
-        self,
-        trainer: Trainer,
-        loaded: LoadedModel,
-        store: RolloutStore,
-        versions: VersionSteps,
-        state: TrainerState | None,
-    ) -> tuple[Batches, dict[str, Source]]:
-        """What the loop takes its batches from, and what of it a checkpoint keeps. Starts the sources of rollouts."""
-        if self._data is not None:
-            if state is not None:
-                self._data.check(state.sources[DATA])
-            self._heldout = self._data.heldout(trainer)
-            return self._data.batches(trainer), {DATA: self._data}
         self._closing.callback(store.wake)
-        self._closing.callback(self._rollouts.stop)
-        self._rollouts.start(self._serving, loaded, store, state)
-        manager = self._rollouts.manager
-        return self._rollouts.buffer(store, versions, trainer), {ENVIRONMENTS: manager} if manager else {}
+        self._closing.callback(sources.stop)
+        sources.start(self.serving, state)
+        batches = self._batches(trainer, store, versions, sources)
+        parts = Parts(trainer, batches, versions, updater, checkpointer, metrics, sources.keeping_state(), rollbacks)
+        return parts, state
+
+    def _batches(self, trainer: Trainer, store: RolloutStore, versions: VersionSteps, sources: Sources) -> Batches:
+        """Return what the loop takes its batches from."""
+        if self.data is not None:
+            self._heldout = self.data.heldout(trainer)
+            return self.data.batches(trainer)
+        return build_buffer(
+            store,
+            versions,
+            trainer,
+            self.config.rl_training,
+            group_sizes=[source.config.group_size for source in self.environments],
+            request_groups=sources.request if self.environments else None,
+            minimums=sources.minimums,
+            misfit=MisfitCheck(trainer),
+        )
 
     def _open_serving(
         self, loaded: LoadedModel, policy: TrainedPolicy, versions: VersionSteps, run: Path
@@ -228,7 +287,7 @@ class TrainingRun:
                 loaded.model,
                 policy=POLICY,
                 version=version,
-                keep_versions=self._config.server.keep_versions,
+                keep_versions=self.config.server.keep_versions,
                 archive=CheckpointVersions(run),
             )
             adapters = {POLICY: policy.adapter()}
@@ -236,9 +295,9 @@ class TrainingRun:
             weights = SharedWeights(loaded.model, version=version - 1)
             weights.publish_parameters(policy.full_parameters())
             adapters = {}
-        self._weights = weights
+        self.weights = weights
         main_adapter = POLICY if policy.lora else None
-        self._serving.open(
+        self.serving.open(
             loaded,
             weights,
             adapters=adapters,
@@ -250,18 +309,19 @@ class TrainingRun:
 
     # ------------------------------------------------------------------ running
 
-    def _train(self, parts: Parts, state: TrainerState | None, directory: RunDirectory) -> None:
-        events, metrics = self._events, MetricsFile(directory.path / METRICS_FILE)
+    def _train(self, started: StartedRun) -> None:
+        directory, parts, state = started.directory, started.parts, started.state
+        self._display(started)
+        events, metrics = self.events, MetricsFile(directory.path / METRICS_FILE)
         if self._heldout is not None and (state is None or state.step == 0):
             events.emit(Noted(f"held-out rows before training: {told(self._heldout.before())}"))
-        observe_publish = self._serving.state.metrics.observe_publish
-        events.subscribe(WeightsPublished, lambda event: observe_publish(event.report.total_ms / 1e3))
+        events.subscribe(WeightsPublished, lambda event: self.serving.observe_publish(event.report))
         self._memory.subscribe(events)
         self._subscribe_samples(directory, state)
         self._trackers(directory, state).subscribe(events)
         if self._disk is not None:
             self._disk.subscribe(events)
-        evaluations = self._evaluations(parts, directory)
+        evaluations = self._evaluations(started)
         events.subscribe(EvaluationFinished, lambda event: parts.checkpointer and parts.checkpointer.point_at_best())
         events.subscribe(RunFinished, lambda event: self._report(metrics, directory, event.outcome))
         lines = list(metrics.read())
@@ -269,14 +329,14 @@ class TrainingRun:
         control = RunControl(
             should_stop=self._stop.is_set,
             before_step=self._check_disk,
-            while_waiting=self._check,
-            training=self._serving.turns.training,
+            while_waiting=lambda: self.check(started.sources),
+            training=self.serving.turns.training,
             measure=lambda step: (self._heldout.measure(step) if self._heldout else {}) | evaluations.measure(step),
             after_step=lambda line: evaluations.wants_checkpoint(line["step"]),
-            served_tokens=lambda: self._serving.client.stats().generation_tokens,
+            served_tokens=lambda: self.serving.client.stats().generation_tokens,
         )
         evaluations.begin(state, lines)
-        self._loop = TrainingLoop(parts, self._config.rl_training, control=control, events=events, state=state)
+        self._loop = TrainingLoop(parts, self.config.rl_training, control=control, events=events, state=state)
         try:
             outcome = self._loop.run()
         finally:
@@ -285,55 +345,63 @@ class TrainingRun:
         events.emit(RunFinished(outcome))
         self._ranks.check()
 
+    def _display(self, started: StartedRun) -> None:
+        def health() -> list[str | None]:
+            return [*started.sources.health(), started.parts.buffer.health(), self._memory.health()]
+
+        display = TrainingDisplay(self._console, sources=health)
+        self._closing.callback(display.stop)
+        display.subscribe(self.events)
+
     def _trackers(self, directory: RunDirectory, state: TrainerState | None) -> Trackers:
-        own, redactor = self._config.logging, self._run_log.redactor
-        config = redactor.value(self._config.redacted())
+        own, redactor = self.config.logging, self._run_log.redactor
+        config = redactor.value(self.config.redacted())
         run = TrackedRun(directory.path, own.project, config, step=state.step if state else 0)
         trackers = Trackers(own.trackers, run)
         self._closing.callback(trackers.close)
         return trackers
 
     def _subscribe_samples(self, directory: RunDirectory, state: TrainerState | None) -> None:
-        tokenizer, hide = self._serving.tokenizer(), self._run_log.redactor.text
+        tokenizer, hide = self.serving.tokenizer(), self._run_log.redactor.text
         sample_log = SampleLog(
             directory.path / SAMPLES_FILE,
             lambda tokens: hide(tokenizer.decode(tokens, skip_special_tokens=False)),
-            every=self._config.logging.sample_every,
+            every=self.config.logging.sample_every,
             step=state.step if state else 0,
         )
 
         def write(event: StepFinished) -> None:
             if samples := sample_log.write(event.batch):
-                self._events.emit(SamplesWritten(event.batch.step, samples))
+                self.events.emit(SamplesWritten(event.batch.step, samples))
 
-        self._events.subscribe(StepFinished, write)
+        self.events.subscribe(StepFinished, write)
 
     def _check_disk(self) -> None:
         if self._disk is not None:
             self._disk.check()
 
-    def _check(self) -> None:
-        """Raises what ended a source, the server, another rank, and when the disk is nearly full."""
+    def check(self, sources: Sources) -> None:
+        """Raise the error that ended a source, the server or another rank, or that the disk is nearly full."""
         self._ranks.check(self._stop)
-        self._serving.check()
+        self.serving.check()
         self._check_disk()
-        self._rollouts.check()
+        sources.check()
 
-    def _evaluations(self, parts: Parts, directory: RunDirectory) -> Evaluations:
-        assert self._weights is not None, "the engine serves by now"
+    def _evaluations(self, started: StartedRun) -> Evaluations:
+        assert self.weights is not None, "the engine serves by now"
         evaluations = Evaluations(
-            self._config,
-            directory.path,
+            self.config,
+            started.directory.path,
             self._evaluation_log,
-            (self._evaluated, self._sources),
-            client=self._serving.client,
-            tokenizer=self._serving.tokenizer(),
-            weights=self._weights,
-            versions=parts.versions,
-            policy=POLICY if self._config.rl_training.lora.enabled else None,
-            events=self._events,
+            (self._evaluated, self.environments),
+            client=self.serving.client,
+            tokenizer=self.serving.tokenizer(),
+            weights=self.weights,
+            versions=started.parts.versions,
+            policy=POLICY if self.config.rl_training.lora.enabled else None,
+            events=self.events,
             should_stop=self._stop.is_set,
-            while_waiting=self._check,
+            while_waiting=lambda: self.check(started.sources),
         )
         self._closing.callback(evaluations.stop)
         return evaluations
@@ -347,8 +415,8 @@ class TrainingRun:
             except OSError as error:
                 log.warning("the reward curve cannot be written", error=str(error))
         if finished:
-            lora = self._config.rl_training.lora.enabled
-            commands = report.next_commands(directory.path, self._config.model.base_path, lora=lora)
+            lora = self.config.rl_training.lora.enabled
+            commands = report.next_commands(directory.path, self.config.model.base_path, lora=lora)
         else:
             commands = [f"{report.command_path('mlx_parallm_train')} --resume {directory.path}"]
         found = report.compare(evaluations[0], evaluations[-1]) if finished and len(evaluations) > 1 else []
@@ -359,17 +427,17 @@ class TrainingRun:
     def _run_info(self, directory: RunDirectory, state: TrainerState | None) -> RunInfo:
         return RunInfo(
             run_name=directory.path.name,
-            model=self._config.model.base_path,
-            base_url=self._serving.url,
-            total_steps=self._config.rl_training.total_steps,
-            example_prompt=self._data.example_prompt if self._data is not None else _example_prompt(self._sources),
+            model=self.config.model.base_path,
+            base_url=self.serving.url,
+            total_steps=self.config.rl_training.total_steps,
+            example_prompt=self.data.example_prompt if self.data is not None else _example_prompt(self.environments),
             start_step=state.step if state else 0,
-            needs_key=self._serving.api_key is not None,
+            needs_key=self.serving.needs_key,
         )
 
     @contextmanager
     def _drained(self) -> Iterator[None]:
-        client = self._serving.client
+        client = self.serving.client
         client.pause_admission()
         try:
             while not client.wait_idle(0.5) and not self._stop.is_set():
@@ -383,10 +451,7 @@ class TrainingRun:
 
     def _progress(self) -> TrainingProgress:
         """What reward functions are told."""
-        return TrainingProgress(self._step(), self._config.rl_training.total_steps)
-
-    def _version(self) -> int:
-        return self._weights.version if self._weights else 0
+        return TrainingProgress(self._step(), self.config.rl_training.total_steps)
 
 
 def _example_prompt(sources: tuple[EnvironmentSource, ...]) -> str:

@@ -24,10 +24,9 @@ from mlx_parallm.models.loading import LoadedModel, check_model, load_model
 from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, find_checkpoint, restore_random_state
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.factory import build_trainer
+from mlx_parallm.rl_training.factory import build_buffer, build_trainer
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
 from mlx_parallm.rl_training.publish.versions import VersionSteps
-from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory, find_run
 from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
@@ -116,7 +115,7 @@ class _Player:
         self._config, training = config, config.rl_training
         initial = None if checkpoint else initial_adapter(config)
         self._trainer = build_trainer(loaded, training, initial_adapter=initial)
-        self._policy, algorithm = self._trainer.policy, self._trainer.algorithm
+        self._policy = self._trainer.policy
         versions = VersionSteps()
         if checkpoint is not None:
             state = TrainerState.read(checkpoint)
@@ -129,15 +128,7 @@ class _Player:
             self._trainer.restore(state.trainer)
             restore_random_state(state.random_state)
         self._ledger = ledger
-        self._buffer = RolloutBuffer(
-            _Stored(ledger),
-            versions,
-            algorithm.advantages,
-            rollout_batch_size=training.atropos.rollout_batch_size,
-            seed=training.seed,
-            shaping=make_shaping(training, algorithm),
-            deterministic=training.deterministic,
-        )
+        self._buffer = build_buffer(_Stored(ledger), versions, self._trainer, training)
 
     def play(
         self, run: Path, lines: Sequence[Line], taken: Mapping[int, Sequence[str]], told: Callable[[str], object]

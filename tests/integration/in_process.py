@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from mlx_parallm.config.load import load_config
+from mlx_parallm.daemon import training_run
 from mlx_parallm.models.threads import in_mlx_thread
-from mlx_parallm.rl_training.train import TrainingRun
 
 
 def train_here(config: Path, *overrides: str, resume: str | None = None) -> None:
@@ -16,7 +16,7 @@ def train_here(config: Path, *overrides: str, resume: str | None = None) -> None
 
     def run() -> None:
         console, given = Console(file=StringIO()), load_config(config, list(overrides))
-        training = TrainingRun(given, resume=resume, stop=threading.Event(), console=console)
+        training = training_run(given, resume=resume, stop=threading.Event(), console=console)
         try:
             training.execute()
         finally:

@@ -25,6 +25,7 @@ import httpx
 from rich.console import Console
 
 from mlx_parallm.config.load import parse_config
+from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.models.threads import release_streams
 from mlx_parallm.rl_training.monitor import health
@@ -81,7 +82,7 @@ class Sender(HttpEnvironment):
 
     def _scored(self, problem: Any, ids: list[int], answer: dict[str, Any]) -> dict[str, Any]:
         data = super()._scored(problem, ids, answer)
-        version = self._run._version()
+        version = self._run.weights.version
         if self._fault == "logprobs":
             data["inference_logprobs"] = [
                 [1.0 if value == 1.0 else value - 0.3 for value in row] for row in data["inference_logprobs"]
@@ -115,9 +116,9 @@ def registers_only(run: TrainingRun, url: str, stop: threading.Event) -> None:
 
 
 def holds_the_lock(run: TrainingRun, url: str, stop: threading.Event) -> None:
-    assert run._weights is not None
+    assert run.weights is not None
     while not stop.is_set():
-        with run._weights.lock.read():
+        with run.weights.lock.read():
             stop.wait(0.3)
         stop.wait(0.05)
 
@@ -187,7 +188,7 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
     config = parse_config(data)
     stop, run_directory = threading.Event(), directory / str(config.rl_training.run_name)
     heard = Heard(sys.stderr)
-    run = TrainingRun(config, resume=None, stop=stop, console=Console(file=io.StringIO()))
+    run = training_run(config, resume=None, stop=stop, console=Console(file=io.StringIO()))
     named: list[str] = []
     limit = time.monotonic() + LONGEST_S + stalled_after_s
     watched = (run_directory, provocation.diagnosis, named, heard, stop, limit)

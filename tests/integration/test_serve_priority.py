@@ -12,10 +12,10 @@ from rich.console import Console
 
 from mlx_parallm import serving
 from mlx_parallm.config.load import parse_config
+from mlx_parallm.daemon import training_run
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.models.threads import in_mlx_thread
-from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.system.turns import Turns
 from tests.engine.helpers import qwen3_model, request, serve
 
@@ -71,11 +71,11 @@ def test_a_run_has_the_configured_priority(tmp_path: Path, monkeypatch: pytest.M
     config = parse_config({"server": {"port": 0}, "rl_training": training, "environments": [environment]})
 
     def run() -> None:
-        training_run = TrainingRun(config, resume=None, stop=threading.Event(), console=Console(file=StringIO()))
+        started = training_run(config, resume=None, stop=threading.Event(), console=Console(file=StringIO()))
         try:
-            training_run.execute()
+            started.execute()
         finally:
-            training_run.close()
+            started.close()
 
     in_mlx_thread(run)
     [turns] = made

@@ -12,11 +12,11 @@ import numpy as np
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
 from mlx_parallm.rl_training.events import CheckpointSaved, RunEvents, StepFinished, WeightsPublished
+from mlx_parallm.rl_training.factory import build_buffer
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
-from mlx_parallm.rl_training.rollout_buffer import RolloutBuffer
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
@@ -114,17 +114,7 @@ def open_run(
     updater = WeightUpdater(shared, trainer, versions, config, numbers=numbers, events=stream)
     rollback_service = RollbackService()
     rollbacks = Rollbacks(rollback_service, directory, trainer, updater)
-    buffer = RolloutBuffer(
-        store,
-        versions,
-        algorithm.advantages,
-        rollout_batch_size=16,
-        group_sizes=[GROUP],
-        request_groups=bandit,
-        max_staleness=config.max_staleness,
-        max_empty_rounds=config.max_empty_rounds,
-        deterministic=config.deterministic,
-    )
+    buffer = build_buffer(store, versions, trainer, config, group_sizes=[GROUP], request_groups=bandit)
     parts = Parts(trainer, buffer, versions, updater, checkpointer, metrics, {"bandit": bandit}, rollbacks)
     control = replace(control or RunControl(), wait_turn_s=0.05)
     loop = TrainingLoop(parts, config, control=control, events=stream, state=state)

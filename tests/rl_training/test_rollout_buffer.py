@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.advantages import group_advantages
 from mlx_parallm.rl_training.publish.versions import VersionSteps
@@ -33,8 +35,14 @@ class Player:
 
 
 def make_buffer(store: RolloutStore, versions: VersionSteps | None = None, **values: Any) -> RolloutBuffer:
-    defaults: dict[str, Any] = {"rollout_batch_size": 8, "group_sizes": [2]}
-    return RolloutBuffer(store, versions or VersionSteps(), group_advantages, **defaults | values)
+    """`values`: keys of [rl_training], `rollout_batch_size`, and arguments of RolloutBuffer."""
+    names = ("group_sizes", "request_groups", "minimums", "misfit", "shaping")
+    options = {"group_sizes": [2]} | {name: values.pop(name) for name in names if name in values}
+    estimate = values.pop("estimate", group_advantages)
+    config = RLTrainingConfig()
+    atropos = config.atropos.model_copy(update={"rollout_batch_size": values.pop("rollout_batch_size", 8)})
+    config = config.model_copy(update={"atropos": atropos, **values})
+    return RolloutBuffer(store, versions or VersionSteps(), estimate, config, **options)
 
 
 def add(store: RolloutStore, *groups: RolloutGroup) -> None:
@@ -200,7 +208,7 @@ def test_uniform_sampling_follows_the_seed(store: RolloutStore) -> None:
     add(store, *groups)
 
     def chosen(seed: int) -> tuple[str, ...]:
-        ids = make_buffer(store, sampling="uniform", seed=seed).collect(1, timeout_s=0).group_ids
+        ids = make_buffer(store, buffer_sampling="uniform", seed=seed).collect(1, timeout_s=0).group_ids
         store.restore(0)
         return ids
 
@@ -211,13 +219,8 @@ def test_uniform_sampling_follows_the_seed(store: RolloutStore) -> None:
 
 def test_priority_takes_the_largest_advantages(store: RolloutStore) -> None:
     add(store, *[make_group(f"g{i}", [0, i]) for i in (1, 5, 2, 4, 3, 0)])
-    buffer = RolloutBuffer(
-        store,
-        VersionSteps(),
-        lambda rewards: group_advantages(rewards, "mean"),
-        rollout_batch_size=6,
-        sampling="priority",
-    )
+    mean = partial(group_advantages, kind="mean")
+    buffer = make_buffer(store, estimate=mean, rollout_batch_size=6, buffer_sampling="priority", group_sizes=[])
     assert buffer.collect(1, timeout_s=0).group_ids == ("g5", "g4", "g3")
     assert store.drop_reasons() == {NO_VARIANCE: 1}
 

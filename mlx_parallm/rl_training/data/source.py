@@ -10,21 +10,23 @@ from typing import Any
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.batches import DataBatches, steps_per_epoch
 from mlx_parallm.rl_training.data.heldout import HeldOut, log_ratios
 from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.rl_training.data.tokens import Unit, encode_all
+from mlx_parallm.rl_training.sources import RolloutSource, Served
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import ChatTokenizer
 
-SOURCE = "data"  # in a checkpoint's `sources`
-
 log = get_logger("train")
 
 
-class DataSource:
+class DataSource(RolloutSource):
     """Main thread only. Raises ConfigError: a bad row, with file and line; too few rows."""
+
+    name = "data"
 
     def __init__(self, config: Config, tokenizer: ChatTokenizer) -> None:
         self._config, self._algorithm = config, config.rl_training.algorithm
@@ -35,7 +37,7 @@ class DataSource:
         )
         if len(self._train) < config.rl_training.batch_size:
             raise ConfigError(
-                f"{SOURCE}: {len(self._train)} rows to train on are fewer than one mini-batch: rl_training.batch_size ="
+                f"data: {len(self._train)} rows to train on are fewer than one mini-batch: rl_training.batch_size ="
                 f" {config.rl_training.batch_size}"
             )
         self._state = {"rows": len(self._train), "sha256": _fingerprint(self._train)}
@@ -78,11 +80,12 @@ class DataSource:
         """What a resume compares: steps are a function of seed and rows, so the rows have to be the same."""
         return self._state
 
-    def check(self, state: dict[str, Any]) -> None:
+    def start(self, served: Served, state: TrainerState | None) -> None:
         """Raises CheckpointError: the checkpoint's rows were others."""
-        if state != self._state:
+        saved = state.sources[self.name] if state is not None else self._state
+        if saved != self._state:
             raise CheckpointError(
-                f"data: {self._config.data.path} gives other tokens than when this run began ({state['rows']} rows"
+                f"data: {self._config.data.path} gives other tokens than when this run began ({saved['rows']} rows"
                 f" then, {len(self._train)} now): put file, chat template and data.* back as they were, or start a"
                 " new run from this one's weights (model.lora_path)"
             )

@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,13 +27,11 @@ from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, attempt
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import EnvironmentFailedError, RequestError
-from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.loading import LoadedModel, read_config
+from mlx_parallm.models.loading import read_config
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
-from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.events import BatchReady
-from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
+from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE
 from mlx_parallm.rl_training.monitor.memory_watch import measured_bytes, needed_bytes
 from mlx_parallm.rl_training.plan.dry_run_display import (
@@ -50,13 +49,11 @@ from mlx_parallm.rl_training.plan.preflight import (
     longest,
     predict_memory,
 )
-from mlx_parallm.rl_training.run_directory import RunDirectory
 from mlx_parallm.rl_training.sources import EMBEDDED, POLICY, policy_inference
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.policy import COMPANIONS
-from mlx_parallm.rl_training.train import TrainingRun
+from mlx_parallm.rl_training.train import StartedRun, TrainingRun
 from mlx_parallm.rollout_store.disk import GB
-from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.hardware import memory_present
 
 FEWEST_STEPS = 3
@@ -110,52 +107,53 @@ class ProbeDone(Exception):
     """The way out of a loop that would save a checkpoint at its end."""
 
 
-class DryRun(TrainingRun):
+class DryRun:
     """Args:
+        open_run: makes the `TrainingRun` of a configuration.
         scratch: an empty directory that the caller removes; takes the place of `checkpoint_dir`.
 
     Raises EnvironmentFailedError: an environment or a reward function is broken. ConfigError, ModelError, …: as a run.
     """
 
-    def __init__(self, config: Config, *, scratch: Path, stop: threading.Event, console: Console) -> None:
-        super().__init__(probe_config(config, scratch), resume=None, stop=stop, console=console)
-        self._asked = config
+    def __init__(
+        self,
+        config: Config,
+        open_run: Callable[..., TrainingRun],
+        *,
+        scratch: Path,
+        stop: threading.Event,
+        console: Console,
+    ) -> None:
+        self._run = open_run(probe_config(config, scratch), resume=None, stop=stop, console=console)
+        self._asked, self._stop, self._console = config, stop, console
+        self._config = self._run.config
+        self._environments, self._serving = self._run.environments, self._run.serving
         self._probe = Probe()
-        self._shape: ModelShape | None = None
-        self._store: RolloutStore | None = None
-        self._empty_bytes = 0
 
     @property
     def _measurable(self) -> bool:
         """Whether steps can be made here and now: not with rollouts that come over HTTP."""
-        return bool(self._sources) or self._data is not None
+        return bool(self._environments) or self._run.data is not None
 
     def execute(self) -> None:
-        self._shape = ModelShape.of(read_config(self._serving.model_path), self._asked)
+        """Show what the run needs by formula, start it, show samples, run the probe, and show the forecast."""
+        shape = ModelShape.of(read_config(self._serving.model_path), self._asked)
         self._console.print(Rule(Text(f"dry run · {self._asked.model.base_path}"), align="left"))
-        self._console.print(show_memory(predict_memory(self._asked, self._shape), memory_present()[0]))
-        super().execute()  # which refuses what does not fit
-
-    def _training_parts(
-        self,
-        loaded: LoadedModel,
-        initial: dict[str, LoraPair] | None,
-        directory: RunDirectory,
-        store: RolloutStore,
-    ) -> tuple[Parts, TrainerState | None]:
-        self._store, self._empty_bytes = store, store.size_bytes()
-        return super()._training_parts(loaded, initial, directory, store)
-
-    def _train(self, parts: Parts, state: TrainerState | None, directory: RunDirectory) -> None:
-        """In the place of the training: samples, probe, forecast."""
-        if self._sources:
+        self._console.print(show_memory(predict_memory(self._asked, shape), memory_present()[0]))
+        started = self._run.start()  # which refuses what does not fit
+        if started is None:
+            return
+        self._config, empty_bytes = self._run.config, started.store.size_bytes()
+        if self._environments:
             self._sample()
         if not self._stop.is_set() and self._measurable:
             self._console.print(Text("a few real steps, to measure them …", style="dim"))
-            self._run_probe(parts)
-        if self._stop.is_set():
-            return
-        self._conclude(directory)
+            self._run_probe(started)
+        if not self._stop.is_set():
+            self._conclude(started, shape, empty_bytes)
+
+    def close(self) -> None:
+        self._run.close()
 
     # ------------------------------------------------------------------ samples
 
@@ -163,7 +161,7 @@ class DryRun(TrainingRun):
         """Plays one group of each environment and shows it. Raises EnvironmentFailedError when one is broken."""
         tokenizer, training = self._serving.tokenizer(), self._config.rl_training
         inference = policy_inference(self._config, self._serving)
-        for source in self._sources:
+        for source in self._environments:
             source.attach(inference)
         policy = EpisodePolicy(
             self._serving.client,
@@ -176,7 +174,7 @@ class DryRun(TrainingRun):
         runner = EpisodeRunner(policy)
         plans = [
             GroupPlan(f"dry-run-{s.name}", s, 0, s.config.group_size, derive_seed("dry-run", training.seed, number))
-            for number, s in enumerate(self._sources)
+            for number, s in enumerate(self._environments)
         ]
 
         async def play() -> list[GroupResult]:
@@ -243,48 +241,45 @@ class DryRun(TrainingRun):
 
     # ------------------------------------------------------------------ probe
 
-    def _run_probe(self, parts: Parts) -> None:
+    def _run_probe(self, started: StartedRun) -> None:
         control = RunControl(
             should_stop=self._stop.is_set,
-            while_waiting=self._check,
+            while_waiting=lambda: self._run.check(started.sources),
             after_step=self._probe.after_step,
             served_tokens=lambda: self._serving.client.stats().generation_tokens,
         )
-        self._events.subscribe(BatchReady, lambda event: self._probe.add(event.batch))
-        self._loop = TrainingLoop(parts, self._config.rl_training, control=control, events=self._events)
-        try:
-            self._loop.run()
-        except ProbeDone:
-            return
+        self._run.events.subscribe(BatchReady, lambda event: self._probe.add(event.batch))
+        loop = TrainingLoop(started.parts, self._config.rl_training, control=control, events=self._run.events)
+        with suppress(ProbeDone):
+            loop.run()
 
-    def _conclude(self, directory: RunDirectory) -> None:
-        assert self._shape is not None
+    def _conclude(self, started: StartedRun, shape: ModelShape, empty_bytes: int) -> None:
         probe, asked, (free, whole) = self._probe, self._asked, memory_present()
         seen = replace(probe.seen, prompt=max(probe.seen.prompt, 1), completion=max(probe.seen.completion, 1))
         limit = longest(asked)
         most = Lengths(max(seen.prompt, 1), max(seen.completion, limit.completion)) if self._measurable else limit
-        by_formula = [predict_memory(asked, self._shape, lengths) for lengths in (seen, most)]
+        by_formula = [predict_memory(asked, shape, lengths) for lengths in (seen, most)]
         memory = measured_bytes(probe.lines) if self._measurable else needed_bytes(by_formula[1])
         training = asked.rl_training
-        steps = training.total_steps if self._data is None else self._data.total_steps(training)
+        steps = training.total_steps if self._run.data is None else self._run.data.total_steps(training)
         kept = training.keep_checkpoints + bool(training.keep_best)
         forecast = Forecast(
             memory_seen=memory,
             memory_most=memory + max(0, by_formula[1].total - by_formula[0].total) * self._measurable,
             memory_present=min(whole, free + memory),  # what this process has is free again
             steps=steps,
-            checkpoint=checkpoint_bytes(asked, self._shape) + self._companions(),
+            checkpoint=checkpoint_bytes(asked, shape) + self._companions(),
             checkpoints=min(kept, -(-steps // training.checkpoint_interval)),
             disk_present=shutil.disk_usage(_existing(training.checkpoint_dir)).free,
             seconds=probe.seconds,
             measured_steps=max(0, len(probe.times) - 1),
-            disk_step=self._disk_step(directory),
+            disk_step=self._disk_step(started, empty_bytes),
             rollouts_most=round(asked.rollouts.max_gb * GB),
         )
         self._console.print(show_forecast(forecast, asked))
-        self._say([*self._probe_remarks(), *shortcomings(forecast, asked, self._shape, most)])
+        self._say([*self._probe_remarks(started), *shortcomings(forecast, asked, shape, most)])
 
-    def _probe_remarks(self) -> list[str]:
+    def _probe_remarks(self, started: StartedRun) -> list[str]:
         if not self._measurable:
             return ["no in-process environments: rollouts come over HTTP, so nothing was sampled and no step measured"]
         found, lines = [], self._probe.lines
@@ -294,19 +289,19 @@ class DryRun(TrainingRun):
         if alike and (share := sum(alike) / len(alike)) >= ALIKE:
             why = "the reward does not tell answers apart, or the task is too hard or too easy for this model"
             found.append(f"in {share:.0%} of the probe's groups every completion scored alike: {why}")
-        if health := next((words for words in self._rollouts.health() if words), None):
+        if health := next((words for words in started.sources.health() if words), None):
             found.append(health)
         return found
 
-    def _disk_step(self, directory: RunDirectory) -> int:
+    def _disk_step(self, started: StartedRun, empty_bytes: int) -> int:
         """Bytes of one step: its groups in the database, its metrics line, its line in the log."""
-        lines, store = self._probe.lines, self._store
-        if not lines or store is None:
+        lines, store = self._probe.lines, started.store
+        if not lines:
             return 0
         counts = store.counts()
-        one_group = (store.size_bytes() - self._empty_bytes) / max(1, counts.waiting + counts.taken + counts.dropped)
+        one_group = (store.size_bytes() - empty_bytes) / max(1, counts.waiting + counts.taken + counts.dropped)
         groups = sum(line["groups"] or 0 for line in lines) / len(lines)
-        metrics = (directory.path / METRICS_FILE).stat().st_size / len(lines)
+        metrics = (started.directory.path / METRICS_FILE).stat().st_size / len(lines)
         return round(one_group * groups + metrics + LOG_LINE)
 
     def _companions(self) -> int:

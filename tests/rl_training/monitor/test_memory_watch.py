@@ -13,6 +13,7 @@ from rich.console import Console
 from structlog.testing import capture_logs
 
 from mlx_parallm.config.load import Config, load_config
+from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.rl_training.events import RunEvents, StepFinished
@@ -20,7 +21,6 @@ from mlx_parallm.rl_training.monitor import memory_watch
 from mlx_parallm.rl_training.monitor.memory_watch import MemoryWatch, measured_bytes
 from mlx_parallm.rl_training.plan.preflight import Lengths, ModelShape, predict_memory
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
-from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.system.hardware import GIB
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.types import Rollout, RolloutGroup
@@ -93,8 +93,8 @@ def test_nothing_is_loaded_or_written_before_the_refusal(
 ) -> None:
     memory(2**20)
     overrides = [f"rl_training.checkpoint_dir={tmp_path}/runs", "server.port=0"]
-    run = TrainingRun(load_config(None, overrides), resume=None, stop=threading.Event(), console=Console(quiet=True))
-    monkeypatch.setattr(run._serving, "load", lambda **_: pytest.fail("loaded"))
+    run = training_run(load_config(None, overrides), resume=None, stop=threading.Event(), console=Console(quiet=True))
+    monkeypatch.setattr(run.serving, "load", lambda **_: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=r"are there"):
         run.execute()
     run.close()

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.load import Config, load_config, parse_config
+from mlx_parallm.daemon import training_run
 from mlx_parallm.environments.kinds.tasks import TasksSource
 from mlx_parallm.environments.runner import GroupPlan, GroupResult
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
@@ -165,7 +166,7 @@ def dry(config: Config, scratch: Path) -> str:
     """What a dry run prints."""
     out = io.StringIO()
     scratch.mkdir()
-    run = DryRun(config, scratch=scratch, stop=threading.Event(), console=Console(file=out, width=150))
+    run = DryRun(config, training_run, scratch=scratch, stop=threading.Event(), console=Console(file=out, width=150))
     try:
         run.execute()
     finally:

@@ -64,7 +64,7 @@ def test_a_minimum_is_lifted_when_its_groups_teach_nothing(store: RolloutStore) 
 
 @pytest.mark.parametrize("sampling", ["uniform", "priority"])
 def test_a_minimum_holds_however_groups_are_chosen(store: RolloutStore, sampling: str) -> None:
-    buffer = make_buffer(store, sampling=sampling, minimums=lambda: {"b": Minimum(4, 2)})
+    buffer = make_buffer(store, buffer_sampling=sampling, minimums=lambda: {"b": Minimum(4, 2)})
     add(store, *[of("a", f"a{i}", [0, 9]) for i in range(9)], *[of("b", f"b{i}", [0, 1]) for i in range(2)])
     assert sorted(group.environment for group in collected(buffer).groups) == ["a", "a", "b", "b"]
 

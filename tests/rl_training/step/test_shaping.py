@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from mlx_parallm.losses.advantages import PLAIN, Shaping, group_advantages, token_advantages
-from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, RolloutBuffer
 from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup
 from tests.rl_training.making import make_config
 from tests.rl_training.rollouts import make_rollout
+from tests.rl_training.test_rollout_buffer import make_buffer
 
 
 def mean_only(rewards: Any) -> tuple[float, ...] | None:
@@ -24,7 +24,7 @@ def group_of(group_id: str, *rollouts: Any) -> RolloutGroup:
 
 
 def buffer_of(store: RolloutStore, shaping: Shaping, size: int = 4) -> RolloutBuffer:
-    return RolloutBuffer(store, VersionSteps(), mean_only, rollout_batch_size=size, shaping=shaping)
+    return make_buffer(store, estimate=mean_only, rollout_batch_size=size, shaping=shaping, group_sizes=[])
 
 
 def test_what_is_configured() -> None:
