@@ -13,9 +13,10 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
+from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.batches import DataBatches
 from mlx_parallm.rl_training.data.heldout import HeldOut, log_ratios
-from mlx_parallm.rl_training.data.source import SOURCE, DataSource
+from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.data.tokens import Encoded, Unit
 from mlx_parallm.rl_training.loop import Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import TIMES, MetricsFile
@@ -197,14 +198,14 @@ def run(
         found = find_checkpoint(str(directory), directory.parent, None)
         assert found is not None
         state = checkpointer.resume(found, store, metrics)
-        source.check(state.sources[SOURCE])
+        source.start(None, state)
     versions = VersionSteps.restored(state.versions) if state else VersionSteps()
     shared = SharedWeights(make_model(), policy="policy", version=versions.newest[0])
     updater = WeightUpdater(shared, trainer, versions, config.rl_training)
     heldout = source.heldout(trainer)
     if state is None or state.step == 0:
         heldout.before()
-    parts = Parts(trainer, source.batches(trainer), versions, updater, checkpointer, metrics, {SOURCE: source})
+    parts = Parts(trainer, source.batches(trainer), versions, updater, checkpointer, metrics, {source.name: source})
     steps: list[int] = []
     control = RunControl(
         should_stop=lambda: stop_at is not None and len(steps) >= stop_at,
@@ -243,7 +244,7 @@ def test_other_rows_than_at_the_start_are_refused(tmp_path: Path) -> None:
     write_rows(tmp_path, "dpo", count=21)
     other = DataSource(make_config("dpo", tmp_path), Letters())
     with pytest.raises(CheckpointError, match=r"rows\.jsonl gives other tokens than when this run began"):
-        other.check(state)
+        other.start(None, TrainerState(step=0, policy_version=0, versions=[], sources={"data": state}))
 
 
 def test_fewer_rows_than_a_mini_batch_are_refused(tmp_path: Path) -> None:
