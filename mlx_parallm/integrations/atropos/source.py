@@ -1,7 +1,6 @@
 """Atropos as a source of rollouts: the queue embedded in this server, or the poller of an external API."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from mlx_parallm.integrations.atropos.api import AtroposClient, TrainerRegistration
 from mlx_parallm.integrations.atropos.client import AtroposPoller
@@ -45,7 +44,7 @@ class EmbeddedQueue(RolloutSource):
             context.store, settings, current_step=context.current_step, policy_version=context.policy_version
         )
         context.on_reward.append(self._queue.note_reward)
-        self.router: Any = create_atropos_router(self._queue)
+        self.router = create_atropos_router(self._queue)
 
     def minimums(self) -> Mapping[str, Minimum]:
         return {name: Minimum(*numbers) for name, numbers in self._queue.minimums().items()}
