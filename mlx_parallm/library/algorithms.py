@@ -39,7 +39,6 @@ from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.run_directory import RunDirectory, checkpoint_at
-from mlx_parallm.rl_training.step.algorithms import make_shaping
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.types import Rollout, RolloutGroup, Trajectory

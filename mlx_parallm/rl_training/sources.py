@@ -232,6 +232,9 @@ class RewardsById(RolloutSource):
         )
         self._listeners = context.on_reward
 
+    def _rewarded(self) -> None:
+        for listener in self._listeners:
+            listener()
 
 
 def policy_inference(config: Config, served: Served) -> InferenceModule:

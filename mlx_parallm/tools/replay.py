@@ -28,7 +28,7 @@ from mlx_parallm.rl_training.factory import build_buffer, build_trainer
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory, find_run
-from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping
+from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.step.policy import read_tensors
 from mlx_parallm.rollout_store.ledger import Ledger
