@@ -1,13 +1,13 @@
-"""TrainingLoop: steps start..total_steps. It owns the order of things and nothing else.
+"""TrainingLoop: the order of a run's steps, and nothing else.
 
-    wait for a batch → [ask for the next one] → train → publish → metrics line → checkpoint → [ask for the next one]
+    wait for a batch → [request the next one] → train → publish → metrics line → checkpoint → [request the next one]
 
-Overlap: groups of the next `max_staleness` steps are asked for *before* training; with 0 those of the next step after
-the publish, so that they are sampled by the newest weights. In deterministic mode (max_staleness = 0) the
-groups of step n + 1 are therefore started after publish, metrics line and checkpoint of step n.
+The groups of the next `max_staleness` steps are requested *before* training. With max_staleness = 0 the next step's
+groups are requested after the publish, so that the newest weights sample them; in deterministic mode they therefore
+start after publish, metrics line and checkpoint of the step before.
 
-A metrics line is on the disk before the checkpoint of its step: a resume cuts lines, it never misses one. Asked to
-stop, the loop finishes the micro-batch, saves where it stands and returns.
+A metrics line is on the disk before the checkpoint of its step: a resume cuts lines, it never misses one. On a stop
+request the loop finishes the micro-batch, saves, and returns. What happens is reported to `events.RunEvents`.
 """
 
 import time
@@ -34,7 +34,7 @@ from mlx_parallm.weights import PublishReport
 
 
 class Batches(Protocol):
-    """Where the batches come from: the rollout buffer, or rows of a file."""
+    """The source of batches: the rollout buffer, or rows of a file."""
 
     def request(self, step: int, last: int | None = None) -> None: ...
     def health(self) -> str | None: ...
@@ -44,20 +44,20 @@ class Batches(Protocol):
 
 
 class Source(Protocol):
-    """An in-process source of rollouts, as far as a checkpoint knows it."""
+    """An in-process source of rollouts, whose state a checkpoint keeps."""
 
     def state(self) -> dict[str, Any] | None: ...
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of; `rl_training.train` builds them."""
+    """The parts of a run; `rl_training.train` builds them."""
 
     trainer: Trainer
     buffer: Batches
     versions: VersionSteps
     updater: WeightUpdater
-    checkpointer: Checkpointer | None  # None: nothing is kept on the disk, as in a notebook
+    checkpointer: Checkpointer | None  # None: no run directory, as in a notebook
     metrics: MetricsFile | None
     sources: Mapping[str, Source]
     rollbacks: Rollbacks | None = None
@@ -65,7 +65,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class RunControl:
-    """What the loop asks; all called on the trainer's thread. What it reports goes to `events.RunEvents`.
+    """What the loop asks the run, always on the trainer's thread.
 
     Args:
         should_stop: whether to save and return.
@@ -120,8 +120,8 @@ class TrainingLoop:
         return self._step
 
     def run(self, until: int | None = None) -> Outcome:
-        """Trains up to step `until` (total_steps), or until asked to stop; saves at the end either way. May be called
-        again for later steps. Raises CheckpointError, …"""
+        """Train up to step `until` (default: total_steps) or a stop request, and save. May be called again for later
+        steps. Raises CheckpointError: the disk. EnvironmentFailedError: the sources."""
         self._last = until or self._config.total_steps
         while self._step < self._last:
             step = self._step + 1
@@ -151,20 +151,20 @@ class TrainingLoop:
     # ------------------------------------------------------------------ the parts of a step
 
     def _batch(self, step: int, work: StepInProgress | None) -> TrainBatch | None:
-        """The step's batch; None when asked to stop before it was together."""
+        """Return the step's batch; None when a stop was requested before it was complete."""
         if work is not None:
             batch = self._parts.buffer.resume(step, work.group_ids)
             return replace(batch, statistics=BatchStatistics(**work.statistics))
-        started, asked = time.perf_counter(), False
+        started, requested = time.perf_counter(), False
         self._control.before_step()
         while not self._control.should_stop():
             if self._roll_back():
-                asked = False
+                requested = False
             if self._young_enough(step):
-                if not asked:
+                if not requested:
                     self._parts.buffer.request(step)
                     self._request_ahead(step, self._config.max_staleness)
-                asked = True
+                requested = True
                 batch_or_none = self._parts.buffer.collect(step, timeout_s=self._control.wait_turn_s)
                 if batch_or_none is not None:
                     return batch_or_none
@@ -174,7 +174,7 @@ class TrainingLoop:
         return None
 
     def _roll_back(self) -> bool:
-        """What was asked for between two steps; in a checkpoint before it is answered."""
+        """Perform a requested rollback between two steps; it is in a checkpoint before the request is answered."""
         done = self._parts.rollbacks.perform(self._step) if self._parts.rollbacks else None
         if done is None or self._parts.rollbacks is None:
             return False
@@ -188,14 +188,14 @@ class TrainingLoop:
         return True
 
     def _request_ahead(self, step: int, lead: int) -> None:
-        """Asks for the groups of `step` and later ones, up to `lead` steps beyond those behind the served weights."""
+        """Request the groups of `step` and later ones, up to `lead` steps beyond the step of the served weights."""
         _, steps = self._parts.versions.newest
         last = min(steps + lead, self._last)
         if last >= step:
             self._parts.buffer.request(step, last)
 
     def _young_enough(self, step: int) -> bool:
-        """Whether groups of `step`, sampled by what is served now, will be young enough when it is trained."""
+        """Whether groups sampled by the served weights are within max_staleness when `step` is trained."""
         _, steps = self._parts.versions.newest
         return step - 1 - steps <= self._config.max_staleness
 
@@ -245,7 +245,7 @@ class TrainingLoop:
         timeouts, refused = updater.timeouts - self._timeouts, updater.refused - self._refused
         self._counters = (now, served)
         self._timeouts, self._refused = updater.timeouts, updater.refused
-        went_back, self._rolled_back_to = self._rolled_back_to, None
+        rolled_back_to, self._rolled_back_to = self._rolled_back_to, None
         memory_gb = mx.get_peak_memory() / 1e9
         mx.reset_peak_memory()
         return complete(
@@ -257,7 +257,7 @@ class TrainingLoop:
                 "publish_timeouts": timeouts,
                 "publishes_refused": refused,
                 "publish_kl": updater.publish_kl,
-                "rolled_back_to": went_back,
+                "rolled_back_to": rolled_back_to,
                 "gave_up": batch.gave_up or None,
                 **times,
                 "publish_ms": report.total_ms if report else None,
@@ -284,12 +284,15 @@ class TrainingLoop:
         self._saved = state.checkpoint_name
 
     def save(self, *, best: bool = False) -> Path:
-        """A checkpoint of this moment, between two `run`s; `best`: the one that `best` means from now on. Raises
-        CheckpointError: it cannot be written, or the run keeps none."""
+        """Save a checkpoint between two `run`s; with `best`, the link `best` points at it from now on.
+
+        Raises CheckpointError: it cannot be written, or the run has no directory.
+        """
         if self._parts.checkpointer is None:
             raise CheckpointError("this run has no directory for checkpoints")
         state = self._state(None)
         path = self._parts.checkpointer.save(state, best=best)
+        self._events.emit(CheckpointSaved(self._step, path))
         self._saved = state.checkpoint_name
         return path
 
@@ -310,7 +313,7 @@ class TrainingLoop:
 
 
 def _unreported(rollbacks: Sequence[Mapping[str, Any]], step: int) -> str | None:
-    """Of a rollback after `step` steps, which the next line tells."""
+    """Return the target of a rollback after `step` steps: no metrics line has reported it yet."""
     return str(rollbacks[-1]["to"]) if rollbacks and rollbacks[-1]["step"] == step else None
 
 

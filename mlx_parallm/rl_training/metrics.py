@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: one JSON object a training step, in the order of steps. No MLX.
+"""`metrics.jsonl`: one JSON object for each training step, in order. No MLX.
 
-A step's line is on the disk before the step's checkpoint is, so a resume may find lines that its checkpoint does not
-know: `cut` removes them.
+A step's line is on the disk before the step's checkpoint, so a resume may find lines of later steps than its
+checkpoint: `cut` removes them.
 """
 
 import json
@@ -30,48 +30,48 @@ KEYS = (
     *("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb"),
     *("reward_by_environment", "environments"),
 )
-"""Every line has all of these (null = not known); further ones may follow. `kl`: mean estimate of
-KL(policy || reference), null unless kl_beta > 0. `groups*`, `sequences`, `reward*`: all groups the step consumed, those
-without variance too. `extra_segments`: sequences beyond one an episode, because the chat template rewrote history.
-`dropped_misfit`: groups of another tokenizer or model. `environments`: `batch.EnvironmentNumbers` of each.
-`logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the very weights that the step starts from,
-before its first update, as far as they came with one; null when there are none. `mismatch_kl`: k3 estimate of
-KL(engine || trainer) over the same tokens. `sampler_weights_cut`: share of the tokens whose sampler-correction weight
-was cut or dropped, null without a correction. `kl_coefficient`: of the KL to the reference in this step, null without
-one. `skipped_steps`: mini-batches skipped as not finite. `stopped_at_kl`: what ended the step's updates (PPO's
-target_kl), null where nothing did. `update_norm`, `weight_norm`, `weights_moved`:
-`optimizer.Movement`, means over the step's updates.
-`groups_all_wrong`, `_all_right`: share of the groups in which no reward is above 0, or none below 1. `eos_fraction`:
-share of the answers that ended by themselves; null where their senders do not say. `out_of_room_fraction`: share of the
-sequences that max_token_length ended, as far as environments in this process know. `rollout_entropy`: mean of -logprobs
-of the sampled tokens that came with one, which is there also for steps with nothing to train on. `time_rollout_s`: how
-long the step waited for its batch. `publishes_refused`: updates taken back as not fit to be served. `publish_kl`:
-`publish_guard.kl_from_served`, null unless max_publish_kl is set. `rolled_back_to`: the checkpoint or version that the
-weights went back to before this step."""
+"""Every line has all of these keys (null = unknown); others may follow.
+
+`groups*`, `sequences`, `reward*`: all groups the step consumed, also those without variance. `groups_all_wrong`,
+`_all_right`: share of the groups in which no reward is above 0, or none below 1. `extra_segments`: sequences beyond one
+an episode, because the chat template rewrote history. `dropped_misfit`: groups of another tokenizer or model.
+`environments`: `batch.EnvironmentNumbers` of each.
+`kl`: mean estimate of KL(policy || reference), null unless kl_beta > 0. `kl_coefficient`: its weight in this step.
+`logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the weights that the step starts from, before
+its first update; null without such tokens. `mismatch_kl`: k3 estimate of KL(engine || trainer) over the same tokens.
+`sampler_weights_cut`: share of the tokens whose sampler-correction weight was cut or dropped, null without correction.
+`skipped_steps`: mini-batches skipped because they were not finite. `stopped_at_kl`: the KL that ended the step's updates
+(PPO's target_kl). `update_norm`, `weight_norm`, `weights_moved`: `optimizer.Movement`, means over the step's updates.
+`eos_fraction`: share of the answers that ended by themselves, null where their senders do not report it.
+`out_of_room_fraction`: share of the sequences that max_token_length ended, for environments in this process.
+`rollout_entropy`: mean of -logprobs of the sampled tokens that have one, also in steps with nothing to train on.
+`time_rollout_s`: how long the step waited for its batch. `publishes_refused`: updates taken back by the guard.
+`publish_kl`: `publish_guard.kl_from_served`, null unless max_publish_kl is set. `rolled_back_to`: the checkpoint or
+version that the weights went back to before this step."""
 
 TIMES = ("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb", "eval/seconds")
 """Keys that differ between two otherwise equal runs."""
 
 
 def complete(values: Mapping[str, Any]) -> dict[str, Any]:
-    """One line: all keys in their order, numbers that JSON cannot say as null."""
+    """Return one line: all keys in their order; numbers that JSON cannot hold become null."""
     line = dict.fromkeys(KEYS) | dict(values)
-    return {key: _sayable(value) for key, value in line.items()}
+    return {key: _finite(value) for key, value in line.items()}
 
 
 def of_rows(line: Mapping[str, Any]) -> bool:
-    """Whether a step was trained on rows of a file: on sequences without groups."""
+    """Whether a step trained on rows of a file: on sequences without groups."""
     return bool(line.get("sequences")) and line.get("groups") == 0
 
 
 class MetricsFile:
-    """Appends lines; each is flushed to the disk."""
+    """Append lines and flush each to the disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Raises CheckpointError when the disk is full; a half-written line is taken back."""
+        """Write one line; one that is only half written is removed. Raises CheckpointError: the disk is full."""
         before = self.path.stat().st_size if self.path.exists() else 0
         try:
             with self.path.open("a", encoding="utf-8") as file:
@@ -84,20 +84,20 @@ class MetricsFile:
             raise CheckpointError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
     def cut(self, step: int) -> None:
-        """Removes the lines of later steps, and a last line that a kill left unfinished."""
+        """Remove the lines of later steps, and a last line that a kill left unfinished."""
         if self.path.exists():
             kept = "".join(json.dumps(line) + "\n" for line in self.read() if line["step"] <= step)
             write_atomically(self.path, kept.encode())
 
     def last(self, count: int) -> list[dict[str, Any]]:
-        """The newest lines, in their order; an unfinished one is left out."""
+        """Return the newest lines in their order, without an unfinished one."""
         if not self.path.exists():
             return []
         with self.path.open(encoding="utf-8") as file:
             return [json.loads(text) for text in deque(file, maxlen=count) if text.endswith("\n")]
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """The lines; an unfinished last one is left out. Raises CheckpointError: a damaged line before the last."""
+        """Yield the lines, without an unfinished last one. Raises CheckpointError: a damaged line before the last."""
         if not self.path.exists():
             return
         lines = self.path.read_text(encoding="utf-8").splitlines()
@@ -109,5 +109,5 @@ class MetricsFile:
                     raise CheckpointError(f"{self.path}, line {number}: not JSON: {error}") from error
 
 
-def _sayable(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value

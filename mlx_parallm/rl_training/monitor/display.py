@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live panel on a terminal, one structlog line a step elsewhere.
+"""What a person sees of a run: a live panel on a terminal, one log line for each step elsewhere.
 
 It subscribes to the run's events. A display never ends a run: an error inside it turns it into the plain one. It
 installs no signal handler and swallows no KeyboardInterrupt.
@@ -45,13 +45,13 @@ log = get_logger("display")
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 40
 PACE_STEPS = 20
-"""Steps that the ETA is taken from."""
+"""Steps that the ETA is computed from."""
 REFRESHES_PER_SECOND = 2
 NOTES = 3
 UNKNOWN = "–"
 LINE_KEYS = ("step", "policy_version", "reward_mean", "kl", "entropy", "eval/score", "publish_ms")
 ROW_KEYS = ("step", "policy_version", "loss", "rewards/accuracies", "rewards/margins", "heldout_score", "publish_ms")
-"""Of a run that learns from rows of a file: it has no rewards."""
+"""Keys of a run that learns from rows of a file and has no rewards."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,7 +59,7 @@ Sources = Callable[[], Sequence[str | None]]
 
 
 def curl_line(info: RunInfo) -> str:
-    """A command that talks to the model, broken so that it can be copied from a terminal of 80 columns."""
+    """Return a command that talks to the model, in lines that can be copied from a terminal of 80 columns."""
     body = {"model": info.model_name, "messages": [{"role": "user", "content": info.example_prompt}]}
     quoted = json.dumps(body, separators=(",", ":"), ensure_ascii=False).replace("'", "'\\''")
     key = ' -H "Authorization: Bearer $MLX_PARALLM_API_KEY" \\\n' if info.needs_key else ""
@@ -67,7 +67,7 @@ def curl_line(info: RunInfo) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
-    """Values as block characters, at most `width`, each the mean of its share. Rewards within [0, 1] use that scale."""
+    """Draw values as at most `width` block characters, each a mean. Values within [0, 1] are drawn on that scale."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -82,7 +82,7 @@ def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
 
 
 def attempt(action: Callable[[], T]) -> T | Exception:
-    """The boundary: a display must not end a run."""
+    """Boundary: a display that fails must not end a run."""
     try:
         return action()
     except Exception as error:  # noqa: BLE001
@@ -92,7 +92,7 @@ def attempt(action: Callable[[], T]) -> T | Exception:
 def _guarded(
     method: Callable[Concatenate["TrainingDisplay", P], None],
 ) -> Callable[Concatenate["TrainingDisplay", P], None]:
-    """Whatever a terminal does, training goes on with the plain display."""
+    """When the terminal fails, training continues with the plain display."""
 
     @functools.wraps(method)
     def guarded(self: "TrainingDisplay", *args: P.args, **kwargs: P.kwargs) -> None:
@@ -113,8 +113,8 @@ class TrainingDisplay:
     ) -> None:
         """
         Args:
-            interactive: live panel or lines; default: what the console's terminal can do.
-            sources: asked for the health of the rollout sources (`RolloutManager.health`) whenever something is shown.
+            interactive: a live panel or lines; default: a panel where the console is a terminal.
+            sources: returns the health of the rollout sources (`RolloutManager.health`); called at each update.
         """
         self._console = console or Console(stderr=True)
         self._interactive = self._console.is_terminal if interactive is None else interactive
@@ -129,7 +129,7 @@ class TrainingDisplay:
         self._first: list[Mapping[str, Any]] = []
         self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
         self._notes: deque[str] = deque(maxlen=NOTES)
-        self._told = HEALTHY
+        self._logged_health = HEALTHY
         self._ended = threading.Event()
         self._refresher = threading.Thread(target=self._refresh, name="display", daemon=True)
 
@@ -163,7 +163,7 @@ class TrainingDisplay:
 
     @_guarded
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """One finished step: a line of metrics.jsonl."""
+        """Show one finished step: a line of metrics.jsonl."""
         self._add(metrics)
         self._pace.append((int(metrics["step"]), self._clock()))
         if self._live is None:
@@ -181,17 +181,17 @@ class TrainingDisplay:
 
     @_guarded
     def tick(self) -> None:
-        """Called while the trainer waits: without a terminal, a change of the health line is a line of its own.
+        """Without a terminal, log a change of health while the trainer waits.
 
-        Of the words: a number in it may count the seconds.
+        Only the words are compared: the numbers may count seconds.
         """
-        if self._live is None and _wording(health := self.health()) != _wording(self._told):
-            self._told = health
+        if self._live is None and _words_of(health := self.health()) != _words_of(self._logged_health):
+            self._logged_health = health
             (log.info if health == HEALTHY else log.warning)("health", health=health)
 
     @_guarded
     def note(self, text: str) -> None:
-        """An event that is not a step: a checkpoint, an evaluation."""
+        """Show an event that is not a step: a checkpoint, an evaluation."""
         if self._live is None:
             log.info(text)
         else:
@@ -199,7 +199,7 @@ class TrainingDisplay:
 
     @_guarded
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """What the policy wrote: a table above the live panel, or a line each."""
+        """Show what the policy wrote: a table above the live panel, or a line each."""
         if self._live is not None:
             self._live.console.print(samples_table(samples))
             return
@@ -211,7 +211,7 @@ class TrainingDisplay:
 
     @_guarded
     def stop(self) -> None:
-        """Leaves the last picture on the terminal and the cursor visible. May be called again."""
+        """Leave the last panel on the terminal and the cursor visible. May be called again."""
         self._ended.set()
         if self._refresher.is_alive():
             self._refresher.join()
@@ -223,28 +223,28 @@ class TrainingDisplay:
         return diagnose(list(self._window), self._sources(), list(self._first))
 
     def _refresh(self) -> None:
-        """A thread of our own: rich's prints a traceback and dies when the terminal goes away."""
+        """Run on our own thread: rich's prints a traceback and dies when the terminal goes away."""
         while not self._ended.wait(1 / REFRESHES_PER_SECOND) and (live := self._live) is not None:
             if isinstance(error := attempt(live.refresh), Exception):
                 self._fall_back(error)
 
     def _fall_back(self, error: Exception) -> None:
-        log.warning("display failed, going on with plain lines", error=f"{type(error).__name__}: {error}")
+        log.warning("display failed, continuing with plain lines", error=f"{type(error).__name__}: {error}")
         live, self._live, self._interactive = self._live, None, False
         if live is not None and isinstance(again := attempt(live.stop), Exception):
-            log.warning("terminal not restored", error=str(again))
+            log.warning("the terminal could not be restored", error=str(again))
 
     def _log_step(self, metrics: Mapping[str, Any]) -> None:
         keys = ROW_KEYS if of_rows(metrics) else LINE_KEYS
         shown = {key: _rounded(metrics[key]) for key in keys if key in metrics}
-        self._told = self.health()
+        self._logged_health = self.health()
         log.info(
             "step",
             **shown,
             served_tok_s=_rounded(metrics.get("serve_tok_s")),
             trained_tok_s=_rounded(trained_tokens_per_s(metrics)),
             eta=self._eta(),
-            health=self._told,
+            health=self._logged_health,
         )
 
     def _eta(self) -> str:
@@ -257,7 +257,7 @@ class TrainingDisplay:
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
     def _render(self) -> RenderableType:
-        """The panel, on whatever thread refreshes."""
+        """Return the panel; called on any thread."""
         if self._info is None or self._live is None:  # no panel after a failure of the panel
             return Text("")
         return self._panel(self._info, dict(self._window[-1]) if self._window else {})
@@ -268,11 +268,11 @@ class TrainingDisplay:
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column(overflow="fold")
         rows.add_row("step", self._progress(info, int(last.get("step", info.start_step))))
-        rows.add_row(self._curve_of, _shown_curve(self._curve))
+        rows.add_row(self._curve_of, _curve_text(self._curve))
         if self._heldout:
-            rows.add_row("held out", _shown_curve(self._heldout))
+            rows.add_row("held out", _curve_text(self._heldout))
         if len(environments := last.get("environments") or {}) > 1:
-            rows.add_row("", _facts([(name, _of_environment(numbers)) for name, numbers in environments.items()]))
+            rows.add_row("", _facts([(name, _environment_text(numbers)) for name, numbers in environments.items()]))
         facts = (
             ("KL", _number(last, "kl", ".4f")),
             ("entropy", _number(last, "entropy", ".3f")),
@@ -303,7 +303,7 @@ class TrainingDisplay:
         return line
 
 
-def _shown_curve(series: Sequence[float]) -> Text:
+def _curve_text(series: Sequence[float]) -> Text:
     values = list(series)  # another thread appends
     if not values:
         return Text("waiting for the first step", style="dim")
@@ -315,7 +315,7 @@ def _shown_curve(series: Sequence[float]) -> Text:
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, Any]:
-    """What a run is looked at by: its reward; with rows the share of preferences it gets right, or its loss."""
+    """Return name and value of the number that a run is judged by: its reward; with rows its accuracy or its loss."""
     if not of_rows(metrics):
         return "reward", metrics.get("reward_mean")
     right = metrics.get("rewards/accuracies")
@@ -323,7 +323,7 @@ def headline(metrics: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def trained_tokens_per_s(metrics: Mapping[str, Any]) -> float | None:
-    """Tokens of the step for each second of training (rollout and publish time not counted)."""
+    """Return tokens per second of training; rollout and publish time do not count."""
     tokens, seconds = metrics.get("tokens"), metrics.get("time_train_s")
     return tokens / seconds if tokens and seconds else None
 
@@ -335,11 +335,11 @@ def _facts(pairs: Sequence[tuple[str, str]]) -> Text:
     return text
 
 
-def _wording(text: str) -> str:
+def _words_of(text: str) -> str:
     return re.sub(r"[0-9.,]+", "", text)
 
 
-def _of_environment(numbers: Mapping[str, Any]) -> str:
+def _environment_text(numbers: Mapping[str, Any]) -> str:
     return f"{_number(numbers, 'reward_mean', '.2f')} in {numbers['groups']:.0f}"
 
 

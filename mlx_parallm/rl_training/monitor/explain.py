@@ -1,10 +1,10 @@
-"""`mlx_parallm_explain`: what a run did and why it does not learn, from its directory alone. No MLX.
+"""`mlx_parallm_explain`: what a run did and why it does not learn, read from its directory alone. No MLX.
 
     run directory → `Record` (metrics lines, what lies in the store, whether it runs) → `Explanation` → text or JSON
 
-Each window of the run goes through `health.find`; windows that show the same are one finding with its steps. What no
-metrics line can show, because no step was made, is told from the store: nothing came, everything was refused or too
-old. The run may be going on, have been killed in the middle of a line, or have made no step.
+Each window of the run goes through `health.find`; windows with the same diagnosis become one finding with its steps.
+What no metrics line shows, because no step was made, is read from the store: nothing came, or everything was refused or
+too old. The run may still be running, may have been killed in the middle of a line, or may have made no step.
 """
 
 import json
@@ -43,29 +43,29 @@ from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
 Metrics = Mapping[str, Any]
 
 LOOKED_AT = 256
-"""Groups, rejects: as many of the store's as are read."""
+"""Most groups and rejects that are read from the store."""
 NOTHING = StoreCounts(0, 0, 0, 0)
 SPANS_SHOWN = 3
 SOME_STEPS = 20
-"""A run that has not gained by then deserves a word."""
+"""A run that has not gained by then is worth a note."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What the rollout database says."""
+    """What the rollout database holds."""
 
     counts: StoreCounts = NOTHING
-    refused: tuple[tuple[str, int], ...] = ()  # reason, times among the newest; the most frequent first
+    refused: tuple[tuple[str, int], ...] = ()  # (reason, times among the newest), most frequent first
     too_old: int = 0
     misfits: int = 0
     last_received: float | None = None
-    statistics: Metrics | None = None  # of its groups, as a metrics line; only of a run without steps
+    statistics: Metrics | None = None  # its groups as a metrics line; only for a run without steps
     unreadable: str | None = None
 
 
 @dataclass(frozen=True)
 class Record:
-    """All that is known of a run. Times in Unix seconds; `until`: now, or the last sign of life of a run that ended."""
+    """The facts of a run. Times in Unix seconds; `until`: now, or the newest file of a run that ended."""
 
     path: Path
     lines: Sequence[Metrics]
@@ -92,13 +92,13 @@ class Record:
 
     @property
     def waits(self) -> bool:
-        """It has, or had, a further step to make."""
+        """Whether the run has, or had, another step to make."""
         return not self.finished and (self.total_steps is None or self.steps < self.total_steps)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`steps`: (first, last) of each stretch that shows it; none = the run as a whole."""
+    """`steps`: (first, last) of each stretch that shows it; empty = the run as a whole."""
 
     diagnosis: Diagnosis
     steps: tuple[tuple[int, int], ...] = ()
@@ -145,7 +145,7 @@ def explain(path: Path) -> Explanation:
 
 
 def over_the_run(lines: Sequence[Metrics]) -> Iterator[Finding]:
-    """What the windows of a run show, one finding for each name, in the order of first appearance."""
+    """Yield the findings of a run's windows, one for each name, in the order of first appearance."""
     found: dict[str, Diagnosis] = {}
     spans: dict[str, list[tuple[int, int]]] = {}
     for end in range(1, len(lines) + 1):
@@ -153,11 +153,11 @@ def over_the_run(lines: Sequence[Metrics]) -> Iterator[Finding]:
         first, last = int(window[0]["step"]), int(window[-1]["step"])
         for diagnosis in health.find(window, lines[: min(end, WINDOW)]):
             found[diagnosis.name] = diagnosis
-            known = spans.setdefault(diagnosis.name, [])
-            if known and first <= known[-1][1] + 1:
-                known[-1] = (known[-1][0], last)
+            stretches = spans.setdefault(diagnosis.name, [])
+            if stretches and first <= stretches[-1][1] + 1:
+                stretches[-1] = (stretches[-1][0], last)
             else:
-                known.append((first, last))
+                stretches.append((first, last))
     return (Finding(diagnosis, tuple(spans[name])) for name, diagnosis in found.items())
 
 
@@ -202,7 +202,7 @@ def read_record(path: Path) -> Record:
     """The run directory at `path`, or the one that `path` is a step of. Raises ConfigError, CheckpointError."""
     directory = find_run(path)
     running = RunDirectory.in_use(directory)
-    until = time.time() if running else _last_sign(directory)
+    until = time.time() if running else _last_written(directory)
     lines = list(MetricsFile(directory / METRICS_FILE).read())
     contents = _read_store(directory / STORE_FILE, whole=not lines)
     config = directory / CONFIG_FILE
@@ -218,8 +218,8 @@ def read_record(path: Path) -> Record:
     )
 
 
-def _last_sign(directory: Path) -> float:
-    """The newest of its files. The database's and the lock's do not count: looking at them changes them."""
+def _last_written(directory: Path) -> float:
+    """Return when its newest file was written, without database and lock: reading changes those."""
     files = [file for file in directory.iterdir() if not file.name.startswith((STORE_FILE, LOCK_FILE))]
     return max((file.stat().st_mtime for file in [*files, directory / LATEST] if file.exists()), default=0.0)
 
@@ -281,12 +281,12 @@ def as_text(explanation: Explanation) -> str:
     """For people; coloured on a terminal."""
     console = Console()
     with console.capture() as capture:
-        for line in _told(explanation):
+        for line in _lines(explanation):
             console.print(line, soft_wrap=True, highlight=False)
     return capture.get()
 
 
-def _told(explanation: Explanation) -> Iterator[Text]:
+def _lines(explanation: Explanation) -> Iterator[Text]:
     of = f" of {explanation.total_steps}" if explanation.total_steps is not None else ""
     yield Text(f"{explanation.run}: {explanation.steps}{of} steps, {explanation.state}", style="bold")
     rewards = explanation.rewards

@@ -1,4 +1,4 @@
-"""What a run leaves for people: the reward curve as a PNG, the same prompts before and after, and what to do next."""
+"""The report at the end of a run: the reward curve as a PNG, the same prompts before and after, and what to do next."""
 
 import itertools
 import os
@@ -18,13 +18,13 @@ from mlx_parallm.environments.estimates import difference
 from mlx_parallm.environments.evaluate import SOLVED
 from mlx_parallm.types import BETWEEN
 
-SMOOTHING = 10  # steps on each side of the mean line, fewer in a short run
+SMOOTHING = 10  # steps on each side of a mean, fewer in a short run
 SHOWN_CHARACTERS = 60
 INK, RAW, SECOND, THIRD = "#1b3a57", "#9dbad5", "#b3541e", "#4b7f52"
 
 
 def write_reward_curve(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> Path:
-    """Draws `reward_mean` over the steps, raw and smoothed, with KL and entropy below; replaces `path` atomically.
+    """Draw `reward_mean` over the steps, raw and smoothed, with KL and entropy below; replace `path` atomically.
 
     Raises ValueError: no step has a reward. OSError: `path` cannot be written.
     """
@@ -68,7 +68,7 @@ def write_reward_curve(metrics: Sequence[Mapping[str, Any]], path: Path, *, titl
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Centred moving mean over up to `window` neighbours on each side; the ends use those that there are."""
+    """Return the centred moving mean over up to `window` neighbours on each side."""
     return [
         sum(part) / len(part)
         for part in (values[max(0, position - window) : position + window + 1] for position in range(len(values)))
@@ -83,9 +83,9 @@ class Comparison:
     """One environment's held-out problems before and after.
 
     Args:
-        rewards: of each problem that was answered both times: (before, after).
-        examples: of some of them: what was said, as in a line of evaluations.jsonl.
-        greedy: False: a reward is the mean of several sampled answers.
+        rewards: (before, after) of each problem that was answered both times.
+        examples: answers to some of them, as in a line of evaluations.jsonl.
+        greedy: whether a reward is that of the greedy answer, and not the mean of sampled ones.
     """
 
     environment: str
@@ -95,8 +95,7 @@ class Comparison:
 
     @property
     def measured(self) -> Iterator[tuple[str, list[float], list[float]]]:
-        """(what it is called, before, after): right or not, where 1 is the full reward, and the reward, where it has
-        more to say."""
+        """Yield (name, before, after): accuracy where 1 is the full reward, and the mean reward where it differs."""
         before, after = ([pair[side] for pair in self.rewards] for side in (0, 1))
         every = [*before, *after]
         judged = self.greedy and max(every) <= 1 and (max(every) >= SOLVED or not any(every))
@@ -108,7 +107,7 @@ class Comparison:
 
 
 def compare(before: Line, after: Line) -> list[Comparison]:
-    """Pairs the answers of two evaluations; a problem that was answered only once is left out."""
+    """Pair the answers of two evaluations; leave out a problem that was answered only once."""
     comparisons = []
     for name, now in after["environments"].items():
         then = before["environments"].get(name, {"problems": [], "examples": []})
@@ -122,7 +121,7 @@ def compare(before: Line, after: Line) -> list[Comparison]:
 
 
 def reward_of(problem: Line) -> float:
-    """Of the greedy answer to a problem, else the mean of the sampled ones."""
+    """Return the reward of the greedy answer to a problem, else the mean of the sampled ones."""
     sampled: Sequence[float] = problem["sampled"]
     return float(problem["greedy"]) if problem["greedy"] is not None else sum(sampled) / len(sampled)
 
@@ -148,7 +147,7 @@ def accuracy_table(
 
 
 def answers_table(comparisons: Sequence[Comparison]) -> Table:
-    """The first answers of each environment, not picked ones."""
+    """Return the first answers of each environment, not selected ones."""
     table = Table(title="the same prompts, before and after", title_justify="left")
     for name in ("prompt", "expected", "before", "after"):
         table.add_column(name, overflow="fold")
@@ -160,27 +159,27 @@ def answers_table(comparisons: Sequence[Comparison]) -> Table:
 
 
 def plain_report(comparisons: Sequence[Comparison]) -> str:
-    """Both tables as text without colours or lines, for logs and files."""
+    """Return both tables as plain text, for logs and files."""
     lines = []
     for row in comparisons:
         for name, before, after in row.measured:
             found = difference(before, after)
-            told = f"{found.mean:+.3f}, 95% interval {found.low:+.3f} to {found.high:+.3f}"
-            lines.append(f"{name}: {_mean(before):.3f} -> {_mean(after):.3f} ({told}) on {len(before)} problems")
+            interval = f"{found.mean:+.3f}, 95% interval {found.low:+.3f} to {found.high:+.3f}"
+            lines.append(f"{name}: {_mean(before):.3f} -> {_mean(after):.3f} ({interval}) on {len(before)} problems")
         for then, now in row.examples:
-            asked = f"{_short(now['prompt'])}  [{_short(now['expected'] or '')}]"
-            lines.append(f"  {asked}  {_plain(then)} -> {_plain(now)}")
+            prompt = f"{_short(now['prompt'])}  [{_short(now['expected'] or '')}]"
+            lines.append(f"  {prompt}  {_plain(then)} -> {_plain(now)}")
     return "\n".join(lines)
 
 
 def command_path(name: str) -> str:
-    """How a shell reaches one of our commands: by name where it is on PATH, else by the path beside this Python."""
+    """Return how a shell runs one of our commands: its name where it is on PATH, else the path beside this Python."""
     beside = Path(sys.executable).parent / name
     return name if shutil.which(name) or not beside.exists() else shlex.quote(os.path.relpath(beside))
 
 
 def next_commands(run_dir: Path, base_path: str, *, lora: bool) -> list[str]:
-    """What to try with what the run left: (`mlx_parallm_serve`, `mlx_parallm_merge_lora`) lines for a shell."""
+    """Return shell commands that serve or merge the result of a run."""
     final, base = shlex.quote(str(run_dir / "final")), shlex.quote(base_path)
     if not lora:
         return [f"{command_path('mlx_parallm_serve')} --model-path {final}"]
@@ -198,7 +197,7 @@ def print_report(
     curve: Path | None,
     samples: Path | None = None,
 ) -> None:
-    """The end of a run."""
+    """Print the report."""
     if comparisons:
         if console.is_terminal:
             console.print(answers_table(comparisons))
@@ -221,8 +220,8 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _said(answer: Line) -> str:
-    """Of several turns: how they begin, and the last answer whole."""
+def _one_line(answer: Line) -> str:
+    """Return an answer on one line; of several turns their beginning and the last one."""
     before, mark, last = (answer["error"] or answer["text"]).rpartition(BETWEEN[-1])
     return f"{_short(before + mark)} {_short(last)}" if mark else _short(last)
 
@@ -230,15 +229,15 @@ def _said(answer: Line) -> str:
 def _mark(answer: Line) -> Text:
     style = "green" if answer["reward"] >= SOLVED else "red" if answer["reward"] == 0 else ""
     sign = {"right": "✓", "wrong": "✗"}.get(_verdict(answer), _verdict(answer))
-    return Text(f"{sign} {_said(answer)}", style=style)
+    return Text(f"{sign} {_one_line(answer)}", style=style)
 
 
 def _plain(answer: Line) -> str:
-    return f"{_said(answer)} ({_verdict(answer)})"
+    return f"{_one_line(answer)} ({_verdict(answer)})"
 
 
 def _verdict(answer: Line) -> str:
-    """right, wrong, or the reward of something between."""
+    """Return right, wrong, or the reward in between."""
     reward = answer["reward"]
     if reward in (0.0, 1.0) or SOLVED <= reward < 1:
         return "right" if reward else "wrong"

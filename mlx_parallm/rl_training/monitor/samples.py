@@ -1,7 +1,7 @@
 """What the policy writes, for people to read: first, best and worst completion of a step. No MLX.
 
-`samples.jsonl` in the run directory has one line each, `samples.html` shows the last steps of it to a browser; the
-terminal shows a table, trackers get the same.
+`samples.jsonl` in the run directory has one line for each; `samples.html` shows the last steps in a browser, one file
+without scripts, everything escaped. The terminal shows a table, and trackers get the same.
 """
 
 from collections import deque
@@ -23,9 +23,9 @@ from mlx_parallm.types import BETWEEN, Rollout, RolloutGroup
 SAMPLES_FILE = "samples.jsonl"
 SAMPLES_PAGE = "samples.html"
 STEPS_ON_PAGE = 50
-SHOWN_CHARACTERS = 300  # of a prompt's end and of a completion, in the terminal
-OF_OLD_LINES: dict[str, Any] = {"version": None, "scores": {}, "turns": 1}  # keys that older lines do not have
-LONGEST_TEXT = 8_000  # characters of a prompt or a completion; files of samples have all
+SHOWN_CHARACTERS = 300  # in the terminal: of the end of a prompt, of the beginning of a completion
+OLD_DEFAULTS: dict[str, Any] = {"version": None, "scores": {}, "turns": 1}  # keys that older lines lack
+LONGEST_TEXT = 8_000  # characters of a prompt or a completion on the page; samples.jsonl has all
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #1b2733 }
@@ -45,7 +45,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One answer on the page; those that follow each other under one `heading` are a section."""
+    """One answer on a page. Neighbours with the same `heading` form a section."""
 
     heading: str
     label: str  # "best", "greedy", …
@@ -58,7 +58,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`completion`: everything after the prompt; in ⟦ ⟧ what an environment put between two turns."""
+    """`completion`: everything after the prompt, with what an environment put between two turns in ⟦ ⟧."""
 
     step: int
     which: Literal["first", "best", "worst"]
@@ -67,8 +67,8 @@ class Sample:
     reward: float
     stop_reason: str | None
     tokens: int  # sampled
-    turns: int  # in which they were
-    version: int | None  # newest policy version that sampled one of them
+    turns: int
+    version: int | None  # newest policy version that sampled a token
     scores: Mapping[str, float]  # parts of the reward
     prompt: str
     completion: str
@@ -85,11 +85,11 @@ class Sample:
 
 
 class SampleLog:
-    """Writes the samples of every `every`-th step (0 = never). The trainer's thread.
+    """Writes the samples of every `every`-th step (0 = never), on the trainer's thread.
 
     Args:
-        path: of samples.jsonl, beside which samples.html lies. Lines of later steps than `step`, from which the run
-            goes on, are removed.
+        path: samples.jsonl; samples.html is written beside it.
+        step: the one that a resumed run continues from; lines of later steps are removed.
     """
 
     def __init__(self, path: Path, decode: Decode, *, every: int, step: int = 0) -> None:
@@ -97,10 +97,10 @@ class SampleLog:
         self._file.cut(step)
         self._page = path.with_name(SAMPLES_PAGE)
         old = self._file.last(3 * STEPS_ON_PAGE) if every else []
-        self._shown = deque([Sample(**(OF_OLD_LINES | line)) for line in old], maxlen=3 * STEPS_ON_PAGE)
+        self._shown = deque([Sample(**(OLD_DEFAULTS | line)) for line in old], maxlen=3 * STEPS_ON_PAGE)
 
     def write(self, batch: TrainBatch) -> list[Sample]:
-        """The samples of this step, written; empty where none are due. Raises CheckpointError: a full disk."""
+        """Write and return the samples of this step; empty where none are due. Raises CheckpointError: a full disk."""
         if not self._every or batch.step % self._every:
             return []
         samples = choose_samples(batch.step, batch.groups, self._decode)
@@ -111,7 +111,7 @@ class SampleLog:
         return samples
 
     def _write_page(self, samples: Sequence[Sample]) -> None:
-        """The newest step comes first."""
+        """Replace the page, newest step first."""
         self._shown.extend(samples)
         newest = sorted(self._shown, key=lambda sample: -sample.step)
         note = f"First, best and worst answer of every {self._every} steps; the last {STEPS_ON_PAGE} of them."
@@ -119,7 +119,7 @@ class SampleLog:
 
 
 def choose_samples(step: int, groups: Sequence[RolloutGroup], decode: Decode) -> list[Sample]:
-    """The first rollout of a step's batch, the one with the highest reward and the one with the lowest."""
+    """Return a batch's first rollout, the one with the highest reward and the one with the lowest."""
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
     if not pairs:
         return []
@@ -133,7 +133,7 @@ def choose_samples(step: int, groups: Sequence[RolloutGroup], decode: Decode) ->
 
 
 def samples_table(samples: Sequence[Sample]) -> Table:
-    """For a terminal."""
+    """Return the samples as a table for a terminal."""
     table = Table(title=f"samples of step {samples[0].step}", title_justify="left")
     table.add_column("")
     table.add_column("reward", justify="right")
@@ -146,7 +146,7 @@ def samples_table(samples: Sequence[Sample]) -> Table:
 
 
 def shortened(sample: Sample) -> tuple[str, str]:
-    """Prompt (its end: the question) and completion (its beginning), each on one line of bounded length."""
+    """Return the end of the prompt (the question) and the beginning of the completion, each on one short line."""
     prompt, completion = " ".join(sample.prompt.split()), " ".join(sample.completion.split())
     if len(prompt) > SHOWN_CHARACTERS:
         prompt = "…" + prompt[1 - SHOWN_CHARACTERS :]
@@ -188,7 +188,7 @@ def _marked(tokens: Sequence[int], mask: Sequence[int], decode: Decode) -> str:
 
 
 def write_page(path: Path, title: str, shown: Iterable[Shown], *, note: str = "") -> None:
-    """Replaces `path` atomically. Raises CheckpointError: it cannot be written."""
+    """Write the page atomically. Raises CheckpointError: it cannot be written."""
     sections = [
         f"<section><h2>{escape(heading)}</h2>\n{''.join(map(_article, part))}</section>\n"
         for heading, part in groupby(shown, key=lambda one: one.heading)

@@ -224,9 +224,9 @@ def test_a_display_that_fails_becomes_the_plain_one():
         display.update({"no": "step"})  # a line that nobody can show
         display.update(step(2))
     assert [entry["event"] for entry in logs] == [
-        "display failed, going on with plain lines",
+        "display failed, continuing with plain lines",
         "step",
-        "display failed, going on with plain lines",
+        "display failed, continuing with plain lines",
         "step",
     ]
 
@@ -238,7 +238,7 @@ def test_a_terminal_that_goes_away_between_steps_is_noticed_by_the_refresh(monke
         display.start(INFO)
         display._sources = lambda: 1 / 0
         display._refresher.join(20)
-    assert [entry["event"] for entry in logs] == ["display failed, going on with plain lines"]
+    assert [entry["event"] for entry in logs] == ["display failed, continuing with plain lines"]
     display.stop()
 
 
