@@ -2,7 +2,7 @@
 
 Each architecture is built with small sizes and random weights, in a process of its own:
 
-    serves      our engine's own check at load (engine/probe.py): batched decoding = its plain forward, or row by row
+    serves      the engine's check at load (engine/cache/batch.py): batched decoding = plain forward, or row by row
     gradient    LoRA on all linear layers, our block-wise gradients: finite, and not zero
     kernels     a second process, in which MLX claims to have Metal and `mx.fast.metal_kernel` hands out stand-ins that
                 raise: which kernel a training forward would call there. Such kernels have no gradient.
@@ -14,6 +14,7 @@ Each architecture is built with small sizes and random weights, in a process of 
 """
 
 import argparse
+import ast
 import concurrent.futures
 import dataclasses
 import importlib
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import typing
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,6 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(try_one(arguments.one)))
         return
-    from mlx_parallm.models.support import aliases, model_types
-
     types = arguments.only or model_types()
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         found = dict(zip(types, pool.map(finding, types), strict=True))
@@ -56,6 +56,33 @@ def main() -> None:
         return
     PAGE.write_text(render(found, aliases()), encoding="utf-8")
     print(f"wrote {PAGE}: {len(found)} architectures")
+
+
+def model_types() -> list[str]:
+    """Return the sorted names of mlx-lm's architecture modules, read from their source; none is imported."""
+    names = []
+    for file in files("mlx_lm.models").iterdir():
+        is_module = file.name.endswith(".py")
+        if is_module and {"Model", "ModelArgs"} <= _module_names(ast.parse(file.read_text(encoding="utf-8"))):
+            names.append(file.name.removesuffix(".py"))
+    return sorted(names)
+
+
+def aliases() -> dict[str, list[str]]:
+    """architecture → the further `model_type`s that mlx-lm loads with it."""
+    from mlx_parallm.models.mlx_lm_api import MODEL_REMAPPING
+
+    names: dict[str, list[str]] = {}
+    for alias, name in MODEL_REMAPPING.items():
+        names.setdefault(name, []).append(alias)
+    return names
+
+
+def _module_names(tree: ast.Module) -> set[str]:
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    return names | {
+        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
 
 
 # ---------------------------------------------------------------- one architecture

@@ -30,9 +30,9 @@ from mlx_parallm.types import Structure
 if TYPE_CHECKING:
     from mlx_parallm.models.tokenizer import Tokenizer
 
-# Bounds on the cost of a hostile grammar. The library's time grows with the square of a regular expression's length: 2 s
-# for the worst one of 16 Ki characters. It compiles by recursion, and the end of the stack is the end of the process: a
-# chain of 5,000 references needs 40 MB. A mask that takes longer than `SLOW_MASK_S` ends its request.
+# Bounds on the cost of a hostile grammar. The library's time grows with the square of a regular expression's length:
+# 2 s for the worst one of 16 Ki characters. It compiles by recursion, and the end of the stack is the end of the
+# process: a chain of 5,000 references needs 40 MB. A mask that takes longer than `SLOW_MASK_S` ends its request.
 MAX_CHARACTERS = {"json_schema": 64 << 10, "choice": 64 << 10, "regex": 16 << 10, "grammar": 16 << 10}
 MAX_STRING = 16 << 10  # within a schema: its patterns are regular expressions
 COMPILER_STACK = 256 << 20  # address space; only what is used is memory

@@ -28,7 +28,7 @@ from mlx_parallm.engine.client import (
     deliver_all,
 )
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.live_requests import Event, Failed, StreamDelta
+from mlx_parallm.engine.live_requests import Counters, Event, Failed, StreamDelta
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import EngineUnavailableError, ParallmError, RequestError
 from mlx_parallm.system.log import get_logger
@@ -85,26 +85,27 @@ class EngineThread:
         """A snapshot without a lock: single reads of plain numbers."""
         engine, alive = self._engine, self._thread.is_alive() and self._error is None
         if engine is None:
-            return EngineStats(alive, False, 0, self._last_turn, 0, 0, 0, 0, 0, 0, 0, 0, 0, self._error)
-        counters = engine.counters
+            return EngineStats(
+                alive=alive,
+                ready=False,
+                last_step_time=self._last_turn,
+                waiting=0,
+                policy_version=0,
+                error=self._error,
+                **vars(Counters()),
+            )
+        prefix_cache = engine.scheduler.prefix_cache
         return EngineStats(
             alive=alive,
             ready=alive and not self._stopping,
-            steps=counters.steps,
             last_step_time=self._last_turn,
-            running=counters.running,
             waiting=len(engine.scheduler.waiting),
-            prompt_tokens=counters.prompt_tokens,
-            prefill_tokens=counters.prefill_tokens,
-            generation_tokens=counters.generation_tokens,
-            requests_finished=counters.requests_finished,
-            requests_failed=counters.requests_failed,
-            requests_aborted=counters.requests_aborted,
             policy_version=engine.weights.version,
             error=self._error,
-            prefix_cache_query_tokens=engine.scheduler.prefix_cache.query_tokens,
-            prefix_cache_hit_tokens=engine.scheduler.prefix_cache.hit_tokens,
+            prefix_cache_query_tokens=prefix_cache.query_tokens,
+            prefix_cache_hit_tokens=prefix_cache.hit_tokens,
             holders=tuple(engine.holders),
+            **vars(engine.counters),
         )
 
     def _main(self) -> None:

@@ -1,6 +1,5 @@
 """Checks of a model by its config.json alone, before its weights are downloaded or read.
 
-    model_types        every architecture of the installed mlx-lm
     blueprint          the architecture at full size; its arrays are never evaluated, so it costs no memory
     check_config       raises ModelError naming the layer that cannot be trained on this device
 
@@ -8,10 +7,8 @@ Differentiating the blueprint finds a layer whose forward is a kernel without a 
 graph. Whether it can be served shows at load (`engine/cache/batch.py`). docs/models.md has both for all architectures.
 """
 
-import ast
 from collections.abc import Mapping
 from importlib.metadata import version
-from importlib.resources import files
 from typing import Any
 
 import mlx.core as mx
@@ -20,28 +17,10 @@ import numpy as np
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.layer_stack import BlockCall, LayerStack
-from mlx_parallm.models.mlx_lm_api import MODEL_REMAPPING, make_prompt_cache, model_classes
+from mlx_parallm.models.mlx_lm_api import make_prompt_cache, model_classes
 
 BUILD_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RuntimeError)
 ARCHITECTURES = "the architectures and what each can do are listed in docs/models.md"
-
-
-def model_types() -> list[str]:
-    """Return the sorted names of mlx-lm's architecture modules, read from their source; none is imported."""
-    names = []
-    for file in files("mlx_lm.models").iterdir():
-        is_module = file.name.endswith(".py")
-        if is_module and {"Model", "ModelArgs"} <= _module_names(ast.parse(file.read_text(encoding="utf-8"))):
-            names.append(file.name.removesuffix(".py"))
-    return sorted(names)
-
-
-def aliases() -> dict[str, list[str]]:
-    """architecture → the further `model_type`s that mlx-lm loads with it."""
-    names: dict[str, list[str]] = {}
-    for alias, name in MODEL_REMAPPING.items():
-        names.setdefault(name, []).append(alias)
-    return names
 
 
 def blueprint(config: Mapping[str, Any]) -> nn.Module:
@@ -123,10 +102,3 @@ def _layer_name(block: Any) -> str:
 
 def _first(output: Any) -> mx.array:
     return output[0] if isinstance(output, tuple | list) else output
-
-
-def _module_names(tree: ast.Module) -> set[str]:
-    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
-    return names | {
-        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    }

@@ -196,18 +196,6 @@ def test_abort_while_waiting_and_while_prefilling():
     assert served.engine.counters.prefill_tokens == 0
 
 
-def test_paused_admission_lets_running_rows_end():
-    served = serve(qwen3_model())
-    served.engine.add(request("a", [1, 2], max_tokens=5, ignore_eos=True))
-    served.engine.step()
-    served.engine.scheduler.paused = True
-    served.engine.add(request("b", [3, 4], max_tokens=5))
-    assert list(collect(served.engine)) == ["a"]
-    assert served.engine.idle and not served.engine.has_work
-    served.engine.scheduler.paused = False
-    assert list(collect(served.engine)) == ["b"]
-
-
 def test_top_logprobs_are_the_likeliest_of_the_plain_distribution():
     served = serve(qwen3_model())
     prompts = ragged_prompts(3)

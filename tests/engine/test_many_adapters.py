@@ -134,7 +134,7 @@ def test_an_unloaded_adapter_serves_its_requests_to_their_end() -> None:
     served.engine.step()
     served.weights.add_adapter("a", new)
     served.engine.add(greedy("new", prompts[0], "a"))
-    outputs = _collect_finished(served)
+    outputs = collect(served.engine)
     for i in range(3):
         assert tokens_of(outputs, f"old{i}") == naive_greedy(twin(served, old), prompts[i], 24, eos=None)
     assert tokens_of(outputs, "new") == naive_greedy(twin(served, new), prompts[0], 24, eos=None)
@@ -269,14 +269,3 @@ def test_a_publish_copies_nothing_with_one_adapter_and_its_slot_with_several() -
         context.activate([slots[0], None])
     del stacked
     assert mx.get_active_memory() <= before - 6 * one, "a stack that no row uses is dropped"
-
-
-def _collect_finished(served: Served) -> dict:
-    outputs = {}
-    while served.engine.has_work:
-        for event in served.engine.step():
-            if hasattr(event, "output"):
-                outputs[event.request_id] = event.output
-            elif hasattr(event, "result"):
-                assert all(value is None or value < 0 for value in event.result.logprobs)
-    return outputs

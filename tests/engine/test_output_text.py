@@ -27,24 +27,6 @@ def test_text_that_may_begin_a_stop_string_is_held_back():
     assert matched == "END"
 
 
-def test_the_first_match_in_the_text_wins_and_the_text_is_cut_before_it():
-    text = text_of("cd", "bcd")
-    _, matched = feed(text, b"abcdef")
-    assert (matched, text.finish()) == ("bcd", "a")
-
-
-def test_the_stop_string_may_be_included():
-    text = text_of("bc", include_stop=True)
-    feed(text, b"abcd")
-    assert text.finish() == "abc"
-
-
-def test_a_stop_string_inside_one_token():
-    text = text_of("25")
-    assert text.add(256) == "25"
-    assert text.finish() == "<"
-
-
 def test_a_stop_string_across_tokens_of_several_characters():
     text = text_of("6><2")
     assert text.add(256) is None
@@ -73,14 +55,6 @@ def test_finish_shows_what_is_left_of_a_character_and_of_a_held_back_beginning()
     text.add("é".encode()[0])
     assert text.finish() == "aEN�"
     assert text.take() == "EN�"
-
-
-def test_lazy_equals_eager():
-    data = "aé€ ENd".encode()
-    lazy, eager = text_of(eager=False), text_of()
-    feed(lazy, data)
-    feed(eager, data)
-    assert lazy.finish() == eager.finish() == "aé€ ENd"
 
 
 def force(*tokens: int) -> dict[int, float]:

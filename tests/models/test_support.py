@@ -10,7 +10,8 @@ import pytest
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models import support
-from mlx_parallm.models.support import check_config, layer_without_gradient, model_types
+from mlx_parallm.models.support import check_config, layer_without_gradient
+from scripts.generate_model_table import model_types
 from tests.tiny_models import LLAMA3_ROPE, QWEN3, make_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"

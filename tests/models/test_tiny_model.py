@@ -59,16 +59,6 @@ def test_any_text_comes_back_as_it_went_in(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("text", [text for text in NASTY if not text.startswith(" ") and "\x00" not in text])
-def test_streaming_gives_the_same_text(tokenizer, text):
-    detokenizer = tokenizer.detokenizer  # mlx-lm's: it drops a leading space and misreads NUL
-    detokenizer.reset()
-    for token in tokenizer.encode(text):
-        detokenizer.add_token(token)
-    detokenizer.finalize()
-    assert detokenizer.text == text
-
-
 def test_digits_and_letters_are_tokens_of_their_own(tokenizer):
     assert len(tokenizer.encode("48213")) == 5
     assert len(tokenizer.encode("qwxyz")) == 5
