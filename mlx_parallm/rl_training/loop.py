@@ -207,6 +207,7 @@ class TrainingLoop:
             )
         position = StepPosition.from_json(work.position) if work else None
         with self._control.training():
+            self._parts.trainer.lead(batch, position)
             return self._parts.trainer.train_step(batch, position=position, should_stop=self._control.should_stop)
 
     def _finish_step(self, batch: TrainBatch, result: StepResult, time_rollout_s: float) -> None:

@@ -89,7 +89,7 @@ def test_a_lost_rank_ends_the_collective_and_the_process(tmp_path: Path, how: st
             process.communicate()
     result = json.loads(out.splitlines()[-1])
     assert result["sum"] is None
-    assert "rank 1 of 2 has gone" in result["lost"]
+    assert "rank 1 of 2 is gone" in result["lost"]
     assert code == {"dies": 0, "vanishes": 2}[how], err
     assert seconds < 40
 
@@ -164,7 +164,7 @@ def test_a_killed_rank_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     ranks[1].send_signal(signal.SIGKILL)
     code, _, said = outputs(ranks)[0]
     assert code == 2, said
-    assert "rank 1 of 2 has gone" in said
+    assert "rank 1 of 2 is gone" in said
     assert "--resume auto" in said
     done = len(lines_of(tmp_path / "run"))
     assert list((tmp_path / "run").glob("step_*"))

@@ -112,7 +112,7 @@ class StepPosition:
     left_out: int = 0  # mini-batches, because the policy had moved too far (Algorithm.stop_kl) …
     stopped_at_kl: float | None = None  # … and the KL at the first of them
     totals: dict[str, float] = field(default_factory=dict)
-    mismatch: tuple[float, float, float] | None = None  # `objective.mismatch`, before the first update
+    mismatch: tuple[float, float, float] | None = None  # `prepare.mismatch`, before the first update
     tokens: int = 0
     scores: Scores = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""The optimizer over a policy's parameters: float32 masters, global-norm clipping, learning-rate schedules.
+"""The optimizer over a policy's parameters: float32 masters and global-norm clipping.
 
     PolicyOptimizer    all that is trained, by slots; the arrays bound in the tree may be views of bundles of several
     ParameterGroup     the parameters that one of MLX's optimizers updates at one rate
@@ -155,24 +155,6 @@ class PolicyOptimizer:
             state = {kind: [tensors.get(f"{n}.{kind}", mx.zeros((0,))) for n in names] for kind in group.state()}
             group.restore(tensors["step"], state)
         self._write()
-
-
-def learning_rate_at(step: int, config: RLTrainingConfig) -> float:
-    """The learning rate of all updates of a step (1, 2, …): schedules count steps, not optimizer updates, so that
-    update_epochs and batch_size do not move them.
-
-    Warm-up: step / (warmup_steps + 1) of the peak, so the first step already learns and the peak comes at
-    warmup_steps + 1. After it: constant, or linear or cosine down to lr_final, which the step after total_steps would
-    have: the last one still learns.
-    """
-    if step <= config.warmup_steps:
-        return config.learning_rate * step / (config.warmup_steps + 1)
-    if config.lr_schedule == "constant":
-        return config.learning_rate
-    first = config.warmup_steps + 1
-    progress = min((step - first) / max(config.total_steps + 1 - first, 1), 1.0)
-    share = 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr_final + (config.learning_rate - config.lr_final) * share
 
 
 class ParameterGroup:

@@ -8,7 +8,8 @@ import pytest
 
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.step import optimizer as optimizer_module
-from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, learning_rate_at
+from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
+from mlx_parallm.rl_training.step.trainer import learning_rate_at
 from tests.rl_training.making import make_config, make_policy
 
 
