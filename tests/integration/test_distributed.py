@@ -98,7 +98,7 @@ def test_a_rank_that_waits_for_one_that_never_comes_can_be_ended(tmp_path: Path)
     """By a signal, or when its time is up: MLX's connecting holds Python's lock, so no handler of ours would run."""
     config = write_config(tmp_path, steps=1, runs=tmp_path)
     command = [str(BIN / "mlx_parallm_train"), "--config", str(config)]
-    impatient = "from mlx_parallm.rl_training import distributed; distributed.JOIN_S = 1; distributed.join()"
+    impatient = "from mlx_parallm.distributed import ranks as distributed; distributed.JOIN_S = 1; distributed.join()"
     for started, code in ((command, -signal.SIGTERM), ([sys.executable, "-c", impatient], 1)):
         [alone, other] = launch(tmp_path, 2, started)
         other.kill()
