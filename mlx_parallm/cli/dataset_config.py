@@ -1,7 +1,7 @@
-"""`mlx_parallm_train --model M --data D --reward R` (or `--algorithm A`): the configuration that these amount to.
+"""The configuration of `mlx_parallm_train --model M --data D --reward R` (or `--algorithm A`).
 
-Every default has its reason beside it in `TEMPLATE`. What depends on the model is the learning rate, and the sizes of
-batches and answers, which are those of the quickstart for a model that is as small as its.
+Every value has its reason beside it in the templates. The learning rate and the sizes of batches and answers depend on
+the model; for a toy they are the quickstart's.
 """
 
 import importlib.resources
@@ -21,17 +21,19 @@ if TYPE_CHECKING:
 
 SMALL = 512
 """A model with a smaller hidden size is a toy: it is trained like the quickstart's."""
-USUAL_HIDDEN_SIZE = 2560  # of a 4B model: what is assumed of one that nothing is known about
+USUAL_HIDDEN_SIZE = 2560  # a 4B model's, assumed where the size cannot be found
 
-TEMPLATE = """\
-# {command}
-# amounts to this. Change what you like; then: mlx_parallm_train --config THIS_FILE. All keys: docs/config.md
+HEAD = """\
+# The configuration of: {command}
+# Change what you like; then: mlx_parallm_train --config THIS_FILE. All keys: docs/config.md
 
 [model]
 base_path = {model}
 
 [server]
 port = 0                      # any free one; it is printed
+"""
+REWARD_BODY = """\
 batch_size = {rows:<17}# sequences decoded together; more is faster and takes more memory
 
 [rl_training]
@@ -41,9 +43,8 @@ lr_schedule = "linear"        # down to zero after the last step
 warmup_steps = 5
 batch_size = 32               # sequences of one optimizer update: {updates} updates a step
 blocks_per_eval = {blocks:<12}# 1: least memory; 0: fastest, for a small model
-clip_ratio = 0.2
 clip_ratio_high = 0.28        # unlikely right answers may grow faster (DAPO)
-kl_beta = 0.0                 # no pull to the base model: a reward that can be checked needs none, and it costs a pass
+kl_beta = 0.0                 # no pull to the base model: a checkable reward needs none, and it costs a pass
 temperature = 1.0             # train on the model's own distribution
 checkpoint_interval = 50
 
@@ -64,20 +65,11 @@ data = {data}
 rewards = [{rewards}]
 heldout_fraction = 0.1        # never trained on
 group_size = 8                # answers to one prompt; they are compared with each other
-max_tokens = {max_tokens:<17}# of one answer; one that is cut off can hardly be right
+max_tokens = {max_tokens:<17}# of one answer; one that is cut off is rarely right
 chat_template_kwargs = {{ enable_thinking = false }}  # thinking needs thousands of tokens; other templates ignore it
 """
 
-ROWS_TEMPLATE = """\
-# {command}
-# amounts to this. Change what you like; then: mlx_parallm_train --config THIS_FILE. All keys: docs/config.md
-
-[model]
-base_path = {model}
-
-[server]
-port = 0                      # any free one; it is printed
-
+ROWS_BODY = """
 [rl_training]
 algorithm = "{algorithm}"
 learning_rate = {learning_rate:<14}# smaller steps for larger models; sft takes ten times those of a preference
@@ -97,74 +89,71 @@ eval_fraction = 0.1           # never trained on
 """
 
 
-def toml_for_rows(model: str, data: str, algorithm: str, rewards: Sequence[str]) -> str:
-    """The configuration of an algorithm that learns from rows. Raises ConfigError: a reward function."""
-    if rewards:
-        raise ConfigError(f"--algorithm {algorithm} learns from the rows alone: leave out --reward")
-    hidden_size = find_hidden_size(model)
-    rate = learning_rate_for(hidden_size) * (10 if algorithm == "sft" else 1)
-    return ROWS_TEMPLATE.format(
-        command=shlex.join(["mlx_parallm_train", "--model", model, "--data", data, "--algorithm", algorithm]),
-        model=_quoted(_base(model)),
-        algorithm=algorithm,
-        learning_rate=f"{min(2e-3, rate):.1e}",
-        rows=16 if algorithm == "sft" else 32,
-        blocks=0 if hidden_size < SMALL else 1,
-        data=_quoted(data if data.startswith(HUB_PREFIX) else absolute(data, [Path.cwd()])),
-    )
+def dataset_toml(model: str, data: str, rewards: Sequence[str], algorithm: str | None = None) -> str:
+    """Return the configuration as TOML, with absolute paths. `algorithm`: one that learns from the rows.
 
-
-def toml_for(model: str, data: str, rewards: Sequence[str]) -> str:
-    """The configuration. Files are named by their absolute paths. Raises ConfigError: no reward function."""
-    if not rewards:
+    Raises ConfigError: no reward function; or one beside an algorithm that needs none.
+    """
+    if algorithm is None and not rewards:
         raise ConfigError("--data needs a reward function: --reward score.py:function")
-    here = [Path.cwd()]
-    references = [absolute(name if name.startswith((PREFIX, "builtin:")) else PREFIX + name, here) for name in rewards]
+    if algorithm is not None and rewards:
+        raise ConfigError(f"--algorithm {algorithm} learns from the rows alone: leave out --reward")
+    directories = [Path.cwd()]
     hidden_size = find_hidden_size(model)
-    small = hidden_size < SMALL
-    rollouts = 128 if small else 64
-    flags = [word for name in rewards for word in ("--reward", name)]
-    return TEMPLATE.format(
-        command=shlex.join(["mlx_parallm_train", "--model", model, "--data", data, *flags]),
-        model=_quoted(_base(model)),
-        steps=80 if small else 200,
-        rows=128 if small else 32,
-        learning_rate=f"{learning_rate_for(hidden_size):.1e}",
-        updates=rollouts // 32,
-        blocks=0 if small else 1,
-        rollouts=rollouts,
-        groups=rollouts // 8,
-        longest=1024 if small else 2048,
-        data=_quoted(data if data.startswith(HUB_PREFIX) else absolute(data, here)),
-        rewards=", ".join(map(_quoted, references)),
-        max_tokens=64 if small else 512,
+    rate, small = learning_rate_for(hidden_size), hidden_size < SMALL
+    flags = [word for name in rewards for word in ("--reward", name)] + (
+        ["--algorithm", algorithm] if algorithm else []
     )
+    values: dict[str, Any] = {
+        "command": shlex.join(["mlx_parallm_train", "--model", model, "--data", data, *flags]),
+        "model": _quoted(str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else model),
+        "data": _quoted(data if data.startswith(HUB_PREFIX) else absolute(data, directories)),
+        "blocks": 0 if small else 1,
+    }
+    if algorithm is not None:
+        rate = min(2e-3, rate * (10 if algorithm == "sft" else 1))
+        values |= {"algorithm": algorithm, "learning_rate": f"{rate:.1e}", "rows": 16 if algorithm == "sft" else 32}
+        return (HEAD + ROWS_BODY).format(**values)
+    references = [name if name.startswith((PREFIX, "builtin:")) else PREFIX + name for name in rewards]
+    rollouts = 128 if small else 64
+    values |= {
+        "steps": 80 if small else 200,
+        "rows": 128 if small else 32,
+        "learning_rate": f"{rate:.1e}",
+        "updates": rollouts // 32,
+        "rollouts": rollouts,
+        "groups": rollouts // 8,
+        "longest": 1024 if small else 2048,
+        "rewards": ", ".join(_quoted(absolute(reference, directories)) for reference in references),
+        "max_tokens": 64 if small else 512,
+    }
+    return (HEAD + REWARD_BODY).format(**values)
 
 
 def learning_rate_for(hidden_size: int) -> float:
-    """Peak rate of AdamW on a LoRA adapter of alpha / rank = 2: 4e-5 · (1024 / hidden size)^1.5, at most 1e-3.
+    """Return AdamW's peak rate on a LoRA adapter of alpha / rank = 2: 4e-5 · (1024 / hidden size)^1.5, at most 1e-3.
 
     Through two points: 1e-5 for a 4B model (hidden size 2560), where LoRA GRPO is usually run at 5e-6 to 2e-5, and
-    9e-4 for the shipped tiny model (128), whose best rate was searched for (docs/benchmarks/quickstart.md). A 0.6B
+    9e-4 for the shipped tiny model (128), the best in a search (docs/benchmarks/quickstart.md). A 0.6B
     model (1024) gets 4e-5.
     """
     return min(1e-3, 4e-5 * float(1024 / hidden_size) ** 1.5)
 
 
 def find_hidden_size(model: str) -> int:
-    """From config.json where the model is on this machine, else from a size in its name ("Qwen3-0.6B"), else a 4B's.
-    Looks nothing up over the network: what is wrong with a model's name is said when it is loaded."""
+    """Read it from config.json where the model is on this machine, else from a size in the name ("Qwen3-0.6B"), else
+    assume a 4B model. It uses no network: a wrong name is reported when the model is loaded."""
     path = Path(model).expanduser()
     if model == "builtin:tiny":
         path = Path(str(importlib.resources.files("mlx_parallm"))) / "assets" / "tiny"
     file: Path | None = path / "config.json" if path.is_dir() else _cached(model)
     if file is not None and file.is_file():
         try:
-            found = _hidden_size_in(json.loads(file.read_text(encoding="utf-8")))
+            size = _hidden_size_in(json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError):
-            found = None  # the loader says what is wrong with it
-        if found is not None:
-            return found
+            size = None  # the loader reports what is wrong with the file
+        if size is not None:
+            return size
     if named := re.search(r"(\d+(?:\.\d+)?)[bB](?![a-zA-Z])", Path(model).name):
         return max(SMALL, round(1320 * float(named[1]) ** 0.5))  # 1024 at 0.6B, 2640 at 4B, 3730 at 8B
     return USUAL_HIDDEN_SIZE
@@ -178,28 +167,24 @@ def _hidden_size_in(config: Any) -> int | None:
 
 
 def _cached(model: str) -> Path | None:
-    """config.json in the hub's cache on this machine."""
+    """Return config.json in the hub's cache on this machine."""
     if model.count("/") != 1:
         return None
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(model, "config.json")
+        file = try_to_load_from_cache(model, "config.json")
     except ValueError:  # not a hub id
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(file) if isinstance(file, str) else None
 
 
-def _base(model: str) -> str:
-    return str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else model
-
-
-def what_flags_said(config: "Config") -> tuple[tuple[str, object], ...]:
-    """What a configuration has of --model, --data, --reward and --algorithm."""
-    own = ("--model", config.model.base_path), ("--algorithm", config.rl_training.algorithm)
+def dataset_flags(config: "Config") -> dict[str, object]:
+    """Return --model, --algorithm, --data and --reward as a configuration has them."""
+    flags: dict[str, object] = {"--model": config.model.base_path, "--algorithm": config.rl_training.algorithm}
     if not config.environments:
-        return *own, ("--data", config.data.path)
-    return *own, ("--data", config.environments[0].data), ("--reward", config.environments[0].rewards)
+        return flags | {"--data": config.data.path}
+    return flags | {"--data": config.environments[0].data, "--reward": config.environments[0].rewards}
 
 
 def _quoted(text: str) -> str:

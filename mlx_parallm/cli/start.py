@@ -34,7 +34,7 @@ def train(parser: ArgumentParser) -> Run:
         help="load, show a scored group of each environment, measure a few steps, say what the run will need; keep"
         " nothing",
     )
-    _add_own_data(parser)
+    _add_dataset_flags(parser)
     add_set(parser)
 
     def run(args: Namespace) -> int:
@@ -115,26 +115,28 @@ def _before_mlx(config: "Config") -> None:
         request_bitwise_reproducible_blas()
 
 
-def _add_own_data(parser: ArgumentParser) -> None:
-    own = parser.add_argument_group("your model, your data, your reward", "instead of --config; see docs/your_data.md")
-    own.add_argument("--model", metavar="M", help="directory, hub id or builtin:tiny")
-    own.add_argument("--data", metavar="ROWS", help="a JSONL file with a column prompt, or hf:owner/name")
-    own.add_argument(
+def _add_dataset_flags(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "your model, your data, your reward", "instead of --config; see docs/your_data.md"
+    )
+    group.add_argument("--model", metavar="M", help="directory, hub id or builtin:tiny")
+    group.add_argument("--data", metavar="ROWS", help="a JSONL file with a column prompt, or hf:owner/name")
+    group.add_argument(
         "--reward",
         metavar="FILE.py:F",
         action="append",
         default=[],
         help="reward function f(prompts, completions, **columns) -> list of numbers; may be repeated, their sum counts",
     )
-    own.add_argument("--algorithm", metavar="A", help="dpo, sft, …: learn from the rows (docs/training_on_data.md)")
-    own.add_argument("--write-config", metavar="FILE", help="write the TOML that these flags amount to, and stop")
+    group.add_argument("--algorithm", metavar="A", help="dpo, sft, …: learn from the rows (docs/training_on_data.md)")
+    group.add_argument("--write-config", metavar="FILE", help="write the TOML that these flags amount to, and stop")
 
 
 def _training_config(args: Namespace) -> "Config":
     """From the flags of `train`: a file, a run's own configuration, or model, data and reward."""
     base = [f"model.base_path={toml_value(args.model)}"] if args.model else []
     if args.data or args.reward or args.algorithm:
-        config = load(None, args.set, text=_own_data(args))
+        config = load(None, args.set, text=_dataset_toml(args))
         return _as_it_began(config, args) if args.resume == "auto" else config
     source = args.config
     if source is None:
@@ -150,23 +152,26 @@ def _training_config(args: Namespace) -> "Config":
 
 
 def _as_it_began(config: "Config", args: Namespace) -> "Config":
-    """What the run that `--resume auto` finds was started with. Some values that the flags amount to follow from the
-    model's size, and that is a guess until the model has been downloaded: written anew they could differ."""
-    from mlx_parallm.cli.dataset_config import what_flags_said
+    """Return the configuration with which the run that `--resume auto` finds was started. Some values depend on the
+    model's size, which is a guess until the model has been downloaded: computed again they could differ."""
+    from mlx_parallm.cli.dataset_config import dataset_flags
     from mlx_parallm.rl_training.run_directory import CONFIG_FILE, directory_of, with_run_name
 
     saved = directory_of(with_run_name(config, args.data, "auto"), "auto") / CONFIG_FILE
     if not saved.is_file():
         return config
     began = load(str(saved), args.set, saved=True)
-    for (flag, given), (_, found) in zip(what_flags_said(config), what_flags_said(began), strict=False):
-        if given != found:
-            raise ConfigError(f"{flag} is {given}, but {saved.parent} was started with {found}: remove or rename it")
+    before = dataset_flags(began)
+    for flag, value in dataset_flags(config).items():
+        if value != before.get(flag, value):
+            raise ConfigError(
+                f"{flag} is {value}, but {saved.parent} was started with {before[flag]}: remove or rename it"
+            )
     return began
 
 
-def _own_data(args: Namespace) -> str:
-    from mlx_parallm.cli.dataset_config import toml_for, toml_for_rows
+def _dataset_toml(args: Namespace) -> str:
+    from mlx_parallm.cli.dataset_config import dataset_toml
 
     if args.config:
         raise ConfigError(
@@ -178,15 +183,13 @@ def _own_data(args: Namespace) -> str:
     for flag, value in (("--model", args.model), ("--data", args.data)):
         if not value:
             raise ConfigError(f"{flag} is missing: --model M --data ROWS --reward FILE.py:FUNCTION go together")
-    if args.algorithm:
-        return toml_for_rows(args.model, args.data, args.algorithm, args.reward)
-    return toml_for(args.model, args.data, args.reward)
+    return dataset_toml(args.model, args.data, args.reward, args.algorithm)
 
 
 def _write_config(args: Namespace) -> int:
     if args.set:
         raise ConfigError("--write-config writes what --model, --data and --reward amount to: put --set into the file")
-    text, file = _own_data(args), Path(args.write_config)
+    text, file = _dataset_toml(args), Path(args.write_config)
     try:
         with file.open("x", encoding="utf-8") as handle:
             handle.write(text)

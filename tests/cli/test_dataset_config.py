@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm import cli
-from mlx_parallm.cli.dataset_config import find_hidden_size, learning_rate_for, toml_for
+from mlx_parallm.cli.dataset_config import dataset_toml, find_hidden_size, learning_rate_for
 from mlx_parallm.config.load import load_config
 from tests.cli.test_cli import call
 
@@ -65,13 +65,13 @@ def test_the_written_file_is_the_same_configuration(here: Path, capsys: pytest.C
     flags = ["--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct"]
     assert cli.train([*flags, "--write-config", "run.toml"]) == 0
     assert "mlx_parallm_train --config run.toml" in capsys.readouterr().out
-    assert load_config("run.toml") == load_config(None, text=toml_for("model", "rows.jsonl", ["score.py:correct"]))
+    assert load_config("run.toml") == load_config(None, text=dataset_toml("model", "rows.jsonl", ["score.py:correct"]))
     assert cli.train([*flags, "--write-config", "run.toml"]) == 2
     assert "File exists" in capsys.readouterr().err
 
 
 def test_the_command_in_the_file_can_be_run_again(here: Path) -> None:
-    assert "--data 'my rows.jsonl' --reward score.py:correct\n" in toml_for(
+    assert "--data 'my rows.jsonl' --reward score.py:correct\n" in dataset_toml(
         "model", "my rows.jsonl", ["score.py:correct"]
     )
 
