@@ -31,8 +31,7 @@ from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.run_directory import BEST, FINAL, LATEST, checkpoint_at, checkpoints, moment
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
 from mlx_parallm.rl_training.step.policy import TrainedPolicy, read_tensors
-from mlx_parallm.rollout_store.disk import GB, free_bytes
-from mlx_parallm.system.files import point, remove_leftovers, write_directory
+from mlx_parallm.system.files import GB, free_bytes, point, remove_leftovers, write_directory
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 SUPERSEDED = "superseded_"

@@ -14,9 +14,8 @@ from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE
 from mlx_parallm.rl_training.events import CheckpointSaved, RunEvents
 from mlx_parallm.rl_training.metrics import METRICS_FILE
-from mlx_parallm.rollout_store.disk import GB, shortage
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.system.files import sync, write_atomically
+from mlx_parallm.system.files import GB, shortage, sync, write_atomically
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("train")

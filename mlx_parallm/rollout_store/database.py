@@ -2,7 +2,7 @@
 
 One connection, one lock: SQLite has a single writer anyway. A commit is on the disk when it returns (WAL,
 synchronous=FULL; on macOS F_FULLFSYNC, without which the drive keeps what it likes). Payloads lie in a table of their
-own: marking a group does not write its tokens again, and pruning deletes them and leaves the ledger whole.
+own: marking a group does not write its tokens again, and pruning deletes them and leaves the rows of the groups.
 """
 
 import contextlib
@@ -121,7 +121,7 @@ class Database:
                 raise self._explained(doing, error) from error
 
     def forget(self, group_ids: Iterable[str]) -> None:
-        """Removes groups as if they had never come, from the ledger too: they will be made again, bit for bit."""
+        """Removes groups and their rows, as if they had never come: they will be made again, bit for bit."""
         ids, own = [(group_id,) for group_id in group_ids], "(SELECT sequence FROM groups WHERE group_id = ?)"
         with self.transaction() as connection:
             connection.executemany(f"DELETE FROM payloads WHERE sequence = {own}", ids)

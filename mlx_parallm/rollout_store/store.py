@@ -1,4 +1,4 @@
-"""The durable queue of scored groups and its ledger: one SQLite file a run, `rollouts.sqlite`.
+"""The durable queue of scored groups and the accounting of them: one SQLite file a run, `rollouts.sqlite`.
 
 Who writes: `environments.RolloutManager` (in process), the `/atropos` routes through `queue.py`, and
 `rl_training.atropos_client`. Who reads: `rl_training.rollout_buffer`, which marks what it consumes. A group is on the
@@ -15,22 +15,28 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import RolloutRejectedError, StoreError
+from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.database import Database
-from mlx_parallm.rollout_store.disk import shortage
 from mlx_parallm.rollout_store.payload import decode_group, encode_group, encode_reject
+from mlx_parallm.system.files import shortage
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import RolloutGroup
 
 KEPT_REJECTS = 200  # newest rejects whose payload is kept; an environment gone wrong must not fill the disk
 KEPT_REASONS = 100_000  # newest rejects that are remembered at all; older ones are only counted
-MAX_NAME_BYTES = 2048  # id, environment and source of a group: they stay in the ledger for ever
+MAX_NAME_BYTES = 2048  # id, environment and source of a group: their rows are never deleted
 MAX_REASON = 1000  # characters; it may quote what was sent
 PRUNED_AT_ONCE = 64  # payloads deleted under one lock: who sends groups waits as long
+
+SHOWN_CANDIDATES = 5
+_STATE = "CASE WHEN state = 'dropped' AND reason = '{}' THEN 'quarantined' ELSE state END".format(
+    OTHER_MODEL.replace("'", "''")
+)
 
 log = get_logger("rollouts")
 
@@ -62,6 +68,37 @@ class Reject:
     reason: str
     received: float  # Unix time
     payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class AccountLine:
+    """Groups of one environment, source and state that were sampled from one policy version on (None: not known)."""
+
+    environment: str
+    source: str
+    state: str  # waiting, taken, dropped or quarantined
+    version: int | None
+    groups: int
+    sequences: int
+    pruned: int  # groups without tokens any more
+    received_first: float  # Unix time
+    received_last: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """One row, and the group itself; None when its tokens are pruned. Versions are None in runs of older formats."""
+
+    group_id: str
+    environment: str
+    source: str
+    state: str
+    step: int | None  # that took or dropped it
+    reason: str | None
+    received: float  # Unix time
+    first_version: int | None
+    last_version: int | None
+    group: RolloutGroup | None
 
 
 class _Arrival:
@@ -346,6 +383,51 @@ class RolloutStore:
             Reject(source, reason, received, None if payload is None else json.loads(zlib.decompress(payload)))
             for source, reason, received, payload in rows
         ]
+
+    def accounts(self) -> list[AccountLine]:
+        """Count every group of the run, ordered by environment, source, state and version."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                f"SELECT environment, source, {_STATE}, first_version, COUNT(*), SUM(rollouts), SUM(bytes IS NULL),"
+                " MIN(received), MAX(received) FROM groups GROUP BY 1, 2, 3, 4 ORDER BY 1, 2, 3, 4"
+            ).fetchall()
+        return [AccountLine(*row) for row in rows]
+
+    def reject_reasons(self) -> dict[tuple[str, str], int]:
+        """(source, reason) → how many, the most frequent first."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                "SELECT source, reason, COUNT(*) FROM rejects GROUP BY 1, 2 ORDER BY 3 DESC, MAX(id) DESC"
+            ).fetchall()
+        return {(source, reason): count for source, reason, count in rows}
+
+    def taken_by(self, step: int) -> list[str]:
+        """Ids of the groups that a step was trained on, in the order in which they came."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                "SELECT group_id FROM groups WHERE state = 'taken' AND step = ? ORDER BY sequence", (step,)
+            ).fetchall()
+        return [group_id for (group_id,) in rows]
+
+    def find(self, group_id: str) -> GroupRecord:
+        """The group of that id, or the only one whose id begins so. Raises StoreError: none, or several."""
+        columns = [field.name for field in fields(GroupRecord) if field.name != "group"]
+        selected = ", ".join(_STATE if name == "state" else name for name in columns)
+        with self._reading() as connection:
+            rows = connection.execute(
+                f"SELECT {selected}, bytes IS NULL FROM groups WHERE substr(group_id, 1, ?) = ?"
+                " ORDER BY group_id != ?, sequence LIMIT ?",
+                (len(group_id), group_id, group_id, SHOWN_CANDIDATES + 1),
+            ).fetchall()
+        if not rows:
+            raise StoreError(f"no group {group_id!r} in {self.path}")
+        if rows[0][0] != group_id and len(rows) > 1:
+            some = ", ".join(row[0] for row in rows[:SHOWN_CANDIDATES])
+            raise StoreError(f"several groups begin with {group_id!r}: {some}" + ", …" * (len(rows) > SHOWN_CANDIDATES))
+        *values, pruned = rows[0]
+        return GroupRecord(
+            **dict(zip(columns, values, strict=True)), group=None if pruned else self.groups([values[0]])[0]
+        )
 
     def size_bytes(self) -> int:
         """Bytes of the database file, without its write-ahead log."""

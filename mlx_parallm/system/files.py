@@ -1,4 +1,7 @@
-"""Files and directories that are complete or absent, also after a kill -9 or a power cut."""
+"""Files and directories that are complete or absent, also after a kill -9 or a power cut.
+
+And the free space of a run's disk: below the reserve nothing is begun, so that nothing ends half-written.
+"""
 
 import ctypes
 import errno
@@ -10,6 +13,9 @@ from pathlib import Path
 
 from mlx_parallm.errors import CheckpointError
 
+GB = 10**9
+RESERVE_GB = 1.0
+RESERVE_SHARE = 0.05  # of a small disk
 TEMPORARY = ".tmp-"  # in the names of unfinished files; the next save removes leftovers
 RENAME_SWAP, RENAME_EXCHANGE, AT_FDCWD = 2, 2, -100  # <sys/stdio.h> of macOS, <linux/fs.h>, <fcntl.h>
 
@@ -113,3 +119,34 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the bytes that this user may still write on the disk of an existing directory. Raises OSError."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def reserve_bytes(directory: Path, reserve_gb: float | None) -> int:
+    """Return `rollouts.min_free_gb` in bytes; None = 1 GB, or 5 % of a disk under 20 GB. 0 = no reserve.
+
+    Raises OSError.
+    """
+    if reserve_gb is not None:
+        return round(reserve_gb * GB)
+    status = os.statvfs(directory)
+    return round(min(RESERVE_GB * GB, RESERVE_SHARE * status.f_blocks * status.f_frsize))
+
+
+def shortage(directory: Path, reserve: int) -> str | None:
+    """Say what is wrong with the free space; None while `reserve` bytes are free, or when `reserve` is 0."""
+    try:
+        free = free_bytes(directory) if reserve else 0
+    except OSError as error:
+        return f"cannot read the free space of the disk of {directory}: {error.strerror or error}"
+    if free >= reserve:
+        return None
+    return (
+        f"{free / GB:.2f} GB are free on the disk of {directory}, less than the {reserve / GB:.2f} GB that stay free"
+        " (rollouts.min_free_gb): free some space"
+    )

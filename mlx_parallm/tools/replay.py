@@ -1,6 +1,6 @@
 """`mlx_parallm_replay`: trains again on the rollouts of a run, without generating: other settings, same data.
 
-    run directory ─► its configuration, the checkpoint it starts from, its ledger (reads only)
+    run directory ─► its configuration, the checkpoint it starts from, its rollout store (reads only)
         each variant: model → trainer → steps on the groups that the run's steps took → a directory of its own → table
 
 What a variant would have sampled is not known: after its first update it learns from another policy's answers.
@@ -31,7 +31,7 @@ from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.step.policy import read_tensors
-from mlx_parallm.rollout_store.ledger import Ledger
+from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.files import write_directory
 from mlx_parallm.types import RolloutGroup
 
@@ -91,17 +91,17 @@ def replay(
     first = TrainerState.read(checkpoint).step if checkpoint else 0
     if not (run / STORE_FILE).is_file():
         raise ConfigError(f"{run} has no {STORE_FILE}: there are no rollouts to replay")
-    with closing(Ledger(run / STORE_FILE)) as ledger:
+    with closing(RolloutStore(run / STORE_FILE, read_only=True)) as store:
         lines = [line for line in MetricsFile(run / METRICS_FILE).read() if line["step"] > first][:steps]
         if not lines:
             raise ConfigError(f"{run}: no recorded step after step {first}: nothing to replay (--from an earlier one)")
-        taken = {line["step"]: _kept(ledger, run, line["step"]) for line in lines}
+        taken = {line["step"]: _kept(store, run, line["step"]) for line in lines}
         quantize = saved.rl_training.lora.enabled and saved.rl_training.lora.quantize_base
         check_model(saved.model, train=True, quantize=quantize)
         loaded = load_model(saved.model, quantize=quantize)
         done = []
         for overrides, config in zip(variants, configs, strict=True):
-            player = _Player(loaded, config, checkpoint, saved, ledger)
+            player = _Player(loaded, config, checkpoint, saved, store)
             done.append(Variant(shlex.join(overrides), *player.play(run, lines, taken, told)))
     return Replay(run.name, lines, done)
 
@@ -110,7 +110,7 @@ class _Player:
     """One variant: its own policy, optimizer and algorithm, from the checkpoint on."""
 
     def __init__(
-        self, loaded: LoadedModel, config: Config, checkpoint: Path | None, saved: Config, ledger: Ledger
+        self, loaded: LoadedModel, config: Config, checkpoint: Path | None, saved: Config, store: RolloutStore
     ) -> None:
         self._config, training = config, config.rl_training
         initial = None if checkpoint else initial_adapter(config)
@@ -127,8 +127,8 @@ class _Player:
                 self._trainer.optimizer.reload()
             self._trainer.restore(state.trainer)
             restore_random_state(state.random_state)
-        self._ledger = ledger
-        self._buffer = build_buffer(_Stored(ledger), versions, self._trainer, training)
+        self._store = store
+        self._buffer = build_buffer(_Stored(store), versions, self._trainer, training)
 
     def play(
         self, run: Path, lines: Sequence[Line], taken: Mapping[int, Sequence[str]], told: Callable[[str], object]
@@ -156,7 +156,7 @@ class _Player:
 
     def _batch(self, step: int, group_ids: Sequence[str]) -> TrainBatch:
         if self._config.rl_training.deterministic:  # the order that a deterministic run trains in
-            indices = {group.group_id: group.index or 0 for group in self._ledger.groups(group_ids)}
+            indices = {group.group_id: group.index or 0 for group in self._store.groups(group_ids)}
             group_ids = sorted(group_ids, key=lambda group_id: indices[group_id])
         return self._buffer.resume(step, group_ids)
 
@@ -164,14 +164,14 @@ class _Player:
 class _Stored:
     """What a RolloutBuffer needs of a store, of one that is only read."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, store: RolloutStore) -> None:
+        self._store = store
 
     def waiting(self, limit: int | None = None, *, exclude: Collection[str] = ()) -> list[RolloutGroup]:
         return []
 
     def groups(self, group_ids: Sequence[str]) -> list[RolloutGroup]:
-        return self._ledger.groups(group_ids)
+        return self._store.groups(group_ids)
 
     def known_ids(self) -> set[str]:
         return set()
@@ -220,11 +220,11 @@ def _checkpoint(run: Path, start: str | None) -> Path | None:
     return found
 
 
-def _kept(ledger: Ledger, run: Path, step: int) -> list[str]:
+def _kept(store: RolloutStore, run: Path, step: int) -> list[str]:
     """Raises ConfigError: the step's rollouts are not there any more."""
-    group_ids = ledger.taken_by(step)
+    group_ids = store.taken_by(step)
     try:
-        ledger.groups(group_ids)
+        store.groups(group_ids)
     except StoreError as error:
         raise ConfigError(
             f"the rollouts of step {step} are not kept any more ({error}). Start later with --from; [rollouts] keep and"

@@ -23,7 +23,7 @@ from rich.text import Text
 from mlx_parallm.config.load import load_config
 from mlx_parallm.errors import ConfigError, ModelError, StoreError
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, STORE_FILE, find_run
-from mlx_parallm.rollout_store.ledger import GroupRecord, Ledger
+from mlx_parallm.rollout_store.store import GroupRecord, RolloutStore
 from mlx_parallm.types import Rollout
 
 STATES = ("waiting", "taken", "dropped", "quarantined")
@@ -38,9 +38,9 @@ Json = Mapping[str, Any]
 
 def summary(path: Path) -> dict[str, Any]:
     """Raises ConfigError: no run directory; StoreError: no rollouts, or they cannot be read."""
-    run, ledger = _open(path)
-    with closing(ledger):
-        lines, refused = ledger.lines(), ledger.reject_reasons()
+    run, store = _open(path)
+    with closing(store):
+        lines, refused = store.accounts(), store.reject_reasons()
         counts = dict.fromkeys(STATES, 0)
         environments: dict[tuple[str, str], dict[str, Any]] = {}
         versions: dict[int | None, Counter[str]] = {}
@@ -59,14 +59,14 @@ def summary(path: Path) -> dict[str, Any]:
             versions.setdefault(line.version, Counter())[line.state] += line.groups
         return {
             "run": run.name,
-            "size_bytes": ledger.size_bytes(),
+            "size_bytes": store.size_bytes(),
             "groups": counts | {"rejected": sum(refused.values())},
             "environments": list(environments.values()),
             "versions": [
                 {"version": version} | {state: versions[version][state] for state in STATES}
                 for version in sorted(versions, key=lambda version: -1 if version is None else version)
             ],
-            "dropped": ledger.drop_reasons(),
+            "dropped": store.drop_reasons(),
             "rejected": [{"source": s, "reason": reason, "groups": n} for (s, reason), n in refused.items()],
         }
 
@@ -77,15 +77,15 @@ def show(path: Path, wanted: str) -> dict[str, Any]:
     `text` and `token_texts` are None when the run's tokenizer cannot be loaded from this machine, and `rollouts` when
     the group's tokens are pruned. Raises ConfigError, StoreError: no run, no such group or rollout, several.
     """
-    run, ledger = _open(path)
-    with closing(ledger):
+    run, store = _open(path)
+    with closing(store):
         try:
-            record, number = ledger.find(wanted), None
+            record, number = store.find(wanted), None
         except StoreError:
             group_id, separator, digits = wanted.rpartition("#")
             if not separator or not digits.isdecimal():
                 raise
-            record, number = ledger.find(group_id), int(digits)
+            record, number = store.find(group_id), int(digits)
     tokenizer = _tokenizer(run)
     found: dict[str, Any] = {"run": run.name} | _row(record)
     if record.group is None:
@@ -101,9 +101,9 @@ def show(path: Path, wanted: str) -> dict[str, Any]:
 
 def rejects(path: Path, limit: int) -> dict[str, Any]:
     """The newest entries of the quarantine, newest first; `payload` is what was sent, where it is kept."""
-    run, ledger = _open(path)
-    with closing(ledger):
-        found = [asdict(entry) for entry in ledger.rejects(limit)]
+    run, store = _open(path)
+    with closing(store):
+        found = [asdict(entry) for entry in store.rejects(limit)]
     return {"run": run.name, "rejects": [entry | {"payload": _sayable(entry["payload"])} for entry in found]}
 
 
@@ -116,11 +116,11 @@ def _sayable(value: Any) -> Any:
     return value if not isinstance(value, float) or math.isfinite(value) else repr(value)
 
 
-def _open(path: Path) -> tuple[Path, Ledger]:
+def _open(path: Path) -> tuple[Path, RolloutStore]:
     run = find_run(path)
     if not (run / STORE_FILE).is_file():
         raise StoreError(f"{run}: no {STORE_FILE}: the run has received nothing yet")
-    return run, Ledger(run / STORE_FILE)
+    return run, RolloutStore(run / STORE_FILE, read_only=True)
 
 
 def _row(record: GroupRecord) -> dict[str, Any]:

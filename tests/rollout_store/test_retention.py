@@ -11,10 +11,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from mlx_parallm.errors import StoreError
-from mlx_parallm.rollout_store import disk
 from mlx_parallm.rollout_store.database import SPARE_PAGES
 from mlx_parallm.rollout_store.payload import encode_group
 from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
+from mlx_parallm.system import files
 from mlx_parallm.system.log import configure_logging
 from tests.rollout_store.groups import make_group, make_rollout
 
@@ -172,7 +172,7 @@ def test_all_that_share_a_commit_learn_that_it_failed(store):
 def test_below_the_reserve_no_group_is_accepted(tmp_path, monkeypatch):
     store = RolloutStore(tmp_path / "rollouts.sqlite", min_free_bytes=10**9)
     free = 2 * 10**9
-    monkeypatch.setattr(disk, "free_bytes", lambda directory: free)
+    monkeypatch.setattr(files, "free_bytes", lambda directory: free)
     assert store.add(make_group("a"), source="t")
     free = 10**9 - 1
     with pytest.raises(StoreError, match=r"no group is accepted: 1\.00 GB are free.*min_free_gb.*sent again"):
@@ -190,12 +190,12 @@ def test_the_reserve_by_default_is_a_share_of_a_small_disk(tmp_path, monkeypatch
         return lambda path: os.statvfs_result((4096, 4096, blocks, blocks, blocks, 0, 0, 0, 0, 255))
 
     monkeypatch.setattr(os, "statvfs", disk_of(500))
-    assert disk.reserve_bytes(tmp_path, None) == 10**9
-    assert disk.reserve_bytes(tmp_path, 2.5) == 2_500_000_000
-    assert disk.reserve_bytes(tmp_path, 0.0) == 0
+    assert files.reserve_bytes(tmp_path, None) == 10**9
+    assert files.reserve_bytes(tmp_path, 2.5) == 2_500_000_000
+    assert files.reserve_bytes(tmp_path, 0.0) == 0
     monkeypatch.setattr(os, "statvfs", disk_of(2))
-    assert disk.reserve_bytes(tmp_path, None) == pytest.approx(10**8, rel=1e-3)
-    assert disk.shortage(tmp_path, 0) is None
+    assert files.reserve_bytes(tmp_path, None) == pytest.approx(10**8, rel=1e-3)
+    assert files.shortage(tmp_path, 0) is None
 
 
 # ---------------------------------------------------------------------- files of other times and places

@@ -1,11 +1,10 @@
-"""The Atropos API's state without HTTP: registered environments, and the way of a scored group into the store.
+"""The Atropos API's state without HTTP: registered environments, and how their scored groups reach the store.
 
-`integrations/atropos/routes.py` turns requests into calls of `AtroposQueue`; the daemon makes the queue over the run's
-`RolloutStore`, from which the trainer of the same process learns. What differs from atroposlib's server, all on
-purpose, is in docs/atropos.md.
+`routes.py` turns requests into calls of `AtroposQueue`, which is made over the run's `RolloutStore`; the trainer of the
+same process learns from that. docs/atropos.md lists the differences from atroposlib's server, all on purpose.
 
-An environment tells its load by `queue_size`: groups of *its own* size that wait, from all sources together, because it
-stops generating when `queue_size * group_size >= max_batches_offpolicy * batch_size`.
+`queue_size` tells an environment when to pause: waiting groups of all sources, counted in *its own* group size, because
+it stops generating when `queue_size * group_size >= max_batches_offpolicy * batch_size`.
 """
 
 import json
@@ -19,10 +18,9 @@ from typing import Any
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.integrations.atropos.wire import AtroposData, from_scored_data
+from mlx_parallm.integrations.atropos.wire import ATROPOS_FIELDS, from_scored_data
 from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group
 from mlx_parallm.rollout_store.store import RolloutStore, WaitingSource
-from mlx_parallm.types import RolloutGroup
 
 SOURCE = "atropos"
 SILENT_AFTER_S = 60.0  # environments ask for their status ten times a second
@@ -66,7 +64,7 @@ class EnvironmentEntry:
 
 
 class AtroposQueue:
-    """Thread-safe. `current_step` and `policy_version` are asked at each request; they must not block."""
+    """Thread-safe. `current_step` and `policy_version` are called at each request; they must not block."""
 
     def __init__(
         self,
@@ -84,7 +82,7 @@ class AtroposQueue:
         self._clock = clock
         self._lock = threading.Lock()
         self._environments = [EnvironmentEntry(**entry) for entry in store.recall(_NOTE) or []]
-        self._last_seen: dict[int, float] = {}  # no entry: not heard of since this process started
+        self._last_seen: dict[int, float] = {}  # no entry: not seen since this process started
         self._last_group = self._last_reward = clock()
         self._recent: deque[str | None] = deque(maxlen=RECENT)  # None = accepted, else why not
         self._sent: dict[str, float] = {}  # environment's name → when its last group came
@@ -95,7 +93,7 @@ class AtroposQueue:
         return self._current_step()
 
     def environments(self) -> tuple[EnvironmentEntry, ...]:
-        """All that ever registered with this run; those that are away too."""
+        """Return every environment that ever registered with this run, absent ones too."""
         with self._lock:
             return tuple(self._environments)
 
@@ -110,7 +108,7 @@ class AtroposQueue:
     ) -> EnvironmentEntry:
         """Gives an environment its id and name.
 
-        One that comes back (same desired name, an earlier registration that is disconnected or silent) gets its old
+        An environment that comes back (same desired name, its earlier registration disconnected or silent) gets its old
         id and name, and so finds the checkpoints that it saved under that name.
         """
         with self._lock:
@@ -146,7 +144,7 @@ class AtroposQueue:
         return {"current_step": self._current_step(), "queue_size": self.store.counts().waiting}
 
     def environment_status(self, env_id: int) -> dict[str, int | float] | None:
-        """What an environment throttles itself by, as atroposlib computes it; None when no environment has that id."""
+        """Return the load by which an environment throttles itself, as in atroposlib; None for an unknown id."""
         waiting = self.store.waiting_by_source()
         with self._lock:
             if not 0 <= env_id < len(self._environments):
@@ -175,10 +173,10 @@ class AtroposQueue:
         }
 
     def minimums(self) -> dict[str, tuple[int, int]]:
-        """environment's name → (sequences of each batch that are its own: whole groups, its group size).
+        """Return environment's name → (its least sequences of each batch, in whole groups; its group size).
 
-        Of those with a `min_batch_allocation` that are there and have sent a group within SILENT_AFTER_S: one that
-        delivers nothing must not hold batches up.
+        Only environments with a `min_batch_allocation` count that are present and have sent a group within
+        SILENT_AFTER_S: one that delivers nothing must not hold batches up.
         """
         now, found = self._clock(), {}
         with self._lock:
@@ -191,10 +189,10 @@ class AtroposQueue:
         return found
 
     def submit(self, data: Any) -> bool:
-        """Takes one scored group off the wire; on the disk when this returns. False: it was sent before.
+        """Stores one scored group from the wire; on the disk when this returns. False: it was sent before.
 
-        Raises RolloutRejectedError when it may not be trained on (it lies in quarantine then, with the reason), and
-        StoreError when it cannot be kept: the sender should try again.
+        Raises RolloutRejectedError when it may not be trained on (it is in quarantine then, with the reason), and
+        StoreError when it cannot be stored: the sender should try again.
         """
         env_id = _env_id(data)
         entry, source = self._sender(env_id), _source(env_id)
@@ -202,8 +200,19 @@ class AtroposQueue:
         try:
             if not isinstance(data, Mapping):
                 raise RolloutRejectedError(f"a scored group is a JSON object, not {type(data).__name__}")
-            group = self._group(data, environment)
-            if 0 < self.settings.batch_size < len(group.rollouts):
+            _require_finite({key: data.get(key) for key in _LOOSE})
+            version = self._policy_version()
+            group = from_scored_data(
+                data, policy_version=version, environment=environment, temperature=self.settings.temperature
+            )
+            check_group(
+                group,
+                vocab_size=self.settings.vocab_size,
+                max_token_length=self.settings.max_token_length,
+                missing_logprobs=self.settings.missing_logprobs,
+                newest_version=version,
+            )
+            if len(group.rollouts) > self.settings.batch_size:
                 raise RolloutRejectedError(
                     f"{len(group.rollouts)} sequences in one group, but a batch has {self.settings.batch_size}"
                     " (rollout_batch_size) and groups are never split"
@@ -217,43 +226,25 @@ class AtroposQueue:
         return added
 
     def quarantine(self, reason: str) -> None:
-        """Counts what came as a group and was not even JSON, or too large to be read."""
+        """Counts a group whose body was not JSON, or too large to be read."""
         self.store.reject(None, source=SOURCE, reason=reason)
         self._note_submission(reason, "external", None)
 
-    def _group(self, data: Mapping[str, Any], environment: str) -> RolloutGroup:
-        """The group that `data` is. Raises RolloutRejectedError: it may not be trained on."""
-        require_finite({key: data.get(key) for key in _LOOSE})
-        group = from_scored_data(
-            data,
-            policy_version=self._policy_version(),
-            environment=environment,
-            temperature=self.settings.temperature,
-        )
-        check_group(
-            group,
-            vocab_size=self.settings.vocab_size,
-            max_token_length=self.settings.max_token_length,
-            missing_logprobs=self.settings.missing_logprobs,
-            newest_version=self._policy_version(),
-        )
-        return group
-
     def latest_example(self) -> dict[str, Any] | None:
-        """The group that was accepted last since this process started, as it was sent."""
-        return None if self._latest is None else AtroposData.model_validate(self._latest).model_dump()
+        """Return the last group accepted since this process started, as it was sent."""
+        return None if self._latest is None else {name: self._latest.get(name) for name in ATROPOS_FIELDS}
 
     def reset(self) -> int:
-        """Drops what waits from environments, recorded as such; registrations stay. Returns how many groups."""
+        """Drops the waiting groups of environments and records why; registrations stay. Returns how many groups."""
         return self.store.drop_waiting(SOURCE, self._current_step(), "dropped by /atropos/reset_data")
 
     def note_reward(self) -> None:
-        """A group came by /v1/rewards: somebody makes rollouts, though nobody may have registered here."""
+        """Notes a group from /v1/rewards: rollouts are made even if no environment has registered here."""
         with self._lock:
             self._last_reward = self._clock()
 
     def health(self) -> str | None:
-        """What is wrong with the environments that come over HTTP, in words; None when nothing is."""
+        """Say what is wrong with the environments over HTTP; None when nothing is."""
         now = self._clock()
         with self._lock:
             seen = [(entry, self._last_seen.get(entry.env_id)) for entry in self._environments if entry.connected]
@@ -279,7 +270,7 @@ class AtroposQueue:
         return None
 
     def _unreachable_batch(self, present: list[EnvironmentEntry]) -> str | None:
-        """Batches are whole groups: some mix of the group sizes must add up to the batch size."""
+        """Check that some mix of group sizes adds up to the batch size: batches are whole groups."""
         sizes = {entry.group_size for entry in present} | set(self.settings.other_group_sizes)
         total = self.settings.batch_size
         reachable = {0}
@@ -306,7 +297,7 @@ class AtroposQueue:
                 self._last_group = self._sent[environment] = self._clock()
 
     def _weight(self, entry: EnvironmentEntry) -> float:
-        """atroposlib's share of an environment: context length x weight, over the environments that are there."""
+        """atroposlib's share of an environment: context length x weight, over the environments that are present."""
         total = sum(
             other.max_token_length * max(0.0, other.weight) for other in self._environments if self._is_present(other)
         )
@@ -320,7 +311,7 @@ class AtroposQueue:
         self.store.remember(_NOTE, [asdict(entry) for entry in self._environments])
 
 
-def require_finite(fields: Mapping[str, Any]) -> None:
+def _require_finite(fields: Mapping[str, Any]) -> None:
     """Raises RolloutRejectedError: a field holds NaN or an infinity (JSON has neither), or is nested too deep."""
     for name, value in fields.items():
         try:
@@ -336,7 +327,7 @@ def _source(env_id: int | None) -> str:
 
 
 def _env_id(data: Any) -> int | None:
-    """None when there is none, or none that is one."""
+    """Return the environment's id; None when there is none, or it is not a valid one."""
     try:
         return _ENV_ID.validate_python(data.get("env_id") if isinstance(data, Mapping) else None)
     except ValidationError:

@@ -1,20 +1,20 @@
-"""The Atropos wire format ↔ `RolloutGroup`. Only this file (and `rl_training.atropos_client`) knows its conventions.
+"""The Atropos wire format → `RolloutGroup`. Only this folder knows its conventions.
 
 On the wire `masks` are labels: -100 where a token was given, the token's own id where the policy sampled it; and
 `inference_logprobs` hold 1.0 where there is none. Here `mask` is 0 or 1; a group without `inference_logprobs`
 (server_type openai) has rollouts with `logprobs` None, and a sampled token without one among others refuses the group.
 
 atroposlib's ManagedServer makes sequences of several turns: several sampled spans; after a turn its EOS twice, the
-second one given; earlier turns given again (-100 and 1.0) when a plain completion was extended. What counts is the
-label alone, so each is trained on where it says so and nowhere else. A template that rewrites history makes a sequence
-a turn there; whether those belong together only the environment knows, and may say so.
+second one given; earlier turns given again (-100 and 1.0) when a plain completion was extended. Only the label counts:
+a token is trained on where its label says so and nowhere else. A template that rewrites history makes one sequence a
+turn there; only the environment knows whether those belong together, and `episodes` says so.
 
-Beyond atroposlib's ScoredData four optional fields are understood: `group_id`, `environment`, `policy_versions` [G][T],
-and `episodes` [G]: sequences of one number are the segments of one episode, oldest first, with the score of it, which
-then counts once in the group (`Rollout.earlier`). Fields that would change the training but that this trainer has no
-use for are refused (`sft`, images, messages with parts that are not text) or, when the group is still what it says it
-is without them, listed in `metadata["ignored_fields"]` (ref_logprobs: the trainer computes its own reference;
-distill_*: teacher data). Range checks are `checks.check_group`'s.
+Four optional fields are ours: `group_id`, `environment`, `policy_versions` [G][T], and `episodes` [G]: sequences with
+the same number are the segments of one episode, oldest first, with that episode's score, which then counts once in the
+group (`Rollout.earlier`). Fields that would change the training and have no counterpart here are refused (`sft`,
+images, messages with parts that are not text). Fields without which the group keeps its meaning are listed in
+`metadata["ignored_fields"]` (ref_logprobs: the trainer computes its own reference; distill_*: teacher data).
+`checks.check_group` checks the ranges.
 """
 
 import hashlib
@@ -47,8 +47,8 @@ Integers = Annotated[list[Annotated[list[int], _OneFault()]], _OneFault()]
 Numbers = Annotated[list[Annotated[list[float], _OneFault()]], _OneFault()]
 
 
-class AtroposData(BaseModel):
-    """One scored group as environments send it: atroposlib 0.4.0's ScoredData, field for field."""
+class ScoredData(BaseModel):
+    """One scored group as environments send it: atroposlib 0.4.0's ScoredData, and four optional fields of ours."""
 
     tokens: Integers
     masks: Integers
@@ -64,6 +64,10 @@ class AtroposData(BaseModel):
     env_id: NonNegativeInt | None = None
     distill_token_ids: Annotated[list[Integers], _OneFault()] | None = None
     distill_logprobs: Annotated[list[Numbers], _OneFault()] | None = None
+    group_id: str | None = None
+    environment: str | None = None
+    policy_versions: Integers | None = None
+    episodes: Annotated[list[int], _OneFault()] | None = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -76,15 +80,6 @@ class AtroposData(BaseModel):
             raise ValueError("Message must have 'role' and 'content' fields")
         return value
 
-
-class ScoredData(AtroposData):
-    """What can be trained on here, with four optional fields of ours."""
-
-    group_id: str | None = None
-    environment: str | None = None
-    policy_versions: Integers | None = None
-    episodes: Annotated[list[int], _OneFault()] | None = None
-
     @field_validator(
         *("advantages", "ref_logprobs", "messages", "inference_logprobs", "overrides", "images"),
         *("distill_token_ids", "distill_logprobs", "policy_versions", "episodes"),
@@ -94,6 +89,10 @@ class ScoredData(AtroposData):
     def _absent(cls, value: Any) -> Any:
         """BaseEnv.collect_trajectories sends [] for what none of its items has."""
         return None if value == [] else value
+
+
+OUR_FIELDS = ("group_id", "environment", "policy_versions", "episodes")
+ATROPOS_FIELDS = tuple(name for name in ScoredData.model_fields if name not in OUR_FIELDS)
 
 
 def from_scored_data(

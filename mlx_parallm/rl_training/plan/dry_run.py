@@ -53,7 +53,7 @@ from mlx_parallm.rl_training.sources import EMBEDDED, POLICY, policy_inference
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.policy import COMPANIONS
 from mlx_parallm.rl_training.train import StartedRun, TrainingRun
-from mlx_parallm.rollout_store.disk import GB
+from mlx_parallm.system.files import GB
 from mlx_parallm.system.hardware import memory_present
 
 FEWEST_STEPS = 3

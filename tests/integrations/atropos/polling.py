@@ -11,7 +11,8 @@ from mlx_parallm.integrations.atropos.api import AtroposClient, TrainerRegistrat
 from mlx_parallm.integrations.atropos.client import AtroposPoller
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.integrations.atropos.fake_run_api import ENVIRONMENT, RealRunApi, RunApi
-from tests.rollout_store.groups import VOCAB_SIZE, scored_data
+from tests.integrations.atropos.groups import scored_data
+from tests.rollout_store.groups import VOCAB_SIZE
 
 REGISTRATION = TrainerRegistration(
     wandb_group="",

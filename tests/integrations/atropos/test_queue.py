@@ -11,7 +11,8 @@ from mlx_parallm.integrations.atropos.queue import (
     EnvironmentEntry,
 )
 from mlx_parallm.rollout_store.store import RolloutStore
-from tests.rollout_store.groups import ATROPOS_SETTINGS, VOCAB_SIZE, make_group, scored_data
+from tests.integrations.atropos.groups import ATROPOS_SETTINGS, scored_data
+from tests.rollout_store.groups import VOCAB_SIZE, make_group
 
 
 class Clock:

@@ -10,6 +10,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.integrations.atropos.api import AtroposClient
 from mlx_parallm.integrations.atropos.client import AtroposPoller
 from tests.integrations.atropos.fake_run_api import RunApi, free_port, serving
+from tests.integrations.atropos.groups import scored_data
 from tests.integrations.atropos.polling import (
     FAST,
     REGISTRATION,
@@ -20,7 +21,7 @@ from tests.integrations.atropos.polling import (
     register_environment,
     register_other_run,
 )
-from tests.rollout_store.groups import make_group, scored_data
+from tests.rollout_store.groups import make_group
 
 
 def test_the_uuid_of_a_registration_has_128_bits(either):

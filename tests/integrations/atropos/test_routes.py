@@ -13,7 +13,7 @@ from mlx_parallm.integrations.atropos.queue import AtroposQueue
 from mlx_parallm.integrations.atropos.routes import create_atropos_router
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server.middleware import BodyLimitMiddleware
-from tests.rollout_store.groups import ATROPOS_SETTINGS, scored_data
+from tests.integrations.atropos.groups import ATROPOS_SETTINGS, scored_data
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import running_server
 

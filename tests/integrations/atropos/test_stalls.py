@@ -9,8 +9,9 @@ import pytest
 
 from mlx_parallm.integrations.atropos.api import AtroposClient, why_no_batch
 from mlx_parallm.integrations.atropos.client import AtroposPoller
+from tests.integrations.atropos.groups import scored_data
 from tests.integrations.atropos.polling import FAST, REGISTRATION, eventually, groups, polling, register_environment
-from tests.rollout_store.groups import make_group, scored_data
+from tests.rollout_store.groups import make_group
 
 
 def test_no_environment_and_then_no_group_is_told(either, store):

@@ -9,7 +9,8 @@ from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.integrations.atropos.wire import from_scored_data
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.types import RolloutGroup
-from tests.rollout_store.groups import as_sent, groups, scored_data
+from tests.integrations.atropos.groups import as_sent, scored_data
+from tests.rollout_store.groups import groups
 
 PICTURE = {
     "role": "user",

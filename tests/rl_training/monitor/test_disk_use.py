@@ -10,8 +10,8 @@ from mlx_parallm.config.load import parse_config
 from mlx_parallm.config.training import RolloutsConfig
 from mlx_parallm.errors import CheckpointError, ConfigError, StoreError
 from mlx_parallm.rl_training.run_directory import DiskUse
-from mlx_parallm.rollout_store import disk
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.system import files
 from mlx_parallm.system.log import configure_logging
 from tests.rollout_store.groups import make_group
 
@@ -74,9 +74,9 @@ def test_a_file_above_its_size_that_cannot_be_pruned_is_warned_about_once(tmp_pa
 def test_a_disk_below_the_reserve_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RolloutStore(tmp_path / "rollouts.sqlite", min_free_bytes=10**9)
     use = DiskUse(tmp_path, store, RolloutsConfig(), keep=3)
-    monkeypatch.setattr(disk, "free_bytes", lambda directory: 10**9)
+    monkeypatch.setattr(files, "free_bytes", lambda directory: 10**9)
     use.check()
-    monkeypatch.setattr(disk, "free_bytes", lambda directory: 10**9 // 2)
+    monkeypatch.setattr(files, "free_bytes", lambda directory: 10**9 // 2)
     with pytest.raises(CheckpointError, match=r"training stops: 0\.50 GB are free.*free some space, then.*--resume"):
         use.check()
     store.close()
