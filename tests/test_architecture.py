@@ -61,7 +61,6 @@ MLX_FREE = (
     "execution",
     "inference.openai",
     "inference.types",
-    "library.training_metrics",
     "primitives.__init__",
     "rewards",
     "rollout_store",

@@ -4,17 +4,19 @@
     metrics = algorithm.train(num_iterations=100)
 
 An iteration is a step of `rl_training.loop`: the rollout manager collects trajectories, the reward computer scores
-them, the buffer makes a batch of them, the trainer learns from it, and the InferenceModule answers with new weights.
-Everything happens on the thread that calls `train`.
+them, the buffer makes a batch of them, the trainer updates the weights, and the InferenceModule answers with the new
+ones. All of it runs on the thread that calls `train`.
 """
 
 import json
+import math
 import weakref
 from abc import ABC
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -28,8 +30,6 @@ from mlx_parallm.environments.state import BaseEnvironment
 from mlx_parallm.errors import CheckpointError, ConfigError, EnvironmentFailedError, RolloutRejectedError
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.library.backprop import BackpropModule
-from mlx_parallm.library.collected import CollectedGroups
-from mlx_parallm.library.training_metrics import TrainingMetrics
 from mlx_parallm.rewards.base import scored
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
@@ -44,13 +44,114 @@ from mlx_parallm.system.files import write_atomically
 from mlx_parallm.types import Rollout, RolloutGroup, Trajectory
 
 ALGORITHM_FILE = "algorithm.json"  # beside config.toml: which of these classes, and its AlgorithmConfig
-REFILLS = 2  # of groups without variance: then the iteration is made of what there is
+REFILLS = 2  # for groups without variance; after them the iteration has the groups that there are
 
 
-class RewardComputer(Protocol):
-    """Anything with this method, which returns one number for each trajectory; `rewards/computers.py` has some."""
+class ComputesRewards(Protocol):
+    """An object with this method, which returns a number for each trajectory; `rewards/computers.py` has some."""
 
     def compute_rewards(self, trajectories: Sequence[Trajectory], method: Any = ...) -> Sequence[float]: ...
+
+
+@dataclass(frozen=True)
+class TrainingMetrics:
+    """The metrics of one iteration; None: unknown, or the algorithm has none. Rewards and lengths (sampled tokens) are
+    of all trajectories that the iteration collected, also of groups without variance, which are not trained on."""
+
+    iteration: int
+    loss: float | None
+    policy_loss: float | None
+    value_loss: float | None
+    kl: float | None  # to the reference, nats a token
+    entropy: float | None  # nats a token
+    grad_norm: float | None  # before clipping
+    learning_rate: float
+    reward_mean: float
+    reward_std: float  # population
+    reward_min: float
+    reward_max: float
+    num_trajectories: int
+    length_mean: float
+    length_std: float
+    seconds: float
+    line: Mapping[str, Any]  # the line of metrics.jsonl (rl_training/metrics.py), with all other metrics
+
+    @property
+    def trajectories_per_second(self) -> float:
+        return self.num_trajectories / self.seconds
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any], rollouts: Sequence[Rollout]) -> "TrainingMetrics":
+        rewards = [rollout.reward for rollout in rollouts] or [math.nan]
+        lengths = [rollout.sampled_tokens for rollout in rollouts] or [0]
+        return cls(
+            iteration=line["step"],
+            loss=line["loss"],
+            policy_loss=line.get("policy_loss"),
+            value_loss=line.get("value_loss"),
+            kl=line["kl"],
+            entropy=line["entropy"],
+            grad_norm=line["grad_norm"],
+            learning_rate=line["learning_rate"],
+            reward_mean=fmean(rewards),
+            reward_std=pstdev(rewards),
+            reward_min=min(rewards),
+            reward_max=max(rewards),
+            num_trajectories=len(rollouts),
+            length_mean=fmean(lengths),
+            length_std=pstdev(lengths),
+            seconds=line["time_rollout_s"] + line["time_train_s"] + line["time_publish_s"],
+            line=line,
+        )
+
+
+class CollectedGroups:
+    """A `rollout_buffer.GroupStore` in memory. The trainer's own thread collects groups when the buffer waits for them.
+
+    Args:
+        collect: plays and scores this number of groups. It blocks, and may return fewer (some failed) or more; at least
+            one, or it raises.
+    """
+
+    def __init__(self, collect: Callable[[int], list[RolloutGroup]]) -> None:
+        self._collect = collect
+        self._requested = 0
+        self._waiting: dict[str, RolloutGroup] = {}
+
+    def request(self, n: int, environment: str | None = None, /) -> None:
+        """Add `n` groups to those that the next wait collects. There is one environment."""
+        self._requested += n
+
+    def wait_for_groups(self, timeout_s: float, *, at_least: int = 1) -> bool:
+        """Collect the requested groups, however long it takes. Return whether there are `at_least` groups."""
+        if self._requested > 0:
+            groups = self._collect(self._requested)
+            self._requested = max(0, self._requested - len(groups))
+            self._waiting |= {group.group_id: group for group in groups}
+        return len(self._waiting) >= at_least
+
+    def waiting(self, limit: int | None = None, *, exclude: set[str]) -> list[RolloutGroup]:
+        return [group for group_id, group in self._waiting.items() if group_id not in exclude][:limit]
+
+    def waiting_ids(self) -> set[str]:
+        return set(self._waiting)
+
+    def known_ids(self) -> set[str]:
+        return set(self._waiting)
+
+    def groups(self, group_ids: Sequence[str]) -> list[RolloutGroup]:
+        raise AssertionError("only the daemon resumes inside a step")
+
+    def take(self, group_ids: Sequence[str], step: int) -> None:
+        for group_id in group_ids:
+            del self._waiting[group_id]
+
+    def drop(self, group_ids: Sequence[str], step: int, reason: str) -> None:
+        self.take(group_ids, step)
+
+    def restore(self, consumed_up_to_step: int, *, keep_drops_of: int | None = None) -> int:
+        """Do nothing: there are no groups of an earlier process (`checkpoint.ConsumedGroups`)."""
+        return 0
 
 
 Callback = Callable[["BaseAlgorithm", TrainingMetrics], None]
@@ -58,11 +159,11 @@ Callback = Callable[["BaseAlgorithm", TrainingMetrics], None]
 
 class BaseAlgorithm(ABC):
     """Args:
-        rollout_manager: it plays `env` with an InferenceModule, the one whose weights `backprop` trains.
-        reward_computer: sees all trajectories that were collected together; those of one prompt have one `group_id`.
-        callbacks: called after every iteration; what they raise ends `train`.
+        rollout_manager: plays `env` with the InferenceModule whose weights `backprop` trains.
+        reward_computer: sees all trajectories of a collection; those of one prompt have the same `group_id`.
+        callbacks: called after every iteration; an error in one ends `train`.
 
-    Raises ConfigError: what was given does not fit together.
+    Raises ConfigError: the parts do not fit together.
     """
 
     name: ClassVar[LibraryAlgorithm]
@@ -72,7 +173,7 @@ class BaseAlgorithm(ABC):
         self,
         env: BaseEnvironment,
         rollout_manager: RolloutManager,
-        reward_computer: RewardComputer,
+        reward_computer: ComputesRewards,
         backprop: BackpropModule,
         config: AlgorithmConfig | None = None,
         *,
@@ -84,7 +185,7 @@ class BaseAlgorithm(ABC):
         self.group_size = self.config.group_size or self.usual_group_size
         self._check()
         if not any(env is played for played in rollout_manager.environments):
-            raise ConfigError("the rollout manager plays another environment than the one given here")
+            raise ConfigError("the rollout manager plays another environment than the argument env")
         inference = rollout_manager.inference
         if not isinstance(inference, InferenceModule):
             raise ConfigError("the environment has no InferenceModule: give one to its constructor")
@@ -100,14 +201,14 @@ class BaseAlgorithm(ABC):
 
     @property
     def iteration(self) -> int:
-        """Finished ones."""
+        """The number of finished iterations."""
         return self._loop.step if self._loop is not None else 0
 
     def train(self, num_iterations: int | None = None, progress_bar: bool = True) -> list[TrainingMetrics]:
-        """Goes on for so many iterations. With a checkpoint_dir there is a checkpoint at the end, as `final`.
+        """Train for `num_iterations` more. With a checkpoint_dir the last state is saved, as `final`.
 
-        Raises EnvironmentFailedError: no episode of a collection came to its end. RolloutRejectedError: what the reward
-        computer returned is not one finite number for each trajectory. CheckpointError: a full disk, …
+        Raises EnvironmentFailedError: every episode of a collection failed. RolloutRejectedError: the reward computer
+        did not return one finite number for each trajectory. CheckpointError: a full disk, …
         """
         count = self.config.num_iterations if num_iterations is None else num_iterations
         if count < 1:
@@ -118,20 +219,20 @@ class BaseAlgorithm(ABC):
         return self._metrics
 
     def save_checkpoint(self, iteration: int | None = None, *, best: bool = False) -> Path:
-        """Writes what training has come to, as the daemon does: `mlx_parallm_serve --lora-path` serves it,
-        `mlx_parallm_merge_lora` merges it. `best`: it is what `best` means from now on.
+        """Save a checkpoint in the daemon's format: `mlx_parallm_serve --lora-path` serves it,
+        `mlx_parallm_merge_lora` merges it. `best`: the link `best` points to it from now on.
 
-        Raises ConfigError: no checkpoint_dir, or another iteration than the last one. CheckpointError.
+        Raises ConfigError: there is no checkpoint_dir, or `iteration` is not the last one. CheckpointError.
         """
         loop = self._the_loop()
         if self.config.checkpoint_dir is None:
-            raise ConfigError("AlgorithmConfig.checkpoint_dir says where checkpoints go: set it")
+            raise ConfigError("AlgorithmConfig.checkpoint_dir is not set: there is no place for checkpoints")
         if iteration not in (None, loop.step):
             raise ConfigError(f"the weights are those after iteration {loop.step}, not {iteration}")
         return loop.save(best=best)
 
     def close(self) -> None:
-        """Ends the run: gives its directory free for another process. Also done when the algorithm is forgotten."""
+        """End the run: another process may then use its directory. The garbage collector does it too."""
         if self._directory is not None:
             self._release()
             self._directory, self._loop = None, None
@@ -149,8 +250,8 @@ class BaseAlgorithm(ABC):
         if self._loop is None:
             self._loop = self._make_loop(None)
         elif self._trainer is not self.backprop.trainer:
-            raise ConfigError("another algorithm has trained with this BackpropModule since: make a new one")
-        assert self.inference.weights is not None, "attach() has looked"
+            raise ConfigError("another algorithm has used this BackpropModule meanwhile: make a new one")
+        assert self.inference.weights is not None, "attach() checks it"
         if (version := self.inference.weights.version) > self._versions.newest[0]:  # BackpropModule.update published it
             self._versions.record(version, self._loop.step)
             self._updater.begin()
@@ -158,7 +259,7 @@ class BaseAlgorithm(ABC):
 
     def _make_loop(self, checkpoint: Path | None) -> TrainingLoop:
         config, backprop, weights = self.config, self.backprop, self.inference.weights
-        assert weights is not None, "attach() has looked"
+        assert weights is not None, "attach() checks it"
         self._trainer = trainer = backprop.configure(
             self.name, config.over(backprop.config), config.training_keys(self.name, self.inference.max_model_len)
         )
@@ -193,17 +294,17 @@ class BaseAlgorithm(ABC):
         )
 
     def _write_settings(self, directory: RunDirectory) -> None:
-        """What the commands read of a run, and `load_algorithm_from_checkpoint`."""
+        """Write the files that the commands and `load_algorithm_from_checkpoint` read."""
         source = self.backprop.source
         base = source if isinstance(source, str) else self.backprop.loaded.path
         directory.write_config(self.backprop.run_config.model_copy(update={"model": ModelConfig(base_path=str(base))}))
-        written = {"name": self.name, "config": self.config.model_dump(mode="json")}
-        write_atomically(directory.path / ALGORITHM_FILE, (json.dumps(written, indent=1) + "\n").encode())
+        settings = {"name": self.name, "config": self.config.model_dump(mode="json")}
+        write_atomically(directory.path / ALGORITHM_FILE, (json.dumps(settings, indent=1) + "\n").encode())
 
     # ------------------------------------------------------------------ an iteration
 
     def _collect(self, groups: int) -> list[RolloutGroup]:
-        """So many groups, played and scored; those with an episode that failed are left out."""
+        """Play and score this number of groups; leave out those with a failed episode."""
         steps = self.config.max_steps_per_rollout
         limit = {} if steps is None else {"max_steps_per_rollout": steps}
         size = self.group_size
@@ -214,7 +315,9 @@ class BaseAlgorithm(ABC):
         whole = [group for group in together.values() if len(group) == size and not any(t.error for t in group)]
         if not whole:
             reasons = [trajectory.error for trajectory in played if trajectory.error is not None]
-            raise EnvironmentFailedError(f"none of {len(played)} episodes can be used: {reasons[:1] or 'none came'}")
+            raise EnvironmentFailedError(
+                f"none of {len(played)} episodes can be used: {reasons[:1] or 'there are none'}"
+            )
         rollouts = self._scored([trajectory for group in whole for trajectory in group])
         compared = len(rollouts) if size == 1 else size
         parts = [self._filtered(rollouts[start : start + compared]) for start in range(0, len(rollouts), compared)]
@@ -227,8 +330,8 @@ class BaseAlgorithm(ABC):
 
     def _scored(self, trajectories: Sequence[Trajectory]) -> tuple[Rollout, ...]:
         method = self.config.reward_method
-        said = {} if method is None else {"method": method}
-        rewards = self.reward_computer.compute_rewards(list(trajectories), **said)
+        options = {} if method is None else {"method": method}
+        rewards = self.reward_computer.compute_rewards(list(trajectories), **options)
         try:
             scores = [{"reward": float(reward)} for reward in rewards]
         except (TypeError, ValueError) as error:
@@ -239,7 +342,7 @@ class BaseAlgorithm(ABC):
         return rollouts
 
     def _filtered(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Nothing is learned from those below the percentile; they count in their group's mean."""
+        """Give no advantage to rollouts below the percentile; they count in their group's mean."""
         if not self.config.filter_percentile:
             return list(rollouts)
         least = np.percentile([rollout.reward for rollout in rollouts], self.config.filter_percentile)
@@ -286,13 +389,13 @@ class BaseAlgorithm(ABC):
 
 
 class PPOAlgorithm(BaseAlgorithm):
-    """PPO (arXiv:1707.06347): a value head beside the policy, generalised advantages, a clipped ratio."""
+    """PPO (arXiv:1707.06347): a value head on the policy, generalised advantages, a clipped ratio."""
 
     name = "ppo"
 
 
 class GRPOAlgorithm(BaseAlgorithm):
-    """GRPO (arXiv:2402.03300): each trajectory against the others of its prompt. No value head is needed."""
+    """GRPO (arXiv:2402.03300): each trajectory against the others of its prompt, without a value head."""
 
     name = "grpo"
     usual_group_size = 8
@@ -311,7 +414,7 @@ class REINFORCEAlgorithm(BaseAlgorithm):
     def _check(self) -> None:
         super()._check()
         if (self.config.ppo_epochs or 1) > 1:
-            raise ConfigError("REINFORCE has no ratio to correct a second pass by: ppo_epochs can only be 1")
+            raise ConfigError("REINFORCE has no ratio that could correct a second pass: ppo_epochs can only be 1")
 
 
 ALGORITHMS: dict[str, type[BaseAlgorithm]] = {
@@ -320,7 +423,7 @@ ALGORITHMS: dict[str, type[BaseAlgorithm]] = {
 
 
 def create_algorithm(name: str, *parts: Any, **options: Any) -> BaseAlgorithm:
-    """The algorithm "ppo", "grpo" or "reinforce" of these parts, as its constructor takes them. Raises ConfigError."""
+    """Return the algorithm "ppo", "grpo" or "reinforce", with its constructor's arguments. Raises ConfigError."""
     if name.lower() not in ALGORITHMS:
         raise ConfigError(f"no algorithm {name!r}: choose one of {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name.lower()](*parts, **options)
@@ -330,15 +433,15 @@ def load_algorithm_from_checkpoint(
     path: str | Path,
     env: BaseEnvironment,
     rollout_manager: RolloutManager,
-    reward_computer: RewardComputer,
+    reward_computer: ComputesRewards,
     backprop: BackpropModule,
     *,
     callbacks: Sequence[Callback] = (),
 ) -> BaseAlgorithm:
-    """Goes on where a run stood: a run's directory (its latest checkpoint), or one of its steps, `final`, `best`.
+    """Resume a run from its directory (the latest checkpoint), or from one of its steps, `final` or `best`.
 
     Weights, value head, reference, optimizer and random states come from the checkpoint, the AlgorithmConfig from the
-    run; the other parts are made by you as they were. Raises CheckpointError: nothing there, or not of an algorithm.
+    run; the caller makes the other parts again. Raises CheckpointError: no checkpoint, or not an algorithm's.
     """
     checkpoint = checkpoint_at(Path(path))
     file = (checkpoint or Path(path)).parent / ALGORITHM_FILE
@@ -358,7 +461,7 @@ def load_algorithm_from_checkpoint(
 
 
 def _between_steps(state: TrainerState | None) -> TrainerState | None:
-    """Raises CheckpointError: of a step whose rollouts only the daemon keeps."""
+    """Raises CheckpointError: it is inside a step, whose rollouts only the daemon keeps."""
     if state is not None and state.in_progress is not None:
-        raise CheckpointError("the checkpoint stands inside a step: go on from the one before it")
+        raise CheckpointError("the checkpoint is inside a step: resume from the one before it")
     return state

@@ -1,12 +1,12 @@
 """BackpropModule: gradients and updates for people who write Python, on the daemon's own trainer.
 
     advantages = backprop.compute_advantages(rewards, values)
-    loss = backprop.compute_ppo_loss(trajectories, advantages)     a Loss: nothing is computed yet
+    loss = backprop.compute_ppo_loss(trajectories, advantages)     a Loss: not computed yet
     backprop.update(loss)                                          one optimizer update; served at once
 
-MLX differentiates functions and not numbers, so a Loss is a function of the weights: `update` differentiates it,
-`item()` evaluates it. Trajectories are `rewards.base.Trajectory`s (or `types.Rollout`s): tokens, mask and the
-log-probabilities that they were sampled with, which the ratio is against.
+MLX differentiates functions, not numbers, so a Loss is a function of the weights: `update` differentiates it, `item()`
+evaluates it. Trajectories are `rewards.base.Trajectory`s (or `types.Rollout`s): tokens, mask and the
+log-probabilities of the sampling policy, which the ratio is against.
 """
 
 import atexit
@@ -42,20 +42,20 @@ from mlx_parallm.rl_training.step.optimizer import optimizer_keys
 from mlx_parallm.rl_training.step.policy import REFERENCE_FILE, TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
 
-NO_VALUES = "this BackpropModule was made with value_head=False: it knows no values"
+NO_VALUES = "this BackpropModule has no value head (value_head=False)"
 
 
 class BackpropModule:
     """Args:
-        model: an `InferenceModule`, whose weights are then trained, and served after each update; or a path, a hub id,
-            "builtin:tiny", or what `mlx_lm.load` returned first.
-        optimizer: of mlx.optimizers (Adam, AdamW, Lion, Muon), read for its numbers: the update itself is made on
-            float32 copies. Default: AdamW with config.learning_rate.
-        ref_model: the reference of the KL, a model of the same shape (or its path). Default: what training began with,
-            which with an adapter is the model without it.
-        value_head: False: no values, so no PPO; for architectures that do not show their last hidden state.
+        model: an `InferenceModule`, whose weights are trained, and served after each update; or a path, a hub id,
+            "builtin:tiny", or the model of `mlx_lm.load`.
+        optimizer: of mlx.optimizers (Adam, AdamW, Lion, Muon). Only its numbers are read: updates are made on float32
+            copies. Default: AdamW with config.learning_rate.
+        ref_model: the reference of the KL, a model of the same shape (or its path). Default: the policy before
+            training; with an adapter, the model without it.
+        value_head: False: no values, so no PPO; for architectures that do not return their last hidden state.
 
-    One thread's, the one that uses it first. Raises ConfigError.
+    It belongs to the thread that uses it first. Raises ConfigError.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class BackpropModule:
         if isinstance(model, InferenceModule):
             self.attach(model)
 
-    # ------------------------------------------------------------------ what is trained
+    # ------------------------------------------------------------------ parts
 
     @property
     def trainer(self) -> Trainer:
-        """Made when it is first needed."""
+        """The trainer, made at its first use."""
         if self._trainer is None:
             self._trainer = self._make_trainer()
         return self._trainer
@@ -95,12 +95,12 @@ class BackpropModule:
 
     @property
     def run_config(self) -> Config:
-        """The daemon's configuration that means the same."""
+        """The daemon's configuration with the same meaning."""
         return self._run
 
     @property
     def loaded(self) -> LoadedModel:
-        """The base. Raises ModelError."""
+        """The base model. Raises ModelError."""
         if self._loaded is None:
             if self.inference is not None and self.inference.loaded is not None:
                 self._loaded = self.inference.loaded
@@ -111,22 +111,22 @@ class BackpropModule:
         return self._loaded
 
     def attach(self, inference: InferenceModule) -> None:
-        """The weights of `inference` are what is trained: its requests are answered by them from now on.
+        """Train the weights of `inference`, which answers with them from now on.
 
         Raises ConfigError: it has no weights of its own, or those of another model.
         """
         if self.inference is inference:
             return
         if self.inference is not None or not (inference is self.source or _same(inference.source, self.source)):
-            raise ConfigError("the BackpropModule trains another model than the one that the InferenceModule asks")
+            raise ConfigError("the BackpropModule trains another model than the InferenceModule's")
         if inference.weights is None or inference.loaded is None:
-            raise ConfigError("an InferenceModule over somebody else's server has no weights that could be trained")
+            raise ConfigError("an InferenceModule over another server has no weights to train")
         self.inference = inference
         if self._trainer is not None:
             self.publish()
 
     def publish(self) -> None:
-        """What is trained now is what the attached InferenceModule answers with; without one nothing happens."""
+        """Let the attached InferenceModule, if there is one, answer with the trained weights."""
         if self.inference is None:
             return
         weights, policy = self.inference.weights, self.policy
@@ -138,10 +138,10 @@ class BackpropModule:
             weights.publish_parameters(policy.full_parameters())
 
     def configure(self, algorithm: LibraryAlgorithm, config: BackpropConfig, settings: Mapping[str, Any]) -> Trainer:
-        """The trainer under an algorithm of the daemon's and further keys of [rl_training]; weights and the optimizer's
-        state stay. Raises ConfigError."""
+        """Return the trainer with one of the daemon's algorithms and more keys of [rl_training]. Weights and the
+        optimizer's state stay. Raises ConfigError."""
         if algorithm == "ppo" and not self._value_head:
-            raise ConfigError(f"PPO learns from values, but {NO_VALUES}")
+            raise ConfigError(f"PPO needs values: {NO_VALUES}")
         self.config = config
         self._run = self._run_config(algorithm, config, settings)
         before, self._trainer = self._trainer, None
@@ -152,7 +152,7 @@ class BackpropModule:
         return self.trainer
 
     def expect_reference(self, directory: Path) -> None:
-        """Before a checkpoint is loaded: it may hold a reference that was updated."""
+        """Make room for an updated reference, if the checkpoint in `directory` has one."""
         if (directory / REFERENCE_FILE).is_file():
             self.policy.blend_reference(0.0)
 
@@ -171,8 +171,9 @@ class BackpropModule:
             keeps_values=self._value_head,
         )
         if self._ref_model is not None and not _same(self._ref_model, self.source):
-            given = self._ref_model
-            other = given if isinstance(given, nn.Module) else load_model(ModelConfig(base_path=str(given))).model
+            other = self._ref_model
+            if not isinstance(other, nn.Module):
+                other = load_model(ModelConfig(base_path=str(other))).model
             policy.use_reference(dict(tree_flatten(other.parameters())))
         self._trainer = Trainer(policy, training, algorithm)
         self.publish()
@@ -182,24 +183,24 @@ class BackpropModule:
         training = training_keys(algorithm, config) | self._optimizer_keys | dict(settings)
         return parse_config({"rl_training": training}, type(self).__name__)
 
-    # ------------------------------------------------------------------ numbers: no gradient, no weights
+    # ------------------------------------------------------------------ numbers from rewards and values
 
     def compute_advantages(self, rewards: Any, values: Any) -> Any:
-        """Generalised advantage estimation, normalised over all steps if the configuration says so.
+        """Return generalised advantage estimates, normalised over all steps if the configuration says so.
 
-        One episode: rewards [T], values [T], or [T + 1] where the last one stands in for what a cut-off episode would
-        have gone on to earn → [T]. Several: lists of these → a list; there an episode's reward may be one number, which
-        is its last step's (of what `compute_values` gives: its last token's).
+        One episode: rewards [T] and values [T] → [T]; values [T + 1] if it was cut off, whose last value stands for the
+        rest. Several episodes: lists of these → a list. There an episode's reward may be one number, that of its last
+        step (with the values of `compute_values`: of its last token).
         """
         several = len(values) > 0 and np.ndim(values[0]) > 0
         if several and len(rewards) != len(values):
             raise ConfigError(f"{len(rewards)} episodes of rewards, but {len(values)} of values")
         pairs = zip(rewards, values, strict=True) if several else [(rewards, values)]
-        found = [self._gae(np.asarray(r, np.float64), np.asarray(v, np.float64)) for r, v in pairs]
-        if self.config.normalize_advantages and found:
-            whole = whiten(np.concatenate(found))
-            found = np.split(whole, np.cumsum([len(part) for part in found])[:-1])
-        return found if several else found[0]
+        episodes = [self._gae(np.asarray(r, np.float64), np.asarray(v, np.float64)) for r, v in pairs]
+        if self.config.normalize_advantages and episodes:
+            whole = whiten(np.concatenate(episodes))
+            episodes = np.split(whole, np.cumsum([len(part) for part in episodes])[:-1])
+        return episodes if several else episodes[0]
 
     def _gae(self, rewards: np.ndarray, values: np.ndarray) -> np.ndarray:
         if rewards.ndim == 0:
@@ -216,18 +217,18 @@ class BackpropModule:
         return gae(rewards, values[:steps], np.array([steps - 1]), gamma=gamma, gae_lambda=lam)
 
     def compute_returns(self, rewards: Any) -> Any:
-        """Discounted sums from each step on: R_t = r_t + gamma · R_{t+1}. [T] → [T], or a list of episodes → a list."""
+        """Return discounted sums: R_t = r_t + gamma · R_{t+1}. [T] → [T], or a list of episodes → a list."""
         if len(rewards) > 0 and np.ndim(rewards[0]) > 0:
             return [self.compute_returns(episode) for episode in rewards]
-        given = np.asarray(rewards, np.float64)
-        last = np.array([len(given) - 1])
-        return gae(given, np.zeros(len(given)), last, gamma=self.config.gamma, gae_lambda=1.0)
+        episode = np.asarray(rewards, np.float64)
+        last = np.array([len(episode) - 1])
+        return gae(episode, np.zeros(len(episode)), last, gamma=self.config.gamma, gae_lambda=1.0)
 
     def compute_relative_advantages(self, rewards: Sequence[float], group_size: int) -> np.ndarray:
-        """GRPO: what each of `group_size` neighbours (the answers to one prompt) did better than the group's mean, over
-        its population std if advantages are normalised; 0 where all did the same. [N] → [N].
+        """Return GRPO's advantages: reward minus mean of each group of `group_size` neighbours (answers to one prompt),
+        divided by its population std if advantages are normalised; 0 if all rewards are equal. [N] → [N].
 
-        Raises ConfigError: a number of rewards that is not whole groups.
+        Raises ConfigError: the rewards are not whole groups.
         """
         values = [float(reward) for reward in rewards]
         if group_size < 1 or len(values) % group_size:
@@ -236,14 +237,15 @@ class BackpropModule:
         groups = [values[start : start + group_size] for start in range(0, len(values), group_size)]
         return np.array([a for group in groups for a in group_advantages(group, kind) or (0.0,) * group_size])
 
-    # ------------------------------------------------------------------ what the weights say of trajectories
+    # ------------------------------------------------------------------ scores of trajectories
 
     def get_logprobs(self, trajectories: Sequence[Played]) -> list[np.ndarray]:
-        """Under today's weights, of each trajectory's sampled tokens: [n] float32, at the sampling temperature."""
+        """Return the current log-probabilities of each trajectory's sampled tokens: [n] float32, at the sampling
+        temperature."""
         return self._scored(trajectories, 0)
 
     def compute_values(self, trajectories: Sequence[Played]) -> list[np.ndarray]:
-        """What the value head expects where each sampled token is predicted: [n] float32 a trajectory."""
+        """Return the value head's estimates before each sampled token: [n] float32 for each trajectory."""
         if not self._value_head:
             raise ConfigError(NO_VALUES)
         return self._scored(trajectories, 2)
@@ -256,15 +258,15 @@ class BackpropModule:
     # ------------------------------------------------------------------ losses
 
     def compute_ppo_loss(self, trajectories: Sequence[Played], advantages: Sequence[Any]) -> Loss:
-        """The clipped surrogate (arXiv:1707.06347) + kl_coef · KL - entropy_coef · entropy, mean over tokens. Value
-        loss: add `value_loss_coef * compute_value_loss(…)`.
+        """Return the clipped surrogate (arXiv:1707.06347) + kl_coef · KL - entropy_coef · entropy, mean over tokens. Add
+        `value_loss_coef * compute_value_loss(…)` for the value loss.
 
         `advantages`: a number for each trajectory, or one for each of its sampled tokens.
         """
         return self._policy_loss(trajectories, advantages, "clip")
 
     def compute_loss(self, trajectories: Sequence[Played], advantages: Sequence[Any]) -> Loss:
-        """-E[log π · A] + kl_coef · KL - entropy_coef · entropy, mean over tokens (Williams 1992)."""
+        """Return -E[log π · A] + kl_coef · KL - entropy_coef · entropy, mean over tokens (Williams 1992)."""
         return self._policy_loss(trajectories, advantages, "reinforce")
 
     def _policy_loss(self, played: Sequence[Played], advantages: Sequence[Any], loss: str) -> Loss:
@@ -275,7 +277,7 @@ class BackpropModule:
         return Loss(self, rollouts, ((1.0, term),), rows, needs=needs)
 
     def compute_kl(self, trajectories: Sequence[Played]) -> Loss:
-        """KL(policy || reference), nats a token, by config.kl_estimator."""
+        """Return KL(policy || reference) in nats a token, by config.kl_estimator."""
         estimator = KL_ESTIMATORS[self.config.kl_estimator]
 
         def kl(inputs: LossInputs) -> LossOutputs:
@@ -287,7 +289,7 @@ class BackpropModule:
         return Loss(self, all_segments(trajectories), ((1.0, kl),), needs=frozenset(["reference"]))
 
     def compute_entropy(self, trajectories: Sequence[Played]) -> Loss:
-        """Of the whole distribution, nats a token. A bonus is subtracted: `loss + -0.01 * entropy`."""
+        """Return the entropy of the whole distribution in nats a token. Subtract a bonus: `loss + -0.01 * entropy`."""
 
         def entropy(inputs: LossInputs) -> LossOutputs:
             assert inputs.entropy is not None
@@ -297,7 +299,7 @@ class BackpropModule:
         return Loss(self, all_segments(trajectories), ((1.0, entropy),))
 
     def compute_value_loss(self, trajectories: Sequence[Played], returns: Sequence[Any]) -> Loss:
-        """½ (V - R)², clipped if the configuration says so; mean over tokens (losses/ppo.py).
+        """Return ½ (V - R)², clipped if the configuration says so; mean over tokens (losses/ppo.py).
 
         `returns`: a number for each trajectory, or one for each of its sampled tokens.
         """
@@ -312,14 +314,14 @@ class BackpropModule:
         )
 
     def evaluate(self, loss: Loss) -> float:
-        """The number, as `loss.item()`."""
+        """Return the loss as a number; `loss.item()` calls it."""
         trainer = self.trainer.under(loss.algorithm(), sequences=len(loss.rollouts))
         value, loss.metrics, loss.scores = trainer.evaluate(loss.batch(self._updates + 1), loss.scores)
         return value
 
     def update(self, loss: Loss) -> Mapping[str, float | None]:
-        """One optimizer update; then the attached InferenceModule answers with the new weights. Returns the metrics:
-        loss, grad_norm (before clipping), learning_rate, and the loss's own."""
+        """Make one optimizer update and publish the weights to the attached InferenceModule. Return the metrics: loss,
+        grad_norm (before clipping), learning_rate, and those of the loss."""
         trainer = self.trainer.under(loss.algorithm(), sequences=len(loss.rollouts))
         result = trainer.train_step(loss.batch(self._updates + 1), position=StepPosition(scores=loss.scores))
         loss.scores, loss.metrics = result.position.scores, result.metrics
@@ -329,30 +331,30 @@ class BackpropModule:
         return result.metrics
 
     def update_ref_model(self, method: RefUpdate | None = None) -> None:
-        """The reference becomes the policy ("copy"), or ema_alpha · reference + (1 - ema_alpha) · policy ("ema")."""
+        """Set the reference to the policy ("copy"), or to ema_alpha · reference + (1 - ema_alpha) · policy ("ema")."""
         method = method or self.config.ref_update_method
         if method not in ("copy", "ema"):
             raise ConfigError(f"update_ref_model({method!r}): choose 'copy' or 'ema'")
         self.policy.blend_reference(0.0 if method == "copy" else self.config.ema_alpha)
 
     def get_statistics(self) -> dict[str, Any]:
-        """Optimizer updates so far, numbers that are trained, and the metrics of the last update."""
-        own = {"updates": self.trainer.optimizer.updates, "parameters": self.policy.parameters}
-        return own | {name: number for name, number in self._last.items() if number is not None}
+        """Return the number of updates and of trained parameters, and the metrics of the last update."""
+        counts = {"updates": self.trainer.optimizer.updates, "parameters": self.policy.parameters}
+        return counts | {name: number for name, number in self._last.items() if number is not None}
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether both name, or are, one model."""
+    """Return whether both are, or name, the same model."""
     paths = (str, Path)
     return one is other or (isinstance(one, paths) and isinstance(other, paths) and str(one) == str(other))
 
 
 @cache
 def _release_streams_at_exit() -> None:
-    """Whoever uses MLX in the main thread owes this (models/threads.py)."""
+    """Release MLX's streams at exit, which a main thread with MLX needs (models/threads.py)."""
 
     def release() -> None:
-        with suppress(RuntimeError):  # it was done already, and then there is no stream any more
+        with suppress(RuntimeError):  # they are released already
             release_streams()
 
     atexit.register(release)

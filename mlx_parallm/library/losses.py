@@ -1,4 +1,4 @@
-"""Loss: a loss over some trajectories, not yet computed; and what trajectories become on the way to the trainer."""
+"""Loss, a loss over some trajectories that is not computed yet, and its batch and algorithm for the trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,9 +28,8 @@ class Evaluates(Protocol):
 class Loss:
     """A loss over some trajectories, as a function of the weights. `a + b` and `0.5 * a` are losses too.
 
-    What it is compared with is scored when it is first evaluated, and stays: the reference, the values before, and the
-    log-probabilities of trajectories that came without. So the same Loss may be updated by several times (PPO's
-    epochs). `metrics`: of the last evaluation.
+    The first evaluation scores the reference, the old values, and missing log-probabilities, and they stay. So several
+    updates may use the same Loss (PPO's epochs). `metrics`: of the last evaluation.
     """
 
     module: Evaluates
@@ -43,16 +42,16 @@ class Loss:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 
     def item(self) -> float:
-        """The number; nothing is differentiated or changed."""
+        """Return the loss as a number; nothing is differentiated or changed."""
         return self.module.evaluate(self)
 
     def __add__(self, other: "Loss") -> "Loss":
-        """Raises ConfigError: the two are of other trajectories, or have other advantages."""
+        """Raises ConfigError: the trajectories, the advantages or the returns differ."""
         same = self.module is other.module and self.rollouts == other.rollouts
         if not same or (None not in (self.advantages, other.advantages) and self.advantages != other.advantages):
-            raise ConfigError("losses can be added up where they are of the same trajectories and advantages")
+            raise ConfigError("losses can be added if they have the same trajectories and advantages")
         if self.returns is not None and other.returns is not None and not np.array_equal(self.returns, other.returns):
-            raise ConfigError("losses can be added up where they have the same returns")
+            raise ConfigError("losses can be added if they have the same returns")
         return replace(
             self,
             terms=self.terms + other.terms,
@@ -74,7 +73,7 @@ class Loss:
         return TrainBatch(step, (), tuple(sequences), BatchStatistics())
 
     def algorithm(self) -> Algorithm:
-        """What the trainer makes an update by."""
+        """Return the algorithm of an update by this loss."""
 
         def loss(inputs: LossInputs) -> LossOutputs:
             outputs = [(weight, term(inputs)) for weight, term in self.terms]
@@ -89,7 +88,7 @@ class Loss:
 
 
 def segments_of(played: Played) -> tuple[Rollout, ...]:
-    """The sequences of a trajectory, oldest first."""
+    """Return the sequences of a trajectory, oldest first."""
     return (played.rollout if isinstance(played, Trajectory) else played).segments
 
 
@@ -100,15 +99,18 @@ def all_segments(trajectories: Sequence[Played]) -> tuple[Rollout, ...]:
 def spread(
     trajectories: Sequence[Played], numbers: Sequence[Any], what: Literal["advantages", "returns"]
 ) -> tuple[tuple[Rollout, ...], Rows]:
-    """One number for each trajectory, or for each of its sampled tokens (the first token of a sequence left out) → its
-    sequences, and the numbers of their tokens [T], 0 where not sampled. Raises ConfigError: they do not fit."""
+    """Return the sequences of the trajectories, and the numbers of their tokens [T], 0 where not sampled.
+
+    `numbers`: one for each trajectory, or for each of its sampled tokens (without the first token of a sequence).
+    Raises ConfigError: they do not fit.
+    """
     if len(numbers) != len(trajectories):
         raise ConfigError(f"{len(numbers)} {what} for {len(trajectories)} trajectories")
     rows = []
-    for place, (played, given) in enumerate(zip(trajectories, numbers, strict=True)):
+    for place, (played, entry) in enumerate(zip(trajectories, numbers, strict=True)):
         sampled = [sampled_tokens(segment) for segment in segments_of(played)]
         counts = [int(mask.sum()) for mask in sampled]
-        values = np.asarray(given, np.float64)
+        values = np.asarray(entry, np.float64)
         values = np.full(sum(counts), values) if values.ndim == 0 else values
         if values.shape != (sum(counts),) or not np.isfinite(values).all():
             raise ConfigError(f"{what}[{place}] is not one finite number, or {sum(counts)}, one for each sampled token")
@@ -120,5 +122,5 @@ def spread(
 
 
 def sampled_tokens(rollout: Rollout) -> np.ndarray:
-    """[T] bool: what is trained on. The first token of a sequence has nothing before it."""
+    """Return the mask [T] of trained tokens. The first token of a sequence has nothing before it."""
     return np.array((0, *rollout.mask[1:]), bool)

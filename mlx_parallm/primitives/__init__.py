@@ -1,6 +1,7 @@
 """The parts of reinforcement learning, to import from one place: `from mlx_parallm.primitives import PPOAlgorithm`.
 
-Each name is loaded when it is first asked for (PEP 562), MLX with those that compute. docs/library.md has them all.
+Each name is loaded at its first use (PEP 562), so that settings and environments need no MLX. docs/library.md lists
+them all.
 """
 
 import importlib
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
         GRPOAlgorithm,
         PPOAlgorithm,
         REINFORCEAlgorithm,
+        TrainingMetrics,
         create_algorithm,
         load_algorithm_from_checkpoint,
     )
     from mlx_parallm.library.backprop import BackpropModule
-    from mlx_parallm.library.training_metrics import TrainingMetrics
     from mlx_parallm.rewards.computers import ParetoRewardComputer, WeightedRewardComputer, create_reward_computer
     from mlx_parallm.rewards.methods import RewardComputer
     from mlx_parallm.rewards.parts import SVRLRewardComputer
@@ -65,7 +66,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "library.algorithms": "GRPOAlgorithm PPOAlgorithm REINFORCEAlgorithm create_algorithm"
+    "library.algorithms": "GRPOAlgorithm PPOAlgorithm REINFORCEAlgorithm TrainingMetrics create_algorithm"
     " load_algorithm_from_checkpoint",
     "library.backprop": "BackpropModule",
     "config.training": "LoraConfig",
@@ -84,7 +85,6 @@ _HOMES = {
     "rewards.methods": "RewardComputer",
     "rewards.parts": "SVRLRewardComputer",
     "execution.tool_calls": "ToolCall",
-    "library.training_metrics": "TrainingMetrics",
 }
 
 

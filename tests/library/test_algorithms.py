@@ -23,11 +23,11 @@ from mlx_parallm.library.algorithms import (
     GRPOAlgorithm,
     PPOAlgorithm,
     REINFORCEAlgorithm,
+    TrainingMetrics,
     create_algorithm,
     load_algorithm_from_checkpoint,
 )
 from mlx_parallm.library.backprop import BackpropModule
-from mlx_parallm.library.training_metrics import TrainingMetrics
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.tools.show_checkpoint import describe
 from mlx_parallm.types import Trajectory
