@@ -258,8 +258,8 @@ class BackpropModule:
     # ------------------------------------------------------------------ losses
 
     def compute_ppo_loss(self, trajectories: Sequence[Played], advantages: Sequence[Any]) -> Loss:
-        """Return the clipped surrogate (arXiv:1707.06347) + kl_coef · KL - entropy_coef · entropy, mean over tokens. Add
-        `value_loss_coef * compute_value_loss(…)` for the value loss.
+        """Return the clipped surrogate (arXiv:1707.06347) + kl_coef · KL - entropy_coef · entropy, mean over tokens.
+        Add `value_loss_coef * compute_value_loss(…)` for the value loss.
 
         `advantages`: a number for each trajectory, or one for each of its sampled tokens.
         """
