@@ -124,10 +124,10 @@ COMMANDS = (
     Command(
         "doctor",
         "repair",
-        "Show device, BLAS and its speed, memory, versions, and what to mend.",
+        "Show device, BLAS and its speed, memory, versions, and what to fix.",
         "mlx_parallm.cli.existing:doctor",
         "mlx_parallm_doctor",
-        "Exit code 0: nothing to mend; 1: see the advice.",
+        "Exit code 0: nothing to fix; 1: see the advice.",
     ),
     Command(
         "completion",

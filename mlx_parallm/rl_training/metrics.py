@@ -40,8 +40,8 @@ an episode, because the chat template rewrote history. `dropped_misfit`: groups 
 `logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the weights that the step starts from, before
 its first update; null without such tokens. `mismatch_kl`: k3 estimate of KL(engine || trainer) over the same tokens.
 `sampler_weights_cut`: share of the tokens whose sampler-correction weight was cut or dropped, null without correction.
-`skipped_steps`: mini-batches skipped because they were not finite. `stopped_at_kl`: the KL that ended the step's updates
-(PPO's target_kl). `update_norm`, `weight_norm`, `weights_moved`: `optimizer.Movement`, means over the step's updates.
+`skipped_steps`: mini-batches that were not finite. `stopped_at_kl`: the KL that ended the step's updates (PPO's
+target_kl). `update_norm`, `weight_norm`, `weights_moved`: `optimizer.Movement`, means over the step's updates.
 `eos_fraction`: share of the answers that ended by themselves, null where their senders do not report it.
 `out_of_room_fraction`: share of the sequences that max_token_length ended, for environments in this process.
 `rollout_entropy`: mean of -logprobs of the sampled tokens that have one, also in steps with nothing to train on.

@@ -4,8 +4,8 @@
     peft     adapter_model.safetensors, adapter_config.json  transformers, vLLM, SGLang
     npz      adapters.npz, adapter_config.json               mlx-lm's names, as its first versions kept them; numpy
 
-Any of them is read. mlx-lm's format has one rank and one scale for all layers, PEFT's one `use_rslora`: what does not
-fit is refused. npz has no bfloat16: such arrays become float32, which holds every one of their numbers.
+It reads each of them. mlx-lm's format has one rank and one scale for all layers, PEFT's one `use_rslora`: an adapter
+that does not fit is refused. npz has no bfloat16: such arrays become float32, without loss.
 """
 
 import json
@@ -43,10 +43,10 @@ class ConvertReport:
 
 
 def convert(source: str | Path, target: Path, layout: Format, *, overwrite: bool = False) -> ConvertReport:
-    """Writes the adapter at `source` to the directory `target`, under a temporary name that is renamed.
+    """Write the adapter at `source` to the directory `target`, under a temporary name that is renamed.
 
     Args:
-        overwrite: an adapter that is there already is replaced; anything else never is.
+        overwrite: replace an adapter at `target`; anything else there is never replaced.
 
     Raises AdapterError: `source` cannot be read, does not fit the format, or `target` exists; CheckpointError: `target`
     cannot be written.
@@ -54,8 +54,8 @@ def convert(source: str | Path, target: Path, layout: Format, *, overwrite: bool
     _check_target(target, overwrite=overwrite)
     adapter = load_adapter(source, as_stored=True)
     layers, dropout = adapter.layers, _dropout(adapter.config)
-    given = adapter.config.get("num_layers")
-    num_layers = given if isinstance(given, int) else -1  # -1: all; layers without arrays stay as they are
+    configured = adapter.config.get("num_layers")
+    num_layers = configured if isinstance(configured, int) else -1  # -1: all; layers without arrays stay unchanged
     config = (
         peft_config(layers, dropout=dropout)
         if layout == "peft"
@@ -84,7 +84,7 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
     if not (target.exists() or target.is_symlink()):
         return
     if not overwrite:
-        raise AdapterError(f"{target} exists already: choose another name, or say --overwrite")
+        raise AdapterError(f"{target} exists already: choose another name, or pass --overwrite")
     if target.is_symlink() or not (target / ADAPTER_CONFIG).is_file():
         raise AdapterError(f"{target} is not an adapter's directory: --overwrite replaces nothing else")
     if others := sorted({file.name for file in target.iterdir()} - OWN_FILES):  # a checkpoint holds an adapter too
@@ -92,9 +92,9 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def _dropout(config: Mapping[str, Any]) -> float:
-    """PEFT's or mlx-lm's; 0 where it is no number."""
-    found = config.get("lora_dropout", config.get("lora_parameters", {}).get("dropout"))
-    return float(found) if isinstance(found, int | float) else 0.0
+    """Return PEFT's or mlx-lm's dropout; 0 where there is none."""
+    dropout = config.get("lora_dropout", config.get("lora_parameters", {}).get("dropout"))
+    return float(dropout) if isinstance(dropout, int | float) else 0.0
 
 
 def _for_numpy(array: mx.array) -> mx.array:

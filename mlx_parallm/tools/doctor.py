@@ -1,7 +1,7 @@
 """`mlx_parallm_doctor`: device, BLAS and its measured speed, memory, versions, and what to do about anything slow.
 
-`inspect` measures and returns a `Report`; `advice` is a pure function of it; `run` prints both. `facts` says in
-two lines what a report to somebody else begins with (`tools.contracts` prints them).
+`inspect` measures and returns a `Report`; `advice` is a pure function of it; `run` prints both. `facts` returns the two
+lines that a bug report begins with (`tools.contracts` prints them).
 """
 
 import importlib.metadata
@@ -21,11 +21,11 @@ from mlx_parallm import __version__
 from mlx_parallm.system.blas import CUDA_PACKAGES, BlasStatus, blas_status
 from mlx_parallm.system.hardware import GIB, Hardware, detect, mlx_device
 
-SIZES = (512, 2048)  # edges of the square float32 products that are timed
-SLOW_GFLOPS = 20.0  # of the larger one; the reference BLAS reaches 5, MKL 80 and more on the same two cores
+SIZES = (512, 2048)  # of the square float32 products that are timed
+SLOW_GFLOPS = 20.0  # for the larger one; on the same two cores the reference BLAS reaches 5, MKL over 80
 LOW_MEMORY_BYTES = 2 * GIB
 PACKAGES = ("mlx", "mlx-lm", "transformers")
-# Packages of each extra; one of them tells that it is there.
+# Packages of each extra; any one of them means that it is installed.
 EXTRAS = {"cpu": ("mlx-cpu",), "cuda": CUDA_PACKAGES, "reasoning-gym": ("reasoning-gym",), "dev": ("pytest",)}
 
 
@@ -44,20 +44,20 @@ class Report:
 
 
 def run() -> int:
-    """Prints the report and the advice. Returns 0 when there is none, 1 when there is something to mend."""
+    """Print the report and the advice. Return 0 when there is none, else 1."""
     report = inspect()
     console = Console()
     console.print(_table(report))
     found = advice(report)
     for line in found:
-        console.print(f"[yellow]to mend:[/yellow] {escape(line)}", soft_wrap=True, highlight=False)
+        console.print(f"[yellow]to fix:[/yellow] {escape(line)}", soft_wrap=True, highlight=False)
     if not found:
-        console.print("[green]nothing to mend[/green]")
+        console.print("[green]nothing to fix[/green]")
     return 1 if found else 0
 
 
 def inspect() -> Report:
-    """Looks and measures; a few seconds with the reference BLAS, well under one otherwise."""
+    """Measure this machine; takes a few seconds with the reference BLAS, well under one otherwise."""
     return Report(
         hardware=detect(),
         device=mlx_device(),
@@ -71,18 +71,18 @@ def inspect() -> Report:
 
 
 def versions() -> dict[str, str | None]:
-    """Of the packages that results depend on; of MLX's CUDA backends those that are installed."""
+    """Return the versions of the packages that results depend on, and of installed CUDA backends of MLX."""
     cuda = {name: version for name in CUDA_PACKAGES if (version := _version(name))}
     return {name: _version(name) for name in PACKAGES} | cuda
 
 
 def extras() -> dict[str, bool]:
-    """Which of this package's extras are installed."""
+    """Return which of this package's extras are installed."""
     return {extra: any(map(_version, packages)) for extra, packages in EXTRAS.items()}
 
 
 def facts() -> list[str]:
-    """Versions, and the machine."""
+    """Return a line of versions and a line about the machine."""
     hardware = detect()
     named = [f"{name} {version or 'not installed'}" for name, version in versions().items()]
     memory = f"{hardware.memory_bytes / GIB:.0f} GiB"
@@ -98,7 +98,7 @@ def facts() -> list[str]:
 
 
 def matmul_gflops(size: int) -> float:
-    """Speed of a [size, size] float32 matrix product in GFLOP/s (2·size³ operations), the best of up to five."""
+    """Return the speed of a [size, size] float32 product in GFLOP/s (2·size³ operations), the best of up to five."""
     left, right = mx.random.normal((2, size, size))
     mx.eval(left, right)
     best = float("inf")
@@ -113,7 +113,7 @@ def matmul_gflops(size: int) -> float:
 
 
 def advice(report: Report) -> list[str]:
-    """One sentence for each thing that makes this installation slow or unusable, with what to do."""
+    """Return a sentence for each thing that makes this installation slow or unusable, with what to do."""
     found: list[str] = []
     if report.blas.advice:
         found.append(f"MLX computes with {_blas_words(report.blas)}: {report.blas.advice}")
@@ -124,13 +124,12 @@ def advice(report: Report) -> list[str]:
         )
     if report.compile_error:
         found.append(
-            f"mx.compile fails ({report.compile_error}): mend the C++ compiler at {report.compiler}"
+            f"mx.compile fails ({report.compile_error}): repair the C++ compiler at {report.compiler}"
             " (Debian: `apt install build-essential`), or set MLX_DISABLE_COMPILE=1"
         )
     if report.hardware.available_bytes < LOW_MEMORY_BYTES:
-        found.append(
-            f"only {report.hardware.available_bytes / GIB:.1f} GiB of memory are free: stop something, or swap"
-        )
+        free = report.hardware.available_bytes / GIB
+        found.append(f"only {free:.1f} GiB of memory are free: stop another process, or add swap")
     return found
 
 
@@ -170,7 +169,7 @@ def _compiler_words(report: Report) -> str:
 
 
 def _compile_error() -> str | None:
-    """Why compiled kernels fail here; None when they work or, without a compiler, are not needed."""
+    """Return why compiled kernels fail here; None when they work or, without a compiler, are not used."""
     fresh = time.time_ns() % 1_000_000 / 1e6  # a new constant: MLX keeps compiled kernels in the temporary folder
     scaled = mx.compile(lambda x: mx.exp(x) * fresh + 1.0)
     try:

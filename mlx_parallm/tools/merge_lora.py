@@ -1,9 +1,9 @@
-"""`mlx_parallm_merge_lora`: a base model with an adapter added to its weights, saved as a model of its own.
+"""`mlx_parallm_merge_lora`: add an adapter to the weights of its base model, and save the result as a model.
 
 Two layouts. `safetensors` keeps the base checkpoint's own files, tensor names and shapes (Hugging Face's, for a model
 from there) and changes only the adapted tensors: transformers and mlx-lm load it. `mlx` writes what mlx-lm holds after
-loading: its names, its stacked experts, tensors it does not use left out, `format = "mlx"` in the metadata; for most
-dense architectures the names are the same. A quantised base is dequantised to the dtype of its scales and never
+loading: its names, its stacked experts, no unused tensors, `format = "mlx"` in the metadata; for most dense
+architectures the names are the same. A quantised base is dequantised to the dtype of its scales and never
 quantised again; mlx-lm's quantised checkpoints carry mlx-lm's names already, so there both layouts use those, and
 `safetensors` refuses an architecture whose experts mlx-lm stacks.
 
@@ -58,10 +58,10 @@ def merge(
     layout: Layout = "safetensors",
     push_to_hub: str | None = None,
 ) -> MergeReport:
-    """Writes base + adapter to `output_path`, a new directory, and uploads it if asked.
+    """Write base + adapter to `output_path`, a new directory, and upload it on request.
 
-    Raises ModelError: the output exists, the base cannot be read or has no tensor under the adapted layer's name, the
-    result cannot be uploaded; AdapterError: the adapter cannot be read or does not fit the base; CheckpointError: the
+    Raises ModelError: the output exists; the base cannot be read, or has no tensor of an adapted layer's name; the
+    upload failed; AdapterError: the adapter cannot be read or does not fit the base; CheckpointError: the
     result cannot be written.
     """
     _check_absent(output_path)
@@ -92,12 +92,12 @@ def merge(
 
 def _check_absent(path: Path) -> None:
     if path.exists() or path.is_symlink():
-        raise ModelError(f"{path} exists already: merged models are never written over anything")
+        raise ModelError(f"{path} exists already: choose another path, a merged model never replaces anything")
 
 
 def merged_weights(model: nn.Module, layers: Mapping[str, LoraPair]) -> dict[str, mx.array]:
-    """Path → W + scale · (AB)ᵀ, [out, in], with DoRA its rows at their magnitudes; summed in float32 and rounded once
-    to the base's dtype. Lazy."""
+    """Return path → W + scale · (AB)ᵀ, [out, in], with DoRA scaled to the rows' magnitudes; summed in float32, rounded
+    once to the base's dtype. Lazy."""
     linear = linear_layers(model)
     merged = {}
     for path, pair in layers.items():
@@ -132,18 +132,18 @@ def _dequantize(model: nn.Module, base: Path) -> nn.Module:
 
 
 def _save_from_model(model: nn.Module, merged: Mapping[str, mx.array], directory: Path, layout: Layout) -> None:
-    """The loaded tree with the merged weights, under mlx-lm's names."""
+    """Save the loaded tree with the merged weights under mlx-lm's names."""
     if layout == "safetensors" and any(isinstance(module, SwitchLinear) for module in model.modules()):
         raise ModelError("this quantised base has its experts stacked in mlx-lm's layout: use --format mlx")
     model.update(tree_unflatten([(f"{path}.weight", weight) for path, weight in merged.items()]))
     save_model(directory, model)
     if layout == "safetensors":
         for file in directory.glob("*.safetensors"):
-            _save(file, dict(_load_tensors(file)))  # the same tensors, not marked as mlx-lm's
+            _save(file, dict(_load_tensors(file)))  # the same tensors without `format = "mlx"`
 
 
 def _save_from_checkpoint(base: Path, model: nn.Module, merged: Mapping[str, mx.array], directory: Path) -> None:
-    """The base's files, one by one, with the adapted tensors replaced."""
+    """Copy the base's files one by one, with the adapted tensors replaced."""
     linear = linear_layers(model)
     waiting = {f"{path}.weight": path for path in merged}
     for file in sorted(base.glob("model*.safetensors")):
@@ -174,7 +174,7 @@ def _save(file: Path, tensors: dict[str, mx.array]) -> None:
 
 
 def _copy_companions(base: Path, directory: Path) -> None:
-    """config.json without quantisation; tokenizer, chat template, generation_config, code, licence as they are."""
+    """Copy config.json without quantisation, and tokenizer, chat template, generation_config, code and licence."""
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     for section in (config, config.get("text_config", {})):
         for key in QUANTIZATION_KEYS:
@@ -187,7 +187,7 @@ def _copy_companions(base: Path, directory: Path) -> None:
 
 
 def _check_upload(repo: str) -> None:
-    """Fails before the work when the upload could not succeed."""
+    """Fail before the work when the upload cannot succeed."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id

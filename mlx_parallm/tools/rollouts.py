@@ -1,10 +1,10 @@
-"""`mlx_parallm_rollouts`: what became of the groups of a run, and what lies in one of them. Reads only.
+"""`mlx_parallm_rollouts`: what became of the groups of a run, and what is in one of them. Reads only.
 
     summary   groups by environment and state, by policy version; why groups were dropped or refused
     show      one group, or one rollout of it: a line a token (text, mask, log-probability, version), scores
     rejects   the quarantine with its reasons
 
-Each gives JSON values; `as_text` of the same name draws them for people.
+Each returns JSON values; `draw_…` of the same name makes text of them, and `as_text` prints that.
 """
 
 import math
@@ -28,16 +28,16 @@ from mlx_parallm.types import Rollout
 
 STATES = ("waiting", "taken", "dropped", "quarantined")
 SHOWN = 20
-"""Policy versions, reasons: as many as are drawn; JSON has all."""
+"""Most policy versions and reasons in the text; JSON has all."""
 
 PLAIN_WIDTH = 1000
-"""Columns where there is no terminal."""
+"""Width where there is no terminal."""
 
 Json = Mapping[str, Any]
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """Raises ConfigError: no run directory; StoreError: no rollouts, or they cannot be read."""
+    """Count the groups. Raises ConfigError: no run directory; StoreError: no rollouts, or they cannot be read."""
     run, store = _open(path)
     with closing(store):
         lines, refused = store.accounts(), store.reject_reasons()
@@ -72,10 +72,13 @@ def summary(path: Path) -> dict[str, Any]:
 
 
 def show(path: Path, wanted: str) -> dict[str, Any]:
-    """One group: `wanted` is its id or how it begins; with `#n` only its n-th rollout, from 0.
+    """Return one group, or one rollout of it.
 
-    `text` and `token_texts` are None when the run's tokenizer cannot be loaded from this machine, and `rollouts` when
-    the group's tokens are pruned. Raises ConfigError, StoreError: no run, no such group or rollout, several.
+    Args:
+        wanted: the group's id or the beginning of it; with `#n` only its n-th rollout, from 0.
+
+    `text` and `token_texts` are None when the run's tokenizer is not on this machine, and `rollouts` when the group's
+    tokens are pruned. Raises ConfigError, StoreError: no run; none or several such groups; no such rollout.
     """
     run, store = _open(path)
     with closing(store):
@@ -87,32 +90,32 @@ def show(path: Path, wanted: str) -> dict[str, Any]:
                 raise
             record, number = store.find(group_id), int(digits)
     tokenizer = _tokenizer(run)
-    found: dict[str, Any] = {"run": run.name} | _row(record)
+    result: dict[str, Any] = {"run": run.name} | _row(record)
     if record.group is None:
-        return found | {"rollouts": None}
+        return result | {"rollouts": None}
     group = record.group
     if number is not None and number >= len(group.rollouts):
         raise StoreError(f"group {group.group_id} has rollouts 0 to {len(group.rollouts) - 1}, no {number}")
     advantages = group.advantages or (None,) * len(group.rollouts)
     chosen = range(len(group.rollouts)) if number is None else [number]
     rollouts = [_rollout(group.rollouts[i], tokenizer) | {"number": i, "advantage": advantages[i]} for i in chosen]
-    return found | {"index": group.index, "metadata": dict(group.metadata), "rollouts": rollouts}
+    return result | {"index": group.index, "metadata": dict(group.metadata), "rollouts": rollouts}
 
 
 def rejects(path: Path, limit: int) -> dict[str, Any]:
-    """The newest entries of the quarantine, newest first; `payload` is what was sent, where it is kept."""
+    """Return the newest entries of the quarantine, newest first; `payload` is what was sent, where it was kept."""
     run, store = _open(path)
     with closing(store):
-        found = [asdict(entry) for entry in store.rejects(limit)]
-    return {"run": run.name, "rejects": [entry | {"payload": _sayable(entry["payload"])} for entry in found]}
+        entries = [asdict(entry) for entry in store.rejects(limit)]
+    return {"run": run.name, "rejects": [entry | {"payload": _json_value(entry["payload"])} for entry in entries]}
 
 
-def _sayable(value: Any) -> Any:
-    """What was refused may hold what JSON cannot say: NaN and infinities become words."""
+def _json_value(value: Any) -> Any:
+    """Turn NaN and infinities, which a rejected group may hold, into words."""
     if isinstance(value, dict):
-        return {key: _sayable(item) for key, item in value.items()}
+        return {key: _json_value(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_sayable(item) for item in value]
+        return [_json_value(item) for item in value]
     return value if not isinstance(value, float) or math.isfinite(value) else repr(value)
 
 
@@ -150,7 +153,7 @@ def _rollout(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
 
 
 def _tokenizer(run: Path) -> Any:
-    """Of the run's model, if it lies on this machine; nothing is downloaded."""
+    """Load the tokenizer of the run's model if it is on this machine; download nothing."""
     from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
 
     try:
@@ -160,11 +163,11 @@ def _tokenizer(run: Path) -> Any:
         return None
 
 
-# ---------------------------------------------------------------------- telling
+# ---------------------------------------------------------------------- text
 
 
 def as_text(parts: Iterator[RenderableType]) -> str:
-    """For people; coloured on a terminal, elsewhere as wide as it needs to be."""
+    """Return the text; coloured on a terminal, elsewhere as wide as it needs to be."""
     console = Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -174,61 +177,61 @@ def as_text(parts: Iterator[RenderableType]) -> str:
     return capture.get()
 
 
-def draw_summary(found: Json) -> Iterator[RenderableType]:
-    counts = ", ".join(f"{number} {state}" for state, number in found["groups"].items())
-    yield Text(f"{found['run']}: groups: {counts}; {found['size_bytes'] / 1e6:.1f} MB", style="bold")
-    if found["environments"]:
+def draw_summary(values: Json) -> Iterator[RenderableType]:
+    counts = ", ".join(f"{number} {state}" for state, number in values["groups"].items())
+    yield Text(f"{values['run']}: groups: {counts}; {values['size_bytes'] / 1e6:.1f} MB", style="bold")
+    if values["environments"]:
         names = ("environment", "source", *STATES, "sequences", "pruned")
-        rows = [[*(entry[name] for name in names), _time(entry["received_last"])] for entry in found["environments"]]
+        rows = [[*(entry[name] for name in names), _time(entry["received_last"])] for entry in values["environments"]]
         yield _table((*names, "last received"), rows)
-    if versions := found["versions"]:
+    if versions := values["versions"]:
         rows = [["?" if e["version"] is None else e["version"], *(e[state] for state in STATES)] for e in versions]
         yield _table(("policy version", *STATES), rows[-SHOWN:])
         if len(rows) > SHOWN:
             yield Text(f"and {len(rows) - SHOWN} older versions (--json)", style="dim")
-    yield from _reasons("dropped: why", list(found["dropped"].items()))
-    yield from _reasons("rejected: why", [(f"{e['source']}: {e['reason']}", e["groups"]) for e in found["rejected"]])
+    yield from _reasons("dropped: why", list(values["dropped"].items()))
+    yield from _reasons("rejected: why", [(f"{e['source']}: {e['reason']}", e["groups"]) for e in values["rejected"]])
 
 
-def draw_group(found: Json) -> Iterator[RenderableType]:
-    step = "" if found["step"] is None else f" by step {found['step']}"
-    reason = f" ({found['reason']})" if found["reason"] else ""
-    first, last = found["first_version"], found["last_version"]
+def draw_group(values: Json) -> Iterator[RenderableType]:
+    step = "" if values["step"] is None else f" by step {values['step']}"
+    reason = f" ({values['reason']})" if values["reason"] else ""
+    first, last = values["first_version"], values["last_version"]
     versions = "?" if first is None else str(first) if first == last else f"{first} to {last}"
-    yield Text(f"{found['group_id']}: {found['state']}{step}{reason}", style="bold")
+    yield Text(f"{values['group_id']}: {values['state']}{step}{reason}", style="bold")
     yield Text(
-        f"environment {found['environment']}, source {found['source']}, received {_time(found['received'])},"
+        f"environment {values['environment']}, source {values['source']}, received {_time(values['received'])},"
         f" policy version {versions}"
     )
-    if found["rollouts"] is None:
-        yield Text("its tokens are pruned (rollouts.keep, rollouts.max_gb)")
+    if values["rollouts"] is None:
+        yield Text("the tokens were pruned (rollouts.keep, rollouts.max_gb)")
         return
-    for rollout in found["rollouts"]:
+    for rollout in values["rollouts"]:
         scores = ", ".join(f"{name} {value:g}" for name, value in rollout["scores"].items())
-        yield Text(f"\nrollout {rollout['number']}: {scores}", style="bold").append(_rest(rollout), style="not bold")
+        yield Text(f"\nrollout {rollout['number']}: {scores}", style="bold").append(_notes(rollout), style="not bold")
         for number, segment in enumerate(rollout["segments"], 1):
             if len(rollout["segments"]) > 1:
                 yield Text(f"segment {number} of {len(rollout['segments'])}")
             yield _tokens(segment)
 
 
-def draw_rejects(found: Json) -> Iterator[RenderableType]:
-    if not found["rejects"]:
-        yield Text("nothing was rejected")
+def draw_rejects(values: Json) -> Iterator[RenderableType]:
+    if not values["rejects"]:
+        yield Text("no group was rejected")
         return
-    rows = [[_time(entry["received"]), entry["source"], entry["reason"]] for entry in found["rejects"]]
+    rows = [[_time(entry["received"]), entry["source"], entry["reason"]] for entry in values["rejects"]]
     yield _table(("received", "source", "reason"), rows)
-    yield Text("--json shows what was sent", style="dim")
+    yield Text("--json prints what was sent", style="dim")
 
 
-def _rest(rollout: Json) -> str:
+def _notes(rollout: Json) -> str:
     advantage = rollout["advantage"]
-    told = [f"temperature {rollout['temperature']:g}"]
-    told += [f"advantage {advantage:g}"] if isinstance(advantage, float) else []
-    told += [f"ended by {rollout['stop_reason']}"] if rollout["stop_reason"] else []
-    told += [f"error: {rollout['error']}"] if rollout["error"] else []
-    told += ["learns nothing (zero_advantage)"] if rollout["zero_advantage"] else []
-    return "".join(f" · {part}" for part in told)
+    notes = [f"temperature {rollout['temperature']:g}"]
+    notes += [f"advantage {advantage:g}"] if isinstance(advantage, float) else []
+    notes += [f"ended by {rollout['stop_reason']}"] if rollout["stop_reason"] else []
+    notes += [f"error: {rollout['error']}"] if rollout["error"] else []
+    notes += ["not trained on (zero_advantage)"] if rollout["zero_advantage"] else []
+    return "".join(f" · {part}" for part in notes)
 
 
 def _tokens(segment: Json) -> Table:

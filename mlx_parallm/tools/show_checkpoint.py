@@ -1,6 +1,6 @@
-"""`mlx_parallm_show_checkpoint`: what a checkpoint holds, and whether all of it is there. Reads headers only, no MLX.
+"""`mlx_parallm_show_checkpoint`: what a checkpoint holds, and whether it is complete. Reads headers only, no MLX.
 
-`describe` gives JSON values, `as_text` draws them for people.
+`describe` returns JSON values, `as_text` makes text of them.
 """
 
 import json
@@ -20,7 +20,7 @@ METRICS = ("reward_mean", "loss", "kl", "grad_norm", "learning_rate", "heldout_s
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Of a step_* directory, a link to one, or a run directory (its newest). `problems` is empty where all is there.
+    """Describe a step_* directory, a link to one, or the newest of a run directory. `problems`: what is damaged.
 
     Raises CheckpointError: there is no checkpoint.
     """
@@ -61,7 +61,7 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _find(path: Path) -> Path:
-    """Also a step_* whose state is missing."""
+    """Return the checkpoint at `path`, also a step_* whose state is missing."""
     if found := checkpoint_at(path):
         return found
     if path.is_dir() and moment(path.resolve())[0] >= 0:
@@ -97,7 +97,7 @@ def _state(checkpoint: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _weights(checkpoint: Path, headers: Mapping[str, dict[str, Any]], problems: list[str]) -> dict[str, Any]:
-    """What is trained, how many numbers, and an adapter's settings."""
+    """Return the kind of weights, how many numbers they have, and an adapter's settings."""
     if ADAPTER_FILE in headers or (checkpoint / ADAPTER_CONFIG).exists():
         if ADAPTER_FILE not in headers:
             problems.append(f"{ADAPTER_FILE} is missing")

@@ -145,7 +145,7 @@ def test_as_a_command_it_never_writes_over_anything(tmp_path: Path) -> None:
     assert_same(source, target)
     again = run(source, target, "--format", "npz")
     assert again.returncode == 2
-    assert again.stderr == f"error: {target} exists already: choose another name, or say --overwrite\n"
+    assert again.stderr == f"error: {target} exists already: choose another name, or pass --overwrite\n"
     assert run(source, target, "--format", "npz", "--overwrite").returncode == 0
     assert sorted(file.name for file in target.iterdir()) == ["adapter_config.json", "adapters.npz"]
     assert sorted(file.name for file in target.parent.iterdir()) == ["peft"], "nothing temporary is left"

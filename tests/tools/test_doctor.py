@@ -77,7 +77,7 @@ def test_a_broken_compiler_is_found_out(tmp_path: Path) -> None:
 
 def test_the_command_shows_this_machine() -> None:
     result = doctor()
-    assert result.returncode == ("to mend:" in result.stdout), result.stderr
+    assert result.returncode == ("to fix:" in result.stdout), result.stderr
     for word in (
         "device",
         "BLAS",

@@ -82,7 +82,7 @@ def test_one_group_and_one_rollout(run: Path, capsys: pytest.CaptureFixture[str]
 def test_a_pruned_group_still_says_what_became_of_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(rollouts(capsys, run, "--show", "sums-2", "--json"))["rollouts"] is None
     text = rollouts(capsys, run, "--show", "sums-2")
-    assert "sums-2: dropped by step 1 (too old)" in text and "its tokens are pruned" in text
+    assert "sums-2: dropped by step 1 (too old)" in text and "the tokens were pruned" in text
 
 
 def test_an_old_run_with_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
