@@ -1,4 +1,5 @@
-"""Reward functions as TRL calls them, and what is said of those that cannot be used."""
+"""Rewards: functions as TRL calls them, what `rewards`, `reward_method` and `reward_options` of a configuration make of
+a group, and what is said of those that cannot be used."""
 
 import asyncio
 import itertools
@@ -7,10 +8,13 @@ import threading
 
 import pytest
 
+from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.config.load import load_config, parse_config
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.rewards.base import score_group
+from mlx_parallm.rewards import functions as functions_module
+from mlx_parallm.rewards.base import UNSCORED, exact_match, score_group, verifier
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
-from mlx_parallm.types import Rollout, Trajectory
+from tests.rewards.trajectories import ROLLOUT, trajectory
 
 ROW = {"prompt": "2+2?", "answer": "4", "level": 3, "completion": "never passed on"}
 PLAIN = "2+2?"
@@ -34,13 +38,8 @@ def functions(tmp_path):
     return build
 
 
-def responses(*texts):
-    rollout = Rollout((1, 2, 3, 9), (0, 0, 1, 1), (0.0, 0.0, -0.5, -0.1), (0, 0, 3, 3), 1.0, {})
-    return [Trajectory(text, rollout) for text in texts]
-
-
 async def scores(functions, *texts, prompt=PLAIN, row=ROW, progress=TrainingProgress):
-    rollouts = await score_group(functions.for_row(prompt, row, progress), responses(*texts))
+    rollouts = await score_group(functions.for_row(prompt, row, progress), [trajectory(text) for text in texts])
     return [dict(rollout.scores) for rollout in rollouts]
 
 
@@ -103,17 +102,14 @@ async def test_several_functions_are_added_up_by_their_weights(functions):
 
 async def test_what_no_function_scores_learns_nothing_and_moves_no_mean(functions):
     made = functions("def f(completions):\n    return [None if c == '?' else float(len(c)) for c in completions]")
-    rollouts = await score_group(made.for_row(PLAIN, ROW, TrainingProgress), responses("a", "?", "abc"))
+    rollouts = await score_group(
+        made.for_row(PLAIN, ROW, TrainingProgress), [trajectory(text) for text in ("a", "?", "abc")]
+    )
     assert [rollout.reward for rollout in rollouts] == [1.0, 2.0, 3.0]
     assert [rollout.zero_advantage for rollout in rollouts] == [False, True, False]
     assert "rewards/f" not in rollouts[1].scores
     with pytest.raises(RolloutRejectedError, match="f returned None for every completion"):
         await scores(made, "?", "?")
-
-
-async def test_functions_of_one_name_keep_their_scores_apart(functions):
-    [got] = await scores(functions(TWO, "right", "right"), "4")
-    assert got == {"rewards/right": 1.0, "rewards/right#2": 1.0, "reward": 2.0}
 
 
 async def test_log_metric_is_kept_beside_the_scores(functions):
@@ -229,3 +225,269 @@ async def test_a_plain_function_that_never_ends_holds_up_no_other_call(functions
             assert await waiting == await scores(other, "4") == [{"reward": 1.0, "rewards/f": 1.0}]
     finally:
         names["let_go"].set()
+
+
+# ---------------------------------------------------------------------- named in a configuration
+
+
+CODE = """
+from mlx_parallm.rewards.computers import ParetoRewardComputer
+
+def size(completions):
+    return [float(len(c)) for c in completions]
+
+def near(completions, target=0, **columns):
+    return [-abs(len(c) - target) for c in completions]
+
+def letters(completions, wanted, **columns):
+    return [float(c.count(w)) for c, w in zip(completions, wanted)]
+
+def steps(trajectories):
+    return [float(t.step_count) for t in trajectories]
+
+def picky(completions):
+    return ["unscored" if c == "?" else float(len(c)) for c in completions]
+
+def paid(completions, spent, price, calls):
+    return [s * p + c for s, p, c in zip(spent, price, calls)]
+
+class Longest:
+    asked = []
+
+    def __init__(self, bonus=0.0):
+        self.bonus = bonus
+
+    def compute_rewards(self, trajectories, method="absolute"):
+        self.asked.append(method)
+        longest = max(len(t.response) for t in trajectories)
+        return [self.bonus + (len(t.response) == longest) for t in trajectories]
+
+class TwoGoals(ParetoRewardComputer):
+    def __init__(self):
+        super().__init__([lambda t: len(t.text), lambda t: t.text.count("a")], ["size", "vowels"])
+
+instance = Longest(7.0)
+not_one = 5
+"""
+
+
+@pytest.fixture
+def made(tmp_path):
+    file = tmp_path / "score.py"
+    file.write_text(CODE)
+
+    def make(*names, columns=("prompt",), **more):
+        named = [name if name.startswith("builtin:") else f"python:{file}:{name}" for name in names]
+        entry = EnvironmentConfig(kind="svrl", name="svrl", rewards=named, **more)
+        return RewardFunctions.from_config(entry, columns=columns)
+
+    return make
+
+
+async def configured_scores(functions, *texts, row=None, **more):
+    row = {"prompt": "2+2?"} if row is None else row
+    group = [trajectory(text, **more) for text in texts]
+    rollouts = await score_group(functions.for_row("2+2?", row, TrainingProgress), group)
+    return [dict(rollout.scores) for rollout in rollouts]
+
+
+async def test_relative_ranks_the_weighted_sums_of_a_group(made):
+    functions = made("size", "steps", reward_weights=[1.0, 0.5], reward_method="relative")
+    got = await configured_scores(functions, "abc", "a", "", steps=3)
+    assert [score["reward"] for score in got] == pytest.approx([1.5**0.5, 0.0, -(1.5**0.5)])
+    assert [score["rewards/size"] for score in got] == [3.0, 1.0, 0.0]
+    assert {score["rewards/steps"] for score in got} == {3.0}
+
+
+async def test_pareto_has_each_reward_as_an_objective(made):
+    functions = made("size", "letters", columns=("prompt", "wanted"), reward_method="pareto")
+    got = await configured_scores(functions, "xyzw", "aa", "xy", row={"wanted": "a"})
+    assert [score["reward"] for score in got] == [1.0, 1.0, 0.5]
+
+
+async def test_options_are_keyword_arguments_and_come_before_columns(made):
+    functions = made("near", "near", reward_options={"near": {"target": 3}, "near#2": {"target": 5}})
+    [got] = await configured_scores(functions, "abc", row={"target": 100})
+    assert got == {"rewards/near": 0.0, "rewards/near#2": -2.0, "reward": -2.0}
+
+
+async def test_a_built_in_part_is_made_from_its_options(made, monkeypatch):
+    def starts_with(letter="a"):
+        return lambda completions: [float(c.startswith(letter)) for c in completions]
+
+    monkeypatch.setattr(functions_module, "BUILT_IN", {"starts_with": starts_with})
+    monkeypatch.setattr(functions_module, "WEIGHTS", {"starts_with": 2.0})
+    functions = made("builtin:starts_with", "size", reward_options={"starts_with": {"letter": "b"}})
+    got = await configured_scores(functions, "b", "ab")
+    assert got == [
+        {"rewards/starts_with": 1.0, "rewards/size": 1.0, "reward": 3.0},
+        {"rewards/starts_with": 0.0, "rewards/size": 2.0, "reward": 2.0},
+    ]
+
+
+async def test_a_computer_that_stands_alone_is_asked_for_the_method(made):
+    functions = made("Longest", reward_method="relative", reward_options={"Longest": {"bonus": 0.5}})
+    got = await configured_scores(functions, "abc", "a")
+    assert [score["reward"] for score in got] == [1.5, 0.5]  # as it said: nothing is ranked again
+    [function] = functions._functions
+    assert function.worker is not made("size")._functions[0].worker
+    both = made("instance", "size", reward_method="absolute")
+    assert [score["reward"] for score in await configured_scores(both, "abc", "a")] == [11.0, 8.0]
+
+
+async def test_parts_of_a_computer_are_metrics(made):
+    functions = made("TwoGoals", reward_method="pareto")
+    got = await configured_scores(functions, "aa", "xyz", "a")
+    assert [score["reward"] for score in got] == [1.0, 1.0, 0.5]
+    assert got[0]["metrics/TwoGoals/size"] == 2.0
+    assert got[0]["metrics/TwoGoals/vowels"] == 1.0
+
+
+async def test_svrl_is_built_in(made):
+    functions = made("builtin:svrl", reward_options={"svrl": {"verification_weight": 1.0}})
+    noted = {"answer": "4", "final_answer": "4", "budget": 2.0, "spent": 1.0, "max_steps": 1}
+    [got] = await configured_scores(functions, "FINAL ANSWER: 4", **noted)
+    assert got["reward"] == 0.5
+    assert got["metrics/svrl/cost"] == 0.5
+
+
+async def test_one_function_may_say_that_nothing_can_score_an_answer(made):
+    functions = made("picky", "size")
+    got = await configured_scores(functions, "ab", "?", "abcd")
+    assert [score["reward"] for score in got] == [4.0, 6.0, 8.0]
+    assert [UNSCORED in score for score in got] == [False, True, False]
+    with pytest.raises(RolloutRejectedError, match="left every completion unscored"):
+        await configured_scores(functions, "?", "?")
+
+
+async def test_a_column_that_a_task_lacks_is_named(made):
+    functions = made("letters", columns=None)
+    with pytest.raises(
+        RolloutRejectedError, match=r"^letters needs 'wanted', which the task does not have; available: .*completions"
+    ):
+        await configured_scores(functions, "a")
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "message"),
+    [
+        (("size",), {"reward_options": {"sise": {}}}, "'sise', which is none of the rewards; did you mean 'size'"),
+        (("near",), {"reward_options": {"near": {"completions": 1}}}, "every call of the function passes itself"),
+        (("steps",), {"reward_options": {"steps": {"most": 1}}}, "has no option 'most'"),
+        (("Longest",), {"reward_options": {"Longest": {"boonus": 1}}}, "boonus"),
+        (("instance",), {"reward_options": {"instance": {"bonus": 1}}}, "is an object already"),
+        (("builtin:svlr",), {}, "no built-in reward of this name; did you mean 'svrl'"),
+        (("builtin:svrl",), {"reward_options": {"svrl": {"budget": 1}}}, "budget"),
+        (("not_one",), {}, "not a function"),
+    ],
+)
+def test_what_is_no_reward_is_refused_at_once(made, names, more, message):
+    with pytest.raises(ConfigError, match=message):
+        made(*names, **more)
+
+
+def test_weights_have_to_fit():
+    with pytest.raises(ConfigError, match="2 reward_weights for the rewards builtin:svrl"):
+        RewardFunctions.from_config(
+            EnvironmentConfig(kind="svrl", name="svrl", reward_weights=(1, 2)), columns=None, default=["builtin:svrl"]
+        )
+    with pytest.raises(ConfigError, match="needs rewards"):
+        RewardFunctions.from_config(EnvironmentConfig(kind="simple_text", name="t"), columns=None)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"kind": "tasks", "name": "sum", "reward_method": "pareto"}, "reward_method belongs"),
+        ({"kind": "svrl", "rewards": ["builtin:svrl"], "reward_weights": [1, 2]}, "2 reward_weights for 1 rewards"),
+        ({"kind": "svrl", "reward_method": "best"}, "reward_method"),
+        ({"kind": "svrl", "data": "rows.jsonl"}, "data belongs"),
+    ],
+)
+def test_keys_that_do_not_belong_are_refused(entry, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"environments": [entry]})
+
+
+async def test_columns_are_what_the_episode_noted_in_the_end(made):
+    """Not what its State began with: a cost read from there would always be 0."""
+    functions = made("paid", columns=None)
+    got = await configured_scores(functions, "a", row={"spent": 0.0, "price": 2.0}, spent=3.0, calls=4)
+    assert got[0]["reward"] == 10.0
+
+
+def test_files_of_options_are_found_beside_the_configuration_and_by_a_resume(tmp_path, monkeypatch):
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir(), elsewhere.mkdir()
+    for name in ("rows.jsonl", "a reward", "answer.schema", "key", "score.py"):
+        (here / name).write_text("{}")
+    (here / "run.toml").write_text(
+        '[[environments]]\nkind = "dataset"\ndata = "rows.jsonl"\n'
+        'rewards = ["builtin:learned", "builtin:json", "builtin:judge"]\n[environments.reward_options]\n'
+        'learned = { path = "a reward" }\njson = { schema = "answer.schema" }\n'
+        'judge = { judge = "http://x/v1", model = "key", api_key_file = "key" }\n'
+        '[[environments]]\nkind = "svrl"\n'
+        'options = { tasks = "rows.jsonl", tools = ["python:score.py:f"], facts = "nowhere.json", note = "key" }\n'
+    )
+    monkeypatch.chdir(elsewhere)
+    config = load_config(here / "run.toml")
+    options = config.environments[0].reward_options
+    assert options["learned"] == {"path": str(here / "a reward")}
+    assert options["json"] == {"schema": str(here / "answer.schema")}
+    assert options["judge"] == {"judge": "http://x/v1", "model": "key", "api_key_file": str(here / "key")}
+    assert config.environments[1].options == {
+        "tasks": str(here / "rows.jsonl"),
+        "tools": [f"python:{here / 'score.py'}:f"],
+        "facts": "nowhere.json",
+        "note": "key",
+    }
+    (elsewhere / "config.toml").write_text(config.to_toml())
+    monkeypatch.chdir(tmp_path)
+    assert load_config(elsewhere / "config.toml", saved=True).environments[0].reward_options == options
+
+
+# ---------------------------------------------------------------------- the group's reward
+
+
+def test_exact_match_forgives_white_space_only():
+    scores = exact_match("42")([trajectory(text) for text in ("42", " 42\n", "4 2", "42.", "")])
+    assert [score["reward"] for score in scores] == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_verifier_scores_each_answer_on_its_own():
+    scores = verifier(len)([trajectory("ab"), trajectory("abcd")])
+    assert scores == [{"reward": 2.0}, {"reward": 4.0}]
+
+
+async def test_a_reward_sees_the_whole_group():
+    def rank(responses):
+        longest = max(len(entry.text) for entry in responses)
+        return [{"reward": float(len(entry.text) == longest), "length": len(entry.text)} for entry in responses]
+
+    rollouts = await score_group(rank, [trajectory("a"), trajectory("abc"), trajectory("ab")])
+    assert [rollout.reward for rollout in rollouts] == [0.0, 1.0, 0.0]
+    assert rollouts[2].scores["length"] == 2.0
+    assert rollouts[0].tokens == ROLLOUT.tokens
+    assert rollouts[0].logprobs == ROLLOUT.logprobs
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ([{"reward": 1.0}], "1 scores for 2"),
+        ([{"reward": 1.0}, {"score": 1.0}], 'no "reward"'),
+        ([{"reward": 1.0}, {"reward": float("nan")}], "nan"),
+        ([{"reward": 1.0}, {"reward": 1.0, "part": float("inf")}], "'part' is inf"),
+    ],
+)
+async def test_scores_that_cannot_be_trained_on_are_refused(scores, message):
+    with pytest.raises(RolloutRejectedError, match=message):
+        await score_group(lambda _: scores, [trajectory("a"), trajectory("b")])
+
+
+async def test_a_reward_may_be_async_and_leave_a_response_out():
+    async def judge(responses):
+        return [{"reward": 1.0}, {"reward": 1.0, UNSCORED: 1.0}]
+
+    rollouts = await score_group(judge, [trajectory("a"), trajectory("b")])
+    assert [rollout.zero_advantage for rollout in rollouts] == [False, True]
