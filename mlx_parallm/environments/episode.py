@@ -297,7 +297,7 @@ class Episode:
         if wrong := sorted(set(params) - allowed):
             raise RolloutRejectedError(
                 f"generate({', '.join(f'{name}=…' for name in wrong)}) inside an episode: it samples as the run does,"
-                f" so that it can be trained on; it may be given {', '.join(sorted(TURN_OPTIONS))}"
+                f" so that it can be trained on; it takes only {', '.join(sorted(TURN_OPTIONS))}"
             )
         return await self.turn(prompt, **{name: value for name, value in params.items() if value is not None})
 
@@ -316,18 +316,18 @@ class Episode:
         async with self._one_at_a_time:
             if not self._open:
                 raise EpisodeOver
-            asked = _snapshot(self._format_prompt(prompt))
+            formatted = _snapshot(self._format_prompt(prompt))
             overrides: dict[str, Any] = {} if skip_special_tokens else {"skip_special_tokens": False}
             if max_tokens is not None:
                 overrides["max_tokens"] = max_tokens
             if stop is not None:
                 overrides["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-            completion = None if overrides or options else self._take_opening(asked)
+            completion = None if overrides or options else self._take_opening(formatted)
             if completion is None:
-                completion = await self._sample(asked, overrides, options)
+                completion = await self._sample(formatted, overrides, options)
             self._sequences[-1].add_sampled(completion)
-            self._turns.append(Turn(self._new_text(asked), completion.text))
-            self._last = LastTurn(asked, options, completion)
+            self._turns.append(Turn(self._new_text(formatted), completion.text))
+            self._last = LastTurn(formatted, options, completion)
             if completion.finish_reason not in ("stop", "length"):
                 self._failure = completion.error or f"generation ended with {completion.finish_reason!r}"
                 self.close()

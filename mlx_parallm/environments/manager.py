@@ -330,7 +330,7 @@ class RolloutManager(RolloutScheduler):
                 on.
 
         A failed episode is a trajectory with an `error`. Raises EnvironmentFailedError: all of them failed, or the
-        manager has given up. Where another thread calls `cancel`, it returns what there is.
+        manager has given up. Where another thread calls `cancel`, it returns what has finished.
         """
         collected = list(self.iterate_rollouts(min_trajectories, max_steps_per_rollout, group_size=group_size))
         if collected and all(trajectory.error is not None for trajectory in collected):
@@ -427,11 +427,11 @@ class RolloutManager(RolloutScheduler):
         reason = result.failure
         if reason is None:
             try:
-                known = self._sink is not None and self._sink(result.group) is False
+                stored = self._sink is not None and self._sink(result.group) is False
             except RolloutRejectedError as error:
                 reason = str(error)
         if reason is None:
-            return None, not known
+            return None, not stored
         log.warning("group dropped", group=result.group.group_id, reason=reason)
         if self._on_failure is not None:
             self._on_failure(result.group, reason)

@@ -63,11 +63,11 @@ class EnvironmentQueue:
 
     # --- the way of a group
 
-    def start(self, known: Collection[str]) -> GroupPlan:
-        """Return the next group that is not `known`, and count it as in flight."""
+    def start(self, stored: Collection[str]) -> GroupPlan:
+        """Return the next group that the store does not hold, and count it as in flight."""
         if not self.in_flight:
             self._last_progress = self._clock()
-        index, task = next(group for group in self._groups if self._id(group[0]) not in known)
+        index, task = next(group for group in self._groups if self._id(group[0]) not in stored)
         self._next = index + 1
         seed = derive_seed("group", self._seed, index)
         plan = GroupPlan(self._id(index), self.source, task, self.group_size, seed, index, max_steps=self._max_steps)

@@ -140,9 +140,6 @@ def _user_class(config: EnvironmentConfig) -> Callable[..., EnvironmentSource]:
     check_call(inspect.signature(cls.task), ("self", "index", "split"), f"{what}.task")
     check_call(inspect.signature(cls.environment), ("self", "task"), f"{what}.environment")
     check_call(inspect.signature(cls), ("config",), what, keywords=("seed", "name"))
-    fields = EnvironmentConfig.model_fields
-    if wrong := [
-        key for key in SCORING_KEYS if getattr(config, key) != fields[key].get_default(call_default_factory=True)
-    ]:
-        raise ConfigError(f"{what} is an EnvironmentSource, which scores its tasks itself: {wrong[0]} has no effect")
+    if wrong := config.model_dump(include=set(SCORING_KEYS), exclude_defaults=True):
+        raise ConfigError(f"{what} is an EnvironmentSource, which scores its tasks itself: {min(wrong)} has no effect")
     return cls

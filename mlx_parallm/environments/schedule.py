@@ -28,8 +28,8 @@ class Schedule:
 
     def groups_of(self, environment: int, first: int = 0) -> Iterator[tuple[int, int]]:
         """Yield the groups of one environment from index `first` on, without end: (index, number of its task)."""
-        own = (index for index in itertools.count() if self.environment_of(index) == environment)
-        return ((index, task) for task, index in enumerate(own) if index >= first)
+        indices = (index for index in itertools.count() if self.environment_of(index) == environment)
+        return ((index, task) for task, index in enumerate(indices) if index >= first)
 
 
 def derive_seed(purpose: str, *parts: int) -> int:

@@ -198,9 +198,9 @@ class RolloutScheduler(ABC):
         with self._changed:
             now = self._clock()
             late = {queue for queue in self._absent(now) if is_late(queue, self._queues, now)}
-            found = [queue.health(late=queue in late, stall_after_s=self._stall_after_s) for queue in self._queues]
+            sentences = [queue.health(late=queue in late, stall_after_s=self._stall_after_s) for queue in self._queues]
         left = [_left_behind(queue.source) for queue in self._queues if queue.source.left_behind]
-        return "; ".join([sentence for sentence in found if sentence] + left) or None
+        return "; ".join([sentence for sentence in sentences if sentence] + left) or None
 
     # --- the scheduler's thread
 

@@ -145,25 +145,18 @@ async def test_a_template_that_rewrites_history_opens_another_segment():
     check_group(result.group, vocab_size=tokenizer.vocab_size, max_token_length=256)
 
 
-async def test_a_segment_that_has_no_room_ends_the_episode():
-    tokenizer = with_template(QWEN3)
-    client = ScriptedClient(tokenizer, lambda *_: "<think>.</think>4")
+@pytest.mark.parametrize("rewrites", [False, True])
+async def test_an_episode_of_many_turns_ends_at_the_length_limit(tokenizer, rewrites):
+    """Also where the next turn would begin another sequence."""
+    tokenizer, text = (with_template(QWEN3), "<think>.</think>4") if rewrites else (tokenizer, "4")
+    client = ScriptedClient(tokenizer, lambda *_: text)
     turns = [{"role": "user", "content": "Say 3"}, {"role": "assistant", "content": "4"}]
     longest = len(tokenizer.render_chat([*turns, {"role": "user", "content": "Again."}]))
-    [result] = await runner(tokenizer, client, max_token_length=longest).run([plan(source(TwoTurns), size=1)])
-    [rollout] = result.group.rollouts
-    assert (rollout.stop_reason, rollout.earlier, len(client.requests)) == ("length", (), 1)
-
-
-async def test_an_episode_of_many_turns_ends_at_the_length_limit(tokenizer):
-    client = ScriptedClient(tokenizer, lambda *_: "4")
-    built = source(TwoTurns)
-    prompt = len(tokenizer.render_chat(built.task(3).messages))
-    [result] = await runner(tokenizer, client, max_token_length=prompt + 5).run([plan(built)])
-    assert result.failure is None
-    assert {rollout.stop_reason for rollout in result.group.rollouts} == {"length"}
-    assert all(len(rollout.tokens) <= prompt + 5 for rollout in result.group.rollouts)
-    assert len(client.requests) == 1
+    [result] = await runner(tokenizer, client, max_token_length=longest).run([plan(source(TwoTurns))])
+    assert (result.failure, len(client.requests)) == (None, 1)
+    for rollout in result.group.rollouts:
+        assert (rollout.stop_reason, rollout.earlier) == ("length", ())
+    assert client.requests[0].params.max_tokens == longest - len(client.requests[0].prompt_token_ids)
 
 
 async def test_an_error_finish_is_a_recorded_result_with_its_tokens(tokenizer):

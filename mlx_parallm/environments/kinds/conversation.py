@@ -78,23 +78,23 @@ class ConversationEnvironment(BaseEnvironment):
     def update_state(self, state: State, response: str) -> State:
         """End the conversation, or add the user's next turn to it."""
         state = super().update_state(state, response)
-        said = None
+        turn = None
         if self._is_end(response):
             ended_by: str | None = "policy"
         elif state.step_count >= self.max_turns:
             ended_by = "turns"
         else:
-            said = self._next_turn(state)
-            ended_by = "script" if said is None else "user" if self._is_end(said) else None
+            turn = self._next_turn(state)
+            ended_by = "script" if turn is None else "user" if self._is_end(turn) else None
         state.metadata["ended_by"], state.done = ended_by, ended_by is not None
-        if said is not None:
-            state.metadata["said"].append(said)
+        if turn is not None:
+            state.metadata["said"].append(turn)
         if isinstance(state.prompt, str):
-            state.prompt += response + ("" if said is None else "\n" + _text(said))
+            state.prompt += response + ("" if turn is None else "\n" + _text(turn))
         else:
             state.prompt = [*state.prompt, {"role": "assistant", "content": response}]
-            if said is not None:
-                state.prompt.append({"role": "user", "content": said})
+            if turn is not None:
+                state.prompt.append({"role": "user", "content": turn})
         return state
 
     def _next_turn(self, state: State) -> str | None:
@@ -104,10 +104,10 @@ class ConversationEnvironment(BaseEnvironment):
         if self._user is None:
             return None
         with user_code("conversation: user", RolloutRejectedError):
-            said = self._user(state)
-        if said is not None and not isinstance(said, str):
-            raise RolloutRejectedError(f"conversation: user returned {said!r}, neither text nor None")
-        return said
+            turn = self._user(state)
+        if turn is not None and not isinstance(turn, str):
+            raise RolloutRejectedError(f"conversation: user returned {turn!r}, neither text nor None")
+        return turn
 
     def _is_end(self, text: str) -> bool:
         return any(signal in text.lower() for signal in self._signals)
@@ -146,8 +146,8 @@ class EndpointUser:
 def as_seen_by_the_user(state: State, instructions: str) -> list[dict[str, str]]:
     """Return the conversation from the user's side: the user's turns are the assistant's, the policy's the user's."""
     messages = [{"role": "system", "content": instructions}, {"role": "user", "content": "(The conversation begins.)"}]
-    for own, turn in zip(state.metadata["said"], state.history, strict=True):
-        messages += [{"role": "assistant", "content": own}, {"role": "user", "content": turn["response"]}]
+    for user_turn, turn in zip(state.metadata["said"], state.history, strict=True):
+        messages += [{"role": "assistant", "content": user_turn}, {"role": "user", "content": turn["response"]}]
     return messages
 
 
@@ -167,5 +167,5 @@ def _make_user(user: User | Inference | Mapping[str, Any] | str | None) -> User 
     return lambda state: user.generate([as_seen_by_the_user(state, USER_INSTRUCTIONS)])[0]
 
 
-def _text(said: str) -> str:
-    return f"User: {said}\nAssistant:"
+def _text(turn: str) -> str:
+    return f"User: {turn}\nAssistant:"

@@ -90,8 +90,8 @@ class GymnasiumEnvironment(BaseEnvironment):
         if index is None:
             index, self._next = self._next, self._next + 1
         seed = derive_seed(f"gymnasium {split}", self._seed if split == "train" else 0, index)
-        noted = {"seed": seed, "return": 0.0, "actions": [], "invalid_actions": 0}
-        state = SimulationState("", metadata=noted | {"terminated": False, "truncated": False})
+        metadata = {"seed": seed, "return": 0.0, "actions": [], "invalid_actions": 0}
+        state = SimulationState("", metadata=metadata | {"terminated": False, "truncated": False})
         try:
             observation = self._begin(state)
         finally:
@@ -106,21 +106,21 @@ class GymnasiumEnvironment(BaseEnvironment):
             raise RolloutRejectedError("a GymnasiumEnvironment goes on from the State that its reset has made")
         state = super().update_state(state, response)
         assert isinstance(state, SimulationState) and isinstance(state.prompt, list)
-        noted = state.metadata
+        metadata = state.metadata
         if state.live is None:
             self._begin(state)
         with user_code("gymnasium: action_of", RolloutRejectedError):
             action = self._action(response)
         if action is None or not self._space.contains(action):
-            noted["invalid_actions"] += 1
+            metadata["invalid_actions"] += 1
             shown = f"That is no action. {self._actions_text()}".strip()
         else:
-            observation, reward, noted["terminated"], noted["truncated"], _ = self._stepped(state, action)
+            observation, reward, metadata["terminated"], metadata["truncated"], _ = self._stepped(state, action)
             state.taken.append(action)
-            noted["actions"].append(_plain(action))
-            noted["return"] += float(reward)
+            metadata["actions"].append(_plain(action))
+            metadata["return"] += float(reward)
             shown = self._shown(observation)
-        state.done = bool(noted["terminated"] or noted["truncated"] or state.step_count >= self.max_steps)
+        state.done = bool(metadata["terminated"] or metadata["truncated"] or state.step_count >= self.max_steps)
         turns = [{"role": "assistant", "content": response}, {"role": "user", "content": shown}]
         state.prompt = [*state.prompt, *turns[: 1 if state.done else 2]]
         if state.done:
@@ -210,8 +210,10 @@ def _import_gymnasium() -> Any:
     return gymnasium
 
 
-def _function(given: Callable[..., Any] | str | None, arguments: Sequence[str], name: str) -> Callable[..., Any] | None:
-    return load_function_of(arguments, given, f"gymnasium: {name}") if isinstance(given, str) else given
+def _function(
+    option: Callable[..., Any] | str | None, arguments: Sequence[str], name: str
+) -> Callable[..., Any] | None:
+    return load_function_of(arguments, option, f"gymnasium: {name}") if isinstance(option, str) else option
 
 
 def _observation_text(observation: Any) -> str:

@@ -5,7 +5,7 @@
 
 The State's metadata holds what was paid, and the reward reads it there (`rewards.parts.SVRLRewardComputer`):
 `budget`, `spent`, `max_steps`, `final_answer`, and `tool_calls`, one dictionary for each call with `name`, `arguments`
-(the text that the tool was given), `ok`, `result`, `cost` (0 for a call that was not made) and `skipped` (the budget
+(the text for the tool), `ok`, `result`, `cost` (0 for a call that was not made) and `skipped` (the budget
 did not allow it). Everything that belongs to an episode is in its State, so that classes may be combined.
 """
 
@@ -79,7 +79,7 @@ class SVRLEnvironment(BaseEnvironment):
             max_steps: most turns of the policy.
             tasks: rows {"prompt", "answer", …}, or a JSONL file of them; default: `arithmetic_task`.
             costs: costs by tool name, which replace the default ones (built-in: 1.0, 2.0, 1.5; functions: 1.0).
-            facts: the table of "check_facts": term → what is known of it, or a JSON file.
+            facts: the table of "check_facts": term → its fact, or a JSON file.
 
         Raises ConfigError: an unknown tool, two of one name, or a cost, budget or number of steps out of its range.
         """
@@ -106,11 +106,11 @@ class SVRLEnvironment(BaseEnvironment):
 
     def build_prompt(self, state: State) -> Prompt:
         """Return the task, the tools with their costs, the budget, and the results of the last verifications."""
-        noted = self._account(state)
+        account = self._account(state)
         about = [
             "Before you answer you may verify. A call is written USE_TOOL[name](input). Tools:",
             *(f"- {tool.name}, cost {tool.cost:g}: {tool.description}" for tool in self.tools.values()),
-            f"Budget left: {noted['budget'] - noted['spent']:g} of {noted['budget']:g}.",
+            f"Budget left: {account['budget'] - account['spent']:g} of {account['budget']:g}.",
             *self.last_verifications(state),
             "End with FINAL ANSWER: and the answer.",
         ]
@@ -125,17 +125,17 @@ class SVRLEnvironment(BaseEnvironment):
         """Make and pay the calls before the final answer. The episode ends with that answer, when nothing is left to
         spend, or with the last step."""
         state = super().update_state(state, response)
-        noted = self._account(state)
+        account = self._account(state)
         answer = FINAL_ANSWER.search(response)
-        found = parse_tool_calls(response if answer is None else response[: answer.start()], (), "use_tool")
-        for call in found:
-            record = self._call(call.name, _input_of(call.raw_text), noted["budget"] - noted["spent"])
-            noted["tool_calls"].append(record)
-            noted["spent"] += record["cost"]
-        noted["tool_calls"] += [_record("", call.raw_text, f"malformed: {call.reason}") for call in found.malformed]
+        calls = parse_tool_calls(response if answer is None else response[: answer.start()], (), "use_tool")
+        for call in calls:
+            record = self._call(call.name, _input_of(call.raw_text), account["budget"] - account["spent"])
+            account["tool_calls"].append(record)
+            account["spent"] += record["cost"]
+        account["tool_calls"] += [_record("", call.raw_text, f"malformed: {call.reason}") for call in calls.malformed]
         if answer is not None:
-            noted["final_answer"] = answer[1].strip()
-        state.done = answer is not None or noted["spent"] >= noted["budget"] or state.step_count >= self.max_steps
+            account["final_answer"] = answer[1].strip()
+        state.done = answer is not None or account["spent"] >= account["budget"] or state.step_count >= self.max_steps
         return state
 
     def _account(self, state: State) -> dict[str, Any]:
@@ -146,19 +146,19 @@ class SVRLEnvironment(BaseEnvironment):
         state.metadata.setdefault("final_answer", None)
         return state.metadata
 
-    def _call(self, name: str, given: str, left: float) -> dict[str, Any]:
+    def _call(self, name: str, arguments: str, left: float) -> dict[str, Any]:
         """Return the record of one call, made if the tool exists and the budget allows it."""
         tool = self.tools.get(name)
         if tool is None:
-            return _record(name, given, f"there is no such tool, only {', '.join(self.tools)}")
+            return _record(name, arguments, f"there is no such tool, only {', '.join(self.tools)}")
         if tool.cost > left:
-            return _record(name, given, f"not made: it costs {tool.cost:g}, {left:g} is left", skipped=True)
+            return _record(name, arguments, f"not made: it costs {tool.cost:g}, {left:g} is left", skipped=True)
         try:
             with user_code(name, RolloutRejectedError):
-                ok, result = True, str(tool.call(given))
+                ok, result = True, str(tool.call(arguments))
         except (ToolFailedError, RolloutRejectedError) as error:
             ok, result = False, f"failed: {error}"
-        return _record(name, given, result, ok=ok, cost=tool.cost)
+        return _record(name, arguments, result, ok=ok, cost=tool.cost)
 
 
 def arithmetic_task(index: int, split: Split = "train", seed: int = 0) -> dict[str, str]:
@@ -173,7 +173,7 @@ def arithmetic_task(index: int, split: Split = "train", seed: int = 0) -> dict[s
 
 
 def _make_tools(
-    given: Sequence[str | VerificationTool | Callable[[str], str]] | None,
+    requested: Sequence[str | VerificationTool | Callable[[str], str]] | None,
     facts: Mapping[str, str] | str | Path | None,
     costs: Mapping[str, float],
 ) -> list[VerificationTool]:
@@ -181,7 +181,7 @@ def _make_tools(
     if facts is not None:
         built_in["check_facts"] = lambda: fact_table(facts)
     tools = []
-    for entry in list(built_in) if given is None else given:
+    for entry in list(built_in) if requested is None else requested:
         if isinstance(entry, VerificationTool):
             tools.append(entry)
         elif isinstance(entry, str) and not is_reference(entry):
@@ -207,9 +207,9 @@ def _make_tools(
 
 
 def _record(
-    name: str, given: str, result: str, *, ok: bool = False, cost: float = 0.0, skipped: bool = False
+    name: str, arguments: str, result: str, *, ok: bool = False, cost: float = 0.0, skipped: bool = False
 ) -> dict[str, Any]:
-    return {"name": name, "arguments": given, "ok": ok, "cost": cost, "skipped": skipped, "result": result}
+    return {"name": name, "arguments": arguments, "ok": ok, "cost": cost, "skipped": skipped, "result": result}
 
 
 def _written(call: Mapping[str, Any]) -> str:
@@ -249,9 +249,9 @@ def fact_table(facts: Mapping[str, str] | str | Path, cost: float = 2.0) -> Veri
     entries = {_plain(name): str(value) for name, value in table.items()}
 
     def look_up(text: str) -> str:
-        if (found := entries.get(_plain(text))) is None:
+        if (entry := entries.get(_plain(text))) is None:
             raise ToolFailedError("not in the table")
-        return found
+        return entry
 
     return VerificationTool("check_facts", look_up, cost, "what the table of facts says of a term")
 
@@ -335,5 +335,5 @@ def _read_table(path: Path) -> Mapping[str, str]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"facts: {path} cannot be read: {error}") from error
     if not isinstance(table, dict):
-        raise ConfigError(f"facts: {path} is no JSON object of terms and what is known of them")
+        raise ConfigError(f"facts: {path} is no JSON object of terms and facts")
     return table

@@ -89,14 +89,9 @@ def test_an_episode_to_the_goal():
     assert state.metadata["actions"] == [1, 1, 2, 2, 1, 2]
     assert (state.metadata["return"], state.metadata["terminated"], state.metadata["truncated"]) == (1.0, True, False)
     assert state.live is None  # closed
-    assert environment.inference.prompts[-1] == state.prompt[:-1]
-
-
-def test_the_reward_is_the_return():
-    state = play(GymnasiumEnvironment(Says(*TO_THE_GOAL), **LAKE))
     rollout = Rollout((1, 2), (0, 1), (0.0, -0.5), (0, 0), 1.0, {})
     assert episode_return([Trajectory("right", rollout, metadata=state.metadata)]) == [1.0]
-    assert GymnasiumEnvironment.default_rewards == ("python:mlx_parallm.environments.kinds.gymnasium:episode_return",)
+    assert environment.inference.prompts[-1] == state.prompt[:-1]
 
 
 @pytest.mark.parametrize("answer", ["sideways", "left or right", ""])

@@ -117,15 +117,6 @@ def test_the_prompt_shows_the_last_three_verifications():
     assert shown == [False, False, True, True, True]
 
 
-def test_the_members_of_a_group_keep_their_accounts_apart():
-    environment = svrl(*["USE_TOOL[verify_calculation](1)"] * 2)
-    state = environment.reset()
-    one, other = state.copy(), state.copy()
-    environment.step(one)
-    environment.step(one)
-    assert (one.metadata["spent"], other.metadata["spent"], state.metadata["spent"]) == (2.0, 0.0, 0.0)
-
-
 def test_the_default_tools_are_real():
     try:
         environment = SVRLEnvironment(facts={"capital of Peru": "Lima"}, tasks=TASK)
