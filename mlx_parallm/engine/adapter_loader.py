@@ -38,7 +38,7 @@ class AdapterLoader:
         self._free = threading.Condition()
 
     def load(self, name: str, path: str, *, in_place: bool) -> None:
-        """Adds an adapter, or replaces the one of that name (whose requests go on under the new one).
+        """Adds an adapter, or replaces the one of that name; running requests go on under the new one.
 
         Args:
             in_place: a name that is taken is replaced; without it only when `path` is where it came from.

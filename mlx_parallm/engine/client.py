@@ -67,7 +67,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class NotifyIdle:
-    """`event` is set once nothing runs (whatever waits while admission is paused)."""
+    """Sets `event` once nothing runs; requests may wait while admission is paused."""
 
     event: threading.Event
 

@@ -199,7 +199,7 @@ class Engine:
         for sequence in lost:
             try:
                 self._runner.rebuild(sequence, len(self.scheduler.rows))
-            except Exception as error:  # noqa: BLE001 - boundary: the failure is this sequence's, and it is told
+            except Exception as error:  # noqa: BLE001 - boundary: the failure ends this sequence only
                 sequence.finish("error", error=f"the model failed on this request: {error!r}")
                 self._live.retire(sequence)
             else:

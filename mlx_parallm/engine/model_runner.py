@@ -6,7 +6,7 @@ one position a row. `launch` builds the step's graph under the weight lock; `col
 and reads it: the step's one host sync. Launching step N+1 before N is read would hide the Python of a step (about 2 ms
 of 50 at 32 rows of 29 M parameters on CPU) and cost a wasted row-step per finish; it is not done.
 
-A step that failed leaves keys and values doubtful. `rebuild` then computes one row anew, from its sequence's tokens and
+A step that failed leaves keys and values doubtful. `rebuild` then computes a row again, from its sequence's tokens and
 alone, and tries its next step too: a sequence that raises there is the cause, and fails alone. This costs one prefill a
 row and happens after a failure only.
 """
@@ -31,7 +31,7 @@ from mlx_parallm.weights import SharedWeights, WeightsView
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step's graph: who decodes, under which version, and what the host will read."""
+    """A step's graph: the decoding rows, their policy version, and the arrays that the host will read."""
 
     rows: tuple[Sequence, ...]
     version: int

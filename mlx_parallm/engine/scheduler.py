@@ -343,5 +343,5 @@ class Scheduler:
 
 
 def _reserved(active: list[Sequence]) -> int:
-    """Rows are equally long, whoever is in them."""
+    """All rows are as long as the longest sequence among them."""
     return len(active) * max((len(s.prompt) + s.max_tokens for s in active), default=0)

@@ -1,8 +1,8 @@
 """Log-probabilities of a given text (`prompt_logprobs`, echo): a forward of its own, by chunks.
 
 One chunk is computed a step, so decoding rows wait for one chunk at most, and logits of one chunk exist at a time.
-All chunks of a text are of the same weights: an adapter is held as the first chunk had it, and where the base itself is
-published in between, the text begins anew.
+All chunks of a text use the same weights: the adapter stays as it was at the first chunk, and when the base itself is
+published in between, the text starts again.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """One generation in flight. Mutable, owned by the engine thread, plain Python: no tensors, no parallel lists elsewhere.
 
-`client.Submission` → n × `Sequence` → `Scheduler` gives it a row of the KV cache → `ModelRunner` samples its tokens →
+`types.Request` → n × `Sequence` → `Scheduler` gives it a row of the KV cache → `ModelRunner` samples its tokens →
 `Engine` ends it → `Completion`.
 """
 
@@ -39,7 +39,7 @@ class Sequence:
     index: int
     prompt: tuple[int, ...]
     params: SamplingParams
-    adapter: "AdapterSlot | None"  # None = the base; held to the end, whatever is unloaded meanwhile
+    adapter: "AdapterSlot | None"  # None = the base; kept to the end, also when it is unloaded meanwhile
     max_tokens: int
     random_stream: int  # 64 bits; token t of this choice is drawn with f(random_stream, t)
     stop_ids: frozenset[int]  # EOS (unless ignored) and the request's stop ids
@@ -68,7 +68,7 @@ class Sequence:
 
     @property
     def pinned_version(self) -> int | None:
-        """The policy version that was asked for by number; None = whatever is newest."""
+        """The policy version that the request names by number; None = the newest."""
         return self.adapter.weights.version if self.adapter is not None and self.adapter.pinned else None
 
     @property

@@ -1,9 +1,9 @@
 """The engine thread: takes commands between steps, steps while there is work, delivers each step's events.
 
 Everything MLX that serves runs here. `build` makes the engine on this thread from a model that was evaluated where it
-was loaded (docs/design.md). The loop blocks on the command queue when idle. A step that raises fails the requests that
-raise alone too, and the engine goes on. When none does, the step is tried once more, then fails all who took part; the
-third such step in a row is the end: the engine is dead and says so in `stats`.
+was loaded (docs/design.md). The loop blocks on the command queue when idle. After a step that raises, each sequence is
+computed alone: those that raise again fail, and the engine goes on. When none raises, the step is tried once more; if
+it raises again, all its requests fail. After the third such step in a row the engine is dead, and `stats` says so.
 """
 
 import queue
@@ -45,7 +45,7 @@ class EngineThread:
     Args:
         build: makes the engine; runs on the new thread. What it raises is raised by `start`.
         models: names under which the engine answers.
-        turns: who comes first where a trainer shares the device.
+        turns: the order of engine and trainer where they share the device.
     """
 
     def __init__(self, build: Callable[[], Engine], models: ServedModels, turns: Turns | None = None) -> None:
@@ -116,7 +116,7 @@ class EngineThread:
             self._started.set()
             while not self._stopping:
                 self._turn(engine)
-        except BaseException as error:  # noqa: BLE001 - boundary: the thread's end must be told to whoever waits
+        except BaseException as error:  # noqa: BLE001 - boundary: all waiting callers must learn of the thread's end
             self._error = reason = f"the engine thread died: {error!r}"
             if self._started.is_set():
                 get_logger(__name__).exception("engine_died")
@@ -221,13 +221,13 @@ class EngineThread:
         for loop, batch in by_loop.items():
             try:
                 loop.call_soon_threadsafe(deliver_all, batch)
-            except RuntimeError:  # that loop has ended: nobody waits there any more
+            except RuntimeError:  # that loop has ended: no caller waits there any more
                 for mailbox, _ in batch:
                     if self._mailboxes.pop(mailbox.request_id, None):
                         self.client.abort(mailbox.request_id)
 
     def _shut_down(self, reason: str) -> None:
-        """Nobody is left waiting: requests, queued commands, idle waiters."""
+        """Answers all that still wait: requests, queued commands, idle waiters."""
         self.client.close(reason)
         unheard = list(self._mailboxes.values())
         while True:
@@ -251,7 +251,7 @@ class EngineThread:
 
 def _call(function: Callable[[Engine], Any], engine: Engine, future: "Future[Any]") -> None:
     if not future.set_running_or_notify_cancel():
-        return  # whoever asked has gone: a time limit, a shutdown
+        return  # the caller has gone: a time limit, a shutdown
     try:
         future.set_result(function(engine))
     except Exception as error:  # noqa: BLE001 - boundary: the caller's function fails in the caller

@@ -85,7 +85,7 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
 
 
 def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
-    """A model that mlx-lm has loaded, as `load_model` gives one. A copy, which shares the arrays whose dtype is right.
+    """Wrap a model that mlx-lm has loaded. The result is a copy that shares the arrays of the right dtype.
 
     `path` is the directory that the tokenizer came from, if any: a checkpoint there gives the configuration, else the
     model's own arguments do. Raises ModelError: it has none.

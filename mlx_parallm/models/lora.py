@@ -140,7 +140,7 @@ def check_adapter(shapes: Mapping[str, tuple[int, int]], layers: Mapping[str, Lo
 
 
 def find_adapter_file(path: str | Path) -> Path:
-    """Find the weights file of an adapter, whose file or directory `path` is. Raises AdapterError."""
+    """Find the weights file of the adapter at `path`, a file or directory. Raises AdapterError."""
     source = Path(path).expanduser()
     if source.is_file():
         return source

@@ -138,7 +138,7 @@ class Detokenizer:
         return self._advance(text)
 
     def finish(self) -> str:
-        """The rest, replacement characters included. Further `add`s start anew."""
+        """The rest, replacement characters included. Further `add`s start from nothing."""
         rest = self._advance(self._decode(self._ids))
         self._ids, self._shown, self._read = [], "", 0
         return rest

@@ -93,7 +93,7 @@ def _of_layer(pattern: Mapping[str, Any], path: str, default: Any) -> Any:
 
 
 def _alpha(divisor: float, scale: float, *, whole: bool) -> float | None:
-    """The alpha whose quotient is `scale` to the last bit, if there is one; whole numbers only, or any."""
+    """Return the alpha with alpha / divisor = scale to the last bit, if there is one; `whole`: whole numbers only."""
     product = scale * divisor
     above, below = math.nextafter(product, math.inf), math.nextafter(product, 0.0)
     near = (float(round(product)),) if whole else (product, above, below)
