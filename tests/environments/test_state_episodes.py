@@ -304,7 +304,7 @@ async def test_an_engine_failure_is_not_swallowed(tokenizer):
     ("params", "failure"),
     [
         ({"temperature": 0.5}, r"generate\(temperature=…\) inside an episode: it samples as the run does"),
-        ({"seed": 1, "top_p": 0.5}, r"generate\(seed=…, top_p=…\) inside an episode.* takes only max_tokens, stop, tools$"),
+        ({"seed": 1, "top_p": 0.5}, r"generate\(seed=…, top_p=…\) inside an episode.*only max_tokens, stop, tools$"),
     ],
 )
 async def test_an_episode_samples_as_the_run_does(tokenizer, params, failure):
