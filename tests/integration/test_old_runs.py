@@ -1,27 +1,46 @@
-"""Run directories that former versions wrote can be resumed."""
+"""Run directories that former versions wrote: they are read, and resumed."""
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from mlx_parallm.config.load import load_config
+from mlx_parallm.models.lora import load_adapter
+from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
+from mlx_parallm.rl_training.run_directory import checkpoint_at, find_run
+from mlx_parallm.rollout_store.ledger import Ledger
 from tests.integration.processes import Daemon, free_port, metrics
 
-pytestmark = pytest.mark.slow
 DATA = Path(__file__).parents[1] / "data"
+LAST_LINE = {"run_schema_1": 3, "run_0_1": 2}  # both have their last checkpoint at step 2
 
 
-@pytest.mark.parametrize("name", ["run_schema_1"])
+@pytest.mark.parametrize("name", LAST_LINE)
+def test_an_old_run_is_read(name: str) -> None:
+    run = find_run(DATA / name)
+    config, checkpoint = load_config(run / "config.toml", saved=True), checkpoint_at(run)
+    assert checkpoint is not None
+    state, adapter = TrainerState.read(checkpoint), load_adapter(checkpoint)
+    assert (state.step, state.schema_version) == (2, 1)
+    assert {pair.a.shape[1] for pair in adapter.layers.values()} == {config.rl_training.lora.rank}
+    with closing(Ledger(run / "rollouts.sqlite")) as ledger:
+        assert ledger.groups(ledger.taken_by(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAST_LINE)
 def test_an_old_run_goes_on(tmp_path: Path, name: str) -> None:
-    run = tmp_path / name
+    run, last = tmp_path / name, LAST_LINE[name]
     shutil.copytree(DATA / name, run, symlinks=True)
     before = metrics(run)
-    assert [line["step"] for line in before] == [1, 2, 3]
+    assert [line["step"] for line in before] == list(range(1, last + 1))
     port = free_port()
-    settings = ["--set", "rl_training.total_steps=4", "--set", f"server.port={port}"]
+    settings = ["--set", f"rl_training.total_steps={last + 1}", "--set", f"server.port={port}"]
     with Daemon("mlx_parallm_train", "--resume", str(run), *settings, port=port) as daemon:
         assert daemon.wait() == 0, daemon.output
     after = metrics(run)
-    assert [line["step"] for line in after] == [1, 2, 3, 4]
+    assert [line["step"] for line in after] == list(range(1, last + 2))
     assert after[:2] == before[:2]
     assert (run / "final" / "adapters.safetensors").is_file()
