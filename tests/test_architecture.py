@@ -31,7 +31,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("library",),
     ("primitives",),
     ("integrations", "distributed"),
-    ("serving",),
     ("daemon",),
     ("tools",),
     ("cli",),

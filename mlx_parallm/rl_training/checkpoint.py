@@ -25,7 +25,9 @@ import mlx.core as mx
 import numpy as np
 import structlog
 
-from mlx_parallm.errors import CheckpointError
+from mlx_parallm.errors import AdapterError, CheckpointError
+from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.run_directory import BEST, FINAL, LATEST, checkpoint_at, checkpoints, moment
@@ -279,3 +281,46 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((name, np.array(keys, np.uint32), *rest))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
+
+
+class CheckpointVersions:
+    """Args: run: the directory whose step_* hold adapters. Any thread."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        # A checkpoint is complete from the start and never changes; a rollback may put another in its place.
+        self._known: dict[tuple[Path, int], int | None] = {}
+
+    def versions(self) -> list[int]:
+        return sorted(self._paths())
+
+    def path(self, version: int) -> Path | None:
+        """The checkpoint of that version."""
+        return self._paths().get(version)
+
+    def load(self, version: int) -> Mapping[str, LoraPair]:
+        path = self.path(version)
+        if path is None:
+            raise AdapterError(f"{self._run}: no checkpoint of version {version}")
+        return load_adapter(path).layers
+
+    def _paths(self) -> dict[int, Path]:
+        present = {(file.parent, _changed(file)) for file in self._run.glob(f"step_*/{STATE_FILE}")}
+        self._known = {key: self._known[key] if key in self._known else _version(key[0]) for key in present}
+        return {version: path for (path, _), version in self._known.items() if version is not None}
+
+
+def _changed(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:  # removed meanwhile
+        return 0
+
+
+def _version(checkpoint: Path) -> int | None:
+    """The version under which a checkpoint's weights were served; None when they never were."""
+    try:
+        state = TrainerState.read(checkpoint)
+    except CheckpointError:
+        return None
+    return None if state.unpublished else state.policy_version

@@ -23,10 +23,9 @@ from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel, check_model
 from mlx_parallm.rewards.functions import TrainingProgress
-from mlx_parallm.rl_training.checkpoint import Checkpointer
+from mlx_parallm.rl_training.checkpoint import Checkpointer, CheckpointVersions
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter, what_to_resume
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.checkpoints.versions import CheckpointVersions
 from mlx_parallm.rl_training.data.heldout import HeldOut, told
 from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog, best_by
@@ -48,10 +47,10 @@ from mlx_parallm.rl_training.loop import Batches, Parts, RunControl, TrainingLoo
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
-from mlx_parallm.rl_training.monitor.memory_watch import MemoryWatch
 from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, SampleLog
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
-from mlx_parallm.rl_training.publish.logprob_mismatch import MisfitCheck
+from mlx_parallm.rl_training.plan.preflight import MemoryWatch
+from mlx_parallm.rl_training.publish.guard import LogprobMismatchCheck
 from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory
@@ -274,7 +273,7 @@ class TrainingRun:
             group_sizes=[source.config.group_size for source in self.environments],
             request_groups=sources.request if self.environments else None,
             minimums=sources.minimums,
-            misfit=MisfitCheck(trainer),
+            misfit=LogprobMismatchCheck(trainer),
         )
 
     def _open_serving(

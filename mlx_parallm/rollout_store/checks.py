@@ -13,7 +13,7 @@ from mlx_parallm.types import Rollout, RolloutGroup
 LOGPROB_TOLERANCE = 1e-3  # float32 log-softmax may come out a hair above 0
 
 OTHER_MODEL = "other tokenizer or model: its log-probabilities are far from this model's"
-"""Why a group that was accepted is put into quarantine later (`rl_training/publish/logprob_mismatch.py`)."""
+"""Why a group that was accepted is put into quarantine later (`rl_training/publish/guard.py`)."""
 
 MissingLogprobs = Literal["reject", "recompute"]
 

@@ -32,6 +32,7 @@ import httpx
 
 import mlx_parallm  # the fast BLAS comes before MLX
 from mlx_parallm.config.load import load_config
+from mlx_parallm.daemon import Serving
 from mlx_parallm.integrations.atropos.queue import AtroposQueue, AtroposSettings
 from mlx_parallm.integrations.atropos.routes import create_atropos_router
 from mlx_parallm.integrations.atropos.wire import ScoredData, from_scored_data
@@ -39,7 +40,6 @@ from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.rollout_store.checks import check_group
 from mlx_parallm.rollout_store.payload import encode_group
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.serving import Serving
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
 from scripts.bench.models import VOCAB, save_bench_model

@@ -6,7 +6,7 @@
 
 For each checkpoint: nats a token (`rl_training.misfit`) between it and the groups that were sampled so many steps
 before; and the same groups with their tokens shuffled over the vocabulary. What counts is the smaller of the shortest
-sequence's distance and the whole group's: `MISFIT_NATS` lies between the largest of one and the least of the other.
+sequence's distance and the whole group's: `MISMATCH_NATS` lies between the largest of one and the least of the other.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.models.loading import load_model
-from mlx_parallm.rl_training.publish.logprob_mismatch import MISFIT_NATS, MisfitCheck
+from mlx_parallm.rl_training.publish.guard import MISMATCH_NATS, LogprobMismatchCheck
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -39,7 +39,7 @@ def main() -> None:
     loaded = load_model(config.model)
     training = config.rl_training
     policy = TrainedPolicy(loaded.model, training, source=loaded.path, model_config=loaded.config)
-    check = MisfitCheck(Trainer(policy, training, make_algorithm(training)))
+    check = LogprobMismatchCheck(Trainer(policy, training, make_algorithm(training)))
     by_version = groups_by_version(run)
     shuffle = np.random.default_rng(0).permutation(loaded.vocab_size)
     found: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
@@ -54,7 +54,7 @@ def main() -> None:
         columns = [*np.array(pairs).T, np.array(pairs).min(axis=1)]
         ranges = [f"{column.min():.2f} … {column.max():.2f}" for column in columns]
         table.add_row(kind, str(staleness), str(len(pairs)), *ranges)
-    Console().print(table, f"MISFIT_NATS = {MISFIT_NATS:g}")
+    Console().print(table, f"MISMATCH_NATS = {MISMATCH_NATS:g}")
 
 
 def groups_by_version(run: Path) -> dict[int, list[RolloutGroup]]:
@@ -67,7 +67,7 @@ def groups_by_version(run: Path) -> dict[int, list[RolloutGroup]]:
     return found
 
 
-def distances(check: MisfitCheck, group: RolloutGroup) -> tuple[float, float]:
+def distances(check: LogprobMismatchCheck, group: RolloutGroup) -> tuple[float, float]:
     """Of the shortest sequence, and of all."""
     shortest = min(group.rollouts, key=lambda rollout: len(rollout.tokens))
     return check.distance([shortest]), check.distance(group.rollouts)

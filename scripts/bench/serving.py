@@ -33,10 +33,10 @@ from scripts.bench.models import save_bench_model
 import mlx.core as mx
 
 from mlx_parallm.config.load import parse_config
+from mlx_parallm.daemon import Serving
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel, load_model
 from mlx_parallm.models.lora import linear_layers, linear_shape
-from mlx_parallm.serving import Serving
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
 

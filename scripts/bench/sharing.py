@@ -30,13 +30,13 @@ import mlx_parallm  # the fast BLAS comes before MLX
 
 # isort: split
 from mlx_parallm.config.load import Config, parse_config
+from mlx_parallm.daemon import Serving
 from mlx_parallm.losses.advantages import group_advantages, token_advantages
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
-from mlx_parallm.serving import Serving
 from mlx_parallm.system.blas import blas_status, share_blas_between
 from mlx_parallm.system.hardware import usable_cores
 from mlx_parallm.system.log import configure_logging

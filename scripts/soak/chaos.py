@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
+from mlx_parallm.daemon import Serving
 from mlx_parallm.models.threads import mlx_thread
-from mlx_parallm.serving import Serving
 from mlx_parallm.system.log import configure_logging
 from scripts.soak.fuzz_openapi import tiny_server
 

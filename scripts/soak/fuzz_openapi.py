@@ -28,11 +28,11 @@ from schemathesis.core.failures import FailureGroup
 
 import mlx_parallm  # the fast BLAS comes before MLX
 from mlx_parallm.config.load import load_config
+from mlx_parallm.daemon import Serving
 from mlx_parallm.integrations.atropos.queue import AtroposQueue, AtroposSettings
 from mlx_parallm.integrations.atropos.routes import create_atropos_router
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.serving import Serving
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
 

@@ -26,9 +26,9 @@ import psutil
 import mlx_parallm  # the fast BLAS comes before MLX
 from mlx_parallm.config.load import load_config
 from mlx_parallm.config.training import LoraConfig
+from mlx_parallm.daemon import Serving
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import adapter_layers, inject_lora
-from mlx_parallm.serving import Serving
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
 

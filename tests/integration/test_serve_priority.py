@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mlx_parallm import serving
+from mlx_parallm import daemon as serving
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.daemon import training_run
 from mlx_parallm.engine.served_models import ServedModels

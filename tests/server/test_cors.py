@@ -4,9 +4,9 @@ import pytest
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.server import ServerConfig
+from mlx_parallm.daemon import Serving
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.auth import check_origins
-from mlx_parallm.serving import Serving
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import running_server
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.load import Config
+from mlx_parallm.daemon import Serving
 from mlx_parallm.models.loading import load_model
-from mlx_parallm.serving import Serving
 from mlx_parallm.weights import SharedWeights
 from tests.conftest import TINY
 

@@ -10,9 +10,18 @@ from mlx_parallm import cli
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ModelError, ParallmError
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.tools import contract_subject, contracts
-from mlx_parallm.tools.contract_subject import Subject, memory_bandwidth, subject_of
-from mlx_parallm.tools.contracts import ROUNDING, Finding, Rounding, block, compare, tried
+from mlx_parallm.tools import contracts
+from mlx_parallm.tools.contracts import (
+    ROUNDING,
+    Finding,
+    Rounding,
+    Subject,
+    block,
+    compare,
+    memory_bandwidth,
+    subject_of,
+    tried,
+)
 from mlx_parallm.types import Completion
 
 EXACT, HALF = Rounding(1e-4, 1e-5, exact=True), Rounding(0.25, 0.0625)
@@ -22,7 +31,7 @@ CONFIG = ["server.port=8000", "model.base_path=builtin:tiny"]  # the port is not
 @pytest.fixture(scope="module")
 def subject() -> Iterator[Subject]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contract_subject, "memory_bandwidth", lambda: 1e10)
+        patch.setattr(contracts, "memory_bandwidth", lambda: 1e10)
         with subject_of(load_config(None, CONFIG)) as made:
             made.rate = 6 * contracts.NEW_TOKENS / contracts.ALONE_S  # six sequences a comparison
             yield made
@@ -85,9 +94,9 @@ def test_engine_is_trainer_and_memory_is_as_predicted(subject: Subject) -> None:
 def test_a_model_that_cannot_be_trained_is_tried_as_it_is_served(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(contract_subject, "memory_bandwidth", lambda: 1e10)
-    monkeypatch.setattr(contract_subject, "layer_without_gradient", lambda model: "layer 3 (mixer: Kernel) has none")
-    monkeypatch.setattr(contracts, "PROMPTS", 4)
+    monkeypatch.setattr(contracts, "memory_bandwidth", lambda: 1e10)
+    monkeypatch.setattr(contracts, "layer_without_gradient", lambda model: "layer 3 (mixer: Kernel) has none")
+    monkeypatch.setattr(contracts, "ALONE_S", 0.0)
     assert contracts.run(load_config(None, [*CONFIG, "model.dtype=float32"])) == 0
     printed = capsys.readouterr().out
     assert printed.count("| 4 of 4 sequences identical") == 2, printed
@@ -99,7 +108,7 @@ def test_a_model_that_cannot_be_trained_is_tried_as_it_is_served(
     [("rl_training.lora.enabled=false", "tried with an adapter"), ("model.base_path=no/such/place", "no model at")],
 )
 def test_what_cannot_be_tried_is_said_first(setting: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract_subject, "memory_bandwidth", lambda: pytest.fail("something was measured"))
+    monkeypatch.setattr(contracts, "memory_bandwidth", lambda: pytest.fail("something was measured"))
     with pytest.raises(ParallmError, match=message), subject_of(load_config(None, [*CONFIG, setting])):
         pass
 
@@ -138,7 +147,7 @@ def test_the_block_and_the_exit_code(
 ) -> None:
     finding = Finding("memory", passed, "1 GB", "≤ 2 GB")
     monkeypatch.setattr(contracts, "CONTRACTS", {"memory": lambda _: [finding]})
-    monkeypatch.setattr(contract_subject, "memory_bandwidth", lambda: 1e10)
+    monkeypatch.setattr(contracts, "memory_bandwidth", lambda: 1e10)
     assert contracts.run(load_config(None, [*CONFIG, "model.dtype=float32"])) == code
     printed = capsys.readouterr().out
     assert printed.startswith("### mlx_parallm contracts\n")

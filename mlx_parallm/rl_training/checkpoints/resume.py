@@ -1,4 +1,9 @@
-"""Where a run starts from: what `--resume` means, and which adapter `model.lora_path` gives it."""
+"""Where a run starts from: what `--resume` means, which keys of the configuration may differ from the saved ones, and
+which adapter `model.lora_path` gives it.
+
+The model, the adapter's shape, the problems and how a step is divided may not change on a resume: the checkpoint, the
+rollouts that wait, or a comparison of the metrics before and after depend on them. docs/operations.md has the list.
+"""
 
 from pathlib import Path
 
@@ -8,8 +13,17 @@ from mlx_parallm.system.log import get_logger
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import find_adapter_file, load_adapter
 from mlx_parallm.rl_training.checkpoint import find_checkpoint
-from mlx_parallm.rl_training.checkpoints.resume_keys import check_resume, refuse_redacted
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, LATEST, STORE_FILE
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.config.load import Config, load_config
+from mlx_parallm.config.algorithm import SETTINGS
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.redaction import REDACTED
 
 log = get_logger("train")
 
@@ -74,3 +88,93 @@ def _other_run(config: Config, path: str, file: Path) -> Path | None:
         return None
     same_model = saved.model.base_path == config.model.base_path
     return None if same_model and saved.rl_training.lora == config.rl_training.lora else run
+
+
+MAY_CHANGE = (
+    *("server.*", "logging.*", "rollouts.*", "model.lora_path", "model.trust_remote_code", "model.quantized_cache"),
+    *("model.tool_parser", "model.reasoning_parser"),
+    *(
+        f"rl_training.{key}"
+        for key in (
+            *("learning_rate", "lr_schedule", "lr_final", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2"),
+            *("max_grad_norm", "kl_beta", "entropy_weight", *SETTINGS, "overlong_buffer", "overlong_length"),
+            *("sampler_correction*", "kl_in", "kl_target", "kl_horizon"),
+            "temperature",
+            *("token_budget", "packing", "blocks_per_eval", "max_eval_ms", "serve_priority", "deterministic"),
+            *("ppo.*", "lora.dropout", "lora.loraplus_ratio", "reference_decay", "reference_update_every"),
+            *("max_staleness", "buffer_sampling", "max_empty_rounds", "weight_updates.*"),
+            *("total_steps", "checkpoint_interval", "keep_checkpoints", "keep_best"),
+            *("checkpoint_dir", "run_name", "resume"),
+            *("atropos.api_url", "atropos.poll_interval_s", "atropos.wandb_*", "atropos.max_token_length"),
+            "atropos.missing_logprobs",
+        )
+    ),
+    *("data.eval_every", "data.eval_rows", "evaluation.*"),
+    *(f"environments.*.{key}" for key in ("weight", "max_tokens", "timeout_s")),
+)
+"""Dotted keys; `*` stands for anything but a dot. A key that is a path may also name the same file elsewhere."""
+
+log = get_logger("train")
+
+
+def check_resume(config: Config, run: Path, saved_file: Path) -> None:
+    """Compares with the configuration that the run was saved with. Raises ConfigError: which keys may not change."""
+    if not saved_file.is_file():
+        return
+    try:
+        saved = load_config(saved_file, saved=True)
+    except ConfigError as error:
+        log.warning("what changed since the run was saved is not known", reason=str(error))
+        return
+    before, now = dict(_leaves(saved.redacted())), dict(_leaves(config.redacted()))
+    changed = [key for key in before | now if before.get(key) != now.get(key)]
+    refused = [key for key in changed if not _may_change(key, before.get(key), now.get(key))]
+    if refused:
+        what = ", ".join(f"{key} ({_shown(before.get(key))} → {_shown(now.get(key))})" for key in refused)
+        start = "model.lora_path" if config.rl_training.lora.enabled else "model.base_path"
+        raise ConfigError(
+            f"--resume {run}: may not change: {what}. Set back to the first value to go on, or start a new run from"
+            f" this one's weights: {start}={run / 'latest'} and another rl_training.run_name, without --resume"
+        )
+    if told := [key for key in changed if not key.startswith(("server.", "logging."))]:
+        log.info("changed on resume", **{key: f"{_shown(before.get(key))} → {_shown(now.get(key))}" for key in told})
+
+
+def refuse_redacted(config: Config) -> None:
+    """Raises ConfigError: a secret that a saved configuration does not hold. (server.api_key says so itself.)"""
+    for key, value in _leaves(config.model_dump(mode="json")):
+        if isinstance(value, str) and REDACTED in value and key != "server.api_key":
+            raise ConfigError(f"{key} is redacted in a saved configuration: give it again with --set {key}=…")
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything that is not a mapping; a list of mappings counts its entries."""
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        value = {str(number): entry for number, entry in enumerate(value)}
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _may_change(key: str, before: Any, now: Any) -> bool:
+    return any(_matches(key.split("."), pattern.split(".")) for pattern in MAY_CHANGE) or _moved(before, now)
+
+
+def _matches(key: list[str], pattern: list[str]) -> bool:
+    return len(key) == len(pattern) and all(map(fnmatchcase, key, pattern))
+
+
+def _moved(before: Any, now: Any) -> bool:
+    """The same file or directory in another place: `/data/Qwen3-4B` → `/Users/me/Qwen3-4B`, lists of them too."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return all(a == b or _moved(a, b) for a, b in zip(before, now, strict=True))
+    if not (isinstance(before, str) and isinstance(now, str)):
+        return False
+    place = Path(now.removeprefix("python:").partition(".py:")[0] + (".py" if ".py:" in now else ""))
+    return Path(before).name == Path(now).name and place.expanduser().exists()
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)

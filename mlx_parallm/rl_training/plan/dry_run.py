@@ -8,17 +8,20 @@ the dry run with EnvironmentFailedError before the probe.
 """
 
 import asyncio
+import itertools
 import shutil
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
 from rich.rule import Rule
+from rich.table import Table
 from rich.text import Text
 
 from mlx_parallm.config.load import Config
@@ -33,21 +36,17 @@ from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.events import BatchReady
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE
-from mlx_parallm.rl_training.monitor.memory_watch import measured_bytes, needed_bytes
-from mlx_parallm.rl_training.plan.dry_run_display import (
-    Forecast,
-    remarks,
-    shortcomings,
-    show_forecast,
-    show_group,
-    show_memory,
-)
 from mlx_parallm.rl_training.plan.preflight import (
     Lengths,
+    MemoryEstimate,
     ModelShape,
     checkpoint_bytes,
+    in_words,
     longest,
+    measured_bytes,
+    needed_bytes,
     predict_memory,
+    too_little_memory,
 )
 from mlx_parallm.rl_training.sources import EMBEDDED, POLICY, policy_inference
 from mlx_parallm.rl_training.step.batch import TrainBatch
@@ -350,3 +349,149 @@ def probe_config(config: Config, scratch: Path) -> Config:
 def _existing(path: Path) -> Path:
     path = path.absolute()
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())
+
+
+# ---------------------------------------------------------------------- what is shown
+
+LONGEST_PROMPT = 400
+"""Tokens of a prompt that are shown: its begin and its end."""
+LONGEST_ANSWER = 400
+"""Characters of a completion that are shown."""
+TRUNCATED = 0.2
+"""A larger share of completions that were cut off is worth a word."""
+SPECIAL = "bold magenta"
+OTHER_FILES = 170 * 2**10
+"""Bytes of a run directory without its steps: reward curve, configuration, an empty database."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the run will need: bytes, seconds, steps. `memory_seen`: at the lengths of the probe; `memory_most`: with
+    every completion at its max_tokens. `seconds` of a step; None = no step could be measured."""
+
+    memory_seen: int
+    memory_most: int
+    memory_present: int
+    steps: int
+    checkpoint: int
+    checkpoints: int
+    disk_present: int
+    seconds: float | None = None
+    measured_steps: int = 0
+    disk_step: int = 0  # rollouts and metrics
+    rollouts_most: int = 0  # bytes that they are pruned to; 0 = no bound
+
+    @property
+    def disk(self) -> int:
+        steps = self.steps * self.disk_step
+        bounded = min(steps, self.rollouts_most) if self.rollouts_most else steps
+        return OTHER_FILES + bounded + self.checkpoints * self.checkpoint
+
+    @property
+    def hours(self) -> float | None:
+        return None if self.seconds is None else self.seconds * self.steps / 3600
+
+
+def visible(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Text:
+    """The text of tokens; special tokens stand out, line ends show as ⏎."""
+    text = Text()
+    for special, run in itertools.groupby(token_ids, key=lambda token: token in tokenizer.special_ids):
+        piece = tokenizer.decode(list(run), skip_special_tokens=False)
+        text.append(piece if special else piece.replace("\n", "⏎\n"), style=SPECIAL if special else "")
+    return text
+
+
+def show_group(result: GroupResult, prompt: Sequence[int], tokenizer: Tokenizer) -> RenderableType:
+    """The prompt as the model reads it, and one row for each completion."""
+    shown = visible(tokenizer, prompt)
+    if len(prompt) > LONGEST_PROMPT:
+        half, hidden = LONGEST_PROMPT // 2, len(prompt) - LONGEST_PROMPT
+        shown = visible(tokenizer, prompt[:half]).append(f" … {hidden} tokens not shown … ", style="dim")
+        shown.append_text(visible(tokenizer, prompt[-half:]))
+    title = f"{result.plan.source.name}: the prompt, {len(prompt)} tokens"
+    table = Table("#", "reward", "tokens", "ended by", expand=True)
+    table.add_column("completion", ratio=1, overflow="fold")
+    for number, trajectory in enumerate(result.trajectories):
+        rollout, answer = trajectory.rollout, trajectory.conversation
+        cut = rollout.stop_reason == "length"
+        last = visible(tokenizer, rollout.tokens[-1:]) if rollout.tokens[-1] in tokenizer.eos_token_ids else "stop"
+        ended = Text("truncated", style="yellow") if cut else last
+        text = answer if len(answer) <= LONGEST_ANSWER else answer[:LONGEST_ANSWER] + " …"
+        table.add_row(str(number), _scores(rollout.scores), str(rollout.sampled_tokens), ended, Text(text))
+    expected = [] if result.task is None or result.task.answer is None else [Text(f"expected: {result.task.answer}")]
+    return Group(Panel(shown, title=title, title_align="left"), *expected, table)
+
+
+def remarks(result: GroupResult, config_key: str) -> list[str]:
+    """What a group of a working environment shows to be wrong."""
+    rollouts = result.group.rollouts
+    if result.failure is not None or not rollouts:
+        return []
+    found = []
+    rewards = {rollout.reward for rollout in rollouts}
+    if len(rewards) == 1:
+        found.append(
+            f"every completion of this group scores {rewards.pop():g}: nothing can be learnt from equal rewards"
+        )
+    cut = sum(rollout.stop_reason == "length" for rollout in rollouts)
+    if sum(trajectory.out_of_room for trajectory in result.trajectories) > cut / 2:
+        what = "rl_training.atropos.max_token_length, which holds prompt and all turns"
+        found.append(f"{cut} of {len(rollouts)} completions were cut off: raise {what}")
+    elif cut == len(rollouts):
+        found.append(
+            f"no completion ended by itself, all {cut} were cut off: the model does not sample its end token within"
+            f" {config_key}.max_tokens = {result.plan.source.config.max_tokens}"
+        )
+    elif cut > TRUNCATED * len(rollouts):
+        limit = result.plan.source.config.max_tokens
+        found.append(f"{cut} of {len(rollouts)} completions were cut off: raise {config_key}.max_tokens ({limit})")
+    return found
+
+
+def show_memory(estimate: MemoryEstimate, present: int) -> Table:
+    """The parts of a prediction."""
+    table = Table(title="memory before loading, by formula", title_justify="left", show_header=False)
+    for name, size in estimate.parts.items():
+        if size:
+            table.add_row(name, in_words(size))
+    table.add_section()
+    table.add_row("needed at most", in_words(estimate.total), style="bold")
+    table.add_row("present", in_words(present))
+    return table
+
+
+def show_forecast(forecast: Forecast, config: Config) -> Table:
+    table = Table(title="what the run will need", title_justify="left", show_header=False)
+    all_at = "every completion at its max_tokens" if config.data.path is None else "rows of data.max_length tokens"
+    longest = f"at most {in_words(forecast.memory_most)}, with {all_at}"
+    table.add_row(
+        "memory", f"needed {in_words(forecast.memory_seen)}; {longest}; present {in_words(forecast.memory_present)}"
+    )
+    if forecast.seconds is None or forecast.hours is None:
+        table.add_row("time", "not known: no step was measured")
+    else:
+        table.add_row("seconds a step", f"{forecast.seconds:.3g} (mean of {forecast.measured_steps} real steps)")
+        table.add_row("hours", f"{forecast.hours:.3g} to total_steps = {forecast.steps}, evaluations not counted")
+    saved = f"{forecast.checkpoints} × checkpoint of {in_words(forecast.checkpoint)}"
+    parts = f"{saved}, {in_words(forecast.disk_step)} a step"
+    table.add_row("disk", f"needed {in_words(forecast.disk)} ({parts}); free {in_words(forecast.disk_present)}")
+    table.add_row("written to", str(config.rl_training.checkpoint_dir))
+    return table
+
+
+def shortcomings(forecast: Forecast, config: Config, shape: ModelShape, most: Lengths) -> Iterator[str]:
+    """What there is too little of, and what to do about it. `most`: the lengths that `memory_most` is for."""
+    if forecast.memory_most > forecast.memory_present:
+        may = forecast.memory_seen <= forecast.memory_present
+        yield too_little_memory(config, shape, forecast.memory_most, forecast.memory_present, most, may=may)
+    if forecast.disk > forecast.disk_present:
+        yield (
+            f"the disk has {in_words(forecast.disk_present)} free and the run writes {in_words(forecast.disk)}: lower"
+            " rl_training.keep_checkpoints, or move rl_training.checkpoint_dir"
+        )
+
+
+def _scores(scores: Mapping[str, float]) -> str:
+    parts = [f"{name} {value:.3g}" for name, value in scores.items() if name != "reward"]
+    reward = f"{scores['reward']:.3g}" if "reward" in scores else "–"
+    return reward + (f" ({', '.join(parts)})" if parts else "")

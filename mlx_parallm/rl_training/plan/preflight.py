@@ -9,25 +9,31 @@ The counts of intermediate arrays below were measured with MLX 0.32.4 (`mx.get_p
 sixty shapes of Qwen3 with an adapter, hidden 256 to 5,120, 1 to 8 layers): see docs/benchmarks/dry_run.md.
 """
 
-from collections.abc import Iterator, Mapping
+import resource
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from rich.console import Console
 
 from mlx_parallm.config.data import DATA_ALGORITHMS, PAIRED, USES_REFERENCE
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
 from mlx_parallm.models.lora import inject_lora
 from mlx_parallm.models.support import blueprint
+from mlx_parallm.rl_training.events import RunEvents, StepFinished
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
 from mlx_parallm.rl_training.step.optimizer import STATE_BYTES
-from mlx_parallm.system.hardware import GIB, prefix_cache_bytes
+from mlx_parallm.system.hardware import GIB, memory_present, prefix_cache_bytes
+from mlx_parallm.system.log import get_logger
 
 PROCESS_BYTES = 240 * 2**20
 """Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny` and served nothing."""
@@ -396,3 +402,84 @@ def _quantize_lazily(model: nn.Module, model_config: Mapping[str, Any], *, quant
         return True if own is None else bool(own(path, module))
 
     nn.quantize(model, group_size, bits, class_predicate=choice)
+
+
+# ---------------------------------------------------------------------- against the run
+
+log = get_logger("memory")
+
+TIGHT = 0.85
+"""A larger share of the memory is worth a warning: the prediction is good to about 15 %."""
+OFF = 0.15
+SMALL = 64 * 2**20
+"""On top of that, a difference that nobody needs to hear of: that of a small model is made by single arrays."""
+
+
+class MemoryWatch:
+    """One run's."""
+
+    def __init__(self, config: Config, shape: ModelShape) -> None:
+        self._config, self._shape = config, shape
+        self._seen = Lengths(0, 0)
+        self._peak = 0
+
+    @classmethod
+    def checked(cls, config: Config, model_config: Mapping[str, Any]) -> "MemoryWatch":
+        """Raises ConfigError: the longest sequences that the configuration allows need more than this machine has.
+        ModelError, AdapterError: as `ModelShape.of`."""
+        shape = ModelShape.of(model_config, config)
+        needed, (free, whole) = needed_bytes(predict_memory(config, shape)), memory_present()
+        if needed > whole:
+            raise ConfigError(too_little_memory(config, shape, needed, whole))
+        if needed > min(TIGHT * whole, free):
+            log.warning(
+                "little memory to spare: mlx_parallm_train --dry-run measures what the run needs",
+                needed_at_most=in_words(needed),
+                present=in_words(whole),
+                free=in_words(free),
+            )
+        return cls(config, shape)
+
+    def subscribe(self, events: RunEvents) -> None:
+        events.subscribe(StepFinished, self.add)
+
+    def add(self, event: StepFinished) -> None:
+        """The lengths and the peak of one step."""
+        self._seen = self._seen.with_batch(event.batch)
+        self._peak = max(self._peak, measured_bytes([event.line]))
+
+    @property
+    def foretold(self) -> int:
+        """Bytes, with the longest sequences that were seen so far."""
+        return needed_bytes(predict_memory(self._config, self._shape, self._seen))
+
+    def health(self) -> str | None:
+        """That more is used than the preflight foretold; None = not so."""
+        if self._peak <= self.foretold * (1 + OFF) + SMALL:
+            return None
+        peak, foretold = in_words(self._peak), in_words(self.foretold)
+        return f"memory: {peak} at the peak, {foretold} foretold; rl_training.token_budget lowers it"
+
+    def tell(self, console: Console) -> None:
+        """The comparison, at the end of a run."""
+        if not self._peak:
+            return
+        peak, foretold = in_words(self._peak), in_words(self.foretold)
+        if abs(self.foretold - self._peak) > OFF * self._peak + SMALL:
+            log.warning("the preflight was off", peak=peak, foretold=foretold)
+        lengths = f"the longest prompt ({self._seen.prompt} tokens) and completion ({self._seen.completion}) of the run"
+        text = f"memory: {peak} at the peak; {foretold} ({self.foretold / self._peak:.2f}) were foretold for {lengths}"
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def needed_bytes(estimate: MemoryEstimate) -> int:
+    """What has to fit into the memory that `hardware.memory_present` tells of: a GPU's holds MLX's arrays only."""
+    return estimate.total if on_cpu() else estimate.of_mlx
+
+
+def measured_bytes(lines: Sequence[Mapping[str, Any]]) -> int:
+    """The same, measured: the peak so far of this process (resident), or of MLX's arrays in steps with these lines."""
+    if on_cpu():
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return max([mx.get_peak_memory(), *(int(line["memory_gb"] * 1e9) for line in lines)])

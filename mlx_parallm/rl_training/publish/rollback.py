@@ -17,9 +17,8 @@ import mlx.core as mx
 import structlog
 
 from mlx_parallm.errors import ParallmError, RefusedError
-from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE
+from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, CheckpointVersions
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
-from mlx_parallm.rl_training.checkpoints.versions import CheckpointVersions
 from mlx_parallm.rl_training.publish.guard import TrainingState
 from mlx_parallm.rl_training.step.policy import read_tensors
 from mlx_parallm.rl_training.step.trainer import Trainer

@@ -9,7 +9,7 @@ import numpy as np
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.integrations.atropos.wire import from_scored_data
 from mlx_parallm.models.loading import load_model
-from mlx_parallm.rl_training.publish.logprob_mismatch import MisfitCheck
+from mlx_parallm.rl_training.publish.guard import LogprobMismatchCheck
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
@@ -39,8 +39,10 @@ def test_every_sampled_token_is_trained_on_with_the_log_probability_of_its_conte
     config = make_config()
     policy = TrainedPolicy(loaded.model, config, source=loaded.path, model_config=loaded.config)
     trainer = Trainer(policy, config, make_algorithm(config))
-    assert MisfitCheck(trainer).distance(group.rollouts) < 1e-4
+    assert LogprobMismatchCheck(trainer).distance(group.rollouts) < 1e-4
     own, _ = trainer.logprobs(group.rollouts)
     np.testing.assert_allclose(own[-1], chat.logprobs[-1], atol=1e-4)
     cut = {name: getattr(chat, name)[: first + 1] + getattr(chat, name)[first + 2 :] for name in PER_TOKEN}
-    assert MisfitCheck(trainer).distance([replace(chat, **cut)]) > 1e-2, "the second EOS is context all the same"
+    assert LogprobMismatchCheck(trainer).distance([replace(chat, **cut)]) > 1e-2, (
+        "the second EOS is context all the same"
+    )

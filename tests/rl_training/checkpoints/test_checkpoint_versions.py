@@ -7,7 +7,7 @@ import pytest
 
 from mlx_parallm.errors import AdapterError
 from mlx_parallm.models.lora import load_adapter
-from mlx_parallm.rl_training.checkpoints.versions import CheckpointVersions
+from mlx_parallm.rl_training.checkpoint import CheckpointVersions
 from mlx_parallm.weights import SharedWeights
 from tests.rl_training.making import make_config, make_trainer
 from tests.rl_training.checkpoints.test_checkpoint import make_checkpointer, state_at

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl_training.checkpoints.resume_keys import MAY_CHANGE, check_resume, refuse_redacted
+from mlx_parallm.rl_training.checkpoints.resume import MAY_CHANGE, check_resume, refuse_redacted
 
 ROWS = '[[environments]]\nkind = "tasks"\nname = "sort"\n'
 

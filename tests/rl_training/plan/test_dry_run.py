@@ -18,12 +18,15 @@ from mlx_parallm.environments.runner import GroupPlan, GroupResult
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError
 from mlx_parallm.models.loading import load_tokenizer, read_config, resolve_model_path
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.rl_training.monitor import memory_watch
 from mlx_parallm.rl_training.plan import dry_run
-from mlx_parallm.rl_training.plan.dry_run import DryRun, Probe, ProbeDone, probe_config
-from mlx_parallm.rl_training.plan.dry_run_display import (
+from mlx_parallm.rl_training.plan import preflight as memory_watch
+from mlx_parallm.rl_training.plan.dry_run import (
     OTHER_FILES,
+    DryRun,
     Forecast,
+    Probe,
+    ProbeDone,
+    probe_config,
     remarks,
     shortcomings,
     show_group,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
-from mlx_parallm.rl_training.publish.logprob_mismatch import MISFIT_NATS, MisfitCheck
+from mlx_parallm.rl_training.publish.guard import MISMATCH_NATS, LogprobMismatchCheck
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import RolloutGroup
 from tests.rl_training.making import make_config, make_trainer
@@ -31,18 +31,18 @@ def trainer() -> Trainer:
 
 def test_distance_is_the_mean_over_sampled_tokens(trainer: Trainer) -> None:
     group = own_group(trainer)
-    assert MisfitCheck(trainer).distance(group.rollouts) == pytest.approx(0.0, abs=1e-5)
+    assert LogprobMismatchCheck(trainer).distance(group.rollouts) == pytest.approx(0.0, abs=1e-5)
     first, second = group.rollouts[:2]
     pairs = zip(second.logprobs, second.mask, strict=True)
     moved = replace(second, logprobs=tuple(value - 6.0 * sampled for value, sampled in pairs))
     expected = 6.0 * second.sampled_tokens / (first.sampled_tokens + second.sampled_tokens)
-    assert MisfitCheck(trainer).distance([first, moved]) == pytest.approx(expected, abs=1e-4)
+    assert LogprobMismatchCheck(trainer).distance([first, moved]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_only_what_is_far_off_is_named(trainer: Trainer) -> None:
-    check = MisfitCheck(trainer)
-    assert not check(own_group(trainer, shift=MISFIT_NATS - 0.1))
-    assert check(own_group(trainer, shift=MISFIT_NATS + 0.1))
+    check = LogprobMismatchCheck(trainer)
+    assert not check(own_group(trainer, shift=MISMATCH_NATS - 0.1))
+    assert check(own_group(trainer, shift=MISMATCH_NATS + 0.1))
 
 
 def test_one_unlikely_answer_is_no_other_model(trainer: Trainer) -> None:
@@ -50,8 +50,8 @@ def test_one_unlikely_answer_is_no_other_model(trainer: Trainer) -> None:
     short = min(group.rollouts, key=lambda rollout: len(rollout.tokens))
     far = replace(short, logprobs=tuple(-20.0 * sampled for sampled in short.mask))
     rollouts = tuple(far if rollout is short else rollout for rollout in group.rollouts)
-    check = MisfitCheck(trainer)
-    assert check.distance([far]) > MISFIT_NATS > check.distance(rollouts)
+    check = LogprobMismatchCheck(trainer)
+    assert check.distance([far]) > MISMATCH_NATS > check.distance(rollouts)
     assert not check(replace(group, rollouts=rollouts))
 
 
@@ -65,8 +65,8 @@ def test_a_group_that_fits_costs_one_of_its_sequences(trainer: Trainer, monkeypa
         return score(self, batch)
 
     monkeypatch.setattr(BlockwiseModel, "score", counting)
-    assert not MisfitCheck(trainer)(group)
+    assert not LogprobMismatchCheck(trainer)(group)
     assert scored == [8]  # the shortest, padded; the group's longest alone is 16
     unknown = tuple(replace(rollout, logprobs=None) for rollout in group.rollouts)
-    assert not MisfitCheck(trainer)(replace(group, rollouts=unknown))
+    assert not LogprobMismatchCheck(trainer)(replace(group, rollouts=unknown))
     assert len(scored) == 1

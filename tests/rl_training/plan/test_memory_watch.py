@@ -17,9 +17,8 @@ from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.cpu_kernels import on_cpu
 from mlx_parallm.rl_training.events import RunEvents, StepFinished
-from mlx_parallm.rl_training.monitor import memory_watch
-from mlx_parallm.rl_training.monitor.memory_watch import MemoryWatch, measured_bytes
-from mlx_parallm.rl_training.plan.preflight import Lengths, ModelShape, predict_memory
+from mlx_parallm.rl_training.plan import preflight as memory_watch
+from mlx_parallm.rl_training.plan.preflight import Lengths, MemoryWatch, ModelShape, measured_bytes, predict_memory
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.system.hardware import GIB
 from mlx_parallm.system.log import configure_logging
