@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,12 +72,9 @@ def test_it_is_named(name: str, provoked: Any, explained: Any) -> None:
         assert found[expected].diagnosis.setting
 
 
-def test_every_diagnosis_is_provoked_and_has_its_section(provoked: Any) -> None:
-    named = {rule.name for rule in health.RULES}
-    assert named == {provocation.diagnosis for provocation in PROVOCATIONS.values()} - {None}
-    headings = re.findall(r"^## (.+)$", (ROOT / health.PAGE).read_text(), re.MULTILINE)
-    anchors = {heading.lower().replace(" ", "-") for heading in headings}
-    assert named | {"nothing-found"} == anchors
+def test_every_rule_is_provoked() -> None:
+    diagnoses = {provocation.diagnosis for provocation in PROVOCATIONS.values()} - {None}
+    assert {rule.name for rule in health.RULES} == diagnoses
 
 
 def test_the_command_says_it(provoked: Any) -> None:

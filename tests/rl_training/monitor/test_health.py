@@ -11,7 +11,7 @@ from rich.console import Console
 from mlx_parallm.rl_training.metrics import KEYS
 from mlx_parallm.rl_training.monitor import health
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
-from mlx_parallm.rl_training.monitor.health import HEALTHY, PAGE, WINDOW, Diagnosis, diagnose, find
+from mlx_parallm.rl_training.monitor.health import HEALTHY, PAGE, RULES, WINDOW, diagnose, find
 from tests.rl_training.monitor.test_display import INFO
 
 ROOT = Path(__file__).parents[3]
@@ -246,8 +246,11 @@ def test_every_number_that_is_judged_is_in_the_metrics():
     assert judged <= set(KEYS)
 
 
-def test_a_diagnosis_names_its_section():
-    assert Diagnosis("truncation", "s", "t").page == f"{PAGE}#truncation"
+def test_every_rule_has_its_section_and_says_what_to_change():
+    headings = re.findall(r"^## (.+)$", (ROOT / PAGE).read_text(), re.MULTILINE)
+    anchors = {heading.lower().replace(" ", "-") for heading in headings}
+    assert {rule.name for rule in RULES} == anchors - {"nothing-found"}
+    assert all(rule.setting for rule in RULES)
 
 
 def test_nothing_is_named_in_a_run_that_learned():
