@@ -192,8 +192,9 @@ class _Stored:
 def _variant(run: Path, overrides: Sequence[str], saved: Config) -> Config:
     """Raises ConfigError: a key that the stored tokens depend on, an algorithm that learns from no rollouts."""
     config = load_config(run / CONFIG_FILE, list(overrides), saved=True)
-    for section in ("model", "environments"):
-        if getattr(config, section) != getattr(saved, section):
+    sections = {"model": config.model != saved.model, "environments": config.environments != saved.environments}
+    for section, differs in sections.items():
+        if differs:
             raise ConfigError(
                 f"{shlex.join(overrides)}: {section} may not change: the rollouts of {run} are of"
                 f" {saved.model.base_path} and its environments. What may is rl_training.*"
