@@ -37,9 +37,9 @@ from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model
 from mlx_parallm.models.threads import release_streams
 from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.step.algorithms import loss_options, make_algorithm
-from mlx_parallm.rl_training.step.batch import StepPosition
 from mlx_parallm.rl_training.step.optimizer import optimizer_keys
 from mlx_parallm.rl_training.step.policy import REFERENCE_FILE, TrainedPolicy
+from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import Trainer
 
 NO_VALUES = "this BackpropModule has no value head (value_head=False)"

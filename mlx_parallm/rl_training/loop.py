@@ -27,7 +27,8 @@ from mlx_parallm.rl_training.events import BatchReady, CheckpointSaved, Outcome,
 from mlx_parallm.rl_training.metrics import MetricsFile, complete
 from mlx_parallm.rl_training.publish.rollback import Rollbacks
 from mlx_parallm.rl_training.publish.versions import VersionSteps
-from mlx_parallm.rl_training.step.batch import BatchStatistics, StepPosition, TrainBatch
+from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
+from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import StepResult, Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.weights import PublishReport

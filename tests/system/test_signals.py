@@ -108,3 +108,12 @@ def test_every_thread_that_mlx_starts_has_the_signals_blocked() -> None:
         assert process.wait(10) == 0
     assert int(threads) >= 2
     assert blocked == "True"
+
+
+def test_what_the_command_line_loads_before_it_blocks_signals_starts_no_threads() -> None:
+    """NumPy's and MLX's would receive SIGTERM, whose default action ends the process without a checkpoint."""
+    program = (
+        "import sys, mlx_parallm.cli.start, mlx_parallm.cli.supervisor, mlx_parallm.rl_training.run_directory\n"
+        "assert not {'numpy', 'mlx.core'} & set(sys.modules), 'loaded before block_shutdown_signals'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

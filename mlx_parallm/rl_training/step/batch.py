@@ -1,27 +1,19 @@
-"""TrainBatch, the rollouts of one step, and StepPosition, how far inside the step training is. No MLX.
+"""TrainBatch, the rollouts of one step: RolloutBuffer → TrainBatch → `collate` and `prepare` → trainer.
 
-RolloutBuffer → TrainBatch → micro-batches (`collate`) and columns (`prepare`) → trainer
+Imports neither MLX nor numpy: the command line loads it before it blocks signals, and their threads would take them.
 """
 
-import base64
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from mlx_parallm.errors import CheckpointError
 from mlx_parallm.types import Rollout, RolloutGroup
 
 WRONG, RIGHT = 0.0, 1.0
 ROUNDING = 1e-6
-Scores = Mapping[str, np.ndarray]
-"""Columns of the trainer's own forward passes, [N] float32 over the trained tokens of the batch: "old_logprobs" (under
-the weights that the step starts from) or only "stand_ins" (the same, of the sequences that came without
-log-probabilities; 0 elsewhere), "ref_logprobs", "old_values"."""
 
 
 @dataclass(frozen=True)
@@ -94,56 +86,6 @@ class TrainBatch:
     @property
     def group_ids(self) -> tuple[str, ...]:
         return tuple(group.group_id for group in self.groups)
-
-
-@dataclass(frozen=True)
-class StepPosition:
-    """Where inside a step training is, so that a step which a shutdown interrupted is continued exactly.
-
-    `totals`: sums of the metrics of finished mini-batches. `scores`: those made before the first update, under weights
-    that no longer exist.
-    """
-
-    epoch: int = 0
-    order: tuple[int, ...] = ()  # of the examples, in this epoch
-    next_mini_batch: int = 0
-    updates: int = 0
-    skipped: int = 0
-    left_out: int = 0  # mini-batches, because the policy had moved too far (Algorithm.stop_kl) …
-    stopped_at_kl: float | None = None  # … and the KL at the first of them
-    totals: dict[str, float] = field(default_factory=dict)
-    mismatch: tuple[float, float, float] | None = None  # `prepare.mismatch`, before the first update
-    tokens: int = 0
-    scores: Scores = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "StepPosition":
-        """Raises CheckpointError: an older version's, with scores in a form that is no longer read."""
-        if "scores" not in data:
-            data = _from_older_version(data)
-        mismatch = data["mismatch"]
-        scores = {
-            name: np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)
-            for name, text in data["scores"].items()
-        }
-        read = {"order": tuple(data["order"]), "scores": scores}
-        return cls(**data | read | {"mismatch": None if mismatch is None else tuple(mismatch)})
-
-    def to_json(self) -> dict[str, Any]:
-        """Scores keep their bits: base64 of little-endian float32."""
-        scores = {name: base64.b64encode(c.astype("<f4").tobytes()).decode() for name, c in self.scores.items()}
-        return asdict(replace(self, scores={})) | {"scores": scores}
-
-
-def _from_older_version(data: dict[str, Any]) -> dict[str, Any]:
-    others = {key: value for key, value in data.items() if key not in ("recomputed", "logprob_diff")}
-    if data.get("recomputed"):
-        raise CheckpointError(
-            "the checkpoint was made by an older version, inside a step of groups without log-probabilities: resume"
-            " from the checkpoint before it"
-        )
-    diff = data["logprob_diff"]
-    return others | {"mismatch": None if diff is None else (*diff, float("nan")), "scores": {}}
 
 
 # ---------------------------------------------------------------------- statistics

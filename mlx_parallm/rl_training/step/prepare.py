@@ -20,9 +20,10 @@ so that ratio and weight are 1 where nothing but a filter stands between sampler
 after the filter would multiply every ratio by the mass that the filter kept.
 """
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,13 +32,18 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.config.algorithm import sampler_bounds
 from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.errors import CheckpointError
 from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.kl import LOG_RATIO_LIMIT
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.models.blockwise import Objective
-from mlx_parallm.rl_training.step.batch import Scores, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import MicroBatch
 
+Scores = Mapping[str, np.ndarray]
+"""Columns of the trainer's own forward passes, [N] float32 over the trained tokens of the batch: "old_logprobs" (under
+the weights that the step starts from) or only "stand_ins" (the same, of the sequences that came without
+log-probabilities; 0 elsewhere), "ref_logprobs", "old_values"."""
 LOSS_COLUMNS = (
     *("rollout_logprobs", "advantages", "old_logprobs", "weights", "ref_logprobs", "old_values", "returns"),
 )
@@ -57,6 +63,56 @@ MEASURED_MISMATCH: Mapping[tuple[mx.Dtype, bool], float] = {
 """Mean |trainer - engine| by (dtype of the activations, 4-bit weights): the largest of the models that
 `scripts/bench/mismatch.py` measured on a CPU (docs/off_policy.md). `mlx_parallm_doctor --contracts` measures it for any
 model and device."""
+
+
+@dataclass(frozen=True)
+class StepPosition:
+    """Where inside a step training is, so that a step which a shutdown interrupted is continued exactly.
+
+    `totals`: sums of the metrics of finished mini-batches. `scores`: those made before the first update, under weights
+    that no longer exist.
+    """
+
+    epoch: int = 0
+    order: tuple[int, ...] = ()  # of the examples, in this epoch
+    next_mini_batch: int = 0
+    updates: int = 0
+    skipped: int = 0
+    left_out: int = 0  # mini-batches, because the policy had moved too far (Algorithm.stop_kl) …
+    stopped_at_kl: float | None = None  # … and the KL at the first of them
+    totals: dict[str, float] = field(default_factory=dict)
+    mismatch: tuple[float, float, float] | None = None  # `prepare.mismatch`, before the first update
+    tokens: int = 0
+    scores: Scores = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "StepPosition":
+        """Raises CheckpointError: an older version's, with scores in a form that is no longer read."""
+        if "scores" not in data:
+            data = _from_older_version(data)
+        mismatch = data["mismatch"]
+        scores = {
+            name: np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)
+            for name, text in data["scores"].items()
+        }
+        read = {"order": tuple(data["order"]), "scores": scores}
+        return cls(**data | read | {"mismatch": None if mismatch is None else tuple(mismatch)})
+
+    def to_json(self) -> dict[str, Any]:
+        """Scores keep their bits: base64 of little-endian float32."""
+        scores = {name: base64.b64encode(c.astype("<f4").tobytes()).decode() for name, c in self.scores.items()}
+        return asdict(replace(self, scores={})) | {"scores": scores}
+
+
+def _from_older_version(data: dict[str, Any]) -> dict[str, Any]:
+    others = {key: value for key, value in data.items() if key not in ("recomputed", "logprob_diff")}
+    if data.get("recomputed"):
+        raise CheckpointError(
+            "the checkpoint was made by an older version, inside a step of groups without log-probabilities: resume"
+            " from the checkpoint before it"
+        )
+    diff = data["logprob_diff"]
+    return others | {"mismatch": None if diff is None else (*diff, float("nan")), "scores": {}}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeVar
 import mlx.core as mx
 
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.rl_training.step.batch import StepPosition, TrainBatch
+from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.rl_training.step.prepare import StepPosition
 
 T = TypeVar("T")
 

@@ -37,13 +37,15 @@ from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.models.blockwise import BlockwiseModel
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.rl_training.step.algorithms import Algorithm
-from mlx_parallm.rl_training.step.batch import Scores, StepPosition, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import MicroBatch, MicroBatchBudget, MiniBatch, collate, epoch_order
 from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, Update
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.prepare import (
     BatchLoss,
     PreparedBatch,
+    Scores,
+    StepPosition,
     adapted_coefficient,
     mismatch,
     prepare,

@@ -21,7 +21,7 @@ from mlx_parallm.models.lora import find_adapter_file, load_adapter
 from mlx_parallm.rl_training import checkpoint as checkpoint_module
 from mlx_parallm.rl_training.checkpoint import Checkpointer, find_checkpoint
 from mlx_parallm.rl_training.metrics import MetricsFile
-from mlx_parallm.rl_training.step.batch import StepPosition
+from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, StepInProgress, TrainerState
 from mlx_parallm.rl_training.publish.versions import VersionNumbers

@@ -1,6 +1,8 @@
-"""AdamW against numpy, clipping, schedules, state."""
+"""Each optimizer against numpy in float64; clipping, schedules, states that resume to the bit, narrow weights."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -8,31 +10,249 @@ import pytest
 
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.step import optimizer as optimizer_module
-from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer
+from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, make_groups, optimizer_of
 from mlx_parallm.rl_training.step.trainer import learning_rate_at
 from tests.rl_training.making import make_config, make_policy
 
+RATES = [1e-2, 1e-2, 5e-3, 1e-3]
+Arrays = list[np.ndarray]
 
-def random_gradients(policy: object, rng: np.random.Generator) -> list[np.ndarray]:
-    return [rng.normal(size=array.shape).astype(np.float32) * 0.1 for array in policy.slots.read()]
+
+def random_steps(policy: Any, count: int = 4, seed: int = 0) -> list[Arrays]:
+    rng = np.random.default_rng(seed)
+    return [[rng.normal(size=array.shape).astype(np.float32) for array in policy.slots.read()] for _ in range(count)]
 
 
-def numpy_adamw(
-    parameters: list[np.ndarray], steps: list[list[np.ndarray]], rates: list[float], *, decay: float, clip: float
-) -> list[np.ndarray]:
-    """Loshchilov & Hutter 2019 with bias correction, beta (0.9, 0.95), eps 1e-8, in float64."""
-    values = [p.astype(np.float64) for p in parameters]
-    m, v = [np.zeros_like(p) for p in values], [np.zeros_like(p) for p in values]
-    for t, (gradients, rate) in enumerate(zip(steps, rates, strict=True), 1):
+def trained(config: Any, steps: list[Arrays], **policy: Any) -> tuple[Any, PolicyOptimizer]:
+    made = make_policy(config, **policy)
+    optimizer = PolicyOptimizer(made.slots, config)
+    for gradients, rate in zip(steps, RATES, strict=False):
+        assert optimizer.update([mx.array(g) for g in gradients], rate).applied
+    return made, optimizer
+
+
+# ---------------------------------------------------------------------- float64 twins, one array at a time
+
+
+class Adamw:
+    """Loshchilov & Hutter 2019, bias-corrected, beta (0.9, 0.95)."""
+
+    def __init__(self, value: np.ndarray) -> None:
+        self.m, self.v, self.t = np.zeros_like(value), np.zeros_like(value), 0
+
+    def step(self, w: np.ndarray, g: np.ndarray, rate: float, decay: float) -> np.ndarray:
+        self.t += 1
+        self.m, self.v = 0.9 * self.m + 0.1 * g, 0.95 * self.v + 0.05 * g * g
+        change = self.m / (1 - 0.9**self.t) / (np.sqrt(self.v / (1 - 0.95**self.t)) + 1e-8)
+        return w * (1 - rate * decay) - rate * change
+
+
+class Lion:
+    """Chen et al. 2023, beta (0.9, 0.99)."""
+
+    def __init__(self, value: np.ndarray) -> None:
+        self.m = np.zeros_like(value)
+
+    def step(self, w: np.ndarray, g: np.ndarray, rate: float, decay: float) -> np.ndarray:
+        sign = np.sign(0.9 * self.m + 0.1 * g)
+        self.m = 0.99 * self.m + 0.01 * g
+        return w - rate * (sign + decay * w)
+
+
+class Muon:
+    """Jordan et al. 2024: Nesterov momentum 0.95, five Newton-Schulz steps, the rate times √(rows / columns)."""
+
+    def __init__(self, value: np.ndarray) -> None:
+        self.v = np.zeros_like(value)
+
+    def step(self, w: np.ndarray, g: np.ndarray, rate: float, decay: float) -> np.ndarray:
+        g = g + decay * w
+        self.v = 0.95 * self.v + 0.05 * g
+        x = 0.05 * g + 0.95 * self.v
+        x = x.T if (tall := x.shape[0] > x.shape[1]) else x
+        x = x / (np.linalg.norm(x) + 1e-7)
+        for _ in range(5):
+            s = x @ x.T
+            x = 3.4445 * x + (-4.7750 * s + 2.0315 * s @ s) @ x
+        x = x.T if tall else x
+        return w - rate * max(1.0, x.shape[0] / x.shape[1]) ** 0.5 * x
+
+
+class Adafactor:
+    """Shazeer & Stern 2018, algorithm 4 (matrices) and 5, decay 0.8, threshold 1, without relative steps."""
+
+    def __init__(self, value: np.ndarray) -> None:
+        self.row, self.column, self.full, self.t = 0.0, 0.0, 0.0, 0
+
+    def step(self, w: np.ndarray, g: np.ndarray, rate: float, decay: float) -> np.ndarray:
+        self.t += 1
+        beta, square = 1 - self.t**-0.8, g * g + 1e-30
+        if g.ndim == 2:
+            self.row = beta * self.row + (1 - beta) * square.mean(axis=1)
+            self.column = beta * self.column + (1 - beta) * square.mean(axis=0)
+            change = g / np.sqrt(np.outer(self.row, self.column) / self.row.mean())
+        else:
+            self.full = beta * self.full + (1 - beta) * square
+            change = g / np.sqrt(self.full)
+        change = change / max(1.0, math.sqrt((change**2).mean()))
+        return w * (1 - rate * decay) - rate * change
+
+
+TWINS = {"adamw": Adamw, "lion": Lion, "muon": Muon, "adafactor": Adafactor}
+
+
+def by_twins(names: tuple[str, ...], before: Arrays, steps: list[Arrays], config: Any, *, clip: float) -> Arrays:
+    values = [array.astype(np.float64) for array in before]
+    twins = [TWINS[optimizer_of(n, v.shape, config)](v) for n, v in zip(names, values, strict=True)]
+    for gradients, rate in zip(steps, RATES, strict=False):
         norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients))
-        factor = min(1.0, clip / norm)
         for i, gradient in enumerate(gradients):
-            g = gradient * factor
-            m[i] = 0.9 * m[i] + 0.1 * g
-            v[i] = 0.95 * v[i] + 0.05 * g * g
-            step = (m[i] / (1 - 0.9**t)) / (np.sqrt(v[i] / (1 - 0.95**t)) + 1e-8)
-            values[i] = values[i] * (1 - rate * decay) - rate * step
+            own = rate * (config.lora.loraplus_ratio if names[i].endswith("lora_b") else 1.0)
+            values[i] = twins[i].step(values[i], gradient * min(1.0, clip / norm), own, config.weight_decay)
     return values
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "lion", "adafactor"])
+@pytest.mark.parametrize(
+    "lora", [{"enabled": False}, {"rank": 4, "loraplus_ratio": 4.0}, {"rank": 4, "use_dora": True}], ids=str
+)
+def test_each_optimizer_equals_its_twin(kind: str, lora: dict[str, Any]) -> None:
+    config = make_config(optimizer=kind, weight_decay=0.1, max_grad_norm=3.0, lora=lora)
+    steps = random_steps(make_policy(config))
+    before = [np.array(array) for array in make_policy(config).slots.read()]
+    policy, optimizer = trained(config, steps)
+    expected = by_twins(policy.slots.names, before, steps, config, clip=3.0)
+    assert optimizer.updates == len(RATES)
+    for name, array, value, start in zip(policy.slots.names, policy.slots.read(), expected, before, strict=True):
+        moved = np.abs(value - start).max()
+        assert moved > 1e-3, name
+        close = np.abs(np.array(array) - value) <= 2e-3 * moved + 1e-6
+        # Lion takes a sign: where its argument is all but 0, float32 may take the other one.
+        assert close.mean() > (0.999 if kind == "lion" else 0.9999999), name
+
+
+def test_loraplus_is_nothing_but_a_larger_rate_of_b() -> None:
+    plain, plus = make_config(), make_config(lora={"rank": 4, "alpha": 8, "loraplus_ratio": 16.0})
+    steps = random_steps(make_policy(plain), 1)
+    start = make_policy(plain).slots.read()
+    (one, _), (two, _) = trained(plain, steps), trained(plus, steps)
+    for name, before, a, b in zip(one.slots.names, start, one.slots.read(), two.slots.read(), strict=True):
+        ratio = 16.0 if name.endswith(".lora_b") else 1.0
+        np.testing.assert_allclose(np.array(b - before), ratio * np.array(a - before), rtol=1e-4, atol=1e-6)
+
+
+def test_muon_takes_matrices_of_the_blocks_only() -> None:
+    config = make_config(optimizer="muon", lora={"enabled": False})
+    policy = make_policy(config, architecture="llama")
+    groups = make_groups(policy.slots.names, policy.slots.read(), config)
+    [names] = [{policy.slots.names[slot] for slot in group.slots} for group in groups if set(group.state()) == {"v"}]
+    rest = set(policy.slots.names) - names
+    assert {name.rsplit(".", 2)[-2] for name in rest} == {
+        *("embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm"),
+    }
+    assert len(names) == 3 * 7
+    assert optimizer_of("model.layers.0.mlp.switch_mlp.up_proj.weight", (4, 8, 8), config) == "adamw"
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [
+        ("adamw", {"enabled": False}),
+        ("muon", {"enabled": False}),
+        ("lion", {"enabled": False}),
+        ("adafactor", {"enabled": False}),
+        ("muon", {"rank": 4, "use_dora": True}),
+        ("adafactor", {"rank": 4, "use_dora": True}),
+        ("adamw", {"rank": 4, "loraplus_ratio": 4.0}),
+    ],
+    ids=str,
+)
+def test_states_go_on_to_the_bit(kind: str, lora: dict[str, Any], dtype: mx.Dtype, tmp_path: Path) -> None:
+    config = make_config(optimizer=kind, lora=lora, weight_decay=0.01)
+    steps = random_steps(make_policy(config))
+    whole, whole_optimizer = trained(config, steps, dtype=dtype)
+    half, half_optimizer = trained(config, steps[:2], dtype=dtype)
+    mx.save_safetensors(str(tmp_path / "o.safetensors"), half_optimizer.state())
+    policy = make_policy(config, dtype=dtype)
+    policy.slots.write(half.slots.read())
+    optimizer = PolicyOptimizer(policy.slots, config)
+    optimizer.restore(mx.load(str(tmp_path / "o.safetensors")))
+    assert optimizer.updates == 2
+    for gradients, rate in zip(steps[2:], RATES[2:], strict=True):
+        optimizer.update([mx.array(g) for g in gradients], rate)
+    expected, found = whole_optimizer.state(), optimizer.state()
+    assert expected.keys() == found.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(np.array(array), np.array(found[name]), err_msg=name)
+    for a, b in zip(whole.slots.read(), policy.slots.read(), strict=True):
+        assert a.dtype == b.dtype and mx.array_equal(a, b).item()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optimizer": "lion"}, r"optimizer state of .*\.v: expected .*, found nothing"),
+        ({"rank": 2}, r"lora_a\.m: expected"),
+    ],
+)
+def test_another_optimizers_state_is_refused(values: dict[str, Any], message: str) -> None:
+    other = make_config(**values)
+    optimizer = PolicyOptimizer(make_policy(make_config()).slots, make_config())
+    with pytest.raises(CheckpointError, match=message):
+        optimizer.restore(PolicyOptimizer(make_policy(other).slots, other).state())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "lion", "adafactor"])
+def test_bfloat16_weights_follow_their_float32_masters(kind: str) -> None:
+    """Eight updates, each far below half a unit in the last place of bfloat16: the masters are those of a run in
+    float32 to the bit, and the tree is their rounding. Updating the bfloat16 numbers themselves would move nothing."""
+    config = make_config(optimizer=kind, lora={"enabled": False}, max_grad_norm=0.0)
+    narrow = make_policy(config, dtype=mx.bfloat16)
+    wide = make_policy(config)
+    start = narrow.slots.read()
+    wide.slots.write([array.astype(mx.float32) for array in start])
+    optimizers = [PolicyOptimizer(policy.slots, config) for policy in (narrow, wide)]
+    [gradients] = [[mx.array(g) for g in step] for step in random_steps(wide, 1)]
+    for _ in range(8):
+        for optimizer in optimizers:
+            optimizer.update(gradients, 1e-5)
+    state = optimizers[0].state()
+    moved = 0
+    for name, before, array, master in zip(
+        narrow.slots.names, start, narrow.slots.read(), wide.slots.read(), strict=True
+    ):
+        assert mx.array_equal(state[f"{name}.master"], master).item(), name
+        assert mx.array_equal(array, master.astype(mx.bfloat16)).item() and array.dtype == mx.bfloat16
+        moved += (array != before).sum().item()
+    assert moved > 0
+
+
+@pytest.mark.parametrize("bundle", [1, 1 << 20])
+def test_bundles_change_no_number_of_lion(bundle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(optimizer="lion", max_grad_norm=0.0)
+    steps = random_steps(make_policy(config))
+    expected, _ = trained(config, steps)
+    monkeypatch.setattr(optimizer_module, "BUNDLE_ELEMENTS", bundle)
+    found, _ = trained(config, steps)
+    for a, b in zip(expected.slots.read(), found.slots.read(), strict=True):
+        assert mx.array_equal(a, b).item()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"optimizer": "lion", "adam_beta1": 0.8},
+        {"reference_decay": 0.5},
+        {"reference_update_every": 2},
+        {"kl_horizon": 9},
+    ],
+    ids=str,
+)
+def test_a_setting_that_nothing_reads_is_an_error(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{list(values)[-1]} is set, but only read with "):
+        make_config(**values)
+    assert make_config(**make_config(optimizer="lion").model_dump()).optimizer == "lion", "a saved one says everything"
 
 
 @pytest.mark.parametrize("lora", [True, False])
@@ -43,14 +263,16 @@ def test_adamw_equals_numpys(lora: bool, bundle: int, monkeypatch: pytest.Monkey
     before = [np.array(array) for array in policy.slots.read()]
     config = make_config(lora=lora, weight_decay=0.1, max_grad_norm=2.0)
     optimizer = PolicyOptimizer(policy.slots, config)
-    rng = np.random.default_rng(0)
-    steps, rates = [random_gradients(policy, rng) for _ in range(5)], [1e-2, 1e-2, 5e-3, 1e-3, 1e-3]
+    steps, rates = random_steps(policy, 5), [1e-2, 1e-2, 5e-3, 1e-3, 1e-3]
+    expected, twins = [array.astype(np.float64) for array in before], [Adamw(array) for array in before]
     for gradients, rate in zip(steps, rates, strict=True):
         update = optimizer.update([mx.array(g) for g in gradients], rate)
-        assert update.grad_norm == pytest.approx(math.sqrt(sum((g**2).sum() for g in gradients)), rel=1e-4)
+        norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients))
+        assert update.grad_norm == pytest.approx(norm, rel=1e-4)
+        clipped = [g.astype(np.float64) * min(1.0, 2.0 / norm) for g in gradients]
+        expected = [t.step(w, g, rate, 0.1) for t, w, g in zip(twins, expected, clipped, strict=True)]
     assert update.grad_norm > 2.0
     assert optimizer.updates == 5
-    expected = numpy_adamw(before, steps, rates, decay=0.1, clip=2.0)
     for array, value in zip(policy.slots.read(), expected, strict=True):
         np.testing.assert_allclose(array, value, atol=1e-5)
 
@@ -78,38 +300,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert optimizer.updates == 1
     for array, copy in zip(policy.slots.read(), before, strict=True):
         np.testing.assert_array_equal(array, copy)
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_state_goes_on_where_it_was(dtype: mx.Dtype, tmp_path) -> None:
-    config = make_config(lora=False)
-    rng = np.random.default_rng(0)
-    first_policy = make_policy(config, dtype=dtype)
-    first = PolicyOptimizer(first_policy.slots, config)
-    steps = [[mx.array(g) for g in random_gradients(first_policy, rng)] for _ in range(4)]
-    for gradients in steps[:2]:
-        first.update(gradients, 1e-3)
-    mx.save_safetensors(str(tmp_path / "o.safetensors"), first.state())
-    second_policy = make_policy(config, dtype=dtype)
-    second_policy.slots.write(first_policy.slots.read())
-    second = PolicyOptimizer(second_policy.slots, config)
-    second.restore(mx.load(str(tmp_path / "o.safetensors")))
-    for gradients in steps[2:]:
-        first.update(gradients, 1e-3)
-        second.update(gradients, 1e-3)
-    assert second.updates == 4
-    for a, b in zip(first.state().items(), second.state().items(), strict=True):
-        assert a[0] == b[0]
-        np.testing.assert_array_equal(np.array(a[1]), np.array(b[1]))
-    for a, b in zip(first_policy.slots.read(), second_policy.slots.read(), strict=True):
-        assert mx.array_equal(a, b).item()
-
-
-def test_state_of_another_shape_is_refused() -> None:
-    other = PolicyOptimizer(make_policy(make_config(rank=2)).slots, make_config(rank=2))
-    optimizer = PolicyOptimizer(make_policy(make_config()).slots, make_config())
-    with pytest.raises(CheckpointError, match=r"lora_a\.m: expected"):
-        optimizer.restore(other.state())
 
 
 def rates(**values: object) -> list[float]:

@@ -1,7 +1,5 @@
 """PPO in the trainer: the value head learns beside the policy, at its own rate, and comes back from a checkpoint."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,11 @@ from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.monitor.health import find
 from mlx_parallm.rl_training.step.batch import TrainBatch
-from mlx_parallm.rl_training.step.trainer import StepPosition, Trainer
+from mlx_parallm.rl_training.step.trainer import Trainer
 from tests.rl_training.checkpoints.test_checkpoint import NoStore
 from tests.rl_training.making import assert_same_training, make_config, make_trainer, weights
 from tests.rl_training.rollouts import make_batch, random_groups
+from tests.rl_training.scoring import on_policy
 
 HEAD = ("value_head.weight", "value_head.bias")
 
@@ -117,43 +116,24 @@ def test_a_resumed_run_has_the_same_bits(values: dict[str, Any], tmp_path: Path)
     assert np.abs(weights(other)["value_head.weight"]).max() > 0
 
 
-def test_a_step_that_was_interrupted_keeps_its_old_values() -> None:
-    """Stopped after the first of two updates: advantages, returns and V_old are those from before the step."""
-    config = ppo(batch_size=8, update_epochs=2, kl_beta=0.05, kl_in="reward")
-    whole = make_trainer(config)
-    expected = whole.train_step(rewarded())
-    first = make_trainer(config)
-    stopped = first.train_step(rewarded(), should_stop=lambda: first.optimizer.updates == 1)
-    assert (stopped.finished, stopped.position.updates) == (False, 1)
-    second = make_trainer(config)
-    second.policy.slots.write(first.policy.slots.read())
-    second.optimizer.restore(first.optimizer.state())
-    position = StepPosition.from_json(json.loads(json.dumps(stopped.position.to_json())))
-    finished = second.train_step(rewarded(), position=position)
-    found = {name: number for name, number in finished.metrics.items() if number is not None}
-    assert found == pytest.approx({name: expected.metrics[name] for name in found}, rel=1e-4, abs=1e-6)
-    assert_same_training(weights(second), weights(whole))
-
-
 def test_the_target_kl_ends_a_steps_updates() -> None:
     """The first mini-batch is under the policy that sampled (KL 0 of recomputed log-probabilities); a large step takes
     the next one too far. What is left out changes nothing and is counted; the next step begins anew."""
-    rollouts = [s.rollout for s in rewarded().sequences]
     values = {"batch_size": 8, "update_epochs": 3, "learning_rate": 5e-2}
     trainer = make_trainer(ppo(**values, ppo={"target_kl": 1e-3}))
-    own = trainer.logprobs(rollouts)
-    first = trainer.train_step(sampled_by(rewarded(), own))
+    batch = on_policy(trainer, rewarded())
+    first = trainer.train_step(batch)
     assert first.finished
     assert first.metrics["optimizer_updates"] == 1
     assert first.metrics["mini_batches_left_out"] == 5
     assert first.metrics["approx_kl"] < 1e-6, "of the mini-batch that was applied"
     once = make_trainer(ppo(**values | {"update_epochs": 1}))
-    once.train_step(sampled_by(rewarded(), own), should_stop=lambda: once.optimizer.updates == 1)
+    once.train_step(batch, should_stop=lambda: once.optimizer.updates == 1)
     assert_same_training(weights(trainer), weights(once))
-    again = trainer.train_step(sampled_by(rewarded(step=2), trainer.logprobs(rollouts)))
+    again = trainer.train_step(on_policy(trainer, rewarded(step=2)))
     assert again.metrics["optimizer_updates"] == 1
     free = make_trainer(ppo(**values))
-    assert free.train_step(sampled_by(rewarded(), own)).metrics["optimizer_updates"] == 6
+    assert free.train_step(batch).metrics["optimizer_updates"] == 6
 
 
 def test_a_target_kl_that_allows_no_update_is_told() -> None:
@@ -169,16 +149,6 @@ def test_a_target_kl_that_allows_no_update_is_told() -> None:
     assert found.numbers["stopped_at_kl"] == pytest.approx(np.mean([line["stopped_at_kl"] for line in lines]))
     others = [line | {"optimizer_updates": 1} for line in lines[:2]]
     assert "no-update" not in {diagnosis.name for diagnosis in find([lines[0], *others])}
-
-
-def sampled_by(batch: TrainBatch, logprobs: list[np.ndarray]) -> TrainBatch:
-    """The batch with these log-probabilities of its sampled tokens."""
-    sequences = []
-    for sequence, own in zip(batch.sequences, logprobs, strict=True):
-        spread = np.zeros(len(sequence.rollout.tokens))
-        spread[np.array(sequence.rollout.mask, bool)] = own
-        sequences.append(replace(sequence, rollout=replace(sequence.rollout, logprobs=tuple(spread.tolist()))))
-    return replace(batch, sequences=tuple(sequences))
 
 
 def test_what_is_served_knows_nothing_of_it(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.rl_training.step.batch import BatchStatistics, StepPosition, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.prepare import (
     PreparedBatch,
     SamplerCorrection,
+    StepPosition,
     adapted_coefficient,
     prepare,
 )

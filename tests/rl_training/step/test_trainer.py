@@ -12,7 +12,8 @@ import pytest
 from mlx_parallm.losses.advantages import group_advantages
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.step.algorithms import Algorithm, make_algorithm
-from mlx_parallm.rl_training.step.batch import StepPosition, TrainBatch
+from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.types import Rollout, RolloutGroup
 from tests.rl_training.making import assert_same_training, make_config, make_trainer, perturb_adapter, weights
 from tests.rl_training.rollouts import make_batch, make_rollout, random_groups
