@@ -97,7 +97,7 @@ class RewardFunction:
         return frozenset(p.name for p in parameters if p.default is p.empty and p.kind not in variable)
 
     def select(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of one call, its own copies of the lists. Raises RolloutRejectedError: one is missing."""
+        """Return the arguments of one call, with copies of the lists. Raises RolloutRejectedError: one is missing."""
         options = self.call.keywords if isinstance(self.call, functools.partial) else {}
         selected = {
             name: list(value) if isinstance(value, list) else value
@@ -181,17 +181,17 @@ class RewardFunctions:
                 attach(inference)
 
     def for_row(self, prompt: Prompt, row: Mapping[str, Any], state: Callable[[], TrainingProgress]) -> GroupReward:
-        """The reward of one task. `state` is asked at every call."""
+        """Return the reward of one task. Every call reads `state`."""
         weights = {function.name: function.weight for function in self._functions}
 
         async def reward(trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
             parts_G, metrics = await self.parts(prompt, row, trajectories, state)
             rewards = combine(self._method, [parts or {} for parts in parts_G], weights)
-            known = [value for value in rewards if value is not None]
-            if not known:
+            scored = [value for value in rewards if value is not None]
+            if not scored:
                 what = "left every completion unscored" if None in parts_G else "returned None for every completion"
                 raise RolloutRejectedError(f"{', '.join(self.names)} {what}")
-            mean = math.fsum(known) / len(known)
+            mean = math.fsum(scored) / len(scored)
             return [
                 {f"rewards/{name}": score for name, score in (parts or {}).items() if score is not None}
                 | ({"reward": mean, UNSCORED: 1.0} if value is None else {"reward": value})
@@ -328,7 +328,7 @@ def load_rewards(
 ) -> list[RewardFunction]:
     """One for each reference. `options` by the name at a reference's end; the second of one name is "name#2".
 
-    A computer that stands alone is asked for `method` itself, one among others for absolute scores.
+    A computer that stands alone applies `method` itself, one among others returns absolute scores.
 
     Raises ConfigError: a reference that cannot be loaded, is no reward, or does not take its options; options for a
     name that is none of the rewards.

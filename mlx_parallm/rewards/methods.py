@@ -2,7 +2,7 @@
 
 absolute   the weighted sum of its parts: each trajectory on its own
 relative   the rank of that sum among the others, equal sums sharing their mean rank, as a z-score
-pareto     every part is an objective of its own: 1 on the first front, less on each further one
+pareto     every part is a separate objective: 1 on the first front, less on each further one
 
 `combine` does it for one group; a `RewardComputer` for trajectories of many, from Python or named in `rewards`.
 """
@@ -106,7 +106,7 @@ def _applicable(parts: Parts, names: Sequence[str] | Mapping[str, float]) -> lis
 
 
 class RewardComputer(ABC):
-    """Scores trajectories after they are collected. A subclass computes named parts; their weights are given here.
+    """Scores trajectories after they are collected. A subclass computes named parts, which have weights.
 
     Any object with `compute_rewards(trajectories, method)` that returns one number for each can stand in its place.
     """
@@ -141,11 +141,11 @@ class RewardComputer(ABC):
         parts = self._checked_parts(trajectories)
         for together in compared_together(trajectories):
             scores = combine(method, [parts[n] for n in together], self.weights)
-            known = [score for score in scores if score is not None]
-            if not known:
+            applicable = [score for score in scores if score is not None]
+            if not applicable:
                 raise RolloutRejectedError(f"{type(self).__name__}: no part applies to any trajectory of a group")
             for n, score in zip(together, scores, strict=True):
-                rewards[n] = fmean(known) if score is None else score
+                rewards[n] = fmean(applicable) if score is None else score
         return standardize(rewards) if self.normalize else rewards
 
     def compute_objective_statistics(self, trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:

@@ -43,7 +43,7 @@ class Worker:
 
 
 FUNCTIONS = Worker("rewards")
-COMPUTERS = Worker("reward computers")  # of its own: a computer may wait for functions
+COMPUTERS = Worker("reward computers")  # a separate thread: a computer may wait for functions
 
 
 ASYNC_FUNCTIONS = LoopThread("async rewards")  # one loop, so that a client that a user's module keeps stays on it

@@ -104,7 +104,7 @@ class Evaluations:
         self._should_stop, self._while_waiting = should_stop, while_waiting
         self._last = config.rl_training.total_steps
         self._training_waits = config.rl_training.deterministic or policy is None
-        self._patience_s = PATIENCE_S + max((own.source.config.timeout_s for own in self._problems), default=0.0)
+        self._patience_s = PATIENCE_S + max((each.source.config.timeout_s for each in self._problems), default=0.0)
         self._running: _Running | None = None
         self._thread: LoopThread | None = None
         self._postponed = False
