@@ -10,7 +10,7 @@ from mlx_parallm.config.load import load_config
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.run_directory import checkpoint_at, find_run
-from mlx_parallm.rollout_store.ledger import Ledger
+from mlx_parallm.rollout_store.store import RolloutStore
 from tests.integration.processes import Daemon, free_port, metrics
 
 DATA = Path(__file__).parents[1] / "data"
@@ -25,8 +25,8 @@ def test_an_old_run_is_read(name: str) -> None:
     state, adapter = TrainerState.read(checkpoint), load_adapter(checkpoint)
     assert (state.step, state.schema_version) == (2, 1)
     assert {pair.a.shape[1] for pair in adapter.layers.values()} == {config.rl_training.lora.rank}
-    with closing(Ledger(run / "rollouts.sqlite")) as ledger:
-        assert ledger.groups(ledger.taken_by(2))
+    with closing(RolloutStore(run / "rollouts.sqlite", read_only=True)) as store:
+        assert store.groups(store.taken_by(2))
 
 
 @pytest.mark.slow
