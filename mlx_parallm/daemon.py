@@ -37,7 +37,7 @@ from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.engine.starting import start_engine
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError, EngineUnavailableError, ModelError
-from mlx_parallm.integrations.atropos.source import EmbeddedQueue, atropos_source
+from mlx_parallm.integrations.atropos.source import atropos_source
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import (
     LoadedModel,
@@ -54,7 +54,7 @@ from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.plan.dry_run import DryRun
 from mlx_parallm.rl_training.sources import InProcessEnvironments, RewardsById, RolloutSource, SourceKind
 from mlx_parallm.rl_training.train import TrainingRun
-from mlx_parallm.server.app import create_app
+from mlx_parallm.server.app import AddedRouter, create_app
 from mlx_parallm.server.auth import check_bind, check_origins
 from mlx_parallm.server.context import RollbackAPI, ServerDeps, ServerState
 from mlx_parallm.server.thread import ServerThread, bind_socket
@@ -246,10 +246,11 @@ class Serving:
         self,
         sources: Iterable[RolloutSource] = (),
         rollbacks: RollbackAPI | None = None,
+        routers: Iterable[AddedRouter] = (),
     ) -> None:
-        """Starts HTTP with the routes of these sources of rollouts, and of rollbacks where something is trained."""
+        """Starts HTTP with the server's own routes, those of the rollout sources, and `routers`."""
         sources = list(sources)
-        routers = [source.router for source in sources if isinstance(source, EmbeddedQueue)]
+        added = [source.router for source in sources if source.router is not None]
         completions = next((source.completions for source in sources if isinstance(source, RewardsById)), None)
         deps = ServerDeps(
             state=self.state,
@@ -259,7 +260,7 @@ class Serving:
             completions=completions,
             rollbacks=rollbacks,
         )
-        self._http = ServerThread(create_app(deps, routers), self._listener)
+        self._http = ServerThread(create_app(deps, [*added, *routers]), self._listener)
         self._http.start()
 
     def load(self, *, quantize: bool = False) -> LoadedModel:

@@ -68,6 +68,8 @@ class RolloutSource:
 
     name = ""
     """In the store, and of its state in a checkpoint."""
+    router: Any = None
+    """The `AddedRouter` through which its groups come over HTTP; None = no routes."""
 
     def start(self, served: Served, state: TrainerState | None) -> None:
         """Start to make rollouts, from where the checkpoint stands that is resumed."""

@@ -186,10 +186,10 @@ def server(model: str, directory: Path) -> Iterator[tuple[Serving, RolloutStore]
     options = [f"model.base_path={model}", "server.port=0", "server.request_timeout_s=0"]
     serving = Serving(load_config(None, options))
     store = RolloutStore(directory / "rollouts.sqlite")
-    settings = AtroposSettings(1024, TOKENS, VOCAB, "checkpoints", 1, 100)
+    settings = AtroposSettings(1024, TOKENS, VOCAB, "checkpoints", 1, 100, None, None, 1.0, "reject")
     queue = AtroposQueue(store, settings, current_step=lambda: 0, policy_version=lambda: 0)
     try:
-        serving.listen([create_atropos_router(queue)])
+        serving.listen(routers=[create_atropos_router(queue)])
         loaded = serving.load()
         serving.open(loaded, SharedWeights(loaded.model), adapters={}, main_adapter=None)
         yield serving, store

@@ -58,10 +58,10 @@ def tiny_server(*overrides: str) -> Iterator[Serving]:
     with tempfile.TemporaryDirectory() as directory:
         serving = Serving(load_config(None, [*options, *overrides]))
         store = RolloutStore(Path(directory) / "rollouts.sqlite")
-        settings = AtroposSettings(8, 64, serving.vocab_size, "checkpoints", 1, 100)
+        settings = AtroposSettings(8, 64, serving.vocab_size, "checkpoints", 1, 100, None, None, 1.0, "reject")
         queue = AtroposQueue(store, settings, current_step=lambda: 0, policy_version=lambda: 0)
         try:
-            serving.listen([create_atropos_router(queue)])
+            serving.listen(routers=[create_atropos_router(queue)])
             loaded = serving.load()
             serving.open(loaded, SharedWeights(loaded.model), adapters={}, main_adapter=None)
             yield serving

@@ -144,11 +144,6 @@ def test_chat_without_a_template_is_a_clear_error(tiny_tokenizer):
 
 
 REFUSED = {
-    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    "tool_choice": ({"tool_choice": "auto"}, "tool_choice"),
-    "response_format": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    "audio": ({"modalities": ["text", "audio"]}, "modalities"),
-    "effort": ({"reasoning_effort": "high"}, "reasoning_effort"),
     "no messages": ({"messages": []}, "messages"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
     "surrogate": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
@@ -167,15 +162,6 @@ def test_a_request_that_cannot_be_honoured_is_a_400_naming_the_field(server, fie
         body = json.dumps({"messages": MESSAGES} | fields)  # httpx would refuse to encode half a character
         answer = http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-NULLABLE = ("tools", "tool_choice", "response_format", "logprobs", "top_logprobs", "n", "stop", "stream", "audio")
-
-
-def test_nulls_mean_defaults(server):
-    with server.http() as http:
-        body = {"messages": [{"role": "user", "content": "a", "name": None}], "max_completion_tokens": 2}
-        assert http.post("/v1/chat/completions", json=body | dict.fromkeys(NULLABLE)).status_code == 200
 
 
 def test_a_long_chat_is_a_400_that_says_so(client):

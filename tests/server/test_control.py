@@ -11,8 +11,7 @@ import structlog
 import mlx_parallm
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.middleware import RequestContextMiddleware
-from tests.server.serving import flat
-from tests.server.test_other_routes import until
+from tests.server.serving import flat, until
 
 STREAMS, TOKENS = 8, 60
 BODY = {"prompt": "a", "temperature": 4.0, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from dataclasses import replace
 
 import httpx
@@ -14,17 +13,10 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.thread import bind_socket
 from mlx_parallm.system.log import configure_logging
 from tests.server.fake_engine import HEALTHY, FakeEngine
-from tests.server.serving import running_server
+from tests.server.serving import running_server, until
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "1 + 1"}], "max_tokens": 2}
 COMPLETION = {"model": "fake", "prompt": "1 + 1", "max_tokens": 2}
-
-
-def until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        threading.Event().wait(0.005)
 
 
 @pytest.fixture(scope="module")

@@ -111,8 +111,6 @@ def test_what_would_change_the_answer_is_refused(server, body, param):
 def test_unknown_fields_are_ignored_as_the_contract_says(server):
     sampling = {"max_tokens": 1, "output_kind": 2, "unheard_of": True}
     assert post(server, sampling_params=sampling, kv_transfer_params={"a": 1}, unheard_of=1).status_code == 200
-    with pytest.raises(AssertionError):  # the check itself: a token that is named by its text is no evidence
-        strict_logprobs({"token_ids": [5], "logprobs": {"content": [{"token": "a", "logprob": -1.0}]}})
 
 
 def test_a_chat_goes_on_from_exact_tokens(client, server, tiny_tokenizer):

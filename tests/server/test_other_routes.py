@@ -1,21 +1,14 @@
 """/v1/models, /health, /metrics, /generate, /tokenize, hang-ups: against a real engine on the shipped model."""
 
 import re
-import threading
-import time
 
 import httpx
 import pytest
 from openai import NotFoundError
 
+from tests.server.serving import until
+
 PROMPT = "<|im_start|>user\n12 + 7 =<|im_end|>\n<|im_start|>assistant\n"
-
-
-def until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        threading.Event().wait(0.005)
 
 
 def test_models_are_listed_and_found(client, server):
@@ -177,10 +170,3 @@ def test_tokenize_and_detokenize_are_inverse(server, tiny_tokenizer):
         assert http.post("/tokenize", json={"prompt": "a", "model": "gpt-4"}).status_code == 404
         assert http.post("/detokenize", json={"tokens": [10_000_000]}).status_code == 400
         assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
-
-
-def test_the_openapi_document_knows_the_bodies(server):
-    with server.http() as http:
-        document = http.get("/openapi.json").json()
-    schema = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert schema["$ref"].endswith("ChatBody")

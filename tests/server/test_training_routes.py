@@ -113,12 +113,6 @@ def test_a_bad_body_is_400_and_asks_nobody(http: Any, desk: RollbackService, bod
     assert desk.take() is None
 
 
-def test_it_is_behind_the_key(server: RunningServer) -> None:
-    with server.http() as http:
-        assert http.post(PATH, json={"version": 1}).status_code == 401
-        assert http.get(PATH).status_code == 401
-
-
 def test_a_server_that_trains_nothing_says_so(tiny_tokenizer: Any) -> None:
     with running_server(FakeEngine(), tiny_tokenizer) as server, server.http() as http:
         for answer in (http.post(PATH, json={"version": 1}), http.get(PATH)):
