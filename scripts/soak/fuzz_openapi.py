@@ -12,7 +12,7 @@ import collections
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +29,9 @@ from schemathesis.core.failures import FailureGroup
 import mlx_parallm  # the fast BLAS comes before MLX
 from mlx_parallm.config.load import load_config
 from mlx_parallm.daemon import Serving
-from mlx_parallm.integrations.atropos.queue import AtroposQueue, AtroposSettings
-from mlx_parallm.integrations.atropos.routes import create_atropos_router
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
 
@@ -52,16 +51,16 @@ class Findings:
 
 
 @contextmanager
-def tiny_server(*overrides: str) -> Iterator[Serving]:
-    """A whole server of the shipped model in this process, /atropos too. A script calls it within `mlx_thread`."""
+def tiny_server(
+    *overrides: str, added: Callable[[Serving, RolloutStore], AddedRouter] | None = None
+) -> Iterator[Serving]:
+    """A whole server of the shipped model in this process. A script calls it within `mlx_thread`."""
     options = ["model.base_path=builtin:tiny", "server.port=0", "server.max_model_len=64", "server.request_timeout_s=2"]
     with tempfile.TemporaryDirectory() as directory:
         serving = Serving(load_config(None, [*options, *overrides]))
         store = RolloutStore(Path(directory) / "rollouts.sqlite")
-        settings = AtroposSettings(8, 64, serving.vocab_size, "checkpoints", 1, 100, None, None, 1.0, "reject")
-        queue = AtroposQueue(store, settings, current_step=lambda: 0, policy_version=lambda: 0)
         try:
-            serving.listen(routers=[create_atropos_router(queue)])
+            serving.listen(routers=[added(serving, store)] if added else [])
             loaded = serving.load()
             serving.open(loaded, SharedWeights(loaded.model), adapters={}, main_adapter=None)
             yield serving
@@ -70,11 +69,24 @@ def tiny_server(*overrides: str) -> Iterator[Serving]:
             store.close()
 
 
-def fuzz(url: str, cases: int) -> Findings:
-    """At least `cases` requests, as many for each operation, half of them wrong on purpose; every time the same."""
+def atropos(serving: Serving, store: RolloutStore) -> AddedRouter:
+    """The /atropos routes. Imported here: the server's own fuzz runs without them."""
+    from mlx_parallm.integrations.atropos.queue import AtroposQueue, AtroposSettings
+    from mlx_parallm.integrations.atropos.routes import create_atropos_router
+
+    settings = AtroposSettings(8, 64, serving.vocab_size, "checkpoints", 1, 100, None, None, 1.0, "reject")
+    return create_atropos_router(AtroposQueue(store, settings, current_step=lambda: 0, policy_version=lambda: 0))
+
+
+def fuzz(url: str, cases: int, prefix: str = "") -> Findings:
+    """Sends at least `cases` requests to the paths that begin with `prefix`, as many for each operation.
+
+    Half of them are wrong on purpose; every run sends the same.
+    """
     load_all_checks()
     checks = CHECKS.get_by_names(CHECKED)
     operations = [result.ok() for result in schemathesis.openapi.from_url(url + "/openapi.json").get_all_operations()]
+    operations = [operation for operation in operations if operation.path.startswith(prefix)]
     with_input = [operation for operation in operations if _takes_input(operation)]
     each = -(-cases // (2 * len(with_input) - 1))  # a path of one name has no wrong form
     findings = Findings()
@@ -150,7 +162,7 @@ def main() -> None:
     args = parser.parse_args()
     configure_logging(level="error")
     started = time.perf_counter()
-    with mlx_thread(), tiny_server() as serving:
+    with mlx_thread(), tiny_server(added=atropos) as serving:
         findings = fuzz(serving.url, args.cases)
     for route, counts in findings.statuses.items():
         print(f"{route:45}", "  ".join(f"{status}×{count}" for status, count in sorted(counts.items())))

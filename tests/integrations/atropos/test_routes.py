@@ -13,6 +13,7 @@ from mlx_parallm.integrations.atropos.queue import AtroposQueue
 from mlx_parallm.integrations.atropos.routes import create_atropos_router
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server.middleware import BodyLimitMiddleware
+from scripts.soak.fuzz_openapi import atropos, fuzz, tiny_server
 from tests.integrations.atropos.groups import ATROPOS_SETTINGS, scored_data
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import running_server
@@ -234,3 +235,11 @@ def test_a_body_over_the_limit_lies_in_quarantine(app, store, announced):
     assert client.post("/atropos/scored_data", content=content, headers=JSON).status_code == 413
     assert "larger than 1500 bytes" in store.rejects()[0].reason
     assert client.post("/atropos/scored_data", json=scored_data()).status_code == 200
+
+
+@pytest.mark.slow
+def test_made_up_requests_are_never_a_500_and_never_surprise():
+    """The short form of scripts/soak/fuzz_openapi.py, for these routes."""
+    with tiny_server(added=atropos) as serving:
+        findings = fuzz(serving.url, cases=60, prefix="/atropos")
+    assert findings.problems == {} and findings.cases >= 60

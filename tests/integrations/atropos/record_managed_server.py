@@ -1,7 +1,7 @@
 """Prints what atroposlib's own ManagedServer makes of several turns: the contents of tests/data/managed_server.json.
 
     mlx_parallm_serve --model-path builtin:tiny --port 8000
-    build/atropos/bin/python tests/integration/record_managed_server.py http://127.0.0.1:8000/v1
+    build/atropos/bin/python tests/integrations/atropos/record_managed_server.py http://127.0.0.1:8000/v1
 
 Needs `scripts/setup_atropos`. Again when the tiny model's weights change: the log-probabilities are of this model.
 """
@@ -15,7 +15,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
-TINY = str(Path(__file__).parents[2] / "mlx_parallm" / "assets" / "tiny")
+TINY = str(Path(__file__).parents[3] / "mlx_parallm" / "assets" / "tiny")
 SAMPLING = {"max_tokens": 12, "temperature": 1.0, "seed": 3}
 
 
