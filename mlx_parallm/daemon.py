@@ -154,7 +154,7 @@ def _redactor(config: Config) -> Redactor:
 
 
 def _begin(config: Config, run_log: RunLog | None = None) -> threading.Event:
-    """Logging, a word on a slow BLAS, and the event that a shutdown signal sets."""
+    """Set up logging, warn of a slow BLAS, and return the event that a shutdown signal sets."""
     redactor = run_log.redactor if run_log else _redactor(config)
     configure_logging(level=config.logging.level, redactor=redactor, run_log=run_log)
     if advice := blas_status().advice:
@@ -174,7 +174,7 @@ def _begin(config: Config, run_log: RunLog | None = None) -> threading.Event:
 def _adapters_to_serve(
     config: Config, named: Mapping[str, str]
 ) -> tuple[str | None, dict[str, Mapping[str, LoraPair]]]:
-    """The main adapter's name, and every adapter's layers. Raises AdapterError, ConfigError: a name that is taken."""
+    """Return the main adapter's name and every adapter's layers. Raises AdapterError, ConfigError: a name is taken."""
     paths = dict(named)
     main_adapter = None
     if config.model.lora_path is not None:

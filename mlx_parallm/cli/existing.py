@@ -160,7 +160,7 @@ def replay(parser: ArgumentParser) -> Run:
             variants,
             start=args.start,
             steps=args.steps,
-            told=lambda line: sys.stderr.write(f"{line.strip()}\n"),
+            progress=lambda line: sys.stderr.write(f"{line.strip()}\n"),
         )
         show(found, Console())
         return 0

@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 
 
 class ConsumedGroups(Protocol):
-    """What a resume needs of `rollout_store.store.RolloutStore`."""
+    """The part of `rollout_store.store.RolloutStore` that a resume needs."""
 
     def restore(self, consumed_up_to_step: int, *, keep_drops_of: int | None = None) -> int: ...
 
@@ -102,7 +102,7 @@ class Checkpointer:
             write_directory(self.run_directory / FINAL, lambda directory: _link_all(path, directory))
             self._point_beside(FINAL)
         if best:
-            if not self._best_is_said:
+            if not self._best_is_fixed:
                 (self.run_directory / BEST).unlink(missing_ok=True)
             write_directory(self.run_directory / BEST, lambda directory: _link_all(path, directory))
         kept = self.point_at_best()
@@ -112,8 +112,8 @@ class Checkpointer:
         return path
 
     def point_at_best(self) -> Path | None:
-        """The one with the highest score, of equal ones the newest; None where none has one."""
-        there = checkpoints(self.run_directory) if self._keep_best and not self._best_is_said else []
+        """Point `best` at the checkpoint with the highest score (of equal ones the newest); None where none has one."""
+        there = checkpoints(self.run_directory) if self._keep_best and not self._best_is_fixed else []
         scores = {path: found for path in there if (found := self._score_of(path)) is not None}
         best = max(scores, key=lambda path: (scores[path], moment(path)), default=None)
         if best is not None:
@@ -121,12 +121,12 @@ class Checkpointer:
         return best
 
     @property
-    def _best_is_said(self) -> bool:
+    def _best_is_fixed(self) -> bool:
         link = self.run_directory / BEST
         return link.is_dir() and not link.is_symlink()
 
     def _score_of(self, checkpoint: Path) -> float | None:
-        """A step that is not finished counts as the one before: it is no candidate."""
+        """Return the score of a checkpoint; None for one inside a step, which is no candidate."""
         try:
             state = TrainerState.read(checkpoint)
         except CheckpointError:
@@ -138,7 +138,7 @@ class Checkpointer:
         return state.score
 
     def _check_room(self, path: Path) -> None:
-        """A full disk is found before the first byte is written."""
+        """Raise CheckpointError before the first byte is written if the disk has no room."""
         optimizer = sum(array.nbytes for array in self._optimizer.state().values())
         needed = self._policy.saved_bytes() + optimizer + STATE_BYTES
         if (free := free_bytes(self.run_directory)) < needed:
@@ -188,7 +188,7 @@ class Checkpointer:
             _set_aside(later, keep=checkpoint)
         if (self.run_directory / state.checkpoint_name).is_dir():
             point(self.run_directory / LATEST, state.checkpoint_name)
-        if self.point_at_best() is None and not self._best_is_said:
+        if self.point_at_best() is None and not self._best_is_fixed:
             (self.run_directory / BEST).unlink(missing_ok=True)  # it was set aside
         log.info("resumed", checkpoint=checkpoint.name, steps=state.step, mini_batches=state.mini_batches)
         return state
@@ -227,9 +227,11 @@ def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Pa
 
 
 def score(metrics: Path, step: int, *, after: int = 0) -> float | None:
-    """What checkpoints are compared by, higher is better: the newest `heldout_score` of the last `SCORED_STEPS` lines,
-    else their mean reward; None where there are fewer lines, or neither is in them. Lines up to step `after` tell of
-    weights that a rollback left."""
+    """Return the number that checkpoints are compared by; higher is better.
+
+    It is the newest `heldout_score` of the last `SCORED_STEPS` lines, else their mean reward; None where there are
+    fewer lines, or neither is in them. Lines up to step `after` tell of weights that a rollback left.
+    """
     lines = [line for line in MetricsFile(metrics).last(SCORED_STEPS) if after < line["step"] <= step]
     for line in reversed(lines):
         if line.get(HELDOUT) is not None:

@@ -1,7 +1,8 @@
 """WeightUpdater: the one point where training reaches the server. Policy → `SharedWeights.publish_*` every n steps.
 
-A lock that is not had within `lock_timeout_ms` leaves the old weights serving; the publish stays due and is tried again
-after the next step, and while the trainer waits for rollouts (with `max_staleness = 0` they can only come afterwards).
+If the weight lock cannot be taken within `lock_timeout_ms`, the old weights keep serving; the publish stays due and is
+tried again after the next step, and while the trainer waits for rollouts (with `max_staleness = 0` they can only come
+afterwards).
 Weights that no update has changed since the last publish are not published: a version is a difference.
 
 Weights that the guard refuses are taken back, with their optimizer, to those of the served version, which goes on
@@ -24,14 +25,14 @@ from mlx_parallm.weights import PublishReport, SharedWeights
 
 @dataclass(frozen=True)
 class UpdaterState:
-    """What a checkpoint keeps: whether there are trained weights that are not served, and whether that is overdue."""
+    """Hold whether there are trained weights that are not served, and whether their publish is overdue."""
 
     dirty: bool = False
     due: bool = False
 
 
 class WeightUpdater:
-    """One thread's, the trainer's. `timeouts` counts locks that were not had in time, `refused` updates taken back.
+    """One thread's, the trainer's. `timeouts` counts locks that could not be taken, `refused` updates taken back.
 
     Args:
         numbers: of the versions; default: counted up by one.
@@ -63,7 +64,7 @@ class WeightUpdater:
         self.publish_kl: float | None = None  # of the last step that was to be published
 
     def begin(self) -> None:
-        """What is trained now is what is served: before the first step, and after each publish."""
+        """Note that the trained weights are the served ones: before the first step, and after each publish."""
         self._guard.published()
         self.states.keep()
 
@@ -73,7 +74,7 @@ class WeightUpdater:
 
     @property
     def due(self) -> bool:
-        """A publish is overdue: its lock was not had in time."""
+        """Whether a publish is overdue because its lock could not be taken in time."""
         return self._state.due
 
     def after_step(

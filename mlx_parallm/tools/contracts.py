@@ -415,7 +415,7 @@ def engine_is_trainer(subject: Subject) -> list[Finding]:
 
 
 def sampled(subject: Subject, count: int) -> tuple[Rollout, ...]:
-    """What the engine samples under the adapter, with its log-probabilities."""
+    """Return what the engine samples under the adapter, with its log-probabilities."""
     requests = [replace(r, adapter=POLICY) for r in subject.requests("train", count, temperature=TEMPERATURE)]
     return tuple(map(_rollout, requests, subject.generate(requests)))
 

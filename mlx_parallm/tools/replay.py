@@ -72,14 +72,14 @@ def replay(
     *,
     start: str | None = None,
     steps: int | None = None,
-    told: Callable[[str], object] = lambda line: None,
+    progress: Callable[[str], object] = lambda line: None,
 ) -> Replay:
     """Args:
         path: a run directory.
         variants: `rl_training.key=value` overrides of each.
         start: the checkpoint to start from, e.g. step_000120; None = as the run itself started.
         steps: at most so many.
-        told: a line of progress after each step.
+        progress: called with a line after each step.
 
     Raises ConfigError: no run, another model, data or environment, nothing to replay, tokens that are not kept.
     CheckpointError: no such step, or one that does not fit the variant. ModelError: as training.
@@ -102,7 +102,7 @@ def replay(
         done = []
         for overrides, config in zip(variants, configs, strict=True):
             player = _Player(loaded, config, checkpoint, saved, store)
-            done.append(Variant(shlex.join(overrides), *player.play(run, lines, taken, told)))
+            done.append(Variant(shlex.join(overrides), *player.play(run, lines, taken, progress)))
     return Replay(run.name, lines, done)
 
 
@@ -131,7 +131,7 @@ class _Player:
         self._buffer = build_buffer(_Stored(store), versions, self._trainer, training)
 
     def play(
-        self, run: Path, lines: Sequence[Line], taken: Mapping[int, Sequence[str]], told: Callable[[str], object]
+        self, run: Path, lines: Sequence[Line], taken: Mapping[int, Sequence[str]], progress: Callable[[str], object]
     ) -> tuple[Path, list[Line]]:
         """Trains a step for each line; leaves config.toml, metrics.jsonl and the result as `final`."""
         directory = RunDirectory.hold(_free_name(run))
@@ -141,7 +141,7 @@ class _Player:
             for line in lines:
                 own.append(self._step(line, taken[line["step"]]))
                 metrics.append(own[-1])
-                told(f"{directory.path.name}: step {line['step']}: loss {own[-1]['loss']}")
+                progress(f"{directory.path.name}: step {line['step']}: loss {own[-1]['loss']}")
             write_directory(directory.path / FINAL, self._policy.save)
         return directory.path, own
 
@@ -162,7 +162,7 @@ class _Player:
 
 
 class _Stored:
-    """What a RolloutBuffer needs of a store, of one that is only read."""
+    """The store of a RolloutBuffer over a ledger that is only read."""
 
     def __init__(self, store: RolloutStore) -> None:
         self._store = store

@@ -29,7 +29,7 @@ log = get_logger("train")
 
 
 def what_to_resume(config: Config, resume: str | None) -> tuple[Config, Path | None, bool]:
-    """(configuration, checkpoint, start over). A run that was killed before its first checkpoint starts over in its
+    """Return (configuration, checkpoint, start over). A run that was killed before its first checkpoint starts over in its
     directory, where its accepted groups lie. Raises CheckpointError: nothing there. ConfigError: a key that may not
     change on a resume, or a secret that is not given again."""
     refuse_redacted(config)
@@ -77,7 +77,7 @@ def initial_adapter(config: Config) -> dict[str, LoraPair] | None:
 
 
 def _other_run(config: Config, path: str, file: Path) -> Path | None:
-    """The run that `checkpoints/latest` or `final` means now, if it trained another base or other layers."""
+    """Return the run that `checkpoints/latest` or `final` means now, if it trained another base or other layers."""
     link = Path(path).expanduser().parent
     if link.name not in (LATEST, FINAL) or link.parent.resolve() != config.rl_training.checkpoint_dir.resolve():
         return None
@@ -136,8 +136,8 @@ def check_resume(config: Config, run: Path, saved_file: Path) -> None:
             f"--resume {run}: may not change: {what}. Set back to the first value to go on, or start a new run from"
             f" this one's weights: {start}={run / 'latest'} and another rl_training.run_name, without --resume"
         )
-    if told := [key for key in changed if not key.startswith(("server.", "logging."))]:
-        log.info("changed on resume", **{key: f"{_shown(before.get(key))} → {_shown(now.get(key))}" for key in told})
+    if shown := [key for key in changed if not key.startswith(("server.", "logging."))]:
+        log.info("changed on resume", **{key: f"{_shown(before.get(key))} → {_shown(now.get(key))}" for key in shown})
 
 
 def refuse_redacted(config: Config) -> None:

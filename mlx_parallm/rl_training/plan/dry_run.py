@@ -74,7 +74,7 @@ T = TypeVar("T")
 
 @dataclass
 class Probe:
-    """What the probe's steps showed; `after_step` raises `ProbeDone` after the last one."""
+    """Hold what the steps of the probe showed; `after_step` raises `ProbeDone` after the last one."""
 
     clock: Callable[[], float] = time.monotonic
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Probe:
 
 
 class ProbeDone(Exception):
-    """The way out of a loop that would save a checkpoint at its end."""
+    """Raised to leave a loop that would save a checkpoint at its end."""
 
 
 class DryRun:
@@ -198,7 +198,7 @@ class DryRun:
             raise EnvironmentFailedError("; ".join(broken))
 
     def _look_through(self, policy: EpisodePolicy, source: EnvironmentSource) -> str | None:
-        """Renders some prompts, for their lengths. What is wrong with the environment; None when nothing is."""
+        """Render some prompts, for their lengths. Return what is wrong with the environment; None when nothing is."""
         most, lengths = self._config.rl_training.atropos.max_token_length, []
         with attempt() as outcome:
             for index in range(PROMPTS):
@@ -366,8 +366,8 @@ OTHER_FILES = 170 * 2**10
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the run will need: bytes, seconds, steps. `memory_seen`: at the lengths of the probe; `memory_most`: with
-    every completion at its max_tokens. `seconds` of a step; None = no step could be measured."""
+    """Hold what the run will need: bytes, seconds, steps. `memory_seen`: at the lengths of the probe; `memory_most`:
+    with every completion at its max_tokens. `seconds` of a step; None = no step could be measured."""
 
     memory_seen: int
     memory_most: int
@@ -423,7 +423,7 @@ def show_group(result: GroupResult, prompt: Sequence[int], tokenizer: Tokenizer)
 
 
 def remarks(result: GroupResult, config_key: str) -> list[str]:
-    """What a group of a working environment shows to be wrong."""
+    """Return what a group of a working environment shows to be wrong, one sentence each."""
     rollouts = result.group.rollouts
     if result.failure is not None or not rollouts:
         return []
@@ -480,7 +480,7 @@ def show_forecast(forecast: Forecast, config: Config) -> Table:
 
 
 def shortcomings(forecast: Forecast, config: Config, shape: ModelShape, most: Lengths) -> Iterator[str]:
-    """What there is too little of, and what to do about it. `most`: the lengths that `memory_most` is for."""
+    """Yield what there is too little of, and what to do about it. `most`: the lengths that `memory_most` is for."""
     if forecast.memory_most > forecast.memory_present:
         may = forecast.memory_seen <= forecast.memory_present
         yield too_little_memory(config, shape, forecast.memory_most, forecast.memory_present, most, may=may)

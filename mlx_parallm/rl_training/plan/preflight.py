@@ -1,4 +1,4 @@
-"""What a run will need, computed before anything is loaded: memory by parts, disk, and with which settings it fits.
+"""Predict what a run will need before anything is loaded: memory by parts, disk, and the settings with which it fits.
 
     ModelShape.of(config.json, Config)        the model's dimensions; builds the architecture, evaluates nothing
     predict_memory(Config, shape, lengths)    → MemoryEstimate: parts in bytes, and their total
@@ -449,31 +449,32 @@ class MemoryWatch:
         self._peak = max(self._peak, measured_bytes([event.line]))
 
     @property
-    def foretold(self) -> int:
+    def predicted(self) -> int:
         """Bytes, with the longest sequences that were seen so far."""
         return needed_bytes(predict_memory(self._config, self._shape, self._seen))
 
     def health(self) -> str | None:
-        """That more is used than the preflight foretold; None = not so."""
-        if self._peak <= self.foretold * (1 + OFF) + SMALL:
+        """Return a sentence if more is used than the preflight predicted; else None."""
+        if self._peak <= self.predicted * (1 + OFF) + SMALL:
             return None
-        peak, foretold = in_words(self._peak), in_words(self.foretold)
-        return f"memory: {peak} at the peak, {foretold} foretold; rl_training.token_budget lowers it"
+        peak, predicted = in_words(self._peak), in_words(self.predicted)
+        return f"memory: {peak} at the peak, {predicted} predicted; rl_training.token_budget lowers it"
 
     def tell(self, console: Console) -> None:
-        """The comparison, at the end of a run."""
+        """Print the comparison, at the end of a run."""
         if not self._peak:
             return
-        peak, foretold = in_words(self._peak), in_words(self.foretold)
-        if abs(self.foretold - self._peak) > OFF * self._peak + SMALL:
-            log.warning("the preflight was off", peak=peak, foretold=foretold)
+        peak, predicted = in_words(self._peak), in_words(self.predicted)
+        if abs(self.predicted - self._peak) > OFF * self._peak + SMALL:
+            log.warning("the preflight was off", peak=peak, predicted=predicted)
         lengths = f"the longest prompt ({self._seen.prompt} tokens) and completion ({self._seen.completion}) of the run"
-        text = f"memory: {peak} at the peak; {foretold} ({self.foretold / self._peak:.2f}) were foretold for {lengths}"
+        ratio = self.predicted / self._peak
+        text = f"memory: {peak} at the peak; {predicted} ({ratio:.2f}) were predicted for {lengths}"
         console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def needed_bytes(estimate: MemoryEstimate) -> int:
-    """What has to fit into the memory that `hardware.memory_present` tells of: a GPU's holds MLX's arrays only."""
+    """Return the bytes that must fit into `hardware.memory_present`: a GPU's memory holds MLX's arrays only."""
     return estimate.total if on_cpu() else estimate.of_mlx
 
 

@@ -21,7 +21,7 @@ from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import Rollout, RolloutGroup
 
 MEASURED_TOKENS = 1024
-"""Of the sequences that the KL is measured on, prompts included; one sequence at least."""
+"""Tokens of the sequences that the KL is measured on, prompts included; one sequence at least."""
 NOT_FINITE = "the weights are not finite"
 
 
@@ -50,11 +50,11 @@ class PublishGuard:
         self._served: list[mx.array] = []
 
     def published(self) -> None:
-        """What is trained now is what is served."""
+        """Note that the trained weights are the served ones."""
         self._served = self._policy.served_arrays()
 
     def judge(self, rollouts: Sequence[Rollout]) -> Verdict:
-        """Of the weights as they are now. `rollouts`: what the step was trained on."""
+        """Judge the weights as they are now. `rollouts`: those that the step was trained on."""
         if not all(mx.isfinite(array).all().item() for array in self._policy.slots.read()):
             return Verdict(NOT_FINITE)
         pairs = zip(self._served, self._policy.served_arrays(), strict=True)
@@ -128,7 +128,7 @@ class TrainingStates:
         self._kept: list[TrainingState] = []
 
     def keep(self) -> None:
-        """The newest version is what is trained now."""
+        """Keep the present state: it is that of the newest version."""
         self._kept = [*self._kept, self.now()][-self._limit :] if self._limit else []
 
     def now(self) -> TrainingState:
@@ -157,7 +157,7 @@ class TrainingStates:
 
 
 def digest(policy: TrainedPolicy) -> str:
-    """Of the trained weights, all bits of them."""
+    """Return a digest of all bits of the trained weights."""
     found = hashlib.blake2b(digest_size=16)
     for array in policy.slots.read():
         found.update(np.array(array.reshape(-1).view(mx.uint8)).data)

@@ -107,7 +107,7 @@ class VersionNumbers:
         return number
 
     def used(self) -> None:
-        """What was reserved last is served now."""
+        """Note that the number that was reserved last is served now."""
         self._unused = None
 
     def _is(self, number: int, digest: str | None) -> bool:

@@ -114,7 +114,7 @@ def test_the_command_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
     assert re.search(r"needs \d{3,}\.\d\d GiB .*quantize_base = true.* take a smaller model", error)
 
 
-# ---------------------------------------------------------------------- foretold and measured
+# ---------------------------------------------------------------------- predicted and measured
 
 
 def batch(prompt: int, completion: int, *, rows: bool = False) -> TrainBatch:
@@ -132,32 +132,32 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def watched(*peaks: float, prompt: int = 64, completion: int = 128) -> MemoryWatch:
-    """A watch after steps with these shares of what is foretold for their lengths as peaks."""
+    """A watch after steps with these shares of what is predicted for their lengths as peaks."""
     asked, events = config(), RunEvents()
     shape = ModelShape.of(QWEN3_06B, asked)
     watch = MemoryWatch(asked, shape)
-    foretold = predict_memory(asked, shape, Lengths(prompt, completion)).of_mlx
+    predicted = predict_memory(asked, shape, Lengths(prompt, completion)).of_mlx
     watch.subscribe(events)
     for peak in peaks:
-        events.emit(StepFinished({"memory_gb": peak * foretold / 1e9}, batch(prompt, completion)))
+        events.emit(StepFinished({"memory_gb": peak * predicted / 1e9}, batch(prompt, completion)))
     return watch
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("peaks", "off", "ill"), [((0.9, 1.1), 0, 0), ((1.0, 1.2, 0.9), 1, 1), ((0.5, 0.8), 1, 0)])
-def test_the_peak_is_compared_with_what_was_foretold_for_the_lengths_seen(
+def test_the_peak_is_compared_with_what_was_predicted_for_the_lengths_seen(
     peaks: tuple[float, ...], off: int, ill: int
 ) -> None:
     watch = watched(*peaks)
     out = io.StringIO()
     with capture_logs() as logs:
         watch.tell(Console(file=out, width=60))
-    assert f" ({1 / max(peaks):.2f}) were foretold" in out.getvalue() and out.getvalue().count("\n") == 1
+    assert f" ({1 / max(peaks):.2f}) were predicted" in out.getvalue() and out.getvalue().count("\n") == 1
     assert "the longest prompt (64 tokens) and completion (128) of the run" in out.getvalue()
     assert [line["event"] for line in logs] == ["the preflight was off"] * off
     assert bool(watch.health()) == bool(ill)
     if ill:
-        assert re.fullmatch(r"memory: .* GiB at the peak, .* GiB foretold; .*token_budget.*", watch.health() or "")
+        assert re.fullmatch(r"memory: .* GiB at the peak, .* GiB predicted; .*token_budget.*", watch.health() or "")
 
 
 def test_a_run_without_a_step_has_nothing_to_tell() -> None:
