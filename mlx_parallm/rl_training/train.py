@@ -26,7 +26,7 @@ from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.checkpoint import Checkpointer, CheckpointVersions
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter, what_to_resume
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.data.heldout import HeldOut, told
+from mlx_parallm.rl_training.data.heldout import HeldOut, describe
 from mlx_parallm.rl_training.data.source import DataSource
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog, best_by
 from mlx_parallm.rl_training.evaluation.runner import Evaluations, evaluation_sources
@@ -313,7 +313,7 @@ class TrainingRun:
         self._display(started)
         events, metrics = self.events, MetricsFile(directory.path / METRICS_FILE)
         if self._heldout is not None and (state is None or state.step == 0):
-            events.emit(Noted(f"held-out rows before training: {told(self._heldout.before())}"))
+            events.emit(Noted(f"held-out rows before training: {describe(self._heldout.before())}"))
         events.subscribe(WeightsPublished, lambda event: self.serving.observe_publish(event.report))
         self._memory.subscribe(events)
         self._subscribe_samples(directory, state)

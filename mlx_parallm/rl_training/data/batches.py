@@ -39,17 +39,17 @@ class DataBatches:
         self.steps_per_epoch = steps_per_epoch(len(units), batch_size)
 
     def rows(self, step: int) -> list[int]:
-        """Which units a step trains on."""
+        """The units that a step trains on."""
         epoch, number = divmod(step - 1, self.steps_per_epoch)
         return np.array_split(self._order(epoch), self.steps_per_epoch)[number].tolist()
 
     def _order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self._seed & 0xFFFFFFFF, epoch]).permutation(len(self._units))
 
-    # ------------------------------------------------------------------ what the loop asks of a buffer
+    # ------------------------------------------------------------------ the interface of a rollout buffer
 
     def request(self, step: int, last: int | None = None) -> None:
-        """Rows need not be asked for."""
+        """Rows need not be requested."""
 
     def collect(self, step: int, *, timeout_s: float = 0.0) -> TrainBatch:
         rows = self.rows(step)
@@ -99,7 +99,7 @@ def train_sequence(sequence: Encoded, advantage: float) -> TrainSequence:
 
 
 def mismatched(unit: Unit, other: Unit) -> Encoded:
-    """The prompt of one with the completion of another: what the policy says unasked (KTO, arXiv:2402.01306, §3.3)."""
+    """The prompt of one with the completion of another, for the KL estimate of KTO (arXiv:2402.01306, §3.3)."""
     [own], [others] = unit.sequences, other.sequences
     prompt, completion = own.prompt_length, others.prompt_length
     return Encoded(
@@ -108,9 +108,9 @@ def mismatched(unit: Unit, other: Unit) -> Encoded:
     )
 
 
-def kto_constants(units: Sequence[Unit], unasked: Sequence[Encoded], log_ratios: Score) -> dict[str, float]:
-    """Of one mini-batch: "kl" = max(0, mean log-ratio of `unasked`), and how many units are of either label."""
-    ratios = log_ratios([sequence.rollout() for sequence in unasked])
+def kto_constants(units: Sequence[Unit], foreign: Sequence[Encoded], log_ratios: Score) -> dict[str, float]:
+    """Constants of a mini-batch: "kl" = max(0, mean log-ratio of `foreign`), and how many units have either label."""
+    ratios = log_ratios([sequence.rollout() for sequence in foreign])
     desirable = sum(unit.label for unit in units)
     return {
         "kl": max(0.0, math.fsum(ratios) / len(ratios)),

@@ -1,4 +1,4 @@
-"""Held-out rows: what the algorithm's own loss and metrics say of them, every few steps.
+"""Held-out rows: the algorithm's own loss and metrics on them, every few steps.
 
 Keys of a metrics line: `eval/<metric>` for the loss and each of its metrics (eval/loss, eval/rewards/accuracies, …),
 for KTO also eval/auc; `heldout_score` is the one number that is better when higher: accuracy of pairs, AUC of labels,
@@ -39,33 +39,33 @@ class HeldOut:
         self._before: dict[str, float] = {}
 
     def before(self) -> dict[str, float]:
-        """Of the untrained model; told again with step 1."""
-        found = self.numbers()
-        self._before = {key.replace("eval/", "eval_before/"): value for key, value in found.items() if key != SCORE}
-        return found
+        """Measure the untrained model. The metrics line of step 1 has the same numbers."""
+        numbers = self.numbers()
+        self._before = {key.replace("eval/", "eval_before/"): value for key, value in numbers.items() if key != SCORE}
+        return numbers
 
     def measure(self, step: int) -> dict[str, float]:
         """For the metrics line of a step; empty where nothing is due."""
         due = step == self._last or (self._every > 0 and step % self._every == 0)
-        found = self.numbers() if due else {}
-        return found | (self._before if step == 1 else {})
+        numbers = self.numbers() if due else {}
+        return numbers | (self._before if step == 1 else {})
 
     def numbers(self) -> dict[str, float]:
-        """Under the weights as they are now; empty without held-out rows."""
+        """The metrics under the weights as they are now; empty without held-out rows."""
         if not self._units:
             return {}
         algorithm = self._trainer.algorithm
         rows = self._trainer.logprobs(self._rollouts)
         reference = self._reference_logprobs() if algorithm.needs_reference else None
         outputs = algorithm.loss(self._inputs(rows, reference))
-        found = {"eval/loss": scalar(outputs.loss)}
-        found |= {f"eval/{name}": scalar(value) for name, value in outputs.metrics.items()}
+        numbers = {"eval/loss": scalar(outputs.loss)}
+        numbers |= {f"eval/{name}": scalar(value) for name, value in outputs.metrics.items()}
         if algorithm.name == "kto" and reference is not None:
             ratios = [math.fsum(now - then) for now, then in zip(rows, reference, strict=True)]
             auc = area_under_curve(ratios, [unit.label for unit in self._units])
-            return found | ({} if auc is None else {"eval/auc": auc, SCORE: auc})
-        score = found.get(f"eval/{ACCURACY}", -found["eval/loss"])
-        return found | {SCORE: score}
+            return numbers | ({} if auc is None else {"eval/auc": auc, SCORE: auc})
+        score = numbers.get(f"eval/{ACCURACY}", -numbers["eval/loss"])
+        return numbers | {SCORE: score}
 
     def _inputs(self, rows: Sequence[np.ndarray], reference: Sequence[np.ndarray] | None) -> LossInputs:
         """All held-out rows at once: only their scored tokens, so this is small."""
@@ -86,8 +86,8 @@ class HeldOut:
         if self._trainer.algorithm.name != "kto":
             return {}
         after = [*self._units[1:], self._units[0]]
-        unasked = [mismatched(unit, other) for unit, other in zip(self._units, after, strict=True)]
-        return kto_constants(self._units, unasked, lambda rollouts: log_ratios(self._trainer, rollouts))
+        foreign = [mismatched(unit, other) for unit, other in zip(self._units, after, strict=True)]
+        return kto_constants(self._units, foreign, lambda rollouts: log_ratios(self._trainer, rollouts))
 
     def _reference_logprobs(self) -> list[np.ndarray]:
         if self._reference is None or self._reference_moves:
@@ -123,8 +123,8 @@ def _padded(rows: Sequence[np.ndarray], shape: tuple[int, int]) -> mx.array:
     return mx.array(padded)
 
 
-def told(numbers: Mapping[str, float]) -> str:
-    """For people: the loss and what the score is made of."""
+def describe(numbers: Mapping[str, float]) -> str:
+    """The loss and the score's parts as a text."""
     shown = {"eval/loss": "loss", f"eval/{ACCURACY}": "accuracy", "eval/rewards/margins": "margin", "eval/auc": "AUC"}
     parts = [f"{name} {numbers[key]:.3f}" for key, name in shown.items() if key in numbers]
     return ", ".join(parts) or "there are none"

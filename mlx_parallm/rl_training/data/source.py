@@ -46,11 +46,11 @@ class DataSource(RolloutSource):
 
     def total_steps(self, training: RLTrainingConfig) -> int:
         """As the configuration says; where it does not, one pass over the rows."""
-        given = "total_steps" in training.model_fields_set
-        return training.total_steps if given else steps_per_epoch(len(self._train), training.batch_size)
+        configured = "total_steps" in training.model_fields_set
+        return training.total_steps if configured else steps_per_epoch(len(self._train), training.batch_size)
 
     def with_total_steps(self) -> Config:
-        """The configuration with `total_steps` said."""
+        """The configuration with `total_steps` set."""
         training = self._config.rl_training
         training = training.model_copy(update={"total_steps": self.total_steps(training)})
         self._config = self._config.model_copy(update={"rl_training": training})

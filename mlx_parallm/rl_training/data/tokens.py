@@ -126,7 +126,7 @@ def _turns(
     """Every assistant turn of the completion. One sequence, or more where the template rewrites history."""
     encode = partial(tokenizer.encode, add_special_tokens=False)
     messages = [*prompt, *completion]
-    found: list[list[tuple[list[int], bool]]] = []
+    sequences: list[list[tuple[list[int], bool]]] = []
     shown: str | None = None
     for number in range(len(prompt), len(messages)):
         if messages[number]["role"] != "assistant":
@@ -142,12 +142,12 @@ def _turns(
         answer, closed = _without_tail(after[len(before) :], tokenizer)
         closing = [] if closed else _end_token(tokenizer, example)
         if shown is not None and before.startswith(shown):
-            found[-1].append((encode(before[len(shown) :]), False))
+            sequences[-1].append((encode(before[len(shown) :]), False))
         else:
-            found.append([(encode(before), False)])
-        found[-1].append((encode(answer) + closing, True))
+            sequences.append([(encode(before), False)])
+        sequences[-1].append((encode(answer) + closing, True))
         shown = before + answer if closed else None  # the template's next turn does not show that end
-    return [_joined(spans, example) for spans in found]
+    return [_joined(spans, example) for spans in sequences]
 
 
 def _without_tail(answer: str, tokenizer: ChatTokenizer) -> tuple[str, bool]:
