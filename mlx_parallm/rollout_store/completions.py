@@ -26,7 +26,7 @@ Choice = Sequence[Completion | CompletionDelta]  # one whole completion, or what
 
 
 @dataclass(frozen=True, slots=True)
-class KeptAnswer:
+class _KeptAnswer:
     """`payloads`: one packed group without scores for each prompt of the request, in order."""
 
     kept_at: float
@@ -68,7 +68,7 @@ class KeptCompletions:
         self._batch_size, self._max_token_length, self._vocab_size = batch_size, max_token_length, vocab_size
         self._clock = clock
         self._lock = threading.Lock()
-        self._kept: dict[str, KeptAnswer] = {}  # oldest first
+        self._kept: dict[str, _KeptAnswer] = {}  # oldest first
         self._size = 0
         self._gone: dict[str, tuple[int, str]] = {}  # id → HTTP status and reason, oldest first
         self._being_rewarded: set[str] = set()
@@ -88,7 +88,7 @@ class KeptCompletions:
             )
         else:
             groups = (_unscored(request, parts) for request, parts in zip(requests, choices, strict=True))
-            answer, refusal = KeptAnswer(self._clock(), tuple(map(encode_group, groups))), (410, "is kept no longer")
+            answer, refusal = _KeptAnswer(self._clock(), tuple(map(encode_group, groups))), (410, "is kept no longer")
         with self._lock:
             self._forget(response_id, refusal)
             if answer is None or answer.size > self._max_bytes:
@@ -126,7 +126,7 @@ class KeptCompletions:
                 self._being_rewarded.difference_update(ids)
         return groups
 
-    def _find(self, response_id: str) -> KeptAnswer:
+    def _find(self, response_id: str) -> _KeptAnswer:
         self._forget_old()
         answer = self._kept.get(response_id)
         if response_id in self._being_rewarded:

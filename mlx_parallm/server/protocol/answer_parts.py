@@ -1,6 +1,6 @@
 """A chat answer's text → reasoning, content and tool calls, piece by piece while it streams. No MLX.
 
-    engine's text → AnswerSplitter.feed … finish → AnswerParts (what may be shown now) → routes_chat
+    engine's text → AnswerSplitter.feed … finish → AnswerParts (what may be shown now) → api/chat.py
 
 An answer that is not streamed goes through the same code in one piece, and where the text is cut makes no difference.
 The markers and the parser of calls are the tokenizer's (mlx-lm's knowledge of the model). Nothing is lost: what stands
