@@ -109,19 +109,28 @@ def main() -> None:
     console.print(table)
 
 
-def ours(directory: Path, run: Path, steps: int, batch: int, checkpointed: bool, ranks: int, packing: bool) -> float:
+def ours(
+    directory: Path,
+    run: Path,
+    steps: int,
+    batch: int,
+    checkpointed: bool,
+    ranks: int,
+    packing: bool,
+    command: str = str(Path(sys.executable).with_name("mlx_parallm_train")),
+) -> float:
     config = directory / "ours.toml"
     values = {"directory": directory, "run": run, "steps": steps, "batch": batch, "rank": RANK}
     values["packing"] = str(packing).lower()
     config.write_text(OURS.format(blocks=int(checkpointed), **values))
-    command = [str(Path(sys.executable).with_name("mlx_parallm_train")), "--config", str(config)]
+    started = [command, "--config", str(config)]
     environ = os.environ | {"MKL_NUM_THREADS": str(max(1, usable_cores() // ranks))}
     if ranks > 1:  # not by mlx.launch: its threads spin while they wait (MLX 0.32.4)
         (directory / "hosts.json").write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(ranks)]))
         environ |= {"MLX_HOSTFILE": str(directory / "hosts.json")}
-    others = [subprocess.Popen(command, env=environ | {"MLX_RANK": str(rank)}) for rank in range(1, ranks)]
+    others = [subprocess.Popen(started, env=environ | {"MLX_RANK": str(rank)}) for rank in range(1, ranks)]
     first = environ | ({"MLX_RANK": "0"} if ranks > 1 else {})
-    done = subprocess.run(command, capture_output=True, text=True, env=first)
+    done = subprocess.run(started, capture_output=True, text=True, env=first)
     codes = [other.wait() for other in others]
     if done.returncode or any(codes):
         raise SystemExit(done.stderr)
