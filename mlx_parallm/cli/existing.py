@@ -206,7 +206,7 @@ def convert_adapter(parser: ArgumentParser) -> Run:
     parser.add_argument("target", metavar="DST", type=Path, help="new directory")
     parser.add_argument(
         "--format",
-        choices=["npz", "mlx-lm", "peft"],
+        metavar="FORMAT",
         required=True,
         help="npz: mlx-lm's arrays for numpy; mlx-lm: what training writes; peft: for transformers, vLLM, SGLang",
     )

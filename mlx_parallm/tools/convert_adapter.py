@@ -4,15 +4,16 @@
     peft     adapter_model.safetensors, adapter_config.json  transformers, vLLM, SGLang
     npz      adapters.npz, adapter_config.json               mlx-lm's names, as its first versions kept them; numpy
 
-It reads each of them. mlx-lm's format has one rank and one scale for all layers, PEFT's one `use_rslora`: an adapter
-that does not fit is refused. npz has no bfloat16: such arrays become float32, without loss.
+It reads each of them. A new format is a function and a line in `FORMATS`. mlx-lm's format has one rank and one scale
+for all layers, PEFT's one `use_rslora`: an adapter that does not fit is refused. npz has no bfloat16: such arrays
+become float32, without loss.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 
@@ -31,7 +32,6 @@ from mlx_parallm.models.lora import (
 )
 from mlx_parallm.system.files import write_directory
 
-Format = Literal["npz", "mlx-lm", "peft"]
 OWN_FILES = {ADAPTER_CONFIG, ADAPTER_FILE, NPZ_FILE, PEFT_FILE}
 
 
@@ -42,49 +42,72 @@ class ConvertReport:
     kind: str
 
 
-def convert(source: str | Path, target: Path, layout: Format, *, overwrite: bool = False) -> ConvertReport:
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter as it is written: its layers, and what its configuration says of all of them."""
+
+    layers: Mapping[str, LoraPair]
+    num_layers: int  # -1: all; layers without arrays stay as they are
+    dropout: float
+
+
+def _write_npz(directory: Path, adapter: StoredAdapter) -> None:
+    arrays = {key: _for_numpy(array) for key, array in adapter_tensors(adapter.layers).items()}
+    mx.savez(str(directory / NPZ_FILE), **arrays)
+    _write_config(directory, adapter_config(adapter.layers, num_layers=adapter.num_layers, dropout=adapter.dropout))
+
+
+def _write_mlx_lm(directory: Path, adapter: StoredAdapter) -> None:
+    save_adapter(directory, adapter.layers, num_layers=adapter.num_layers, dropout=adapter.dropout)
+
+
+def _write_peft(directory: Path, adapter: StoredAdapter) -> None:
+    mx.save_safetensors(str(directory / PEFT_FILE), peft_tensors(adapter.layers), metadata={"format": "pt"})
+    _write_config(directory, peft_config(adapter.layers, dropout=adapter.dropout))
+
+
+FORMATS: dict[str, Callable[[Path, StoredAdapter], None]] = {
+    "npz": _write_npz,
+    "mlx-lm": _write_mlx_lm,
+    "peft": _write_peft,
+}
+
+
+def convert(source: str | Path, target: Path, layout: str, *, overwrite: bool = False) -> ConvertReport:
     """Write the adapter at `source` to the directory `target`, under a temporary name that is renamed.
 
     Args:
-        overwrite: replace an adapter at `target`; anything else there is never replaced.
+        layout: a name of FORMATS.
+        overwrite: replace an adapter that is there already; anything else is never replaced.
 
-    Raises AdapterError: `source` cannot be read, does not fit the format, or `target` exists; CheckpointError: `target`
-    cannot be written.
+    Raises AdapterError: no such format, `source` cannot be read or does not fit the format, or `target` exists.
+    Raises CheckpointError: `target` cannot be written.
     """
+    if layout not in FORMATS:
+        raise AdapterError(f"--format {layout}: expected one of {', '.join(FORMATS)}")
     _check_target(target, overwrite=overwrite)
-    adapter = load_adapter(source, as_stored=True)
-    layers, dropout = adapter.layers, _dropout(adapter.config)
-    configured = adapter.config.get("num_layers")
-    num_layers = configured if isinstance(configured, int) else -1  # -1: all; layers without arrays stay unchanged
-    config = (
-        peft_config(layers, dropout=dropout)
-        if layout == "peft"
-        else adapter_config(layers, num_layers=num_layers, dropout=dropout)
+    loaded = load_adapter(source, as_stored=True)
+    num_layers = loaded.config.get("num_layers")
+    adapter = StoredAdapter(
+        loaded.layers, num_layers if isinstance(num_layers, int) else -1, dropout=_dropout(loaded.config)
     )
-
-    def fill(directory: Path) -> None:
-        if layout == "mlx-lm":
-            save_adapter(directory, layers, num_layers=num_layers, dropout=dropout)
-            return
-        if layout == "peft":
-            mx.save_safetensors(str(directory / PEFT_FILE), peft_tensors(layers), metadata={"format": "pt"})
-        else:
-            mx.savez(str(directory / NPZ_FILE), **{key: _for_numpy(a) for key, a in adapter_tensors(layers).items()})
-        (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
-    write_directory(target, fill)
-    return ConvertReport(target, len(layers), _kind(layers))
+    write_directory(target, lambda directory: FORMATS[layout](directory, adapter))
+    return ConvertReport(target, len(adapter.layers), _kind(adapter.layers))
+
+
+def _write_config(directory: Path, config: Mapping[str, Any]) -> None:
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_target(target: Path, *, overwrite: bool) -> None:
     if not (target.exists() or target.is_symlink()):
         return
     if not overwrite:
-        raise AdapterError(f"{target} exists already: choose another name, or pass --overwrite")
+        raise AdapterError(f"{target} exists already: choose another name, or say --overwrite")
     if target.is_symlink() or not (target / ADAPTER_CONFIG).is_file():
         raise AdapterError(f"{target} is not an adapter's directory: --overwrite replaces nothing else")
     if others := sorted({file.name for file in target.iterdir()} - OWN_FILES):  # a checkpoint holds an adapter too
@@ -92,9 +115,9 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def _dropout(config: Mapping[str, Any]) -> float:
-    """Return PEFT's or mlx-lm's dropout; 0 where there is none."""
-    dropout = config.get("lora_dropout", config.get("lora_parameters", {}).get("dropout"))
-    return float(dropout) if isinstance(dropout, int | float) else 0.0
+    """PEFT's or mlx-lm's; 0 where it is no number."""
+    found = config.get("lora_dropout", config.get("lora_parameters", {}).get("dropout"))
+    return float(found) if isinstance(found, int | float) else 0.0
 
 
 def _for_numpy(array: mx.array) -> mx.array:
