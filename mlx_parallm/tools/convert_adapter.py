@@ -107,7 +107,7 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
     if not (target.exists() or target.is_symlink()):
         return
     if not overwrite:
-        raise AdapterError(f"{target} exists already: choose another name, or say --overwrite")
+        raise AdapterError(f"{target} exists already: choose another name, or pass --overwrite")
     if target.is_symlink() or not (target / ADAPTER_CONFIG).is_file():
         raise AdapterError(f"{target} is not an adapter's directory: --overwrite replaces nothing else")
     if others := sorted({file.name for file in target.iterdir()} - OWN_FILES):  # a checkpoint holds an adapter too
@@ -115,9 +115,9 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def _dropout(config: Mapping[str, Any]) -> float:
-    """PEFT's or mlx-lm's; 0 where it is no number."""
-    found = config.get("lora_dropout", config.get("lora_parameters", {}).get("dropout"))
-    return float(found) if isinstance(found, int | float) else 0.0
+    """Return PEFT's or mlx-lm's dropout; 0 where there is none."""
+    dropout = config.get("lora_dropout", config.get("lora_parameters", {}).get("dropout"))
+    return float(dropout) if isinstance(dropout, int | float) else 0.0
 
 
 def _for_numpy(array: mx.array) -> mx.array:
