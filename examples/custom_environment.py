@@ -1,6 +1,6 @@
 """An environment of your own: a sum, which is asked again after a wrong answer. Trained from a configuration,
 
-    mlx_parallm_train --config examples/custom_environment.toml
+    mlx_parallm train --config examples/custom_environment.toml
 
 or played in Python, as below: python examples/custom_environment.py
 """

@@ -1,4 +1,4 @@
-"""The configuration of `mlx_parallm_train --model M --data D --reward R` (or `--algorithm A`).
+"""The configuration of `mlx_parallm train --model M --data D --reward R` (or `--algorithm A`).
 
 Every value has its reason beside it in the templates. The learning rate and the sizes of batches and answers depend on
 the model; for a toy they are the quickstart's.
@@ -25,7 +25,7 @@ USUAL_HIDDEN_SIZE = 2560  # a 4B model's, assumed where the size cannot be found
 
 HEAD = """\
 # The configuration of: {command}
-# Change what you like; then: mlx_parallm_train --config THIS_FILE. All keys: docs/config.md
+# Change what you like; then: mlx_parallm train --config THIS_FILE. All keys: docs/config.md
 
 [model]
 base_path = {model}
@@ -105,7 +105,7 @@ def dataset_toml(model: str, data: str, rewards: Sequence[str], algorithm: str |
         ["--algorithm", algorithm] if algorithm else []
     )
     values: dict[str, Any] = {
-        "command": shlex.join(["mlx_parallm_train", "--model", model, "--data", data, *flags]),
+        "command": shlex.join(["mlx_parallm", "train", "--model", model, "--data", data, *flags]),
         "model": _quoted(str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else model),
         "data": _quoted(data if data.startswith(HUB_PREFIX) else absolute(data, directories)),
         "blocks": 0 if small else 1,

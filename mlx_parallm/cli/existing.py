@@ -10,7 +10,7 @@ from mlx_parallm.cli.command import Run, add_set, load, toml_value
 
 
 def explain(parser: ArgumentParser) -> Run:
-    """`mlx_parallm_explain`: why a run does not learn, from what it wrote."""
+    """`mlx_parallm explain`: why a run does not learn, from what it wrote."""
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="checkpoints/<run>, or one of its steps")
     parser.add_argument("--json", action="store_true", help="for machines")
 
@@ -25,7 +25,7 @@ def explain(parser: ArgumentParser) -> Run:
 
 
 def rollouts(parser: ArgumentParser) -> Run:
-    """`mlx_parallm_rollouts`: what became of the groups of a run."""
+    """`mlx_parallm rollouts`: what became of the groups of a run."""
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="checkpoints/<run>, or one of its steps")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -52,7 +52,7 @@ def rollouts(parser: ArgumentParser) -> Run:
 
 
 def show_checkpoint(parser: ArgumentParser) -> Run:
-    """`mlx_parallm_show_checkpoint`: what a checkpoint holds, and whether all of it is there."""
+    """`mlx_parallm checkpoint`: what a checkpoint holds, and whether all of it is there."""
     parser.add_argument("path", metavar="PATH", type=Path, help="one of a run's steps, or the run: its latest")
     parser.add_argument("--json", action="store_true", help="for machines")
 
@@ -67,7 +67,7 @@ def show_checkpoint(parser: ArgumentParser) -> Run:
 
 
 def evaluate(parser: ArgumentParser) -> Run:
-    """`mlx_parallm_eval`: held-out problems answered, outside training."""
+    """`mlx_parallm eval`: held-out problems answered, outside training."""
     parser.add_argument("--config", metavar="FILE", help="a TOML file with environments, or a shipped one's name")
     parser.add_argument("--url", metavar="URL", help="ask this endpoint, e.g. http://127.0.0.1:8000/v1")
     parser.add_argument("--model", metavar="M", help="directory, hub id or builtin:tiny; with --url the model's name")
@@ -127,7 +127,7 @@ def _evaluation_flags(args: Namespace) -> list[str]:
 
 
 def replay(parser: ArgumentParser) -> Run:
-    """`mlx_parallm_replay`: other settings on the rollouts of a run."""
+    """`mlx_parallm replay`: other settings on the rollouts of a run."""
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
     parser.add_argument("--from", dest="start", metavar="STEP", help="its checkpoint to start from; default: its start")
     parser.add_argument("--steps", type=int, metavar="N", help="at most so many steps; default: all that are recorded")
@@ -169,7 +169,7 @@ def replay(parser: ArgumentParser) -> Run:
 
 
 def merge_lora(parser: ArgumentParser) -> Run:
-    """`mlx_parallm_merge_lora`: write a base model with an adapter added to its weights."""
+    """`mlx_parallm merge`: write a base model with an adapter added to its weights."""
     parser.add_argument("--base-model", required=True, metavar="B", help="directory, hub id or builtin:tiny")
     parser.add_argument("--lora-path", required=True, metavar="A", help="the adapter's file or directory")
     parser.add_argument(
@@ -201,7 +201,7 @@ def merge_lora(parser: ArgumentParser) -> Run:
 
 
 def convert_adapter(parser: ArgumentParser) -> Run:
-    """`mlx_parallm_convert_adapter`: an adapter in another format."""
+    """`mlx_parallm convert`: an adapter in another format."""
     parser.add_argument("source", metavar="SRC", help="the adapter's directory or file, e.g. checkpoints/my-run/best")
     parser.add_argument("target", metavar="DST", type=Path, help="new directory")
     parser.add_argument(
@@ -225,7 +225,7 @@ def convert_adapter(parser: ArgumentParser) -> Run:
 
 
 def doctor(parser: ArgumentParser) -> Run:
-    """`mlx_parallm_doctor`: what this machine is, how fast it is, and what to do about anything slow."""
+    """`mlx_parallm doctor`: what this machine is, how fast it is, and what to do about anything slow."""
     parser.add_argument(
         "--contracts",
         action="store_true",

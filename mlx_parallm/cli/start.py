@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def train(parser: ArgumentParser) -> Run:
-    """`mlx_parallm_train`: serve a model and train it at the same time."""
+    """`mlx_parallm train`: serve a model and train it at the same time."""
     parser.add_argument("--config", metavar="FILE", help="a TOML file, or the name of a shipped one (quickstart, …)")
     parser.add_argument(
         "--resume", metavar="DIR", help='a run directory or one of its steps; "auto": the latest, else a fresh start'
@@ -68,7 +68,7 @@ def train(parser: ArgumentParser) -> Run:
 
 
 def serve(parser: ArgumentParser) -> Run:
-    """`mlx_parallm_serve`: serve a model, with adapters if wanted, without training."""
+    """`mlx_parallm serve`: serve a model, with adapters if wanted, without training."""
     parser.add_argument("--model-path", metavar="M", help="directory, hub id or builtin:tiny")
     parser.add_argument(
         "--lora-path",
@@ -195,7 +195,7 @@ def _write_config(args: Namespace) -> int:
             handle.write(text)
     except OSError as error:
         raise ConfigError(f"--write-config {file}: {error.strerror or error}") from error
-    sys.stdout.write(f"wrote {file}; train with: mlx_parallm_train --config {file}\n")
+    sys.stdout.write(f"wrote {file}; train with: mlx_parallm train --config {file}\n")
     return 0
 
 

@@ -1,6 +1,6 @@
 """`--restarts N`: a small parent that starts the daemon again after a death that Python cannot catch. No MLX.
 
-    Supervisor.run    starts `mlx_parallm_train` as a child, waits, decides
+    Supervisor.run    starts `mlx_parallm train` as a child, waits, decides
     a thread          passes SIGINT, SIGTERM and SIGHUP on to the child, each one
 
 Only death by a signal (SIGABRT of a GPU watchdog, SIGSEGV, the out-of-memory killer's SIGKILL) is answered by a new
@@ -38,7 +38,7 @@ log = get_logger("supervisor")
 
 
 def supervise(arguments: Sequence[str], config: Config, run: Path, *, resume: str | None, restarts: int) -> int:
-    """`mlx_parallm_train --restarts N`: every start has the name and, where it was 0, the port of the first."""
+    """`mlx_parallm train --restarts N`: every start has the name and, where it was 0, the port of the first."""
     if launched_rank() is not None:
         raise ConfigError("--restarts starts one process anew: under mlx.launch start all of them with --resume auto")
     with RunLog(Redactor([config.resolve_api_key(), *environment_secrets()])) as run_log:
@@ -76,7 +76,7 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            arguments: of `mlx_parallm_train`, without `--restarts`; a later `--resume` overrides theirs.
+            arguments: of `mlx_parallm train`, without `--restarts`; a later `--resume` overrides theirs.
             run: the run's directory, perhaps not there yet.
             resume: what the first start resumes.
         """

@@ -1,4 +1,4 @@
-"""[evaluation]: held-out problems, answered during training and by `mlx_parallm_eval`."""
+"""[evaluation]: held-out problems, answered during training and by `mlx_parallm eval`."""
 
 from collections.abc import Sequence
 from typing import Any

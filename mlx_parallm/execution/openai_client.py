@@ -1,6 +1,6 @@
 """Client of an OpenAI-compatible endpoint, with bounded concurrency and retries. No MLX.
 
-`InferenceModule(backend="openai")`, judges and `mlx_parallm_eval` use it.
+`InferenceModule(backend="openai")`, judges and `mlx_parallm eval` use it.
 """
 
 import asyncio

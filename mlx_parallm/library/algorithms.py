@@ -219,8 +219,8 @@ class BaseAlgorithm(ABC):
         return self._metrics
 
     def save_checkpoint(self, iteration: int | None = None, *, best: bool = False) -> Path:
-        """Save a checkpoint in the daemon's format: `mlx_parallm_serve --lora-path` serves it,
-        `mlx_parallm_merge_lora` merges it. `best`: the link `best` points to it from now on.
+        """Save a checkpoint in the daemon's format: `mlx_parallm serve --lora-path` serves it,
+        `mlx_parallm merge` merges it. `best`: the link `best` points to it from now on.
 
         Raises ConfigError: there is no checkpoint_dir, or `iteration` is not the last one. CheckpointError.
         """

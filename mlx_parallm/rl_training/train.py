@@ -111,7 +111,7 @@ class StartedRun:
 
 
 class TrainingRun:
-    """One run of `mlx_parallm_train`. Main thread only.
+    """One run of `mlx_parallm train`. Main thread only.
 
     Args:
         serve: makes the serving half; it takes the port at once.
@@ -417,7 +417,7 @@ class TrainingRun:
             lora = self.config.rl_training.lora.enabled
             commands = report.next_commands(directory.path, self.config.model.base_path, lora=lora)
         else:
-            commands = [f"{report.command_path('mlx_parallm_train')} --resume {directory.path}"]
+            commands = [f"{report.our_command()} train --resume {directory.path}"]
         found = report.compare(evaluations[0], evaluations[-1]) if finished and len(evaluations) > 1 else []
         samples = directory.path / SAMPLES_PAGE
         self._memory.tell(self._console)

@@ -1,4 +1,4 @@
-"""`mlx_parallm_doctor --contracts`: the promises of docs/design.md, tried on this device with this model and dtype.
+"""`mlx_parallm doctor --contracts`: the promises of docs/design.md, tried on this device with this model and dtype.
 
 `run` tries one contract after the other, each a function of the `Subject` (base, a random adapter and a running engine,
 built as a daemon does) that returns its `Finding`s, and prints a block of Markdown to paste into an issue.

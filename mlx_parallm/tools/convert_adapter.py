@@ -1,4 +1,4 @@
-"""`mlx_parallm_convert_adapter`: an adapter in another format, its arrays bit for bit.
+"""`mlx_parallm convert`: an adapter in another format, its arrays bit for bit.
 
     mlx-lm   adapters.safetensors, adapter_config.json       what training writes
     peft     adapter_model.safetensors, adapter_config.json  transformers, vLLM, SGLang

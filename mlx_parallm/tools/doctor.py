@@ -1,4 +1,4 @@
-"""`mlx_parallm_doctor`: device, BLAS and its measured speed, memory, versions, and what to do about anything slow.
+"""`mlx_parallm doctor`: device, BLAS and its measured speed, memory, versions, and what to do about anything slow.
 
 `inspect` measures and returns a `Report`; `advice` is a pure function of it; `run` prints both. `facts` returns the two
 lines that a bug report begins with (`tools.contracts` prints them).

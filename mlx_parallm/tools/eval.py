@@ -1,4 +1,4 @@
-"""`mlx_parallm_eval`: answers held-out problems with a model on this machine or over any OpenAI endpoint.
+"""`mlx_parallm eval`: answers held-out problems with a model on this machine or over any OpenAI endpoint.
 
     evaluate_here, evaluate_endpoint → Result → show, write;  compare: two written results
 
@@ -301,5 +301,5 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--compare {path}: {error}") from error
     if not isinstance(result, dict) or not {"model", "environments"} <= set(result):
-        raise ConfigError(f"--compare {file}: these are no results of mlx_parallm_eval")
+        raise ConfigError(f"--compare {file}: these are no results of mlx_parallm eval")
     return result

@@ -1,4 +1,4 @@
-"""`mlx_parallm_merge_lora`: add an adapter to the weights of its base model, and save the result as a model.
+"""`mlx_parallm merge`: add an adapter to the weights of its base model, and save the result as a model.
 
 Two layouts. `safetensors` keeps the base checkpoint's own files, tensor names and shapes (Hugging Face's, for a model
 from there) and changes only the adapted tensors: transformers and mlx-lm load it. `mlx` writes what mlx-lm holds after

@@ -1,4 +1,4 @@
-"""`mlx_parallm_replay`: trains again on the rollouts of a run, without generating: other settings, same data.
+"""`mlx_parallm replay`: trains again on the rollouts of a run, without generating: other settings, same data.
 
     run directory ─► its configuration, the checkpoint it starts from, its rollout store (reads only)
         each variant: model → trainer → steps on the groups that the run's steps took → a directory of its own → table
@@ -229,7 +229,7 @@ def _kept(store: RolloutStore, run: Path, step: int) -> list[str]:
     except StoreError as error:
         raise ConfigError(
             f"the rollouts of step {step} are not kept any more ({error}). Start later with --from; [rollouts] keep and"
-            f" max_gb say how many a run keeps, and mlx_parallm_rollouts {run} what is there"
+            f" max_gb say how many a run keeps, and mlx_parallm rollouts {run} what is there"
         ) from error
     return group_ids
 

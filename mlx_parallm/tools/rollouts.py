@@ -1,4 +1,4 @@
-"""`mlx_parallm_rollouts`: what became of the groups of a run, and what is in one of them. Reads only.
+"""`mlx_parallm rollouts`: what became of the groups of a run, and what is in one of them. Reads only.
 
     summary   groups by environment and state, by policy version; why groups were dropped or refused
     show      one group, or one rollout of it: a line a token (text, mask, log-probability, version), scores

@@ -1,4 +1,4 @@
-"""`mlx_parallm_show_checkpoint`: what a checkpoint holds, and whether it is complete. Reads headers only, no MLX.
+"""`mlx_parallm checkpoint`: what a checkpoint holds, and whether it is complete. Reads headers only, no MLX.
 
 `describe` returns JSON values, `as_text` makes text of them.
 """

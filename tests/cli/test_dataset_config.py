@@ -64,7 +64,7 @@ def test_resume_auto_keeps_what_the_run_was_started_with(here: Path, capsys: pyt
 def test_the_written_file_is_the_same_configuration(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct"]
     assert cli.train([*flags, "--write-config", "run.toml"]) == 0
-    assert "mlx_parallm_train --config run.toml" in capsys.readouterr().out
+    assert "mlx_parallm train --config run.toml" in capsys.readouterr().out
     assert load_config("run.toml") == load_config(None, text=dataset_toml("model", "rows.jsonl", ["score.py:correct"]))
     assert cli.train([*flags, "--write-config", "run.toml"]) == 2
     assert "File exists" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_shipped_configurations_resolve_by_name() -> None:
 def test_every_shipped_configuration_parses_and_names_its_command(path: Path) -> None:
     assert isinstance(load_config(path), Config)
     first = path.read_text().splitlines()[0]
-    assert first.startswith("# mlx_parallm_train --config")
+    assert first.startswith("# mlx_parallm train --config")
     assert path.name in first
 
 

@@ -30,7 +30,7 @@ def test_shipped_configurations_parse(file: Path) -> None:
     config = load_config(file)
     assert config.environments or config.rl_training.atropos.api_url, "nothing would ever come to train on"
     first = file.read_text(encoding="utf-8").splitlines()[0]
-    assert first.startswith(f"# mlx_parallm_train --config train_configs/{file.name}")
+    assert first.startswith(f"# mlx_parallm train --config train_configs/{file.name}")
 
 
 def test_shipped_configurations_go_by_name() -> None:

@@ -1,4 +1,4 @@
-"""`mlx_parallm_explain`: what a run did and why it does not learn, read from its directory alone. No MLX.
+"""`mlx_parallm explain`: what a run did and why it does not learn, read from its directory alone. No MLX.
 
     run directory → `Record` (metrics lines, what lies in the store, whether it runs) → `Explanation` → text or JSON
 

@@ -172,8 +172,9 @@ def plain_report(comparisons: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def command_path(name: str) -> str:
-    """Return how a shell runs one of our commands: its name where it is on PATH, else the path beside this Python."""
+def our_command() -> str:
+    """Return how a shell runs `mlx_parallm`: its name where it is on PATH, else the path beside this Python."""
+    name = "mlx_parallm"
     beside = Path(sys.executable).parent / name
     return name if shutil.which(name) or not beside.exists() else shlex.quote(os.path.relpath(beside))
 
@@ -182,11 +183,11 @@ def next_commands(run_dir: Path, base_path: str, *, lora: bool) -> list[str]:
     """Return shell commands that serve or merge the result of a run."""
     final, base = shlex.quote(str(run_dir / "final")), shlex.quote(base_path)
     if not lora:
-        return [f"{command_path('mlx_parallm_serve')} --model-path {final}"]
+        return [f"{our_command()} serve --model-path {final}"]
     merged = shlex.quote(str(run_dir / "merged"))
     return [
-        f"{command_path('mlx_parallm_serve')} --model-path {base} --lora-path {final}",
-        f"{command_path('mlx_parallm_merge_lora')} --base-model {base} --lora-path {final} --output-path {merged}",
+        f"{our_command()} serve --model-path {base} --lora-path {final}",
+        f"{our_command()} merge --base-model {base} --lora-path {final} --output-path {merged}",
     ]
 
 

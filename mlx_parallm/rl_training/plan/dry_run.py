@@ -1,4 +1,4 @@
-"""`mlx_parallm_train --dry-run`: a real start and a few real steps in a directory that is thrown away.
+"""`mlx_parallm train --dry-run`: a real start and a few real steps in a directory that is thrown away.
 
     memory by formula → load → one group of each environment, shown and scored → probe → Forecast
 

@@ -433,7 +433,7 @@ class MemoryWatch:
             raise ConfigError(too_little_memory(config, shape, needed, whole))
         if needed > min(TIGHT * whole, free):
             log.warning(
-                "little memory to spare: mlx_parallm_train --dry-run measures what the run needs",
+                "little memory to spare: mlx_parallm train --dry-run measures what the run needs",
                 needed_at_most=in_words(needed),
                 present=in_words(whole),
                 free=in_words(free),

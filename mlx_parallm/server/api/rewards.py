@@ -56,7 +56,7 @@ async def reward_completions(body: RewardsBody, context: Context) -> Response:
     """The scored groups are on the disk when this answers."""
     kept = context.deps.completions
     if kept is None:
-        raise RefusedError("this server trains nothing: rewards are for mlx_parallm_train", 409, "id")
+        raise RefusedError("this server trains nothing: rewards are for mlx_parallm train", 409, "id")
     if not kept.enabled:
         raise RefusedError("completions are not kept: server.kept_completions_bytes is 0", 409, "id")
     try:

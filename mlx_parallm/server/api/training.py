@@ -61,7 +61,7 @@ async def last_rollback(context: Context) -> Response:
 
 def _rollbacks(context: Context) -> RollbackAPI:
     if context.deps.rollbacks is None:
-        raise RefusedError("this server trains nothing: rollbacks are for mlx_parallm_train", 409)
+        raise RefusedError("this server trains nothing: rollbacks are for mlx_parallm train", 409)
     return context.deps.rollbacks
 
 

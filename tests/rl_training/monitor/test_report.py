@@ -147,7 +147,7 @@ def test_the_plain_report_says_the_same(comparisons):
 def test_commands_that_are_not_on_the_path_are_given_with_theirs(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     command = Path(shlex.split(next_commands(tmp_path, "b", lora=True)[0])[0])
-    assert command.name == "mlx_parallm_serve"
+    assert command.name == "mlx_parallm"
     assert command.resolve().is_file()
 
 
@@ -156,15 +156,16 @@ def test_next_commands_are_shell_lines(tmp_path, monkeypatch):
     run = tmp_path / "my run"
     serve, merge = next_commands(run, "builtin:tiny", lora=True)
     assert shlex.split(serve) == [
-        "mlx_parallm_serve",
+        "mlx_parallm",
+        "serve",
         "--model-path",
         "builtin:tiny",
         "--lora-path",
         str(run / "final"),
     ]
-    assert shlex.split(merge)[0] == "mlx_parallm_merge_lora"
+    assert shlex.split(merge)[:2] == ["mlx_parallm", "merge"]
     assert shlex.split(merge)[-2:] == ["--output-path", str(run / "merged")]
-    assert next_commands(run, "b", lora=False) == [f"mlx_parallm_serve --model-path {shlex.quote(str(run / 'final'))}"]
+    assert next_commands(run, "b", lora=False) == [f"mlx_parallm serve --model-path {shlex.quote(str(run / 'final'))}"]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
