@@ -3,6 +3,9 @@
 With d = ref_logprobs - logprobs:  k1 = -d  ·  abs = |d|  ·  k2 = d²/2  ·  k3 = exp(d) - 1 - d.
 k1 and k3 are unbiased *values*; as losses only k2's gradient is that of the true KL (joschu.net/blog/kl-approx.html).
 
+The loss takes them in `policy_gradient.policy_loss`; the KL in the reward (`kl_in = "reward"`) is
+`rl_training/step/prepare.py`'s.
+
 Worked: logprobs -1.0, ref_logprobs -1.2 → d = -0.2: k1 = 0.2, abs = 0.2, k2 = 0.02, k3 = e^-0.2 - 1 + 0.2 = 0.018731.
 """
 

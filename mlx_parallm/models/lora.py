@@ -22,7 +22,7 @@ from mlx.utils import tree_unflatten
 
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError
-from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, PEFT_FILE, LoraPair
 from mlx_parallm.models.adapters.linear import DoRALinear, LoRALinear
 from mlx_parallm.models.adapters.peft import is_peft, read_peft
 from mlx_parallm.models.adapters.served import LoraContext, ServedLinear
@@ -30,8 +30,6 @@ from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, SwitchLinear
 
 ADAPTER_FILE = "adapters.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
-PEFT_FILE = "adapter_model.safetensors"
 SPECIFICATION_FILE = "lora_weights.safetensors"  # the name that the specification prints; means ADAPTER_FILE beside it
 NPZ_FILE = "adapters.npz"  # mlx-lm's arrays as its first versions kept them
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.adapters.peft import peft_config, peft_tensors
+from mlx_parallm.models.adapters.peft import save_peft
 from mlx_parallm.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -54,7 +54,8 @@ class StoredAdapter:
 def _write_npz(directory: Path, adapter: StoredAdapter) -> None:
     arrays = {key: _for_numpy(array) for key, array in adapter_tensors(adapter.layers).items()}
     mx.savez(str(directory / NPZ_FILE), **arrays)
-    _write_config(directory, adapter_config(adapter.layers, num_layers=adapter.num_layers, dropout=adapter.dropout))
+    config = adapter_config(adapter.layers, num_layers=adapter.num_layers, dropout=adapter.dropout)
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_mlx_lm(directory: Path, adapter: StoredAdapter) -> None:
@@ -62,8 +63,7 @@ def _write_mlx_lm(directory: Path, adapter: StoredAdapter) -> None:
 
 
 def _write_peft(directory: Path, adapter: StoredAdapter) -> None:
-    mx.save_safetensors(str(directory / PEFT_FILE), peft_tensors(adapter.layers), metadata={"format": "pt"})
-    _write_config(directory, peft_config(adapter.layers, dropout=adapter.dropout))
+    save_peft(directory, adapter.layers, dropout=adapter.dropout)
 
 
 FORMATS: dict[str, Callable[[Path, StoredAdapter], None]] = {
@@ -97,10 +97,6 @@ def convert(source: str | Path, target: Path, layout: str, *, overwrite: bool = 
         raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
     write_directory(target, lambda directory: FORMATS[layout](directory, adapter))
     return ConvertReport(target, len(adapter.layers), _kind(adapter.layers))
-
-
-def _write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_target(target: Path, *, overwrite: bool) -> None:

@@ -1,7 +1,7 @@
 """Groups from an external Atropos API (`api_url = "http://…"`): register, poll /batch, check, store.
 
 `AtroposPoller` runs in a thread with a loop of its own; the trainer makes it over the run's `RolloutStore`, starts it
-before the first step and shows `health()`. `atropos_api` is the HTTP side. Wire conventions: `rollout_store.wire`.
+before the first step and shows `health()`. `api.py` is the HTTP side, `wire.py` has the wire conventions.
 
 What atroposlib 0.4.0's server does to a trainer, and the answer to each (measured):
 * environments wait until the first GET /batch: the poller asks once right after registering, room or not;

@@ -6,6 +6,9 @@ from itertools import count
 
 import mlx.core as mx
 
+ADAPTER_CONFIG = "adapter_config.json"  # mlx-lm's and PEFT's
+PEFT_FILE = "adapter_model.safetensors"
+
 
 @dataclass(frozen=True)
 class LoraPair:

@@ -4,6 +4,7 @@ PEFT stores A [r, in] and B [out, r], the transposes of mlx-lm's, and alpha in p
 `use_rslora` alpha / √r), single layers' own rank and alpha in `rank_pattern` and `alpha_pattern`.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.errors import AdapterError
-from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, PEFT_FILE, LoraPair
 
 PREFIX = "base_model.model."
 MAGNITUDE = ".lora_magnitude_vector"
@@ -85,6 +86,13 @@ def peft_config(layers: Mapping[str, LoraPair], *, dropout: float) -> dict[str, 
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def save_peft(directory: Path, layers: Mapping[str, LoraPair], *, dropout: float) -> None:
+    """Write both files into `directory`. Raises AdapterError: PEFT's format cannot hold this adapter."""
+    config = peft_config(layers, dropout=dropout)
+    mx.save_safetensors(str(directory / PEFT_FILE), peft_tensors(layers), metadata={"format": "pt"})
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _of_layer(pattern: Mapping[str, Any], path: str, default: Any) -> Any:

@@ -47,7 +47,7 @@ CLIPPED = 0.3
 """Share of tokens whose gradient is clipped away; PPO runs show 0.05 to 0.2, quickstart up to 0.11."""
 LOGPROB_MISMATCH, LOGPROB_MISMATCH_MEAN = 0.5, 0.06
 """|trainer - engine| on the same weights, one token and the mean. float32 keeps 1e-4 at most; bfloat16 on 4-bit weights
-has a mean of 0.033 (`sampler_correction.MEASURED_MISMATCH`), which a correction takes care of; a mistake shows more."""
+has a mean of 0.033 (`step.prepare.MEASURED_MISMATCH`), which a correction takes care of; a mistake shows more."""
 SMALL_UPDATE = 1e-6
 """An update's norm over the weights' norm. A thousand such updates in one direction move the weights by 0.1 %; learning
 rates that work reach 1e-5 (all weights) to 1e-2 (a young adapter)."""

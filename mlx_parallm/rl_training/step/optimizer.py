@@ -1,8 +1,9 @@
-"""The optimizer over a policy's parameters: float32 masters and global-norm clipping.
+"""The optimizer over a policy's parameters: float32 masters, global-norm clipping, learning-rate schedules.
 
     PolicyOptimizer    all that is trained, by slots; the arrays bound in the tree may be views of bundles of several
     ParameterGroup     the parameters that one of MLX's optimizers updates at one rate
     optimizer_keys     an optimizer of mlx.optimizers as keys of [rl_training]
+    learning_rate_at   the schedule: warm-up, constant, linear, cosine
 
 Small arrays are laid end to end in bundles, so that an adapter of hundreds of arrays costs a dozen operations and not
 thousands; AdamW and Lion are elementwise, so this changes no number. Muon and Adafactor look at whole matrices: there
@@ -327,3 +328,21 @@ def optimizer_keys(optimizer: optimizers.Optimizer) -> dict[str, Any]:
                 f"the optimizer's {name} = {value} would get lost (the trainer's is {kept}): leave it out"
             )
     return keys
+
+
+def learning_rate_at(step: int, config: RLTrainingConfig) -> float:
+    """Return the learning rate of all updates of a step (1, 2, …). Schedules count steps, not updates, so that
+    update_epochs and batch_size do not move them.
+
+    Warm-up: step / (warmup_steps + 1) of the peak, so the first step already learns and the peak comes at
+    warmup_steps + 1. After it: constant, or linear or cosine down to lr_final, which the step after total_steps would
+    have: the last one still learns.
+    """
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / (config.warmup_steps + 1)
+    if config.lr_schedule == "constant":
+        return config.learning_rate
+    first = config.warmup_steps + 1
+    progress = min((step - first) / max(config.total_steps + 1 - first, 1), 1.0)
+    share = 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr_final + (config.learning_rate - config.lr_final) * share

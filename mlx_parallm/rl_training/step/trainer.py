@@ -39,7 +39,7 @@ from mlx_parallm.models.parameters import scalar
 from mlx_parallm.rl_training.step.algorithms import Algorithm
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import MicroBatch, MicroBatchBudget, MiniBatch, collate, epoch_order
-from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, Update
+from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, Update, learning_rate_at
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.prepare import (
     BatchLoss,
@@ -453,21 +453,3 @@ class Trainer:
         if self.algorithm.stop_kl is not None:
             metrics |= {"mini_batches_left_out": at.left_out, "stopped_at_kl": at.stopped_at_kl}
         return StepResult(finished, at, metrics, time.perf_counter() - started)
-
-
-def learning_rate_at(step: int, config: RLTrainingConfig) -> float:
-    """The learning rate of all updates of a step (1, 2, …): schedules count steps, not optimizer updates, so that
-    update_epochs and batch_size do not move them.
-
-    Warm-up: step / (warmup_steps + 1) of the peak, so the first step already learns and the peak comes at
-    warmup_steps + 1. After it: constant, or linear or cosine down to lr_final, which the step after total_steps would
-    have: the last one still learns.
-    """
-    if step <= config.warmup_steps:
-        return config.learning_rate * step / (config.warmup_steps + 1)
-    if config.lr_schedule == "constant":
-        return config.learning_rate
-    first = config.warmup_steps + 1
-    progress = min((step - first) / max(config.total_steps + 1 - first, 1), 1.0)
-    share = 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr_final + (config.learning_rate - config.lr_final) * share

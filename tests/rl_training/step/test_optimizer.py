@@ -10,8 +10,7 @@ import pytest
 
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.step import optimizer as optimizer_module
-from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, make_groups, optimizer_of
-from mlx_parallm.rl_training.step.trainer import learning_rate_at
+from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, learning_rate_at, make_groups, optimizer_of
 from tests.rl_training.making import make_config, make_policy
 
 RATES = [1e-2, 1e-2, 5e-3, 1e-3]
