@@ -31,6 +31,14 @@ QWEN3: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 LLAMA3_ROPE: dict[str, Any] = QWEN3 | {
     "model_type": "llama",
     "rope_scaling": {

@@ -1,7 +1,9 @@
 """Tiny random models made on the spot, engines over them, and the naive twin: plain mlx-lm, one sequence at a time."""
 
+import asyncio
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -158,6 +160,13 @@ def collect_deltas(engine: Engine, max_steps: int = 5000) -> dict[str, list[Comp
             if isinstance(event, StreamDelta):
                 deltas.setdefault(event.request_id, []).append(event.delta)
     raise AssertionError("the engine does not come to an end")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits for what another thread does: its counters have no event."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 def naive_greedy(model: nn.Module, prompt: list[int], max_tokens: int, eos: int | None = EOS) -> list[int]:

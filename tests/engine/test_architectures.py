@@ -25,16 +25,8 @@ from tests.engine.helpers import (
     run,
     serve,
 )
-from tests.tiny_models import QWEN3, make_model
+from tests.tiny_models import EXPERTS, QWEN3, make_model
 
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-}
 GATED_DELTA = {
     "linear_num_value_heads": 2,
     "linear_num_key_heads": 2,

@@ -134,18 +134,6 @@ def test_chunked_prefill_equals_unchunked(chunk):
         assert list(outputs[f"r{i}"].completions[0].token_ids) == naive_greedy(served.plain, prompt, 12)
 
 
-def test_decoding_goes_on_between_chunks_of_a_long_prompt():
-    served = serve(qwen3_model(), prefill_chunk=32)
-    served.engine.add(request("short", [1, 2, 3], max_tokens=40, ignore_eos=True))
-    served.engine.step()
-    served.engine.add(request("long", ragged_prompts(1, shortest=320, longest=320)[0], max_tokens=2))
-    before = served.engine.counters.generation_tokens
-    for _ in range(9):
-        served.engine.step()
-    assert served.engine.counters.generation_tokens - before == 9  # one each step, all of the short request
-    collect(served.engine)
-
-
 def test_context_end_and_its_errors():
     served = serve(qwen3_model(), max_model_len=32)
     output = run(served.engine, [request("r", [1] * 20, ignore_eos=True)])["r"]
@@ -236,13 +224,17 @@ def test_min_tokens_forbids_the_ends():
     assert not {EOS, 65} & set(completion.token_ids[:5])
 
 
-def test_decoding_goes_on_between_chunks_of_a_score():
+@pytest.mark.parametrize(
+    "params", [{"max_tokens": 2}, {"prompt_logprobs": 0, "max_tokens": 0}], ids=["prompt", "score"]
+)
+def test_decoding_goes_on_between_chunks_of_a_long_prompt_and_of_a_score(params):
     served = serve(qwen3_model(), prefill_chunk=32)
     served.engine.add(request("short", [1, 2, 3], max_tokens=40, ignore_eos=True))
     served.engine.step()
-    text = ragged_prompts(1, shortest=321, longest=321)[0]
-    served.engine.add(request("text", text, prompt_logprobs=0, max_tokens=0))
+    served.engine.add(request("long", ragged_prompts(1, shortest=321, longest=321)[0], **params))
     before = served.engine.counters.generation_tokens
-    scored = next(step for step in range(1, 40) if any(event.request_id == "text" for event in served.engine.step()))
-    assert scored == 10
-    assert served.engine.counters.generation_tokens - before == 10
+    for _ in range(9):
+        assert not any(event.request_id == "long" for event in served.engine.step())
+    assert served.engine.counters.generation_tokens - before == 9  # one each step, all of the short request
+    assert any(event.request_id == "long" for event in served.engine.step()) == ("prompt_logprobs" in params)
+    collect(served.engine)

@@ -44,19 +44,6 @@ def test_unchecked_tokens_do_not_stop_and_are_not_matched_later():
     assert text.add(ord("b")) == "ab"
 
 
-def test_half_a_character_is_not_shown_until_it_is_whole():
-    shown, _ = feed(text_of(), "é€x".encode())
-    assert shown == ["", "é", "", "", "€", "x"]
-
-
-def test_finish_shows_what_is_left_of_a_character_and_of_a_held_back_beginning():
-    text = text_of("END")
-    feed(text, b"aEN")
-    text.add("é".encode()[0])
-    assert text.finish() == "aEN�"
-    assert text.take() == "EN�"
-
-
 def force(*tokens: int) -> dict[int, float]:
     """Biases under which greedy sampling with a frequency penalty of 2 takes the tokens in turn."""
     return {token: 1000.0 - place for place, token in enumerate(tokens)}

@@ -8,7 +8,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,32 +19,18 @@ from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ContextLengthError, EngineUnavailableError, RequestError
 from mlx_parallm.models.loading import load_model, load_tokenizer
-from mlx_parallm.models.lora import prepare_for_serving
-from mlx_parallm.weights import SharedWeights
-from tests.engine.helpers import (
-    Served,
-    engine_options,
-    naive_greedy,
-    qwen3_model,
-    ragged_prompts,
-    request,
-    serve,
-)
+from tests.engine.helpers import Served, naive_greedy, qwen3_model, ragged_prompts, request, serve, until
 from tests.tiny_models import LLAMA3_ROPE, save_checkpoint
 
 MODELS = ServedModels("org/base", adapter_versions=dict, version=lambda: 0)
 
 
 def served_checkpoint(path) -> Served:
-    """The way the daemon goes: loader, tokenizer, shared weights, engine; all in the main thread."""
+    """Read by our loader in the main thread, as the daemon does."""
     config = ModelConfig(base_path=str(path))
     loaded = load_model(config)
-    plain = load_model(config).model
-    weights = SharedWeights(loaded.model)
-    lora = prepare_for_serving(loaded.model)
     sizes = {"max_model_len": loaded.max_model_len, "vocab_size": loaded.vocab_size}
-    options = engine_options(**sizes, max_rows=16, prefill_chunk=64)
-    return Served(Engine(loaded.model, load_tokenizer(path, config), weights, lora, options), plain, weights, lora)
+    return serve(loaded.model, tokenizer=load_tokenizer(path, config), **sizes, max_rows=16, prefill_chunk=64)
 
 
 @pytest.fixture
@@ -66,12 +52,6 @@ def thread(served: Served) -> Iterator[EngineThread]:
 
 def small_prompts(count: int) -> list[list[int]]:
     return [[token % 90 for token in prompt] for prompt in ragged_prompts(count)]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - counters of another thread have no event
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("served", ["qwen3", "llama3"], indirect=True)
@@ -167,6 +147,7 @@ async def test_draining_waits_for_the_running_and_holds_the_rest(thread):
     client = thread.client
     running = asyncio.create_task(client.generate(request("running", [1, 2], max_tokens=60, ignore_eos=True)))
     await until(lambda: thread.stats().running == 1)
+    assert not await asyncio.to_thread(client.wait_idle, 0.01), "gives up in time"
     client.pause_admission()
     held = asyncio.create_task(client.generate(request("held", [1, 2], max_tokens=2)))
     assert await asyncio.to_thread(client.wait_idle, 20)
@@ -185,13 +166,6 @@ def test_a_call_that_was_given_up_is_left_out_and_harms_nobody(thread):
     go.set()
     assert thread.client.call(lambda engine: 7).result(10) == 7
     assert not ran and thread.stats().alive
-
-
-async def test_waiting_for_idle_gives_up_in_time(thread):
-    running = asyncio.create_task(thread.client.generate(request("running", [1, 2], ignore_eos=True)))
-    await until(lambda: thread.stats().running == 1)
-    assert not await asyncio.to_thread(thread.client.wait_idle, 0.01)
-    running.cancel()
 
 
 @pytest.mark.parametrize(("times", "reason"), [(1, "length"), (2, "error")])

@@ -99,6 +99,8 @@ def test_a_failed_step_fails_who_took_part_and_the_engine_goes_on():
     served.engine.add(request("hit", [1, 2, 3], max_tokens=50))
     served.engine.add(request("queued", [4, 5, 6], temperature=0.0, max_tokens=7))
     served.engine.step()
+    served.engine.step()
+    assert served.engine.scheduler.prefix_cache.tokens > 0
     layer = served.engine.cache.layers[0]
     layer.keys = layer.keys[:, :, :, :3]  # the next write does not fit
     with pytest.raises(ValueError, match=r".*"):
@@ -106,6 +108,7 @@ def test_a_failed_step_fails_who_took_part_and_the_engine_goes_on():
             served.engine.step()
     events = served.engine.fail_active("out of luck")
     assert [(e.request_id, e.output.completions[0].error) for e in events] == [("hit", "out of luck")]
+    assert served.engine.scheduler.prefix_cache.tokens == 0
     outputs = collect(served.engine)
     assert list(outputs["queued"].completions[0].token_ids) == naive_greedy(served.plain, [4, 5, 6], 7)
     served.engine.check_integrity()

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
-from mlx_parallm.models.formats import INDEX_FILE, check_directory, check_quantization
+from mlx_parallm.models.formats import INDEX_FILE, check_quantization
 from mlx_parallm.models.loading import check_model, load_model
 from tests.tiny_models import QWEN3, make_model, save_checkpoint
 
@@ -158,7 +158,3 @@ def test_an_awq_checkpoint_in_four_bits_is_what_its_layout_says(tmp_path: Path) 
 def pack(levels: mx.array) -> mx.array:
     columns = levels.reshape(levels.shape[0], -1, 8)[..., mx.array([0, 2, 4, 6, 1, 3, 5, 7])].astype(mx.uint32)
     return (columns << (4 * mx.arange(8, dtype=mx.uint32))).sum(axis=-1).astype(mx.uint32).view(mx.int32)
-
-
-def test_a_complete_directory_is_said_to_be_one(sharded: Path) -> None:
-    check_directory(sharded)

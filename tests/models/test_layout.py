@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.qwen3 import TransformerBlock
 
 from mlx_parallm.models import blockwise
 from mlx_parallm.models.blockwise import BlockwiseModel
@@ -25,6 +26,15 @@ MLA = {
     "v_head_dim": 8,
     "first_k_dense_replace": 3,
     "rope_scaling": {"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 128},
+}
+GPT2 = {
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 64,
+    "n_ctx": 64,
+    "layer_norm_epsilon": 1e-5,
+    "num_key_value_heads": 2,
 }
 
 
@@ -119,21 +129,8 @@ def check(parts: BlockwiseModel, tokens: TokenBatch) -> None:
         assert mx.linalg.norm((a - b).reshape(-1)).item() <= 1e-5 * mx.linalg.norm(b.reshape(-1)).item(), name
 
 
-def test_the_prompt_goes_through_the_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = BlockwiseModel(with_lora(make_model()))
-    seen = count_tokens(monkeypatch)
-    one_group = batch(prompts=(9,), rows=(0,) * 6)
-    parts.score(one_group)
-    assert one_group.compact is not None and sum(seen) == 3 * one_group.compact.tokens == 3 * (16 + 6 * 8)
-    seen.clear()
-    parts.score(plain(one_group))
-    assert sum(seen) == 3 * 6 * 15
-
-
-def count_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    from mlx_lm.models.qwen3 import TransformerBlock
-
-    seen: list[int] = []
+def test_shared_and_packed_rows_send_fewer_tokens_through_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, seen = BlockwiseModel(with_lora(make_model())), list[int]()
     forward = TransformerBlock.__call__
 
     def counting(self: nn.Module, x: mx.array, *args: object, **kwargs: object) -> mx.array:
@@ -141,7 +138,16 @@ def count_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return forward(self, x, *args, **kwargs)
 
     monkeypatch.setattr(TransformerBlock, "__call__", counting)
-    return seen
+    one_group = batch(prompts=(9,), rows=(0,) * 6)
+    parts.score(one_group)
+    assert one_group.compact is not None and sum(seen) == 3 * one_group.compact.tokens == 3 * (16 + 6 * 8)
+    seen.clear()
+    parts.score(plain(one_group))
+    assert sum(seen) == 3 * 6 * 15
+    seen.clear()
+    packed = packed_batch()
+    parts.score(packed)
+    assert packed.compact is not None and sum(seen) == 3 * packed.compact.tokens == 3 * 4 * 16
 
 
 def test_no_tracer_stays_behind() -> None:
@@ -153,18 +159,23 @@ def test_no_tracer_stays_behind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "extra", "reason"),
+    ("architecture", "extra", "unshared", "unpacked"),
     [
-        ("gemma3_text", {}, "RotatingKVCache"),
-        ("gemma2", {}, "do not take"),  # its mask has to fit keys of five axes
-        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "do not take"),
+        ("gemma3_text", {}, "RotatingKVCache", "RotatingKVCache"),
+        ("gemma2", {}, "do not take", "off by|do not take"),  # its mask has to fit keys of five axes
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "do not take", None),
+        ("gpt2", GPT2, None, "depends on the position"),
     ],
 )
-def test_what_cannot_share_prompts_says_why_and_goes_on(architecture: str, extra: dict, reason: str) -> None:
+def test_what_cannot_be_shared_or_packed_says_why_and_goes_on(
+    architecture: str, extra: dict, unshared: str | None, unpacked: str | None
+) -> None:
     parts = BlockwiseModel(with_lora(make_model(architecture, **extra)))
-    assert not parts.fallback and reason in parts.unshared
-    tokens = batch()
-    np.testing.assert_array_equal(parts.score(tokens)[0], parts.score(plain(tokens))[0])
+    assert not parts.fallback
+    for reason, found, tokens in ((unshared, parts.unshared, batch()), (unpacked, parts.unpacked, packed_batch())):
+        if reason is not None:
+            assert re.search(reason, found)
+            np.testing.assert_array_equal(parts.score(tokens)[0], parts.score(plain(tokens))[0])
 
 
 def test_blocks_that_ignore_the_prompt_are_found_out() -> None:
@@ -299,13 +310,6 @@ def check_packed(model: nn.Module, tokens: TokenBatch, blocks: int = 1) -> None:
     assert np.linalg.norm(other - whole) <= 1e-6 * np.linalg.norm(whole)
 
 
-def test_fewer_tokens_go_through_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts, tokens = BlockwiseModel(with_lora(make_model())), packed_batch()
-    seen = count_tokens(monkeypatch)
-    parts.score(tokens)
-    assert tokens.compact is not None and sum(seen) == 3 * tokens.compact.tokens == 3 * 4 * 16
-
-
 @pytest.mark.parametrize("changed", [0, 1, 2])
 def test_no_token_sees_another_sequence(changed: int) -> None:
     """Bit for bit, before and behind the one that changes."""
@@ -334,19 +338,3 @@ def test_no_gradient_reaches_another_sequence() -> None:
     _, _, gradients = parts.loss_and_gradients(packed, lambda logprobs, _: (logprobs[1], ()))
     embedding = np.abs(np.array(gradients[parts.slots.names.index("model.embed_tokens.weight")])).sum(axis=1)
     assert set(np.flatnonzero(embedding)) == {11, 12, 13, 14}
-
-
-@pytest.mark.parametrize(
-    ("architecture", "extra", "reason"),
-    [
-        ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "n_ctx": 64}, "depends on the position"),
-        ("gemma3_text", {}, "RotatingKVCache"),
-        ("gemma2", {}, "off by|do not take"),  # its mask would have to fit keys of five axes
-    ],
-)
-def test_what_cannot_be_packed_says_why_and_goes_on(architecture: str, extra: dict, reason: str) -> None:
-    extra = {"layer_norm_epsilon": 1e-5, "num_key_value_heads": 2} | extra
-    parts = BlockwiseModel(with_lora(make_model(architecture, **extra)))
-    assert not parts.fallback and re.search(reason, parts.unpacked)
-    tokens = packed_batch()
-    np.testing.assert_array_equal(parts.score(tokens)[0], parts.score(plain(tokens))[0])

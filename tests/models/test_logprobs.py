@@ -9,16 +9,12 @@ import pytest
 from mlx_parallm.models.logprobs import token_logprobs, token_logprobs_and_entropy
 
 
-def test_hand_worked_softmax() -> None:
+def test_hand_worked_softmax_and_entropy() -> None:
     # logits ln 1, ln 2, ln 5: probabilities 1/8, 2/8, 5/8
     logits = mx.array([[math.log(1), math.log(2), math.log(5)]])
     assert token_logprobs(logits, mx.array([2])).item() == pytest.approx(math.log(5 / 8), abs=1e-6)
     # at T = 1/2 the probabilities are proportional to the squares: 1, 4, 25
     assert token_logprobs(logits, mx.array([1]), 0.5).item() == pytest.approx(math.log(4 / 30), abs=1e-6)
-
-
-def test_entropy_of_a_hand_worked_distribution() -> None:
-    logits = mx.array([[math.log(1), math.log(2), math.log(5)]])
     expected = -sum(p * math.log(p) for p in (1 / 8, 2 / 8, 5 / 8))
     logprobs, entropy = token_logprobs_and_entropy(logits, mx.array([0]))
     assert entropy.item() == pytest.approx(expected, abs=1e-6)

@@ -4,8 +4,6 @@ no test starts, `scripts/check_mlx_lm.py` says the same."""
 import runpy
 from pathlib import Path
 
-from mlx_parallm.models import mlx_lm_api
-
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = runpy.run_path(str(ROOT / "scripts" / "check_mlx_lm.py"))
 API = "mlx_parallm/models/mlx_lm_api.py"
@@ -18,10 +16,6 @@ def test_nothing_has_disappeared() -> None:
 def test_the_package_takes_them_from_one_module() -> None:
     files = {file for files in CHECK["used"]().values() for file in files if file.startswith("mlx_parallm/")}
     assert files == {API}
-
-
-def test_the_module_offers_what_it_imports() -> None:
-    assert all(hasattr(mlx_lm_api, name) for name in mlx_lm_api.__all__)
 
 
 def test_what_disappeared_is_named_with_its_version_and_its_user() -> None:

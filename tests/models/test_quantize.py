@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,17 +22,7 @@ from mlx_parallm.errors import ConfigError, ModelError
 from mlx_parallm.models import quantize
 from mlx_parallm.models.loading import check_model, load_model
 from mlx_parallm.models.quantize import load_quantized, quantize_layers
-from tests.tiny_models import QWEN3, make_model, save_checkpoint
-
-MOE: dict[str, Any] = QWEN3 | {
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-}
+from tests.tiny_models import EXPERTS, QWEN3, make_model, save_checkpoint
 
 
 @pytest.fixture
@@ -52,7 +43,11 @@ def model_config(checkpoint: Path) -> ModelConfig:
     return ModelConfig(base_path=str(checkpoint), quantized_cache=str(checkpoint.parent / "cache"))
 
 
-@pytest.mark.parametrize("architecture", [QWEN3, MOE], ids=["dense", "experts, of which the router gets 8 bits"])
+@pytest.mark.parametrize(
+    "architecture",
+    [QWEN3, {**QWEN3, **EXPERTS, "model_type": "qwen3_moe"}],
+    ids=["dense", "experts, of which the router gets 8 bits"],
+)
 def test_the_result_is_mlx_lms_own_bit_for_bit(tmp_path: Path, architecture: dict[str, Any]) -> None:
     path = save_checkpoint(tmp_path / "m", architecture, dtype=mx.bfloat16)
     expected, settings = quantize_model(*load_whole(path), 64, 4)
@@ -91,24 +86,15 @@ def test_the_second_start_reads_the_kept_copy(checkpoint: Path, monkeypatch: pyt
     assert {array.dtype for array in arrays(load_whole(entry)[0]).values()} == {mx.uint32, mx.bfloat16}
 
 
-def damage_weights(entry: Path) -> None:
-    file = entry / "model.safetensors"
-    file.write_bytes(b"\xff" * file.stat().st_size)
+HARMS: dict[str, Callable[[Path], object]] = {
+    "weights damaged": lambda entry: (entry / "model.safetensors").write_bytes(b"\xff" * 100_000),
+    "weights cut": lambda entry: os.truncate(entry / "model.safetensors", 1000),
+    "source lost": lambda entry: (entry / "source.json").unlink(),
+    "source damaged": lambda entry: (entry / "source.json").write_text("{"),
+}
 
 
-def cut_weights(entry: Path) -> None:
-    os.truncate(entry / "model.safetensors", 1000)
-
-
-def lose_source(entry: Path) -> None:
-    (entry / "source.json").unlink()
-
-
-def damage_source(entry: Path) -> None:
-    (entry / "source.json").write_text("{")
-
-
-@pytest.mark.parametrize("harm", [damage_weights, cut_weights, lose_source, damage_source])
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
 def test_a_copy_that_cannot_be_read_is_made_again(checkpoint: Path, harm: Any) -> None:
     config = model_config(checkpoint)
     first = load_model(config, quantize=True)

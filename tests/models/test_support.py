@@ -12,11 +12,13 @@ from mlx_parallm.errors import ModelError
 from mlx_parallm.models import support
 from mlx_parallm.models.support import check_config, layer_without_gradient
 from scripts.generate_model_table import model_types
-from tests.tiny_models import LLAMA3_ROPE, QWEN3, make_model
+from tests.tiny_models import EXPERTS, LLAMA3_ROPE, QWEN3, make_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
-LARGE = QWEN3 | {  # 235 B parameters
+LARGE = {  # 235 B parameters
+    **QWEN3,
+    **EXPERTS,
     "model_type": "qwen3_moe",
     "hidden_size": 4096,
     "num_hidden_layers": 94,
@@ -28,9 +30,6 @@ LARGE = QWEN3 | {  # 235 B parameters
     "vocab_size": 151936,
     "num_experts": 128,
     "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
 }
 GATED_DELTA = LARGE | {
     "model_type": "qwen3_next",

@@ -12,7 +12,6 @@ from mlx_parallm.errors import RequestError
 from tests.engine.helpers import (
     VOCAB,
     Served,
-    collect,
     full_logits,
     naive_greedy,
     qwen3_model,
@@ -238,17 +237,6 @@ def test_a_stored_prefix_does_not_keep_the_cache_alive_and_survives_its_row():
     logits = full_logits(served.plain, [*prompt, 5, *tokens])[50:-1]
     expected = (logits - mx.logsumexp(logits, axis=-1, keepdims=True))[mx.arange(20), mx.array(tokens)]
     np.testing.assert_allclose(np.array(expected), output.completions[0].logprobs, atol=1e-4)
-
-
-def test_a_failed_step_forgets_the_prefixes():
-    served = serve(qwen3_model())
-    served.engine.add(request("r", [1, 2, 3], max_tokens=30))
-    served.engine.step()
-    served.engine.step()
-    assert served.engine.scheduler.prefix_cache.tokens > 0
-    served.engine.fail_active("out of luck")
-    assert served.engine.scheduler.prefix_cache.tokens == 0
-    assert collect(served.engine) == {}
 
 
 def test_a_request_that_never_fits_is_refused_and_the_default_length_fits():
