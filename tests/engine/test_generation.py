@@ -203,7 +203,7 @@ def test_top_logprobs_are_the_likeliest_of_the_plain_distribution():
             np.testing.assert_allclose([a.logprob for a in alternatives], np.sort(row)[::-1][:count], atol=1e-4)
 
 
-def test_eos_is_kept_with_its_logprob_and_not_shown():
+def test_eos_is_kept_with_its_logprob_not_shown_and_waits_for_min_tokens():
     served = serve(qwen3_model())
     force = {EOS: 100.0}
     output = run(served.engine, [request("r", [1, 2, 3], logit_bias=force, max_tokens=10)])["r"].completions[0]
@@ -213,12 +213,7 @@ def test_eos_is_kept_with_its_logprob_and_not_shown():
     assert output.processed_logprobs[0] == pytest.approx(0.0, abs=1e-4)
     ignoring = request("i", [1, 2, 3], logit_bias=force, max_tokens=4, ignore_eos=True)
     assert run(served.engine, [ignoring])["i"].completions[0].token_ids == (EOS,) * 4
-
-
-def test_min_tokens_forbids_the_ends():
-    served = serve(qwen3_model())
-    force = {EOS: 100.0, 65: 90.0}
-    params = {"logit_bias": force, "stop_token_ids": (65,), "min_tokens": 5, "max_tokens": 10}
+    params = {"logit_bias": force | {65: 90.0}, "stop_token_ids": (65,), "min_tokens": 5, "max_tokens": 10}
     completion = run(served.engine, [request("r", [1, 2, 3], **params)])["r"].completions[0]
     assert completion.token_ids[5:] == (EOS,)
     assert not {EOS, 65} & set(completion.token_ids[:5])

@@ -250,11 +250,6 @@ def test_a_grammar_that_takes_too_long_ends_its_request(served: Served, monkeypa
     assert completion.finish_reason == "error" and "takes too long" in (completion.error or "")
 
 
-def test_ignoring_the_end_excludes_a_grammar(served: Served) -> None:
-    with pytest.raises(RequestError, match="ignore_eos"):
-        served.engine.add(request("x", PROMPT, structure=regex("a"), ignore_eos=True))
-
-
 def test_compiled_grammars_are_kept_and_bounded(tiny_tokenizer: Tokenizer) -> None:
     grammars = Grammars(tiny_tokenizer, PADDED)
     for i in range(KEPT_GRAMMARS + 10):

@@ -110,14 +110,6 @@ async def test_cancelling_a_request_frees_its_rows(thread):
     assert thread.stats().requests_aborted == 1
 
 
-async def test_abort_by_id_ends_with_what_there_is(thread):
-    waiting = asyncio.create_task(thread.client.generate(request("long", [1, 2], ignore_eos=True)))
-    await until(lambda: thread.stats().generation_tokens > 3)
-    thread.client.abort("long")
-    completion = (await waiting).completions[0]
-    assert completion.finish_reason == "abort" and len(completion.token_ids) > 3
-
-
 async def test_bad_requests_raise_and_disturb_nobody(served, thread):
     good = asyncio.create_task(thread.client.generate(request("good", [1, 2], max_tokens=20, ignore_eos=True)))
     for bad, error in [
@@ -157,14 +149,16 @@ async def test_draining_waits_for_the_running_and_holds_the_rest(thread):
     await held
 
 
-def test_a_call_that_was_given_up_is_left_out_and_harms_nobody(thread):
+def test_calls_run_on_the_engine_thread_fail_in_the_caller_and_are_left_out_when_given_up(thread):
     started, go, ran = threading.Event(), threading.Event(), []
     thread.client.call(lambda engine: started.set() or go.wait(10))
     assert started.wait(10)
     given_up = thread.client.call(ran.append)
     assert given_up.cancel()
     go.set()
-    assert thread.client.call(lambda engine: 7).result(10) == 7
+    assert thread.client.call(lambda engine: threading.current_thread().name).result(10) == "engine"
+    with pytest.raises(ZeroDivisionError):
+        thread.client.call(lambda engine: 1 / 0).result(10)
     assert not ran and thread.stats().alive
 
 
@@ -255,13 +249,6 @@ async def test_idle_costs_no_steps_and_still_shows_life(thread):
     steps, turn = thread.stats().steps, thread.stats().last_step_time
     await until(lambda: thread.stats().last_step_time > turn)
     assert thread.stats().steps - steps <= 1, "at most the step that lets go of finished rows"
-
-
-def test_calls_run_on_the_engine_thread_and_fail_in_the_caller(thread):
-    assert thread.client.call(lambda engine: threading.current_thread().name).result(10) == "engine"
-    with pytest.raises(ZeroDivisionError):
-        thread.client.call(lambda engine: 1 / 0).result(10)
-    assert thread.stats().alive
 
 
 STARTS = """

@@ -121,28 +121,15 @@ def test_scores_equal_the_generated_logprobs_under_the_adapter():
     completion = run(served.engine, [request("r", prompt, adapter="a", max_tokens=20, seed=2, ignore_eos=True)])["r"]
     text = (*prompt, *completion.completions[0].token_ids)
     asked = request("s", text, adapter="a", prompt_logprobs=3, max_tokens=0)
-    outputs = run(served.engine, [asked, request("base", text, prompt_logprobs=0, max_tokens=0)])
+    longer = request("longer", text, adapter="a", prompt_logprobs=3, max_tokens=2)
+    others = [request(name, ids, prompt_logprobs=0, max_tokens=1) for name, ids in (("base", text), ("one", [EOS]))]
+    outputs = run(served.engine, [asked, longer, *others])
     result, base = outputs["s"].prompt_logprobs, outputs["base"].prompt_logprobs
     assert len(result.logprobs) == 60 and result.logprobs[0] is None and result.top_logprobs[0] is None
     assert result.logprobs[40:] == pytest.approx(completion.completions[0].logprobs, abs=1e-4)
     assert base.logprobs[40:] != pytest.approx(completion.completions[0].logprobs, abs=1e-1)
     assert all(len(top) == 3 and top[0].logprob >= top[2].logprob for top in result.top_logprobs[1:])
-
-
-def test_prompt_logprobs_come_with_the_output():
-    served = serve(qwen3_model(), prefill_chunk=16)
-    prompt = ragged_prompts(1, shortest=40, longest=40)[0]
-    outputs = run(
-        served.engine,
-        [
-            request("r", prompt, prompt_logprobs=2, max_tokens=2),
-            request("none", prompt, prompt_logprobs=2, max_tokens=0),
-            request("one token", [EOS], prompt_logprobs=0, max_tokens=1),
-        ],
-    )
-    assert outputs["r"].prompt_logprobs == outputs["none"].prompt_logprobs
-    assert outputs["one token"].prompt_logprobs.logprobs == (None,)
-    assert len(outputs["r"].completions[0].token_ids) >= 1
+    assert outputs["longer"].prompt_logprobs == result and outputs["one"].prompt_logprobs.logprobs == (None,)
 
 
 def test_a_prompt_whose_scores_do_not_come_is_no_success():

@@ -14,7 +14,7 @@ from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError
-from mlx_parallm.models.adapters.adapter import AdapterSlot, AdapterWeights, LoraPair
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.linear import DoRALinear, LoRALinear
 from mlx_parallm.models.lora import (
     adapter_layers,
@@ -29,7 +29,6 @@ from mlx_parallm.models.lora import (
     save_adapter,
     trainer_lora_layers,
 )
-from mlx_parallm.models.quantize import quantize_layers
 from mlx_parallm.models.support import blueprint
 from tests.tiny_models import lora_config, make_model
 
@@ -86,25 +85,6 @@ def test_the_update_is_the_scale_times_b_a(rank: int, alpha: int, rslora: bool, 
     expected = x @ weight.T + scale * (x @ np.array(pair.a)) @ np.array(pair.b)
     got = tree.model.layers[0].self_attn.q_proj(mx.array(x, dtype=mx.float32))
     np.testing.assert_allclose(np.array(got), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("quantized", [False, True])
-def test_the_served_model_answers_as_the_trainers(quantized: bool) -> None:
-    model = make_model()
-    if quantized:
-        quantize_layers(model)
-    tree = trained_tree(model, lora_config(4, 8))
-    trained_logits, base_logits = tree(TOKENS), model(TOKENS)
-    context = prepare_for_serving(model)
-    assert mx.array_equal(model(TOKENS), base_logits)
-    slot = AdapterSlot("a", AdapterWeights("a", 1, adapter_layers(tree)))
-    context.activate([slot, slot])
-    assert mx.allclose(model(TOKENS), trained_logits, atol=1e-5)
-    context.activate([None, slot])
-    mixed = model(TOKENS)
-    assert mx.array_equal(mixed[0], base_logits[0])
-    assert mx.allclose(mixed[1], trained_logits[1], atol=1e-5)
-    assert mx.abs(trained_logits - base_logits).max().item() > 0.1
 
 
 def test_serving_shares_the_base_with_the_trainer() -> None:

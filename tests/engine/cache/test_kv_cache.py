@@ -7,7 +7,7 @@ import pytest
 from mlx_parallm.engine.cache.batch import BatchCache
 from mlx_parallm.engine.cache.rectangle import SlotCache
 from mlx_parallm.models.mlx_lm_api import KVCache
-from tests.engine.helpers import qwen3_model, ragged_prompts, request, serve
+from tests.engine.helpers import qwen3_model, ragged_prompts, request, run, serve
 
 HEADS, WIDTH = 2, 8
 
@@ -138,10 +138,7 @@ def test_integrity_check_sees_wrong_counts():
 
 def test_the_engine_gives_its_cache_back_when_idle():
     served = serve(qwen3_model())
-    for i, prompt in enumerate(ragged_prompts(8)):
-        served.engine.add(request(f"r{i}", prompt, max_tokens=3))
-    while served.engine.has_work:
-        served.engine.step()
+    run(served.engine, [request(f"r{i}", prompt, max_tokens=3) for i, prompt in enumerate(ragged_prompts(8))])
     assert served.engine.cache.nbytes > 0
     served.engine.release_memory()
     assert served.engine.cache.nbytes == 0
