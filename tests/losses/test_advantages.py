@@ -1,5 +1,7 @@
 """Group advantages against hand-worked numbers and the values of other trainers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,19 +14,15 @@ from mlx_parallm.losses.advantages import (
     token_advantages,
     whiten,
 )
-from mlx_parallm.types import RolloutGroup
+from mlx_parallm.types import Rollout, RolloutGroup
 from tests.rl_training.rollouts import make_group, make_rollout
 
 
 def test_population_std() -> None:
     assert group_advantages([1, 0, 0]) == pytest.approx([1.414214, -0.707107, -0.707107], abs=1e-6)
+    assert group_advantages([0.001, 0.002]) == pytest.approx([-1, 1], abs=1e-4), "a small real difference counts"
     expected = np.array([0.5, 0.25, 1]) - 7 / 12
     assert group_advantages([0.5, 0.25, 1]) == pytest.approx(expected / expected.std(), abs=1e-6)
-
-
-def test_mean_only() -> None:
-    assert group_advantages([1, 0, 0], "mean") == pytest.approx([2 / 3, -1 / 3, -1 / 3])
-    assert group_advantages([0.5, 0.25, 1], "mean") == pytest.approx([-0.083333, -0.333333, 0.416667], abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +87,6 @@ def test_overlong_penalty() -> None:
     assert found == [0, 0, 0.25, 0.75, 1, 1]
 
 
-def test_a_small_real_difference_counts() -> None:
-    assert group_advantages([0.001, 0.002]) == pytest.approx([-1, 1], abs=1e-4)
-
-
 def test_advantages_go_to_every_token() -> None:
     group = make_group("g", [1, 0])
     assert token_advantages(group, group_advantages) == ((pytest.approx(1.0),) * 5, (pytest.approx(-1.0),) * 5)
@@ -106,3 +100,16 @@ def test_an_environments_own_advantages_win() -> None:
     per_token = RolloutGroup("g", "test", rollouts, advantages=((0, 0, 0, 1.0, 2.0), (0, 0, 0, 0, 0)))
     assert token_advantages(per_token, group_advantages) == ((0, 0, 0, 1.0, 2.0), (0, 0, 0, 0, 0))
     assert token_advantages(RolloutGroup("g", "test", rollouts, advantages=(0.0, 0.0)), group_advantages) is None
+
+
+def test_a_zeroed_rollout_counts_in_the_mean_and_learns_nothing() -> None:
+    """Rewards 3, 0, 0 → mean 1 → 2, -1, -1; the last one is zeroed, also where the environment gave it an advantage."""
+    one, zeroed = make_rollout(reward=3.0), make_rollout(zero_advantage=True)
+
+    def rows(*rollouts: Rollout, advantages: tuple[float, ...] | None = None) -> object:
+        group = RolloutGroup("g", "test", rollouts, advantages=advantages)
+        return token_advantages(group, lambda rewards: group_advantages(rewards, "mean"))
+
+    assert rows(one, make_rollout(), zeroed) == ((2.0,) * 5, (-1.0,) * 5, (0.0,) * 5)
+    assert rows(one, zeroed, advantages=(0.5, 0.5)) == ((0.5,) * 5, (0.0,) * 5)
+    assert rows(replace(one, zero_advantage=True), zeroed) is None

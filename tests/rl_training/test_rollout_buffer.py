@@ -9,12 +9,15 @@ import pytest
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.losses.advantages import group_advantages
+from mlx_parallm.losses.advantages import PLAIN, Shaping, group_advantages, token_advantages
 from mlx_parallm.rl_training.publish.versions import VersionSteps
-from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD, RolloutBuffer, reachable
+from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD, Minimum, RolloutBuffer, reachable
+from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping
+from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup
+from tests.rl_training.making import make_config
 from tests.rl_training.rollouts import make_group, make_rollout
 
 
@@ -315,3 +318,146 @@ def test_groups_without_logprobs_are_counted_and_left_out_of_what_needs_them(sto
     assert batch.statistics.groups_without_logprobs == 1
     assert batch.statistics.rollout_entropy == 0.25
     assert [sequence.fresh for sequence in batch.sequences] == [True, True, False, False]
+
+
+def of(environment: str, group_id: str, rewards: list[float], **values: Any) -> RolloutGroup:
+    return replace(make_group(group_id, rewards, **values), environment=environment)
+
+
+def collected(buffer: RolloutBuffer, step: int = 1) -> TrainBatch:
+    """`collect` until there is a batch, at most fifty times."""
+    batches = (buffer.collect(step, timeout_s=0) for _ in range(50))
+    return next(batch for batch in batches if batch is not None)
+
+
+def test_places_of_an_environment_that_stops_delivering_go_to_the_others(store: RolloutStore) -> None:
+    minimums = {"b": Minimum(4, 4)}
+    buffer = make_buffer(store, request_groups=lambda n: None, minimums=lambda: minimums)
+    add(store, *[of("a", f"a{i}", [0, 1]) for i in range(6)])
+    assert buffer.collect(1, timeout_s=0) is None
+    minimums.clear()
+    batch = buffer.collect(1, timeout_s=0)
+    assert batch is not None
+    assert len(batch.sequences) == 8
+    minimums["b"] = Minimum(4, 4)
+    assert buffer.collect(2, timeout_s=0) is None
+    add(store, of("b", "b0", [0, 1, 1, 0]))
+    assert [group.environment for group in collected(buffer, 2).groups] == ["a", "a", "b"]
+
+
+def test_a_minimum_is_lifted_when_its_groups_teach_nothing(store: RolloutStore) -> None:
+    asked: list[int] = []
+
+    def ask(n: int) -> None:
+        start = sum(asked)
+        add(store, *[of("a", f"p{i}", [0, 1], index=i) for i in range(start, start + n)])
+        asked.append(n)
+
+    buffer = make_buffer(store, request_groups=ask, minimums=lambda: {"h": Minimum(4, 2)}, max_empty_rounds=3)
+    add(store, *[of("h", f"h{i}", [1, 1]) for i in range(2)])
+    buffer.request(1)
+    assert [buffer.collect(1, timeout_s=0) for _ in range(6)] == [None] * 6, "it delivers: its places are kept"
+    assert len(asked) == 1, "nobody can ask for its groups"
+    add(store, of("h", "h2", [1, 1]))
+    healths: list[str | None] = []
+    while (batch := buffer.collect(1, timeout_s=0)) is None:
+        healths.append(buffer.health())
+    assert {group.environment for group in batch.groups} == {"a"}
+    assert not batch.gave_up
+    assert healths[-1] is not None
+    assert healths[-1].startswith("step 1 is made without the minimum share of h")
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "priority"])
+def test_a_minimum_holds_however_groups_are_chosen(store: RolloutStore, sampling: str) -> None:
+    buffer = make_buffer(store, buffer_sampling=sampling, minimums=lambda: {"b": Minimum(4, 2)})
+    add(store, *[of("a", f"a{i}", [0, 9]) for i in range(9)], *[of("b", f"b{i}", [0, 1]) for i in range(2)])
+    assert sorted(group.environment for group in collected(buffer).groups) == ["a", "a", "b", "b"]
+
+
+def test_numbers_of_each_environment(store: RolloutStore) -> None:
+    versions = VersionSteps()
+    versions.record(1, 1)
+    versions.record(2, 2)
+    buffer = make_buffer(store, versions, max_staleness=1, rollout_batch_size=6)
+    add(store, of("a", "old", [0, 1], version=0), of("a", "a0", [0, 1], version=1), of("a", "a1", [1, 1], version=2))
+    add(store, of("b", "b0", [0, 3], version=2), of("a", "a2", [0, 1], version=2))
+    numbers = collected(buffer, 3).statistics.environments
+    assert numbers["a"] == {
+        "groups": 3, "reward_mean": pytest.approx(4 / 6), "trained_groups": 2, "trained_sequences": 4,
+        "staleness": 0.5, "dropped_stale": 1,
+    }  # fmt: skip
+    assert numbers["b"] == {
+        "groups": 1, "reward_mean": 1.5, "trained_groups": 1, "trained_sequences": 2, "staleness": 0, "dropped_stale": 0
+    }  # fmt: skip
+
+
+def mean_only(rewards: Any) -> tuple[float, ...] | None:
+    return group_advantages(rewards, "mean")
+
+
+def group_of(group_id: str, *rollouts: Any) -> RolloutGroup:
+    return RolloutGroup(group_id, "test", tuple(rollouts), index=None)
+
+
+def buffer_of(store: RolloutStore, shaping: Shaping, size: int = 4) -> RolloutBuffer:
+    return make_buffer(store, estimate=mean_only, rollout_batch_size=size, shaping=shaping, group_sizes=[])
+
+
+def test_what_is_configured() -> None:
+    def made(**values: Any) -> Shaping:
+        config = make_config(**values)
+        return make_shaping(config, make_algorithm(config))
+
+    assert made() == PLAIN
+    everything = made(overlong_buffer=4, overlong_length=20, mask_truncated=True, algorithm="reinforce_pp")
+    assert everything == Shaping(20, 4, mask_truncated=True, leave_out_marked=True)
+    assert made(kl_beta=0.1, kl_in="reward").leave_out_marked, "it makes another advantage of 0"
+
+
+def test_advantages_are_made_of_rewards_that_lost_by_length() -> None:
+    """L_max 8, buffer 4: lengths 4, 6, 8 lose 0, 0.5, 1 → rewards 1, 0.5, 0 → mean 0.5."""
+    group = group_of("g", *(make_rollout((5,) * length, reward=1.0) for length in (4, 6, 8)))
+    assert token_advantages(group, mean_only) is None
+    rows = token_advantages(group, mean_only, replace(PLAIN, overlong_length=8, overlong_buffer=4))
+    assert [row[-1] for row in rows] == pytest.approx([0.5, 0.0, -0.5])
+
+
+def test_the_length_of_an_episode_is_that_of_all_its_segments() -> None:
+    last = replace(make_rollout((5,) * 3, reward=1.0), earlier=(make_rollout((6,) * 3),))
+    assert replace(PLAIN, overlong_length=8, overlong_buffer=4).reward(last) == 0.5
+
+
+def test_reported_is_the_environments_reward(store: RolloutStore) -> None:
+    store.add(group_of("g", *(make_rollout((5,) * length, reward=1.0) for length in (4, 4, 8, 8))), source="http")
+    batch = buffer_of(store, replace(PLAIN, overlong_length=8, overlong_buffer=4)).collect(1, timeout_s=0)
+    assert batch.statistics.reward_mean == 1.0
+    assert [s.advantages[-1] for s in batch.sequences] == pytest.approx([0.5, 0.5, -0.5, -0.5])
+
+
+def test_cut_answers_are_left_out_and_count_in_the_mean(store: RolloutStore) -> None:
+    """Rewards 1, 0, 0 (cut), 0 → mean 0.25, and three sequences are trained on, after a resume too."""
+    rollouts = [make_rollout(reward=reward, stop_reason="stop") for reward in (1.0, 0.0, 0.0, 0.0)]
+    rollouts[2] = replace(rollouts[2], stop_reason="length", earlier=(make_rollout(),))
+    store.add(group_of("g", *rollouts), source="http")
+    buffer = buffer_of(store, replace(PLAIN, mask_truncated=True))
+    batch = buffer.collect(1, timeout_s=0)
+    assert [s.advantages[-1] for s in batch.sequences] == pytest.approx([0.75, -0.25, -0.25])
+    assert batch.statistics.truncated_fraction == 0.25
+    again = buffer_of(store, replace(PLAIN, mask_truncated=True)).resume(1, ["g"])
+    assert [(s.rollout, s.advantages) for s in again.sequences] == [(s.rollout, s.advantages) for s in batch.sequences]
+    assert len(buffer_of(store, PLAIN).resume(1, ["g"]).sequences) == 5
+
+
+def test_a_group_that_was_cut_throughout_is_dropped(store: RolloutStore) -> None:
+    store.add(group_of("g", *(make_rollout(reward=r, stop_reason="length") for r in (0.0, 1.0))), source="http")
+    assert buffer_of(store, replace(PLAIN, mask_truncated=True), size=2).collect(1, timeout_s=0) is None
+    assert store.drop_reasons() == {NO_VARIANCE: 1}
+
+
+def test_marked_ones_are_left_out_where_an_advantage_of_0_teaches(store: RolloutStore) -> None:
+    rollouts = [make_rollout(reward=reward) for reward in (1.0, 0.0)] + [make_rollout(zero_advantage=True)] * 2
+    store.add(group_of("g", *rollouts), source="http")
+    batch = buffer_of(store, replace(PLAIN, leave_out_marked=True)).collect(1, timeout_s=0)
+    assert [s.advantages[-1] for s in batch.sequences] == pytest.approx([0.75, -0.25])
+    assert len(buffer_of(store, PLAIN).resume(1, ["g"]).sequences) == 4

@@ -28,6 +28,27 @@ from mlx_parallm.rl_training.publish.versions import VersionNumbers
 from tests.rl_training.making import adapter_arrays, assert_same_training, make_config, make_trainer, weights
 from tests.rl_training.rollouts import make_batch, random_groups
 from tests.rl_training.scoring import assert_same_metrics
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.errors import AdapterError
+from mlx_parallm.models.lora import load_adapter
+from mlx_parallm.rl_training.checkpoint import CheckpointVersions
+from mlx_parallm.weights import SharedWeights
+from tests.rl_training.making import make_config, make_trainer
+from tests.tiny_models import make_model
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_parallm.system import files
+from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, find_checkpoint
+from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -390,3 +411,55 @@ def test_a_small_file_system_that_is_full(tmp_path: Path) -> None:
         assert (disk / "run" / "latest").resolve().name == saved[-1]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_checkpoints_whose_weights_were_served_have_their_version(tmp_path: Path) -> None:
+    checkpointer = make_checkpointer(tmp_path, make_trainer(make_config()), keep=3)
+    archive = CheckpointVersions(tmp_path)
+    assert archive.versions() == []
+    for step in (1, 2, 3, 4):
+        checkpointer.save(state_at(step, unpublished=step == 3))
+    assert archive.versions() == [2, 4], "the first is gone, the third was never served"
+    with pytest.raises(AdapterError, match="no checkpoint of version 3"):
+        archive.load(3)
+    saved = load_adapter(tmp_path / "step_000002").layers
+    weights = SharedWeights(make_model(), policy="policy", version=5, keep_versions=2, archive=archive)
+    weights.add_adapter("policy", saved)
+    assert weights.history.versions() == [2, 4, 5]
+    load = weights.loader("policy@2")
+    assert load is not None
+    load()
+    place = weights.find("policy@2")
+    assert place is not None and place.pinned and place.weights.version == 2
+    assert all(mx.array_equal(place.weights.layers[path].a, pair.a) for path, pair in saved.items())
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_one_kept_checkpoint_is_always_there(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """keep = 1: before and after every rename and removal a resume finds one. Step 2 is saved again, as after a
+    rollback; step 5 takes its place."""
+    run, found = tmp_path / "run", []
+    checkpointer = make_checkpointer(run, trained(steps=0), keep=1)
+    checkpointer.save(state_at(1))
+    checkpointer.save(state_at(2))
+
+    def watched(original: Any) -> Any:
+        def call(*args: Any, **others: Any) -> Any:
+            for moment in ("before", "after"):
+                checkpoint = find_checkpoint(str(run), tmp_path, None)
+                assert checkpoint is not None
+                there = {path.name for path in checkpoint.iterdir()}
+                assert {STATE_FILE, OPTIMIZER_FILE, "adapters.safetensors"} <= there
+                found.append(TrainerState.read(checkpoint).policy_version)
+                if moment == "before":
+                    result = original(*args, **others)
+            return result
+
+        return call
+
+    for owner, name in ((shutil, "rmtree"), (Path, "rename"), (Path, "replace"), (files, "_exchanged")):
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    checkpointer.save(replace(state_at(step), policy_version=9))
+    monkeypatch.undo()
+    assert (found[0], found[-1]) == (2, 9)
+    assert sorted(path.name for path in run.iterdir()) == ["latest", f"step_{step:06d}"]
