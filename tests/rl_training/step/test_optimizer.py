@@ -136,16 +136,6 @@ def test_each_optimizer_equals_its_twin(kind: str, lora: dict[str, Any]) -> None
         assert close.mean() > (0.999 if kind == "lion" else 0.9999999), name
 
 
-def test_loraplus_is_nothing_but_a_larger_rate_of_b() -> None:
-    plain, plus = make_config(), make_config(lora={"rank": 4, "alpha": 8, "loraplus_ratio": 16.0})
-    steps = random_steps(make_policy(plain), 1)
-    start = make_policy(plain).slots.read()
-    (one, _), (two, _) = trained(plain, steps), trained(plus, steps)
-    for name, before, a, b in zip(one.slots.names, start, one.slots.read(), two.slots.read(), strict=True):
-        ratio = 16.0 if name.endswith(".lora_b") else 1.0
-        np.testing.assert_allclose(np.array(b - before), ratio * np.array(a - before), rtol=1e-4, atol=1e-6)
-
-
 def test_muon_takes_matrices_of_the_blocks_only() -> None:
     config = make_config(optimizer="muon", lora={"enabled": False})
     policy = make_policy(config, architecture="llama")

@@ -205,12 +205,6 @@ def test_the_reference_does_not_move(lora: bool, reference: str) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_no_reference_is_computed_without_kl(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make_trainer(make_config())
-    monkeypatch.setattr(trainer.model, "score", lambda _: pytest.fail("a reference pass without kl_beta"))
-    assert trainer.train_step(make_batch(random_groups(4))).metrics["kl"] is None
-
-
 def test_entropy_bonus_raises_entropy() -> None:
     def entropy_after(weight: float) -> float:
         trainer = make_trainer(make_config(entropy_weight=weight, batch_size=16, learning_rate=5e-3))
