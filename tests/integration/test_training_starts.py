@@ -8,7 +8,8 @@ import pytest
 
 from tests.integration.processes import Daemon, free_port, metrics, wait_for_step
 
-pytestmark = pytest.mark.slow
+# Every other daemon of these tests must end with 0 too, after each of these endings: test_training_daemon.py.
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 STARTS = 10  # a thread that leaves its streams behind aborts every second exit and more
 ENDINGS = (None, signal.SIGTERM, signal.SIGINT)  # None: the run has made all its steps
 
