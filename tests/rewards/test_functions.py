@@ -38,9 +38,9 @@ def functions(tmp_path):
     return build
 
 
-async def scores(functions, *texts, prompt=PLAIN, row=ROW, progress=TrainingProgress):
-    rollouts = await score_group(functions.for_row(prompt, row, progress), [trajectory(text) for text in texts])
-    return [dict(rollout.scores) for rollout in rollouts]
+async def scores(functions, *texts, prompt=PLAIN, row=ROW, progress=TrainingProgress, **noted):
+    group = [trajectory(text, **noted) for text in texts]
+    return [dict(rollout.scores) for rollout in await score_group(functions.for_row(prompt, row, progress), group)]
 
 
 SEES = "seen = []\ndef f(**given):\n    seen.append(given)\n    return [1.0] * len(given['completions'])\n"
@@ -51,7 +51,7 @@ def seen(functions):
     return function.call.__globals__["seen"][-1]
 
 
-async def test_a_plain_prompt_is_given_as_strings(functions):
+async def test_what_a_function_sees_of_a_plain_prompt_and_of_a_conversation(functions):
     made = functions(SEES)
     await scores(made, "4", "5", progress=lambda: TrainingProgress(7, 100))
     given = seen(made)
@@ -60,16 +60,12 @@ async def test_a_plain_prompt_is_given_as_strings(functions):
     assert given["completion_ids"] == [[3, 9], [3, 9]]
     assert (given["answer"], given["level"]) == (["4", "4"], [3, 3])
     assert (given["trainer_state"].global_step, given["trainer_state"].max_steps) == (7, 100)
-    assert "prompt" not in given
-    assert "completion" not in given
-
-
-async def test_a_conversation_is_given_as_messages(functions):
-    made = functions(SEES)
+    assert not {"prompt", "completion"} & given.keys()
     await scores(made, "4", prompt=CHAT)
-    given = seen(made)
-    assert given["prompts"] == [CHAT]
-    assert given["completions"] == [[{"role": "assistant", "content": "4"}]]
+    assert seen(made)["prompts"] == [CHAT]
+    assert seen(made)["completions"] == [[{"role": "assistant", "content": "4"}]]
+    await scores(made, "4", row={"prompts": "of the data"})
+    assert seen(made)["prompts"] == ["2+2?"], "a column of this name does not hide the prompt"
 
 
 async def test_only_parameters_that_a_function_has_are_passed(functions):
@@ -140,18 +136,19 @@ async def test_what_cannot_be_trained_on_is_refused_by_name(functions, kind, bod
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "columns", "message"),
     [
-        ("def f(completions, solution): ...", r"'solution' is not a column.*did you mean .*answer, .*level"),
-        ("def f(prompts, answer): ...", "sees no completions"),
-        ("def f(completions, /, **kw): ...", "called by keyword"),
-        ("def f(completions, completion): ...", "'completion' is not a column"),
-        ("class f: ...", "is a class, not a function"),
+        ("def f(completions, solution): ...", ROW, r"'solution' is not a column.*did you mean .*answer, .*level"),
+        ("def f(prompts, answer): ...", ROW, "sees no completions"),
+        ("def f(completions, /, **kw): ...", ROW, "called by keyword"),
+        ("def f(completions, completion): ...", ROW, "'completion' is not a column"),
+        ("class f: ...", ROW, "is a class, not a function"),
+        (SEES, ("prompt", "completions"), r"^rewards: the data has a column 'completions'.*rename the column"),
     ],
 )
-def test_a_signature_that_cannot_work_is_refused_at_once(functions, text, message):
+def test_a_signature_that_cannot_work_is_refused_at_once(functions, text, columns, message):
     with pytest.raises(ConfigError, match=message):
-        functions(text)
+        functions(text, columns=tuple(columns))
 
 
 async def test_a_plain_function_blocks_neither_the_loop_nor_an_async_one(functions):
@@ -183,17 +180,6 @@ async def test_a_function_cannot_spoil_the_row(functions):
     row = {"choices": [1.0, 2.0]}
     for _ in range(2):
         assert [got["reward"] for got in await scores(made, "a", "b", row=row)] == [2.0, 2.0]
-
-
-def test_a_column_cannot_take_the_place_of_what_was_sampled(functions):
-    with pytest.raises(ConfigError, match=r"^rewards: the data has a column 'completions'.*rename the column"):
-        functions(SEES, columns=("prompt", "completions"))
-
-
-async def test_a_column_called_prompts_does_not_hide_the_prompt(functions):
-    made = functions(SEES)
-    await scores(made, "4", row={"prompts": "of the data"})
-    assert seen(made)["prompts"] == ["2+2?"]
 
 
 @pytest.mark.parametrize("error", ["asyncio.CancelledError", "KeyboardInterrupt"])
@@ -284,16 +270,9 @@ def made(tmp_path):
     return make
 
 
-async def configured_scores(functions, *texts, row=None, **more):
-    row = {"prompt": "2+2?"} if row is None else row
-    group = [trajectory(text, **more) for text in texts]
-    rollouts = await score_group(functions.for_row("2+2?", row, TrainingProgress), group)
-    return [dict(rollout.scores) for rollout in rollouts]
-
-
 async def test_relative_ranks_the_weighted_sums_of_a_group(made):
     functions = made("size", "steps", reward_weights=[1.0, 0.5], reward_method="relative")
-    got = await configured_scores(functions, "abc", "a", "", steps=3)
+    got = await scores(functions, "abc", "a", "", steps=3)
     assert [score["reward"] for score in got] == pytest.approx([1.5**0.5, 0.0, -(1.5**0.5)])
     assert [score["rewards/size"] for score in got] == [3.0, 1.0, 0.0]
     assert {score["rewards/steps"] for score in got} == {3.0}
@@ -301,13 +280,13 @@ async def test_relative_ranks_the_weighted_sums_of_a_group(made):
 
 async def test_pareto_has_each_reward_as_an_objective(made):
     functions = made("size", "letters", columns=("prompt", "wanted"), reward_method="pareto")
-    got = await configured_scores(functions, "xyzw", "aa", "xy", row={"wanted": "a"})
+    got = await scores(functions, "xyzw", "aa", "xy", row={"wanted": "a"})
     assert [score["reward"] for score in got] == [1.0, 1.0, 0.5]
 
 
 async def test_options_are_keyword_arguments_and_come_before_columns(made):
     functions = made("near", "near", reward_options={"near": {"target": 3}, "near#2": {"target": 5}})
-    [got] = await configured_scores(functions, "abc", row={"target": 100})
+    [got] = await scores(functions, "abc", row={"target": 100})
     assert got == {"rewards/near": 0.0, "rewards/near#2": -2.0, "reward": -2.0}
 
 
@@ -318,7 +297,7 @@ async def test_a_built_in_part_is_made_from_its_options(made, monkeypatch):
     monkeypatch.setattr(functions_module, "BUILT_IN", {"starts_with": starts_with})
     monkeypatch.setattr(functions_module, "WEIGHTS", {"starts_with": 2.0})
     functions = made("builtin:starts_with", "size", reward_options={"starts_with": {"letter": "b"}})
-    got = await configured_scores(functions, "b", "ab")
+    got = await scores(functions, "b", "ab")
     assert got == [
         {"rewards/starts_with": 1.0, "rewards/size": 1.0, "reward": 3.0},
         {"rewards/starts_with": 0.0, "rewards/size": 2.0, "reward": 2.0},
@@ -327,17 +306,17 @@ async def test_a_built_in_part_is_made_from_its_options(made, monkeypatch):
 
 async def test_a_computer_that_stands_alone_is_asked_for_the_method(made):
     functions = made("Longest", reward_method="relative", reward_options={"Longest": {"bonus": 0.5}})
-    got = await configured_scores(functions, "abc", "a")
+    got = await scores(functions, "abc", "a")
     assert [score["reward"] for score in got] == [1.5, 0.5]  # as it said: nothing is ranked again
     [function] = functions._functions
     assert function.worker is not made("size")._functions[0].worker
     both = made("instance", "size", reward_method="absolute")
-    assert [score["reward"] for score in await configured_scores(both, "abc", "a")] == [11.0, 8.0]
+    assert [score["reward"] for score in await scores(both, "abc", "a")] == [11.0, 8.0]
 
 
 async def test_parts_of_a_computer_are_metrics(made):
     functions = made("TwoGoals", reward_method="pareto")
-    got = await configured_scores(functions, "aa", "xyz", "a")
+    got = await scores(functions, "aa", "xyz", "a")
     assert [score["reward"] for score in got] == [1.0, 1.0, 0.5]
     assert got[0]["metrics/TwoGoals/size"] == 2.0
     assert got[0]["metrics/TwoGoals/vowels"] == 1.0
@@ -346,18 +325,18 @@ async def test_parts_of_a_computer_are_metrics(made):
 async def test_svrl_is_built_in(made):
     functions = made("builtin:svrl", reward_options={"svrl": {"verification_weight": 1.0}})
     noted = {"answer": "4", "final_answer": "4", "budget": 2.0, "spent": 1.0, "max_steps": 1}
-    [got] = await configured_scores(functions, "FINAL ANSWER: 4", **noted)
+    [got] = await scores(functions, "FINAL ANSWER: 4", **noted)
     assert got["reward"] == 0.5
     assert got["metrics/svrl/cost"] == 0.5
 
 
 async def test_one_function_may_say_that_nothing_can_score_an_answer(made):
     functions = made("picky", "size")
-    got = await configured_scores(functions, "ab", "?", "abcd")
+    got = await scores(functions, "ab", "?", "abcd")
     assert [score["reward"] for score in got] == [4.0, 6.0, 8.0]
     assert [UNSCORED in score for score in got] == [False, True, False]
     with pytest.raises(RolloutRejectedError, match="left every completion unscored"):
-        await configured_scores(functions, "?", "?")
+        await scores(functions, "?", "?")
 
 
 async def test_a_column_that_a_task_lacks_is_named(made):
@@ -365,7 +344,7 @@ async def test_a_column_that_a_task_lacks_is_named(made):
     with pytest.raises(
         RolloutRejectedError, match=r"^letters needs 'wanted', which the task does not have; available: .*completions"
     ):
-        await configured_scores(functions, "a")
+        await scores(functions, "a")
 
 
 @pytest.mark.parametrize(
@@ -386,33 +365,26 @@ def test_what_is_no_reward_is_refused_at_once(made, names, more, message):
         made(*names, **more)
 
 
-def test_weights_have_to_fit():
+def test_weights_and_keys_have_to_fit():
+    two = EnvironmentConfig(kind="svrl", name="svrl", reward_weights=(1, 2))
     with pytest.raises(ConfigError, match="2 reward_weights for the rewards builtin:svrl"):
-        RewardFunctions.from_config(
-            EnvironmentConfig(kind="svrl", name="svrl", reward_weights=(1, 2)), columns=None, default=["builtin:svrl"]
-        )
+        RewardFunctions.from_config(two, columns=None, default=["builtin:svrl"])
     with pytest.raises(ConfigError, match="needs rewards"):
         RewardFunctions.from_config(EnvironmentConfig(kind="simple_text", name="t"), columns=None)
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
+    for entry, message in (
         ({"kind": "tasks", "name": "sum", "reward_method": "pareto"}, "reward_method belongs"),
         ({"kind": "svrl", "rewards": ["builtin:svrl"], "reward_weights": [1, 2]}, "2 reward_weights for 1 rewards"),
         ({"kind": "svrl", "reward_method": "best"}, "reward_method"),
         ({"kind": "svrl", "data": "rows.jsonl"}, "data belongs"),
-    ],
-)
-def test_keys_that_do_not_belong_are_refused(entry, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_config({"environments": [entry]})
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_config({"environments": [entry]})
 
 
 async def test_columns_are_what_the_episode_noted_in_the_end(made):
     """Not what its State began with: a cost read from there would always be 0."""
     functions = made("paid", columns=None)
-    got = await configured_scores(functions, "a", row={"spent": 0.0, "price": 2.0}, spent=3.0, calls=4)
+    got = await scores(functions, "a", row={"spent": 0.0, "price": 2.0}, spent=3.0, calls=4)
     assert got[0]["reward"] == 10.0
 
 
@@ -449,14 +421,10 @@ def test_files_of_options_are_found_beside_the_configuration_and_by_a_resume(tmp
 # ---------------------------------------------------------------------- the group's reward
 
 
-def test_exact_match_forgives_white_space_only():
+def test_exact_match_forgives_white_space_only_and_a_verifier_scores_each_answer_on_its_own():
     scores = exact_match("42")([trajectory(text) for text in ("42", " 42\n", "4 2", "42.", "")])
     assert [score["reward"] for score in scores] == [1.0, 1.0, 0.0, 0.0, 0.0]
-
-
-def test_a_verifier_scores_each_answer_on_its_own():
-    scores = verifier(len)([trajectory("ab"), trajectory("abcd")])
-    assert scores == [{"reward": 2.0}, {"reward": 4.0}]
+    assert verifier(len)([trajectory("ab"), trajectory("abcd")]) == [{"reward": 2.0}, {"reward": 4.0}]
 
 
 async def test_a_reward_sees_the_whole_group():

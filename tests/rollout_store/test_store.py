@@ -3,8 +3,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,9 @@ import pytest
 from mlx_parallm.errors import RolloutRejectedError, StoreError
 from mlx_parallm.rollout_store.store import KEPT_REJECTS, RolloutStore, StoreCounts, WaitingSource
 from tests.rollout_store.groups import make_group, make_rollout
+from tests.server.serving import until
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def store(tmp_path):
-    store = RolloutStore(tmp_path / "run" / "rollouts.sqlite")
-    yield store
-    store.close()
 
 
 def ids(groups) -> list[str]:
@@ -153,64 +146,36 @@ def test_several_groups_are_stored_together_or_not_at_all(store):
 
 
 def test_waiting_for_groups_ends_with_the_add_that_suffices(store):
+    """The store is starved while someone waits for more than there is."""
     fill(store, "a")
     assert store.wait_for_groups(0.0) is True
     assert store.wait_for_groups(0.01, at_least=3) is False
-    results: list[tuple[bool, float]] = []
-    started = time.monotonic()
-
-    def wait() -> None:
-        results.append((store.wait_for_groups(60.0, at_least=3), time.monotonic() - started))
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    fill(store, "b", "c")
-    waiter.join(30)
-    assert results[0][0] is True
-    assert results[0][1] < 30
-
-
-def test_starved_means_that_someone_waits_for_more_than_there_is(store):
-    fill(store, "a")
     assert not store.starved()
-    waiter = threading.Thread(target=store.wait_for_groups, args=(60.0,), kwargs={"at_least": 2})
-    waiter.start()
-    deadline = time.monotonic() + 30
-    while not store.starved() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert store.starved()
-    fill(store, "b")
-    assert not store.starved()
-    waiter.join()
-    assert not store.starved()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.wait_for_groups, 60.0, at_least=3)
+        until(store.starved)
+        fill(store, "b")
+        assert store.starved()
+        fill(store, "c")
+        assert not store.starved()
+        assert waiting.result(30) is True
 
 
 @pytest.mark.parametrize("end", ["wake", "close"])
 def test_wake_and_close_end_a_wait(store, end):
-    results: list[bool] = []
-    inside = threading.Event()
-
-    def wait() -> None:
-        inside.set()
-        results.append(store.wait_for_groups(60.0))
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    inside.wait()
-    deadline = time.monotonic() + 30
-    while waiter.is_alive() and time.monotonic() < deadline:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.wait_for_groups, 60.0)
+        until(store.starved)
         getattr(store, end)()
-        waiter.join(0.01)
-    assert results == [False]
+        assert waiting.result(30) is False
 
 
 def test_a_closed_store_says_so(store):
     store.close()
     store.close()
-    with pytest.raises(StoreError, match="closed"):
-        store.add(make_group(), source="test")
-    with pytest.raises(StoreError, match="closed"):
-        store.counts()
+    for call in (lambda: store.add(make_group(), source="test"), store.counts):
+        with pytest.raises(StoreError, match="closed"):
+            call()
 
 
 def test_threads_add_and_take_at_once(store):
@@ -218,31 +183,17 @@ def test_threads_add_and_take_at_once(store):
         for number in range(20):
             store.add(make_group(f"{worker}-{number}"), source=f"w{worker}")
 
-    threads = [threading.Thread(target=add, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
     taken: list[str] = []
-    while len(taken) < 80:
-        assert store.wait_for_groups(30.0)
-        batch = ids(store.waiting(8))
-        store.take(batch, step=1)
-        taken += batch
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        adding = pool.map(add, range(4))
+        while len(taken) < 80:
+            assert store.wait_for_groups(30.0)
+            batch = ids(store.waiting(8))
+            store.take(batch, step=1)
+            taken += batch
+        list(adding)
     assert len(set(taken)) == 80
     assert store.counts() == StoreCounts(waiting=0, taken=80, dropped=0, rejected=0)
-
-
-def test_commits_are_synchronised_with_the_disk(store):
-    assert store.database.connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    assert store.database.connection.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
-
-
-def test_size_is_told(store):
-    before = store.size_bytes()
-    for number in range(30):
-        store.add(make_group(str(number), metadata={"noise": os.urandom(4000).hex()}), source="test")
-    assert store.size_bytes() - before > 100_000
 
 
 def test_a_full_database_refuses_and_keeps_what_it_has(store):
