@@ -84,6 +84,18 @@ def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
     assert output.out == "" and output.err.count("\n") == 1 and "did you mean 'train'" in output.err
 
 
+@pytest.mark.parametrize(
+    ("command", "arguments", "code", "shown"),
+    [("train", ["--version"], 0, mlx_parallm.__version__), ("serve", [], 2, "--model-path is required")],
+)
+def test_the_version_and_the_usage_end_the_command(
+    command: str, arguments: list[str], code: int, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        getattr(cli, command)(arguments)
+    assert end.value.code == code and shown in "".join(capsys.readouterr())
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_commands_and_their_flags(tmp_path: Path) -> None:
     script = tmp_path / "completion.bash"
@@ -101,13 +113,6 @@ def test_bash_completes_commands_and_their_flags(tmp_path: Path) -> None:
 
     assert {command.name for command in COMMANDS} <= completions("")
     assert {"--resume", "--restarts"} <= completions("train", "--res")
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.train(["--version"])
-    assert end.value.code == 0
-    assert mlx_parallm.__version__ in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -143,18 +148,10 @@ def test_an_error_is_one_line_and_exit_code_2(
     assert error.count("\n") == 1
 
 
-def test_serve_without_a_model_shows_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.serve([])
-    assert end.value.code == 2
-    assert "--model-path is required" in capsys.readouterr().err
-
-
 def test_train_hands_over_the_configuration(tmp_path: Path) -> None:
     file = config_file(tmp_path, "[rl_training]\ntotal_steps = 3\nlearning_rate = 1e-3\n")
-    given = call(
-        "train", "--config", file, "--set", "rl_training.total_steps=9", "--set", "server.port=0", cwd=tmp_path
-    )
+    overrides = ("--set", "rl_training.total_steps=9", "--set", "server.port=0")
+    given = call("train", "--config", file, *overrides, cwd=tmp_path)
     training = given["config"]["rl_training"]
     assert (training["total_steps"], training["learning_rate"], given["config"]["server"]["port"]) == (9, 1e-3, 0)
     assert training["run_name"].startswith("mine-2")
@@ -164,10 +161,13 @@ def test_train_hands_over_the_configuration(tmp_path: Path) -> None:
     assert given["cbwr"] is None
 
 
-def test_train_resume_auto_names_a_run_that_it_finds_again(tmp_path: Path) -> None:
-    given = call("train", "--config", config_file(tmp_path), "--resume", "auto", cwd=tmp_path)
-    assert given["resume"] == "auto"
-    assert given["config"]["rl_training"]["run_name"] == "mine"
+def test_resume_auto_a_process_without_a_path_and_deterministic_arithmetic(tmp_path: Path) -> None:
+    """A compiler that is found but cannot find its own parts kills MLX's compiled kernels."""
+    file = config_file(tmp_path, "[rl_training]\ndeterministic = true\nmax_staleness = 0\n")
+    given = call("train", "--config", file, "--resume", "auto", cwd=tmp_path, env={})
+    assert (given["resume"], given["config"]["rl_training"]["run_name"]) == ("auto", "mine")
+    assert "/usr/bin" in given["path"].split(":")
+    assert (given["cbwr"], given["mlx"]) == ("AUTO,STRICT", False), "MKL is asked before MLX is loaded"
 
 
 def test_train_resume_takes_the_saved_configuration_of_run_and_step(tmp_path: Path) -> None:
@@ -193,25 +193,10 @@ def test_train_resume_of_a_step_without_its_run_says_which_runs_have_it(
     assert "no such directory; that step is in checkpoints/a/step_005000, checkpoints/c/step_005000\n" in error
 
 
-def test_deterministic_asks_mkl_before_mlx_is_loaded(tmp_path: Path) -> None:
-    file = config_file(tmp_path, "[rl_training]\ndeterministic = true\nmax_staleness = 0\n")
-    given = call("train", "--config", file, cwd=tmp_path)
-    assert (given["cbwr"], given["mlx"]) == ("AUTO,STRICT", False)
-
-
 def test_serve_hands_over_model_and_adapters(tmp_path: Path) -> None:
     (tmp_path / "odd=name").mkdir()
     adapters = ("--lora-path", "odd=name", "one=a/b", "--lora-path", "two=c=d")
-    flags = (
-        "--host",
-        "::1",
-        "--port",
-        "0",
-        "--api-key-file",
-        'k"ey',
-        "--set",
-        "server.batch_size=3",
-    )
+    flags = ("--host", "::1", "--port", "0", "--api-key-file", 'k"ey', "--set", "server.batch_size=3")
     given = call("serve", "--model-path", "builtin:tiny", *adapters, *flags, cwd=tmp_path)
     config = given["config"]
     assert (config["model"]["base_path"], config["model"]["lora_path"]) == ("builtin:tiny", "odd=name")
@@ -219,9 +204,3 @@ def test_serve_hands_over_model_and_adapters(tmp_path: Path) -> None:
     server = config["server"]
     assert (server["host"], server["port"], server["api_key_file"], server["batch_size"]) == ("::1", 0, 'k"ey', 3)
     assert given["blocked"] == ["SIGHUP", "SIGINT", "SIGTERM"]
-
-
-def test_a_process_without_a_path_gets_one(tmp_path: Path) -> None:
-    """A compiler that is found but cannot find its own parts kills MLX's compiled kernels."""
-    given = call("train", "--config", config_file(tmp_path), cwd=tmp_path, env={})
-    assert "/usr/bin" in given["path"].split(":")

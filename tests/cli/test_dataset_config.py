@@ -14,6 +14,9 @@ from tests.cli.test_cli import call
 ROOT = Path(__file__).parents[2]
 
 
+OWN = ["--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct"]
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -26,8 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_flags_amount_to_a_configuration(here: Path) -> None:
-    flags = ("--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct")
-    given = call("train", *flags, "--set", "rl_training.total_steps=7", cwd=here)
+    given = call("train", *OWN, "--set", "rl_training.total_steps=7", cwd=here)
     config = given["config"]
     [entry] = config["environments"]
     assert config["model"]["base_path"] == str(here / "model")
@@ -39,41 +41,30 @@ def test_the_flags_amount_to_a_configuration(here: Path) -> None:
     assert given["resume"] is None
 
 
-def test_resume_auto_finds_the_run_again(here: Path) -> None:
-    flags = ("--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct", "--resume", "auto")
-    assert call("train", *flags, cwd=here)["config"]["rl_training"]["run_name"] == "rows"
-
-
 def test_resume_auto_keeps_what_the_run_was_started_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A hub model's size is guessed from its name until it is here; the run must not change its rate then."""
-    flags = ["--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct"]
     run = here / "checkpoints" / "rows"
     run.mkdir(parents=True)
-    assert cli.train([*flags, "--write-config", str(run / "config.toml")]) == 0
+    assert cli.train([*OWN, "--write-config", str(run / "config.toml")]) == 0
     text = (run / "config.toml").read_text()
     assert "learning_rate = 4.0e-05" in text
     (run / "config.toml").write_text(text.replace("4.0e-05", "1.3e-05").replace("steps = 200", "steps = 90"))
-    given = call("train", *flags, "--resume", "auto", "--set", "rl_training.total_steps=91", cwd=here)
+    given = call("train", *OWN, "--resume", "auto", "--set", "rl_training.total_steps=91", cwd=here)
     training = given["config"]["rl_training"]
     assert (training["learning_rate"], training["total_steps"], training["run_name"]) == (1.3e-5, 91, "rows")
     (here / "score.py").write_text((here / "score.py").read_text().replace("correct", "other"))
-    assert cli.train([*flags[:-1], "score.py:other", "--resume", "auto"]) == 2
+    assert cli.train([*OWN[:-1], "score.py:other", "--resume", "auto"]) == 2
     assert "--reward is " in capsys.readouterr().err
 
 
 def test_the_written_file_is_the_same_configuration(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--model", "model", "--data", "rows.jsonl", "--reward", "score.py:correct"]
-    assert cli.train([*flags, "--write-config", "run.toml"]) == 0
+    assert cli.train([*OWN, "--write-config", "run.toml"]) == 0
     assert "mlx_parallm train --config run.toml" in capsys.readouterr().out
     assert load_config("run.toml") == load_config(None, text=dataset_toml("model", "rows.jsonl", ["score.py:correct"]))
-    assert cli.train([*flags, "--write-config", "run.toml"]) == 2
+    text = dataset_toml("model", "my rows.jsonl", ["score.py:correct"])
+    assert "--data 'my rows.jsonl' --reward score.py:correct\n" in text, "the command in it can be run again"
+    assert cli.train([*OWN, "--write-config", "run.toml"]) == 2
     assert "File exists" in capsys.readouterr().err
-
-
-def test_the_command_in_the_file_can_be_run_again(here: Path) -> None:
-    assert "--data 'my rows.jsonl' --reward score.py:correct\n" in dataset_toml(
-        "model", "my rows.jsonl", ["score.py:correct"]
-    )
 
 
 def test_model_beside_a_configuration_replaces_its_model(here: Path) -> None:
@@ -92,6 +83,7 @@ def test_model_beside_a_configuration_replaces_its_model(here: Path) -> None:
         (["--resume", "x", "--data", "rows.jsonl"], "brings its own configuration"),
         (["--model", "model", "--data", "r", "--reward", "s.py:f", "--write-config", "x", "--set", "a.b=1"], "--set"),
         (["--model", "model"], "--config is required"),
+        ([*OWN, "--algorithm", "dpo"], "--algorithm dpo learns from the rows alone: leave out --reward"),
     ],
 )
 def test_flags_that_do_not_fit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,28 +113,18 @@ def test_smaller_steps_for_larger_models() -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "rate", "rows"), [("dpo", 4e-5, 32), ("sft", 4e-4, 16)])
-def test_an_algorithm_that_learns_from_the_rows_needs_no_reward(
-    here: Path, algorithm: str, rate: float, rows: int
+def test_an_algorithm_that_learns_from_the_rows_needs_no_reward_and_is_known_again(
+    here: Path, algorithm: str, rate: float, rows: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--model", "model", "--data", "rows.jsonl", "--algorithm", algorithm)
-    config = call("train", *flags, "--set", "rl_training.total_steps=7", cwd=here)["config"]
+    flags = ["--model", "model", "--data", "rows.jsonl", "--algorithm", algorithm]
+    run = here / "checkpoints" / "rows"
+    run.mkdir(parents=True)
+    assert cli.train([*flags, "--write-config", str(run / "config.toml")]) == 0
+    resumed = ("--resume", "auto", "--set", "rl_training.total_steps=7")
+    config = call("train", *flags, *resumed, cwd=here)["config"]
     assert (config["data"]["path"], config["environments"]) == (str(here / "rows.jsonl"), [])
     training = config["rl_training"]
     assert (training["algorithm"], training["total_steps"]) == (algorithm, 7)
     assert (training["learning_rate"], training["batch_size"]) == (pytest.approx(rate), rows)
-
-
-def test_resume_auto_knows_an_algorithm_on_rows_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--model", "model", "--data", "rows.jsonl", "--algorithm", "dpo"]
-    run = here / "checkpoints" / "rows"
-    run.mkdir(parents=True)
-    assert cli.train([*flags, "--write-config", str(run / "config.toml")]) == 0
-    assert call("train", *flags, "--resume", "auto", cwd=here)["config"]["rl_training"]["algorithm"] == "dpo"
     assert cli.train([*flags[:-1], "kto", "--resume", "auto"]) == 2
     assert "--algorithm is kto" in capsys.readouterr().err
-
-
-def test_rows_are_learned_from_or_scored_not_both(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--model", "model", "--data", "rows.jsonl", "--algorithm", "dpo", "--reward", "score.py:correct"]
-    assert cli.train(flags) == 2
-    assert "--algorithm dpo learns from the rows alone: leave out --reward" in capsys.readouterr().err

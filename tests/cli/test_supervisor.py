@@ -78,23 +78,16 @@ def test_an_abort_is_answered_by_a_start_from_the_newest_checkpoint(tmp_path: Pa
     assert "SIGSEGV" in line["event"]
 
 
-def test_a_crash_loop_ends(tmp_path: Path) -> None:
-    parent = start(tmp_path, "saves SIGKILL", "SIGKILL", "SIGKILL", "0", restarts=2)
-    _, said = parent.communicate(timeout=30)
-    assert parent.returncode == 128 + signal.SIGKILL
-    assert len(starts(tmp_path)) == 3
-    assert "not started again: 2 restarts brought no new checkpoint" in said
-
-
-def test_an_exit_code_is_passed_on(tmp_path: Path) -> None:
+def test_a_crash_loop_ends_and_an_exit_code_is_passed_on(tmp_path: Path) -> None:
+    deeds: list[tuple[str, ...]] = [("0",), ("1",), ("2",), ("saves SIGKILL", "SIGKILL", "SIGKILL", "0")]
     parents = []
-    for code in range(3):
-        (tmp_path / str(code)).mkdir()
-        parents.append(start(tmp_path / str(code), str(code), restarts=5))
-    for code, parent in enumerate(parents):
-        parent.communicate(timeout=30)
-        assert parent.returncode == code
-        assert len(starts(tmp_path / str(code))) == 1
+    for number, what in enumerate(deeds):
+        (tmp_path / str(number)).mkdir()
+        parents.append(start(tmp_path / str(number), *what, restarts=2))
+    said = [parent.communicate(timeout=60)[1] for parent in parents]
+    assert [parent.returncode for parent in parents] == [0, 1, 2, 128 + signal.SIGKILL]
+    assert [len(starts(tmp_path / str(number))) for number in range(4)] == [1, 1, 1, 3]
+    assert "not started again: 2 restarts brought no new checkpoint" in said[3]
 
 
 def test_the_older_step_that_was_asked_for_is_tried_again(tmp_path: Path) -> None:
@@ -148,8 +141,13 @@ def test_every_start_has_the_name_and_the_port_of_the_first(
     assert int(arguments[-1].removeprefix("server.port=")) > 0
 
 
-def test_the_command_hands_over_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", ["auto", "run"])
+def test_the_command_hands_over_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, resume: str) -> None:
+    """Also a run whose directory holds no configuration yet."""
     (tmp_path / "mine.toml").write_text(f'[rl_training]\ncheckpoint_dir = "{tmp_path}"\n')
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rollouts.sqlite").touch()
+    monkeypatch.chdir(tmp_path)
     given: list[tuple[list[str], Path, str | None, int]] = []
 
     def supervise(arguments: list[str], config: Config, run: Path, *, resume: str | None, restarts: int) -> int:
@@ -157,9 +155,9 @@ def test_the_command_hands_over_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path:
         return 0
 
     monkeypatch.setattr(supervisor, "supervise", supervise)
-    arguments = ["--config", str(tmp_path / "mine.toml"), "--resume", "auto", "--restarts", "2"]
+    arguments = ["--config", "mine.toml", "--resume", resume, "--restarts", "2"]
     assert cli.train(arguments) == 0
-    assert given == [(arguments, tmp_path / "mine", "auto", 2)]
+    assert given == [(arguments, tmp_path / ("mine" if resume == "auto" else "run"), resume, 2)]
 
 
 def test_own_data_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -185,14 +183,3 @@ def test_own_data_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     [parent] = parents
     assert cli.train([*parent._arguments, *parent._resume(None, "step_000001")]) == 0
     assert started == [("builtin:tiny", parent._directory.name, "auto")]
-
-
-def test_a_run_without_a_configuration_can_be_supervised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text("")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "rollouts.sqlite").touch()
-    given: list[Path] = []
-    monkeypatch.setattr(supervisor, "supervise", lambda _, __, run, **more: given.append(run) or 0)
-    arguments = ["--config", str(tmp_path / "mine.toml"), "--resume", str(tmp_path / "run"), "--restarts", "2"]
-    assert cli.train(arguments) == 0
-    assert given == [tmp_path / "run"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.registry import build_sources
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Inbox:

@@ -159,16 +159,6 @@ async def test_an_episode_of_many_turns_ends_at_the_length_limit(tokenizer, rewr
     assert client.requests[0].params.max_tokens == longest - len(client.requests[0].prompt_token_ids)
 
 
-async def test_an_error_finish_is_a_recorded_result_with_its_tokens(tokenizer):
-    broken = finished(1, "", [7], reason="error", error="NaN in the logits")
-    client = ScriptedClient(tokenizer, lambda request, choice: broken if choice else "3")
-    [result] = await runner(tokenizer, client).run([plan(source())])
-    assert result.failure == "NaN in the logits"
-    whole, half = result.group.rollouts
-    assert (whole.error, half.error) == (None, "NaN in the logits")
-    assert half.sampled_tokens == 1
-
-
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -177,43 +167,51 @@ async def test_an_error_finish_is_a_recorded_result_with_its_tokens(tokenizer):
         (TimeoutError(), "TimeoutError"),  # somebody else's, not the episode's limit
     ],
 )
-async def test_a_request_that_raises_is_a_recorded_result(tokenizer, error, reason):
+async def test_a_request_that_raises_or_ends_in_an_error_is_a_recorded_result(tokenizer, error, reason):
     client = ScriptedClient(tokenizer, lambda *_: error)
     [result] = await runner(tokenizer, client).run([plan(source())])
     assert result.failure == reason
     assert result.group.rollouts == ()
     assert result.group.metadata["key"] == "say/3"
+    broken = finished(1, "", [7], reason="error", error="NaN in the logits")
+    client = ScriptedClient(tokenizer, lambda request, choice: broken if choice else "3")
+    [result] = await runner(tokenizer, client).run([plan(source())])
+    assert result.failure == "NaN in the logits"
+    whole, half = result.group.rollouts
+    assert (whole.error, half.error, half.sampled_tokens) == (None, "NaN in the logits", 1)
 
 
 async def test_environment_and_reward_errors_are_recorded_results(tokenizer):
-    class BadTask(Echo):
-        def task(self, index, split="train"):
-            raise RuntimeError("no more problems")
+    def raises(error):
+        def function(*_):
+            raise error
 
-    class BadStep(Echo):
-        def environment(self, task):
-            class Bad(Environment):
-                async def step(self, text):
-                    raise OSError("tool is gone")
+        return function
 
-            return Bad()
+    class Bad(Environment):
+        async def step(self, text):
+            raise OSError("tool is gone")
 
-    class BadReward(Echo):
-        def task(self, index, split="train"):
-            def reward(responses):
-                raise ZeroDivisionError("division by zero")
-
-            return dataclasses.replace(super().task(index), reward=reward)
+    def rewarded(reward):
+        return {"task": lambda self, index, split="train": dataclasses.replace(Echo.task(self, index), reward=reward)}
 
     client = ScriptedClient(tokenizer, lambda *_: "3")
     reasons = []
-    for kind in (BadTask, BadStep, BadReward):
-        [result] = await runner(tokenizer, client).run([plan(source(kind))])
+    for methods in (
+        {"task": raises(RuntimeError("no more problems"))},
+        {"task": lambda self, index, split="train": {"messages": []}},
+        {"environment": lambda self, task: Bad()},
+        rewarded(raises(ZeroDivisionError("division by zero"))),
+        rewarded(lambda responses: [1.0 for _ in responses]),
+    ):
+        [result] = await runner(tokenizer, client).run([plan(source(type("BadTask", (Echo,), methods)))])
         reasons.append((re.sub(r"line \d+", "line N", result.failure), len(result.group.rollouts)))
     assert reasons == [
         ("RuntimeError: no more problems", 0),
+        ("BadTask.task returned {'messages': []}, not a Task", 0),
         (f"Bad.step: {__file__}, line N: OSError: tool is gone", 2),
         ("reward: ZeroDivisionError: division by zero", 2),
+        ('reward: the reward returned 1.0 for a trajectory; expected {"reward": number}', 2),
     ]
 
 
@@ -237,22 +235,6 @@ async def test_a_step_that_does_not_keep_to_its_form_is_told_in_words(tokenizer,
     kind = type("BadTurns", (Echo,), {"environment": lambda self, task: bad()})
     [result] = await runner(tokenizer, ScriptedClient(tokenizer, lambda *_: "4")).run([plan(source(kind))])
     assert re.match(failure, result.failure)
-
-
-async def test_what_is_no_task_and_what_are_no_scores_is_told_in_words(tokenizer):
-    class NoTask(Echo):
-        def task(self, index, split="train"):
-            return {"messages": []}
-
-    class Floats(Echo):
-        def task(self, index, split="train"):
-            return dataclasses.replace(super().task(index), reward=lambda responses: [1.0 for _ in responses])
-
-    client = ScriptedClient(tokenizer, lambda *_: "3")
-    [first] = await runner(tokenizer, client).run([plan(source(NoTask))])
-    [second] = await runner(tokenizer, client).run([plan(source(Floats))])
-    assert first.failure == "NoTask.task returned {'messages': []}, not a Task"
-    assert second.failure == 'reward: the reward returned 1.0 for a trajectory; expected {"reward": number}'
 
 
 async def test_a_cancelled_run_ends_its_episodes(tokenizer):

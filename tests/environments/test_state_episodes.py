@@ -55,6 +55,16 @@ class CountingAsync(CountingItself):
         return state
 
 
+class Careless(CountingItself):
+    """Swallows what its policy raises."""
+
+    def step(self, state):
+        try:
+            return super().step(state)
+        except Exception:  # noqa: BLE001
+            return state
+
+
 ALL = [Counting, CountingItself, CountingAsync]
 
 
@@ -172,15 +182,20 @@ async def test_a_text_is_a_message_of_the_users_in_chat_format(tokenizer):
         source(Counting(), system_prompt="Be brief.")
 
 
-async def test_a_step_of_its_own_runs_on_one_thread_of_its_episode(tokenizer):
+@pytest.mark.parametrize("method", ["step", "update_state"])
+async def test_code_that_may_block_runs_on_one_thread_of_its_episode(tokenizer, method):
     threads = {}
 
-    class Where(CountingItself):
-        def step(self, state):
-            threads.setdefault(state.trajectory_id, set()).add(threading.current_thread())
-            return super().step(state)
+    class Own(CountingItself if method == "step" else Counting):
+        blocking = True
 
-    await played(tokenizer, ScriptedClient(tokenizer, lambda *_: "x"), source(Where()), size=3)
+    def where(self, state, *given):
+        threads.setdefault(state.trajectory_id, set()).add(threading.current_thread())
+        return getattr(super(Own, self), method)(state, *given)
+
+    setattr(Own, method, where)
+    result = await played(tokenizer, ScriptedClient(tokenizer, lambda *_: "x"), source(Own()), size=3)
+    assert [t.step_count for t in result.trajectories] == [3, 3, 3]
     assert sorted(threads) == ["own-0-3/0", "own-0-3/1", "own-0-3/2"]
     assert all(len(own) == 1 for own in threads.values())
     assert len(set.union(*threads.values()) | {threading.current_thread()}) == 4
@@ -198,19 +213,6 @@ async def test_hundreds_of_blocking_episodes_play_at_once(tokenizer):
     result = await played(tokenizer, client, source(Meets()), task=2, size=300)
     assert result.failure is None
     assert {trajectory.step_count for trajectory in result.trajectories} == {2}
-
-
-async def test_update_state_may_block_where_the_class_says_so(tokenizer):
-    class Slow(Counting):
-        blocking = True
-
-        def update_state(self, state, response):
-            state.metadata["thread"] = threading.current_thread().name
-            return super().update_state(state, response)
-
-    result = await played(tokenizer, ScriptedClient(tokenizer, lambda *_: "x"), source(Slow()), size=2)
-    assert [t.metadata["thread"] for t in result.trajectories] == ["own-0-3/0", "own-0-3/1"]
-    assert [t.step_count for t in result.trajectories] == [3, 3]
 
 
 async def test_a_thread_that_blocks_is_left_behind_and_ends_at_its_next_turn(tokenizer):
@@ -265,20 +267,11 @@ async def test_the_step_limit_truncates(tokenizer, kind):
     assert [(t.step_count, t.truncated) for t in exact.trajectories] == [(4, False)] * 2
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", [Counting, Careless, CountingAsync])
 async def test_no_room_for_another_turn_truncates(tokenizer, kind):
-    class Careless(kind):
-        if kind is CountingItself:
-
-            def step(self, state):
-                try:
-                    return super().step(state)
-                except Exception:  # noqa: BLE001
-                    return state
-
     client = ScriptedClient(tokenizer, lambda *_: "xyxyxy")
     length = len(tokenizer.encode("Say 9:")) + 20
-    result = await played(tokenizer, client, source(Careless()), task=9, runner={"max_token_length": length})
+    result = await played(tokenizer, client, source(kind()), task=9, runner={"max_token_length": length})
     assert (result.failure, result.group.metadata["out_of_room"]) == (None, 2)
     for trajectory in result.trajectories:
         assert trajectory.truncated and trajectory.out_of_room
@@ -287,14 +280,6 @@ async def test_no_room_for_another_turn_truncates(tokenizer, kind):
 
 
 async def test_an_engine_failure_is_not_swallowed(tokenizer):
-    class Careless(CountingItself):
-        def step(self, state):
-            try:
-                return super().step(state)
-            except Exception:  # noqa: BLE001
-                state.done = True
-                return state
-
     broken = finished(0, "", [7], reason="error", error="NaN in the logits")
     result = await played(tokenizer, ScriptedClient(tokenizer, lambda *_: broken), source(Careless()), size=1)
     assert result.failure == "NaN in the logits"

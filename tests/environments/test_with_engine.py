@@ -3,7 +3,6 @@
 import asyncio
 import random
 import re
-import threading
 import time
 
 import pytest
@@ -22,31 +21,12 @@ WAIT_S = 60.0
 LENGTH = 128
 
 
-def collect(client, tokenizer, sources, count, **options):
-    groups, failures, enough = [], [], threading.Event()
-
-    def sink(group):
-        groups.append(group)
-        if len(groups) == count:
-            enough.set()
-
-    num_parallel = options.pop("num_parallel", 64)
-    config = RolloutConfig(seed=3, max_token_length=LENGTH, num_parallel=num_parallel)
-    manager = RolloutManager(
-        sources,
-        config,
-        client=client,
-        tokenizer=tokenizer,
-        sink=sink,
-        on_failure=lambda group, reason: failures.append(reason),
-        **options,
-    )
-    manager.start()
+def collect(managed, client, sources, count, **options):
+    manager, inbox = managed(client, sources=sources, seed=3, **options)
     manager.request_groups(count)
-    arrived = enough.wait(WAIT_S)
+    groups = inbox.wait(groups=count)[:count]
     manager.stop()
-    assert arrived, (failures, manager.health())
-    assert failures == []
+    assert inbox.failures == []
     return groups
 
 
@@ -66,9 +46,9 @@ def agrees(client, tokenizer, group):
                 assert rollout.logprobs[position] == pytest.approx(scored.logprobs[position], abs=1e-4)
 
 
-def test_rollouts_are_token_exact(tiny_engine, tiny_tokenizer):
+def test_rollouts_are_token_exact(tiny_engine, tiny_tokenizer, managed):
     before = tiny_engine.client.stats()
-    groups = collect(tiny_engine.client, tiny_tokenizer, sources("sum", "sort"), 4)
+    groups = collect(managed, tiny_engine.client, sources("sum", "sort"), 4)
     after = tiny_engine.client.stats()
     prompts = [next(i for i, bit in enumerate(group.rollouts[0].mask) if bit) for group in groups]
     assert after.prefill_tokens - before.prefill_tokens <= sum(prompts)  # once for each group of four
@@ -79,9 +59,9 @@ def test_rollouts_are_token_exact(tiny_engine, tiny_tokenizer):
         agrees(tiny_engine.client, tiny_tokenizer, group)
 
 
-def test_the_same_seed_samples_the_same_groups_in_any_mode(tiny_engine, tiny_tokenizer):
+def test_the_same_seed_samples_the_same_groups_in_any_mode(tiny_engine, managed):
     def tokens(**options):
-        groups = collect(tiny_engine.client, tiny_tokenizer, sources("sum", "reverse"), 6, **options)
+        groups = collect(managed, tiny_engine.client, sources("sum", "reverse"), 6, **options)
         return [(group.group_id, [rollout.tokens for rollout in group.rollouts]) for group in groups]
 
     fixed = tokens(fixed_order=True)

@@ -1,13 +1,10 @@
 """The client of other servers, against a real HTTP server that answers from a script and counts what it receives."""
 
 import asyncio
-import json
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -15,46 +12,15 @@ import pytest
 from mlx_parallm.errors import EndpointError
 from mlx_parallm.execution import openai_client
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
+from tests.scripted_http import Received, Reply, scripted_http
 
 OK = (200, {}, {"choices": []})
-Reply = tuple[int, dict[str, str], Any]
 
 
-@contextmanager
-def server(*replies: Reply | None) -> Iterator[tuple[str, list[tuple[str, str | None, Any]]]]:
-    """Answers the i-th request with the i-th reply, and with the last one from then on; None hangs up. Yields its URL
-    and the log of (path, authorization, body)."""
-    received: list[tuple[str, str | None, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            received.append((self.path, self.headers.get("Authorization"), json.loads(body) if body else None))
-            reply = replies[min(len(received), len(replies)) - 1]
-            if reply is None:
-                self.close_connection = True
-                return
-            status, headers, said = reply
-            content = (said if isinstance(said, str) else json.dumps(said)).encode()
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(content)), **headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(content)
-
-        do_GET = do_POST
-
-        def log_message(self, *_: Any) -> None: ...
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=listening.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{listening.server_address[1]}/v1", received
-    finally:
-        listening.shutdown()
-        listening.server_close()
+def server(*replies: Reply | None) -> AbstractContextManager[tuple[str, list[Received]]]:
+    """Answers the i-th request with the i-th reply, and with the last one from then on."""
+    left = list(replies)
+    return scripted_http(lambda *_: left.pop(0) if len(left) > 1 else left[0])
 
 
 def post(url: str, **options: Any) -> Any:
@@ -97,20 +63,19 @@ def test_retry_after_is_obeyed(form: str) -> None:
     assert waited >= (0.2 if form == "seconds" else 0.7)
 
 
-def test_a_server_that_asks_for_an_hour_is_given_up() -> None:
-    refusal = 429, {"Retry-After": "3600"}, {"error": {"message": "quota"}}
-    words = r"HTTP 429: quota; it asks to wait 3600 s"
+@pytest.mark.parametrize(
+    ("refusal", "words", "tries"),
+    [
+        ((429, {"Retry-After": "3600"}, {"error": {"message": "quota"}}), "quota; it asks to wait 3600 s", 1),
+        ((503, {}, {"error": {"message": "the model is loading"}}), r"the model is loading \(tried 3 times\)", 3),
+    ],
+)
+def test_an_hour_and_a_last_try_are_given_up_with_the_servers_own_words(
+    refusal: Reply, words: str, tries: int, quick: None
+) -> None:
     with server(refusal) as (url, received), pytest.raises(EndpointError, match=words) as refused:
-        post(url)
-    assert (len(received), refused.value.status) == (1, 429)
-
-
-def test_after_the_last_try_the_servers_own_words(quick: None) -> None:
-    refusal = 503, {}, {"error": {"message": "the model is loading"}}
-    words = r"HTTP 503: the model is loading \(tried 3 times\)"
-    with server(refusal) as (url, received), pytest.raises(EndpointError, match=words):
         post(url, retries=2)
-    assert len(received) == 3
+    assert (len(received), refused.value.status) == (tries, refusal[0])
 
 
 @pytest.mark.parametrize(
@@ -141,42 +106,28 @@ def test_nobody_there(quick: None) -> None:
 
 
 def test_as_many_as_allowed_are_in_flight_and_a_late_answer_is_an_error() -> None:
-    """A server that answers a request only when the next one comes: two in flight are enough, one is not."""
     arrived, running, most = threading.Event(), [0], [0]
 
-    class Pairing(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-            arrived.wait(0.3)
-            running[0] -= 1
-            self.send_response(200)
-            self.end_headers()
-            with suppress(OSError):  # the client has gone
-                self.wfile.write(b"{}")
+    def slow(*_: Any) -> Reply:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        arrived.wait(0.3)
+        running[0] -= 1
+        return OK
 
-        def log_message(self, *_: Any) -> None: ...
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Pairing)
-    threading.Thread(target=listening.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{listening.server_address[1]}/v1"
-
-    async def many(**options: Any) -> None:
+    async def many(url: str, **options: Any) -> None:
         endpoint = OpenAIEndpoint(url, **options)
         try:
             await asyncio.gather(*(endpoint.post("/x", {}) for _ in range(5)))
         finally:
             await endpoint.aclose()
 
-    try:
-        asyncio.run(many(max_in_flight=2))
+    with scripted_http(slow) as (url, _):
+        asyncio.run(many(url, max_in_flight=2))
         assert most[0] == 2
         with pytest.raises(EndpointError, match=r"no answer within 0\.05 s"):
-            asyncio.run(many(timeout_s=0.05))
-    finally:
+            asyncio.run(many(url, timeout_s=0.05))
         arrived.set()
-        listening.shutdown()
-        listening.server_close()
 
 
 def test_the_names_of_what_is_served() -> None:

@@ -198,33 +198,10 @@ JSON = st.recursive(
 NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: not keyword.iskeyword(name))
 WORDS = st.sampled_from(
     [
-        *(
-            "<invoke",
-            ' name="search"',
-            ">",
-            "</invoke>",
-            '<parameter name="query">',
-            "</parameter>",
-            "/>",
-            "```",
-            "json",
-        ),
-        *(
-            "\n",
-            '{"tool": "search"',
-            ', "arguments": {',
-            "}",
-            "]",
-            "[",
-            "USE_TOOL[",
-            "search",
-            "](",
-            "(",
-            ")",
-            '"',
-            "'",
-        ),
-        *("<tool_call>", "</tool_call>", "\\", ",", "=", "*", "query", "1", "é", "\ud800", "\x00", "0x", "1or", "f'{"),
+        *("<invoke", ' name="search"', ">", "</invoke>", '<parameter name="query">', "</parameter>", "/>", "```"),
+        *("json", "\n", '{"tool": "search"', ', "arguments": {', "}", "]", "[", "USE_TOOL[", "search", "](", "("),
+        *(")", '"', "'", "<tool_call>", "</tool_call>", "\\", ",", "=", "*", "query", "1", "é", "\ud800", "\x00"),
+        *("0x", "1or", "f'{"),
     ]
 )
 

@@ -1,10 +1,6 @@
 """InferenceModule over HTTP: this server, and endpoints that offer less."""
 
-import json
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
@@ -13,6 +9,7 @@ import pytest
 from mlx_parallm.errors import EndpointError, RequestError
 from mlx_parallm.inference.module import InferenceModule
 from tests.conftest import TinyEngine
+from tests.scripted_http import scripted_http
 from tests.server.scripted_answers import HERMES_TEMPLATE, ScriptedEngine, tokenizer_with
 from tests.server.serving import RunningServer, running_server
 
@@ -103,60 +100,31 @@ def test_tools_are_the_endpoints_own(tmp_path_factory: pytest.TempPathFactory) -
                 remote.batch_generate_with_tools([[1, 2]], [weather])
 
 
-@contextmanager
-def endpoint(answer: Any) -> Iterator[tuple[str, list[tuple[str, dict[str, Any]]]]]:
-    """A server that answers with (status, JSON) of `answer(path, body)`; its URL, and what it was asked."""
-    asked: list[tuple[str, dict[str, Any]]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append((self.path, body))
-            status, value = answer(self.path, body)
-            said = json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(said)))
-            self.end_headers()
-            self.wfile.write(said)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def plain_openai(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+def plain_openai(path: str, body: dict[str, Any]) -> tuple[int, dict[str, str], Any]:
     """Knows OpenAI's own fields only."""
     if path not in ("/v1/chat/completions", "/v1/completions"):
-        return 404, {"detail": "Not Found"}
+        return 404, {}, {"detail": "Not Found"}
     if unknown := set(body) & {"return_token_ids", "top_k"}:
-        return 400, {"error": {"message": f"Unrecognized request argument supplied: {unknown.pop()}"}}
+        return 400, {}, {"error": {"message": f"Unrecognized request argument supplied: {unknown.pop()}"}}
     calls = [
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}} for given in ("{}", "{", "[1]")
     ]
     message = {"role": "assistant", "content": None, "tool_calls": calls} if "tools" in body else {"content": "hi"}
     said = {"message": message} if path.endswith("chat/completions") else {}
     choices = [{"index": n, "text": f"t{n}", "finish_reason": "stop", **said} for n in (1, 0)]
-    return 200, {"choices": choices[-body.get("n", 1) :]}
+    return 200, {}, {"choices": choices[-body.get("n", 1) :]}
 
 
 def test_an_endpoint_without_token_ids_is_asked_without() -> None:
-    with endpoint(plain_openai) as (url, asked), InferenceModule("gpt", backend="openai", base_url=url) as remote:
+    with scripted_http(plain_openai) as (url, asked), InferenceModule("gpt", backend="openai", base_url=url) as remote:
         result = remote.generate(["a"], 5, num_return_sequences=2, seed=7)
         assert (result.texts, result.token_ids, result.logprobs) == (["t0", "t1"], None, None)
         assert remote.generate([SUM, SUM], 5, seed=7).texts == ["hi", "hi"]
-        assert [body.pop("return_token_ids", None) for _, body in asked] == [True, None, None, None]
-        assert asked[1] == ("/v1/completions", {"model": "gpt", "prompt": "a", "max_tokens": 5, "n": 2, "seed": 7})
-        one, other = sorted((body for _, body in asked[2:4]), key=lambda body: body["seed"] != 7)  # sent at once
-        assert one == {"model": "gpt", "messages": SUM, "max_tokens": 5, "seed": 7}
+        assert [body.pop("return_token_ids", None) for _, _, body in asked] == [True, None, None, None]
+        sent = {"model": "gpt", "max_tokens": 5, "seed": 7}
+        assert (asked[1].path, asked[1].body) == ("/v1/completions", {**sent, "prompt": "a", "n": 2})
+        one, other = sorted((body for _, _, body in asked[2:4]), key=lambda body: body["seed"] != 7)  # sent at once
+        assert one == {**sent, "messages": SUM}
         assert other == {**one, "seed": other["seed"]} and isinstance(other["seed"], int) and other["seed"] != 7
         with pytest.raises(EndpointError, match="top_k"):
             remote.generate("a", top_k=3)
@@ -174,7 +142,7 @@ def test_an_endpoint_without_token_ids_is_asked_without() -> None:
 @pytest.mark.parametrize("value", [{}, {"choices": []}, {"choices": ["a"]}])
 def test_an_answer_that_is_none_is_an_error(value: Any) -> None:
     with (
-        endpoint(lambda path, body: (200, value)) as (url, _),
+        scripted_http(lambda path, body: (200, {}, value)) as (url, _),
         InferenceModule("m", backend="openai", base_url=url) as remote,
         pytest.raises(EndpointError, match="no choices"),
     ):

@@ -14,24 +14,18 @@ def machine(backend: str = "cpu", memory: int = 64) -> Hardware:
     return Hardware(backend, "x86_64", 2, memory * GIB, memory * GIB)  # type: ignore[arg-type]
 
 
-def test_a_large_cpu_machine_keeps_the_defaults() -> None:
-    assert hardware_defaults(machine()) == {}
-
-
-def test_a_gpu_prefills_in_larger_chunks() -> None:
-    assert hardware_defaults(machine("cuda")) == {"server.prefill_chunk": 2048}
-
-
-def test_metal_bounds_an_evaluation_in_time() -> None:
-    """Its watchdog kills work that takes seconds (ml-explore/mlx#3267)."""
-    found = hardware_defaults(machine("metal"))
-    assert found == {"server.prefill_chunk": 2048, "rl_training.max_eval_ms": 1000}
-    assert load_config(None, [], found).rl_training.max_eval_ms == 1000
-
-
-@pytest.mark.parametrize(("memory", "tokens"), [(0, 1024), (2, 2048), (7, 7168)])
-def test_a_small_machine_trains_on_fewer_tokens_at_once(memory: int, tokens: int) -> None:
-    assert hardware_defaults(machine(memory=memory)) == {"rl_training.token_budget": tokens}
+@pytest.mark.parametrize(
+    ("backend", "memory", "expected"),
+    [
+        ("cpu", 64, {}),
+        ("cuda", 64, {"server.prefill_chunk": 2048}),
+        # Metal's watchdog kills work that takes seconds (ml-explore/mlx#3267).
+        ("metal", 64, {"server.prefill_chunk": 2048, "rl_training.max_eval_ms": 1000}),
+        *(("cpu", gib, {"rl_training.token_budget": tokens}) for gib, tokens in ((0, 1024), (2, 2048), (7, 7168))),
+    ],
+)
+def test_defaults_follow_from_the_machine(backend: str, memory: int, expected: dict[str, int]) -> None:
+    assert hardware_defaults(machine(backend, memory)) == expected
 
 
 def test_hardware_defaults_lie_below_file_and_command_line(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Conversations with a scripted user, a function, a model in this process and one behind HTTP."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -10,6 +8,7 @@ from mlx_parallm.environments.kinds.conversation import ConversationEnvironment
 from mlx_parallm.environments.registry import create_environment
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from tests.environments.speaking import Says, play
+from tests.scripted_http import scripted_http
 
 TALK = [{"turns": ["Hi.", "And then?", "Goodbye!"], "topic": "tea"}]
 
@@ -73,44 +72,22 @@ def test_a_model_plays_the_user_from_the_other_side():
     assert roles == [("assistant", "Hi."), ("user", "one"), ("assistant", "I am the user."), ("user", "two")]
 
 
-@pytest.fixture
-def endpoint():
-    """An OpenAI-compatible server that says how many messages it was given."""
-    bodies = []
+def test_a_model_behind_http_plays_the_user(tmp_path):
+    def answer(path, body):
+        text = "[END]" if len(body["messages"]) > 5 else f"{len(body['messages'])} messages"
+        return 200, {}, {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            bodies.append((self.path, self.headers["Authorization"], body))
-            text = "[END]" if len(body["messages"]) > 5 else f"{len(body['messages'])} messages"
-            answer = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1", bodies
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_model_behind_http_plays_the_user(endpoint, tmp_path):
-    url, bodies = endpoint
     (tmp_path / "key").write_text("key-123456\n")
-    user = {"base_url": url, "model": "patient", "instructions": "Be brief.", "max_tokens": 9}
-    user["api_key_file"] = str(tmp_path / "key")
-    environment = create_environment("conversation", conversations=[{"turns": ["Hi."]}], user=user)
-    assert environment.blocking
-    environment.inference = Says("one", "two")
-    state = play(environment)
+    user = {"model": "patient", "instructions": "Be brief.", "max_tokens": 9, "api_key_file": str(tmp_path / "key")}
+    with scripted_http(answer) as (url, received):
+        user["base_url"] = url
+        environment = create_environment("conversation", conversations=[{"turns": ["Hi."]}], user=user)
+        assert environment.blocking
+        environment.inference = Says("one", "two")
+        state = play(environment)
     assert said(state) == ["Hi.", "one", "4 messages", "two", "[END]"]
-    path, authorization, body = bodies[0]
-    assert (path, authorization) == ("/v1/chat/completions", "Bearer key-123456")
+    path, key, body = received[0]
+    assert (path, key) == ("/v1/chat/completions", "Bearer key-123456")
     assert (body["model"], body["max_tokens"]) == ("patient", 9)
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
 

@@ -45,16 +45,8 @@ def test_an_episode_of_a_call_and_an_answer():
     assert "Budget left: 9 of 10.\nUSE_TOOL[verify_calculation](6 * 7) -> 42\n" in second
     assert state.metadata["final_answer"] == "42"
     assert state.metadata["spent"] == 1.0
-    assert state.metadata["tool_calls"] == [
-        {
-            "name": "verify_calculation",
-            "arguments": "6 * 7",
-            "ok": True,
-            "cost": 1.0,
-            "skipped": False,
-            "result": "42",
-        }
-    ]
+    call = {"name": "verify_calculation", "arguments": "6 * 7", "ok": True, "cost": 1.0, "skipped": False}
+    assert state.metadata["tool_calls"] == [{**call, "result": "42"}]
     assert state.step_count == 2
     assert [turn["response"] for turn in state.history] == [state.history[0]["response"], state.response]
 
@@ -164,32 +156,23 @@ class Hinted(BaseEnvironment):
         return state
 
 
-class Combined(Hinted, SVRLEnvironment):
-    pass
-
-
 class OwnTask(BaseEnvironment):
     def reset(self):
         return State(prompt=[{"role": "user", "content": "What is 6 * 7?"}], metadata={"answer": "42"})
 
 
-class CombinedTask(OwnTask, SVRLEnvironment):
+class Combined(Hinted, OwnTask, SVRLEnvironment):
     pass
 
 
 def test_environments_combine_by_multiple_inheritance():
-    environment = Combined(Says("USE_TOOL[verify_calculation](6*7)", "FINAL ANSWER: 42"), CALCULATOR, tasks=TASK)
+    """One that records more, one with tasks of its own in messages, and the budget."""
+    environment = Combined(Says("USE_TOOL[verify_calculation](6*7)", "FINAL ANSWER: 42"), CALCULATOR)
     state = play(environment)
-    assert state.metadata["spent"] == 1.0
+    assert (state.metadata["spent"], state.metadata["budget"]) == (1.0, 10.0)
     assert state.metadata["objectives"] == ["accuracy", "length"]
     assert state.metadata["length"] == len("FINAL ANSWER: 42")
     assert len(state.history) == state.step_count == 2
-
-
-def test_a_combined_environment_may_have_tasks_of_its_own_and_messages():
-    environment = CombinedTask(Says("USE_TOOL[verify_calculation](6*7)", "FINAL ANSWER: 42"), CALCULATOR)
-    state = play(environment)
-    assert (state.metadata["spent"], state.metadata["budget"]) == (1.0, 10.0)
     [message] = environment.inference.prompts[1]
     assert message["content"].startswith("What is 6 * 7?\n")
     assert "-> 42" in message["content"]
@@ -259,29 +242,9 @@ def test_the_calculator_evaluates_and_verifies(text, found):
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "",
-            "12*",
-            "four",
-            "__import__('os')",
-            "(1).__class__",
-            "'a'*3",
-            "1/0",
-            "1 = 1 = 1",
-            "True",
-            "[1]",
-            "1 if 1 else 2",
-        ),
-        *(
-            "9**9**9",
-            "(9**999)**999",
-            "(-8)**0.5",
-            "1e308*10",
-            "+".join(["1"] * 200),
-            "(" * 150,
-            "2**4000*2**4000",
-            "1<<9",
-        ),
+        *("", "12*", "four", "__import__('os')", "(1).__class__", "'a'*3", "1/0", "1 = 1 = 1", "True", "[1]"),
+        *("1 if 1 else 2", "9**9**9", "(9**999)**999", "(-8)**0.5", "1e308*10", "+".join(["1"] * 200), "(" * 150),
+        *("2**4000*2**4000", "1<<9"),
     ],
 )
 def test_what_the_calculator_cannot_do_is_said_at_once(text):
@@ -312,26 +275,16 @@ def test_what_is_no_table_of_facts_is_refused(tmp_path, text):
         fact_table(file)
 
 
-def runner(**options):
+def test_code_runs_in_the_sandbox():
     try:
-        return code_runner(**options)
+        tool, hasty = code_runner(), code_runner(timeout_s=0.3)
     except ConfigError as error:
         pytest.skip(str(error))
-
-
-def test_code_runs_in_the_sandbox():
-    tool = runner()
     assert (tool.name, tool.cost, tool.blocking) == ("run_code", 1.5, True)
     assert tool.call("print(sum(range(10)))") == "45"
     with pytest.raises(ToolFailedError, match=r"^ZeroDivisionError: division by zero$"):
         tool.call("1/0")
     with pytest.raises(ToolFailedError):
         tool.call("open('/etc/passwd', 'w')")
-
-
-def test_a_program_that_does_not_end_is_a_failed_call():
-    tool = runner(timeout_s=0.3)
-    started = time.perf_counter()
     with pytest.raises(ToolFailedError, match="timeout"):
-        tool.call("while True: pass")
-    assert time.perf_counter() - started < 5
+        hasty.call("while True: pass")
