@@ -94,7 +94,7 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
         loaded = serving.load(quantize=config.rl_training.lora.quantize_base)
         if stop.is_set():
             return 0
-        weights = SharedWeights(loaded.model)
+        weights = SharedWeights(loaded.model, keep_versions=1)
         serving.open(loaded, weights, adapters=layers, main_adapter=main_adapter)
         log.info("serving", url=f"{serving.url}/v1", models=[model.id for model in serving.client.models()])
         while not stop.wait(ENGINE_CHECK_S):

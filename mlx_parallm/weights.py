@@ -174,7 +174,7 @@ class SharedWeights:
         *,
         policy: str | None = None,
         version: int = 0,
-        keep_versions: int = 1,
+        keep_versions: int,
         archive: VersionArchive | None = None,
     ) -> None:
         self.policy = policy

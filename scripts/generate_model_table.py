@@ -132,7 +132,7 @@ def gradients(model: Any) -> dict[str, Any]:
         layer.lora_b = 0.02 * mx.random.normal(layer.lora_b.shape)
     model.train()
     mx.eval(model.parameters())
-    blockwise = BlockwiseModel(model)
+    blockwise = BlockwiseModel(model, blocks_per_eval=1)
 
     def objective(logprobs: mx.array, entropy: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
         return -logprobs.mean(), ()

@@ -88,7 +88,7 @@ def tiny_engine() -> Iterator[TinyEngine]:
 def running_tiny_engine(max_model_len: int) -> Iterator[TinyEngine]:
     """An engine thread of its own."""
     loaded = load_model(TINY)
-    weights = SharedWeights(loaded.model)
+    weights = SharedWeights(loaded.model, keep_versions=1)
     shapes = {path: linear_shape(layer) for path, layer in linear_layers(loaded.model).items()}
     lora = prepare_for_serving(loaded.model)
     options = engine_options(max_model_len=max_model_len, vocab_size=loaded.vocab_size, max_rows=16, prefill_chunk=64)

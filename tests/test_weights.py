@@ -28,7 +28,7 @@ class TinyModel(nn.Module):
 def shared(policy: str | None = "policy", version: int = 0) -> SharedWeights:
     model = TinyModel()
     evaluate_module(model)
-    weights = SharedWeights(model, policy=policy, version=version)
+    weights = SharedWeights(model, policy=policy, version=version, keep_versions=1)
     if policy:
         weights.add_adapter(policy, layers(0.0))
     return weights
@@ -63,7 +63,7 @@ def test_full_weights_are_rebound_in_the_tree_being_served() -> None:
     model = TinyModel()
     evaluate_module(model)
     trainer = copy.deepcopy(model)
-    weights = SharedWeights(model)
+    weights = SharedWeights(model, keep_versions=1)
     array = mx.ones((8, 8))
     weights.publish_parameters({"proj.weight": array})
     assert model.proj.weight is array

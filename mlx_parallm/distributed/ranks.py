@@ -44,7 +44,7 @@ from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.rl_training.factory import build_trainer
-from mlx_parallm.rl_training.step.ranks import ALONE, HasArrays, Ranks, Task
+from mlx_parallm.rl_training.step.ranks import ALONE, HasArrays, Ranks, RankTask
 from mlx_parallm.system.hardware import launched_rank
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.signals import SHUTDOWN_SIGNALS
@@ -115,7 +115,7 @@ class JoinedRanks(Ranks):
 
     # ------------------------------------------------------------------ a step
 
-    def lead(self, task: Task, trainer: HasArrays) -> None:
+    def lead(self, task: RankTask, trainer: HasArrays) -> None:
         if self.rank == 0:
             self.tell(task)
             agree(self, trainer)
@@ -273,11 +273,11 @@ def follow(config: Config, ranks: Ranks, stop: threading.Event) -> None:
     quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
     loaded = load_model(config.model, quantize=quantize)
     task = ranks.next_task(stop)
-    if not isinstance(task, Task):
+    if not isinstance(task, RankTask):
         return
     trainer = build_trainer(loaded, task.training, ranks=ranks)
     del loaded  # arrays that training moves away from are free
-    while isinstance(task, Task):
+    while isinstance(task, RankTask):
         trainer.restore(task.state)
         agree(ranks, trainer)
         trainer.train_step(task.batch, position=task.position, should_stop=stop.is_set)

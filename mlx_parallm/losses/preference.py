@@ -22,9 +22,7 @@ HIGHEST_MEAN_LOGPROB = -1e-6
 """ORPO: log(1 - e^x) has no value at x = 0; a completion of this mean log-probability is certain in float32."""
 
 
-def dpo_loss(
-    inputs: LossInputs, *, beta: float, loss_type: DPOLoss = "sigmoid", label_smoothing: float = 0.0
-) -> LossOutputs:
+def dpo_loss(inputs: LossInputs, *, beta: float, loss_type: DPOLoss, label_smoothing: float) -> LossOutputs:
     """DPO (arXiv:2305.18290): "sigmoid" -log σ(βΔ), with ε = `label_smoothing` cDPO's (1-ε)(-log σ(βΔ)) - ε log σ(-βΔ);
     "robust" (arXiv:2403.00409) is the same with the second sign turned, over 1 - 2ε; "hinge" max(0, 1 - βΔ) (SLiC,
     arXiv:2305.10425); "ipo" (arXiv:2310.12036) (Δ - 1/(2β))² with Δ of means over tokens as in TRL, "ipo_sum" of sums.
@@ -73,7 +71,7 @@ def simpo_loss(inputs: LossInputs, *, beta: float, gamma: float) -> LossOutputs:
     return _of_pairs(values, inputs, (beta * chosen, beta * rejected))
 
 
-def cpo_loss(inputs: LossInputs, *, beta: float, nll_weight: float = 1.0) -> LossOutputs:
+def cpo_loss(inputs: LossInputs, *, beta: float, nll_weight: float) -> LossOutputs:
     """CPO (arXiv:2401.08417): -log σ(β (c - r)) - nll_weight · c̄. No reference. Metrics besides the usual ones: nll.
 
     The likelihood term is a mean over tokens, as in TRL: a sum would weigh long completions more than the preference.
@@ -150,9 +148,9 @@ def _mean_of_pairs(values: mx.array, inputs: LossInputs) -> mx.array:
 
 
 def _of_pairs(values: mx.array, inputs: LossInputs, rewards: tuple[mx.array, mx.array]) -> LossOutputs:
-    """The mean of per-pair `values`, and what every loss of pairs tells. A tie counts as half an accuracy."""
+    """The mean of per-pair `values`, and the metrics that every loss of pairs has. A tie counts as half an accuracy."""
     (chosen, rejected), logps = rewards, _pairs(_sums(inputs))
-    told = {
+    numbers = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margins": chosen - rejected,
@@ -160,7 +158,7 @@ def _of_pairs(values: mx.array, inputs: LossInputs, rewards: tuple[mx.array, mx.
         "logps/chosen": logps[0],
         "logps/rejected": logps[1],
     }
-    metrics = {name: _mean_of_pairs(number, inputs) for name, number in told.items()}
+    metrics = {name: _mean_of_pairs(number, inputs) for name, number in numbers.items()}
     return LossOutputs(_mean_of_pairs(values, inputs), metrics)
 
 

@@ -70,7 +70,7 @@ class BlockwiseModel:
     """
 
     def __init__(
-        self, model: nn.Module, *, blocks_per_eval: int = 1, between_blocks: Callable[[], None] = lambda: None
+        self, model: nn.Module, *, blocks_per_eval: int, between_blocks: Callable[[], None] = lambda: None
     ) -> None:
         self.model = model
         self.slots = ParameterSlots(model)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # it imports MLX, which the readers of a finished run do with
 
 Line = Mapping[str, Any]
 Outcome = Literal["finished", "stopped"]
-SpanName = Literal["generate", "wait", "score", "train", "publish", "checkpoint", "evaluate"]
+SpanName = Literal["wait", "train", "publish", "checkpoint", "evaluate"]
 
 log = get_logger("train")
 

@@ -291,7 +291,7 @@ class TrainingRun:
             )
             adapters = {POLICY: policy.adapter()}
         else:
-            weights = SharedWeights(loaded.model, version=version - 1)
+            weights = SharedWeights(loaded.model, version=version - 1, keep_versions=1)
             weights.publish_parameters(policy.full_parameters())
             adapters = {}
         self.weights = weights
@@ -449,7 +449,7 @@ class TrainingRun:
         return self._loop.step if self._loop else 0
 
     def _progress(self) -> TrainingProgress:
-        """What reward functions are told."""
+        """Return the progress that reward functions may read."""
         return TrainingProgress(self._step(), self.config.rl_training.total_steps)
 
 

@@ -1,7 +1,7 @@
 """`mlx_parallm doctor --contracts`: the promises of docs/design.md, tried on this device with this model and dtype.
 
 `run` tries one contract after the other, each a function of the `Subject` (base, a random adapter and a running engine,
-built as a daemon does) that returns its `Finding`s, and prints a block of Markdown to paste into an issue.
+built as a daemon does) that returns its `ContractResult`s, and prints a block of Markdown to paste into an issue.
 
 float32 is held to the bounds of the tests. In half precision an answer may turn another way where two tokens are as
 good as tied, so there it is the log-probabilities up to that token that must agree, to the rounding of logits.
@@ -132,7 +132,7 @@ def subject_of(config: Config) -> Iterator[Subject]:
         floats = [a for _, a in tree_flatten(loaded.model.parameters()) if mx.issubdtype(a.dtype, mx.floating)]
         weight_bytes = bytes_a_token(loaded)
         policy, untrainable = _policy(config, loaded)
-        weights = SharedWeights(loaded.model, policy=POLICY)
+        weights = SharedWeights(loaded.model, policy=POLICY, keep_versions=1)
         adapters = {POLICY: policy.adapter()} if policy else {}
         serving.open(loaded, weights, adapters=adapters, main_adapter=POLICY if policy else None)
         yield Subject(
@@ -248,7 +248,7 @@ def _prompts(tokens: list[int]) -> list[tuple[int, ...]]:
     return [tuple(tokens[start : start + rng.randrange(8, PROMPT_TOKENS)]) for start in starts]
 
 
-# ---------------------------------------------------------------------- findings
+# ---------------------------------------------------------------------- results
 
 TEMPERATURE = 0.8
 MIN_SEQUENCES, ALONE_S = 4, 8.0  # fewer sequences where asking for them one by one would take longer than this
@@ -280,7 +280,7 @@ ROUNDING = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class ContractResult:
     """One line of the block. `passed`: None = measured, but not judged."""
 
     contract: str
@@ -292,38 +292,38 @@ class Finding:
 def run(config: Config) -> int:
     """Prints the block. Returns 0 when every contract that is judged holds, else 1. Raises ModelError, ConfigError."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    findings: list[Finding] = []
+    results: list[ContractResult] = []
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"loading {config.model.base_path}", total=len(CONTRACTS) + 1)
         with subject_of(config) as subject:
             about = _about(subject)
             for name, contract in CONTRACTS.items():
                 progress.update(task, advance=1, description=name)
-                findings += tried(name, contract, subject)
-    sys.stdout.write(block(about, findings))
-    return 1 if any(finding.passed is False for finding in findings) else 0
+                results += tried(name, contract, subject)
+    sys.stdout.write(block(about, results))
+    return 1 if any(result.passed is False for result in results) else 0
 
 
-def block(about: Sequence[str], findings: Sequence[Finding]) -> str:
+def block(about: Sequence[str], results: Sequence[ContractResult]) -> str:
     """The Markdown to paste."""
     words = {True: "passed", False: "**FAILED**", None: "not judged"}
-    rows = [f"| {f.contract} | {words[f.passed]} | {f.measured} | {f.bound} |" for f in findings]
+    rows = [f"| {f.contract} | {words[f.passed]} | {f.measured} | {f.bound} |" for f in results]
     head = ["| contract | | measured | bound |", "|---|---|---|---|"]
     return "\n".join(["### mlx_parallm contracts", "", *(f"* {line}" for line in about), "", *head, *rows]) + "\n"
 
 
-def tried(name: str, contract: Callable[[Subject], list[Finding]], subject: Subject) -> list[Finding]:
+def tried(name: str, contract: Callable[[Subject], list[ContractResult]], subject: Subject) -> list[ContractResult]:
     """MLX says by RuntimeError what a device cannot do; the other contracts are worth trying all the same."""
     try:
         return contract(subject)
     except (ParallmError, RuntimeError, ValueError) as error:
-        return [Finding(name, False, _one_cell(str(error)), "no error")]
+        return [ContractResult(name, False, _one_cell(str(error)), "no error")]
 
 
 # ---------------------------------------------------------------------- the contracts
 
 
-def bandwidth(subject: Subject) -> list[Finding]:
+def bandwidth(subject: Subject) -> list[ContractResult]:
     """Decoding one sequence reads every weight once a token, so memory bandwidth bounds its rate."""
     subject.decode_rate(1, 4)  # compiles kernels
     subject.rate, eight = subject.decode_rate(1, 32), subject.decode_rate(8, 32)
@@ -331,22 +331,24 @@ def bandwidth(subject: Subject) -> list[Finding]:
     measured = f"{subject.rate:.1f} tok/s = {subject.rate / bound:.2f} of the bound; 8 sequences {eight:.1f} tok/s"
     said = f"{bound:.1f} tok/s ({subject.weight_bytes / 1e6:.0f} MB a token at {subject.bandwidth / 1e9:.1f} GB/s)"
     if 1 / bound < LARGE_STEP_S:
-        return [Finding("tokens/s, one sequence", None, measured, f"{said}: weights too small to judge")]
-    return [Finding("tokens/s, one sequence", subject.rate >= BANDWIDTH_SHARE * bound, measured, f"≥ half of {said}")]
+        return [ContractResult("tokens/s, one sequence", None, measured, f"{said}: weights too small to judge")]
+    return [
+        ContractResult("tokens/s, one sequence", subject.rate >= BANDWIDTH_SHARE * bound, measured, f"≥ half of {said}")
+    ]
 
 
-def batched_is_alone(subject: Subject) -> list[Finding]:
+def batched_is_alone(subject: Subject) -> list[ContractResult]:
     """The same requests one by one and all together: the same tokens, with the same log-probabilities."""
-    findings = []
+    results = []
     for name, temperature in (("greedy", 0.0), ("seeded", TEMPERATURE)):
         requests = subject.requests(name, _affordable(subject), temperature=temperature)
         alone = [subject.generate([replace(r, request_id=f"{r.request_id}-alone")])[0] for r in requests]
-        finding = compare(alone, subject.generate(requests), ROUNDING[subject.dtype])
-        findings.append(replace(finding, contract=f"batched = alone, {name}"))
-    return findings
+        result = compare(alone, subject.generate(requests), ROUNDING[subject.dtype])
+        results.append(replace(result, contract=f"batched = alone, {name}"))
+    return results
 
 
-def compare(alone: Sequence[Completion], batched: Sequence[Completion], bound: Rounding) -> Finding:
+def compare(alone: Sequence[Completion], batched: Sequence[Completion], bound: Rounding) -> ContractResult:
     """Tokens up to the first that differs, and the log-probabilities before it."""
     equal = shared = total = 0
     largest = 0.0
@@ -365,10 +367,10 @@ def compare(alone: Sequence[Completion], batched: Sequence[Completion], bound: R
     tokens_agree = equal == len(alone) if bound.exact else shared >= SHARED * total
     passed = None if distinct < DISTINCT else tokens_agree and largest <= bound.largest
     tokens = "all identical" if bound.exact else "half of the tokens before a difference"
-    return Finding("batched = alone", passed, measured, f"{tokens}; ≤ {bound.largest:g}")
+    return ContractResult("batched = alone", passed, measured, f"{tokens}; ≤ {bound.largest:g}")
 
 
-def publish_under_load(subject: Subject) -> list[Finding]:
+def publish_under_load(subject: Subject) -> list[ContractResult]:
     """New adapter arrays while sequences stream, as after a training step."""
     if subject.policy is None:
         return [_served_only("publish under load", subject)]
@@ -382,18 +384,18 @@ def publish_under_load(subject: Subject) -> list[Finding]:
             reports.append(subject.weights.publish_adapter(layers))
             time.sleep(PAUSE_S)
     subject.weights.publish_adapter(subject.policy.adapter())
-    held, whole = (_p99([getattr(report, name) for report in reports]) for name in ("lock_held_ms", "total_ms"))
+    held, whole = _p99([report.lock_held_ms for report in reports]), _p99([report.total_ms for report in reports])
     served = not load.failed and load.answered > 0 and len(load.versions) > 1
     counts = f"{load.answered} answered, {load.failed} failed, {len(load.versions)} versions seen"
     times = f"{len(reports)} publishes, {STREAMS} sequences streaming"
     return [
-        Finding("publish: lock held, p99", held <= HELD_MS, f"{held:.3f} ms", f"≤ {HELD_MS:g} ms"),
-        Finding("publish: whole, p99", whole <= WHOLE_MS, f"{whole:.3f} ms; {times}", f"≤ {WHOLE_MS:g} ms"),
-        Finding("publish: requests", served, counts, "0 failed, > 1 version"),
+        ContractResult("publish: lock held, p99", held <= HELD_MS, f"{held:.3f} ms", f"≤ {HELD_MS:g} ms"),
+        ContractResult("publish: whole, p99", whole <= WHOLE_MS, f"{whole:.3f} ms; {times}", f"≤ {WHOLE_MS:g} ms"),
+        ContractResult("publish: requests", served, counts, "0 failed, > 1 version"),
     ]
 
 
-def engine_is_trainer(subject: Subject) -> list[Finding]:
+def engine_is_trainer(subject: Subject) -> list[ContractResult]:
     """One training step on what the engine has just sampled under the adapter: |trainer - engine|, token by token."""
     name = "engine = trainer log-probabilities"
     if subject.policy is None:
@@ -407,11 +409,11 @@ def engine_is_trainer(subject: Subject) -> list[Finding]:
     metrics = trainer.train_step(TrainBatch(1, (group,), sequences, BatchStatistics())).metrics
     largest, mean = metrics["logprob_diff_max"], metrics["logprob_diff_mean"]
     if largest is None or mean is None:
-        return [Finding(name, False, "the training step was skipped: loss or gradient not finite", "finite")]
+        return [ContractResult(name, False, "the training step was skipped: loss or gradient not finite", "finite")]
     bound = ROUNDING[subject.dtype]
     measured = f"max {largest:.1e}, mean {mean:.1e}; {metrics['tokens']:.0f} tokens of {count} sequences, with adapter"
     passed = largest <= bound.largest and mean <= bound.mean
-    return [Finding(name, passed, measured, f"max ≤ {bound.largest:g}, mean ≤ {bound.mean:g}")]
+    return [ContractResult(name, passed, measured, f"max ≤ {bound.largest:g}, mean ≤ {bound.mean:g}")]
 
 
 def sampled(subject: Subject, count: int) -> tuple[Rollout, ...]:
@@ -420,7 +422,7 @@ def sampled(subject: Subject, count: int) -> tuple[Rollout, ...]:
     return tuple(map(_rollout, requests, subject.generate(requests)))
 
 
-def memory(subject: Subject) -> list[Finding]:
+def memory(subject: Subject) -> list[ContractResult]:
     """The peak of all of the above against what `rl_training.preflight` says for it before anything is loaded.
 
     One-sided: here serving and training take turns, while the prediction is for both at once.
@@ -437,10 +439,12 @@ def memory(subject: Subject) -> list[Finding]:
     peak = mx.get_peak_memory()
     measured = f"peak {peak / 1e9:.2f} GB, {subject.loaded_bytes / 1e9:.2f} of it after loading"
     passed = peak <= (1 + MEMORY_SHARE) * predicted + MEMORY_BYTES
-    return [Finding("memory against preflight", passed, measured, f"≤ {predicted / 1e9:.2f} GB + {MEMORY_SHARE:.0%}")]
+    return [
+        ContractResult("memory against preflight", passed, measured, f"≤ {predicted / 1e9:.2f} GB + {MEMORY_SHARE:.0%}")
+    ]
 
 
-CONTRACTS: dict[str, Callable[[Subject], list[Finding]]] = {
+CONTRACTS: dict[str, Callable[[Subject], list[ContractResult]]] = {
     "tokens/s against memory bandwidth": bandwidth,
     "batched = alone": batched_is_alone,
     "publish under load": publish_under_load,
@@ -449,8 +453,8 @@ CONTRACTS: dict[str, Callable[[Subject], list[Finding]]] = {
 }
 
 
-def _served_only(contract: str, subject: Subject) -> Finding:
-    return Finding(contract, None, f"not tried: {_one_cell(subject.untrainable)}", "a model that can be trained")
+def _served_only(contract: str, subject: Subject) -> ContractResult:
+    return ContractResult(contract, None, f"not tried: {_one_cell(subject.untrainable)}", "a model that can be trained")
 
 
 def _one_cell(text: str) -> str:

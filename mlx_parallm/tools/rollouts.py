@@ -127,7 +127,17 @@ def _open(path: Path) -> tuple[Path, RolloutStore]:
 
 
 def _row(record: GroupRecord) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in GroupRecord.__dataclass_fields__ if name != "group"}
+    return {
+        "group_id": record.group_id,
+        "environment": record.environment,
+        "source": record.source,
+        "state": record.state,
+        "step": record.step,
+        "reason": record.reason,
+        "received": record.received,
+        "first_version": record.first_version,
+        "last_version": record.last_version,
+    }
 
 
 def _rollout(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:

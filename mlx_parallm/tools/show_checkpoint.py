@@ -93,7 +93,15 @@ def _state(checkpoint: Path, problems: list[str]) -> dict[str, Any]:
         return found
     line = state.metrics if isinstance(state.metrics, dict) else {}
     metrics = {key: line[key] for key in METRICS if isinstance(line.get(key), int | float)}
-    return {key: getattr(state, key) for key in found if key != "metrics"} | {"metrics": metrics}
+    return {
+        "step": state.step,
+        "mini_batches": state.mini_batches,
+        "policy_version": state.policy_version,
+        "unpublished": state.unpublished,
+        "score": state.score,
+        "optimizer_updates": state.optimizer_updates,
+        "metrics": metrics,
+    }
 
 
 def _weights(checkpoint: Path, headers: Mapping[str, dict[str, Any]], problems: list[str]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ FREE: list[Structure | None] = [None] * ROWS
 def make_engine(directory: Path) -> Engine:
     config = ModelConfig(base_path=str(save_bench_model(directory)))
     loaded = load_model(config)
-    weights = SharedWeights(loaded.model)
+    weights = SharedWeights(loaded.model, keep_versions=1)
     options = replace(engine_options(Config(), loaded), max_model_len=1024, max_rows=ROWS)
     lora = prepare_for_serving(loaded.model)
     return Engine(loaded.model, load_tokenizer(loaded.path, config), weights, lora, options)

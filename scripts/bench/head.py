@@ -47,7 +47,7 @@ def main() -> None:
 def heads(tokens: int, vocabulary: int) -> None:
     """One thin block, so that what is measured is the head."""
     model = make_model(hidden=256, layers=1, vocabulary=vocabulary)
-    parts = BlockwiseModel(model)
+    parts = BlockwiseModel(model, blocks_per_eval=1)
     rng = np.random.default_rng(0)
     inputs = mx.array(rng.integers(0, vocabulary, (8, tokens // 8)), mx.int32)
     targets = mx.array(rng.integers(0, vocabulary, tokens), mx.int32)
@@ -77,7 +77,7 @@ def heads(tokens: int, vocabulary: int) -> None:
 
 
 def prompts(prompt: int, group: int, completion: int) -> None:
-    parts = BlockwiseModel(make_model(hidden=512, layers=8, vocabulary=8192))
+    parts = BlockwiseModel(make_model(hidden=512, layers=8, vocabulary=8192), blocks_per_eval=1)
     rng = np.random.default_rng(0)
     width = prompt + completion - 1
     inputs = np.tile(rng.integers(0, 8192, width).astype(np.int32), (group, 1))

@@ -191,7 +191,7 @@ def server(model: str, directory: Path) -> Iterator[tuple[Serving, RolloutStore]
     try:
         serving.listen(routers=[create_atropos_router(queue)])
         loaded = serving.load()
-        serving.open(loaded, SharedWeights(loaded.model), adapters={}, main_adapter=None)
+        serving.open(loaded, SharedWeights(loaded.model, keep_versions=1), adapters={}, main_adapter=None)
         yield serving, store
     finally:
         serving.close()

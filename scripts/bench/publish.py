@@ -50,7 +50,7 @@ def main() -> None:
         inject_lora(trainer, LoraConfig(rank=args.rank, alpha=2.0 * args.rank))
         layers = adapter_layers(trainer)
         mx.eval([array for pair in layers.values() for array in (pair.a, pair.b)])
-        weights = SharedWeights(loaded.model, policy="policy")
+        weights = SharedWeights(loaded.model, policy="policy", keep_versions=1)
         serving.open(loaded, weights, adapters={"policy": layers}, main_adapter="policy")
         context = multiprocessing.get_context("spawn")
         stop, counts = context.Event(), context.Queue()

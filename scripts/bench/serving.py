@@ -141,7 +141,7 @@ def our_server(directory: Path) -> Iterator[str]:
         serving.listen()
         loaded = serving.load()
         adapters = {name: _random_adapter(loaded, seed) for seed, name in enumerate(ADAPTERS)}
-        serving.open(loaded, SharedWeights(loaded.model), adapters=adapters, main_adapter=None)
+        serving.open(loaded, SharedWeights(loaded.model, keep_versions=1), adapters=adapters, main_adapter=None)
         yield serving.url
     finally:
         serving.close()

@@ -147,7 +147,7 @@ def start(serving: Serving, config: Config) -> Trainer:
     policy = TrainedPolicy(
         copy.deepcopy(loaded.model), config.rl_training, source=loaded.path, model_config=loaded.config
     )
-    weights = SharedWeights(loaded.model, policy="policy")
+    weights = SharedWeights(loaded.model, policy="policy", keep_versions=1)
     serving.open(loaded, weights, adapters={"policy": policy.adapter()}, main_adapter="policy")
     algorithm, between = make_algorithm(config.rl_training), serving.turns.after_evaluation
     return Trainer(policy, config.rl_training, algorithm, between_blocks=between)

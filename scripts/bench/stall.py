@@ -41,7 +41,7 @@ names = itertools.count()
 def start(prefill_chunk: int) -> EngineThread:
     """An engine of its own; without a prefix cache, or the second round would compute nothing."""
     loaded = load_model(TINY)
-    weights = SharedWeights(loaded.model)
+    weights = SharedWeights(loaded.model, keep_versions=1)
     lora = prepare_for_serving(loaded.model)
     plain = engine_options(Config(), loaded)
     options = replace(plain, max_model_len=2 * LONG, prefill_chunk=prefill_chunk, prefix_cache_bytes=0)

@@ -62,7 +62,7 @@ def tiny_server(
         try:
             serving.listen(routers=[added(serving, store)] if added else [])
             loaded = serving.load()
-            serving.open(loaded, SharedWeights(loaded.model), adapters={}, main_adapter=None)
+            serving.open(loaded, SharedWeights(loaded.model, keep_versions=1), adapters={}, main_adapter=None)
             yield serving
         finally:
             serving.close()

@@ -57,7 +57,7 @@ def main() -> None:
     trainer = copy.deepcopy(loaded.model)
     inject_lora(trainer, LoraConfig(rank=8, alpha=16.0))
     layers = adapter_layers(trainer)
-    weights = SharedWeights(loaded.model, policy="policy")
+    weights = SharedWeights(loaded.model, policy="policy", keep_versions=1)
     serving.open(loaded, weights, adapters={"policy": layers}, main_adapter="policy")
     context = multiprocessing.get_context("spawn")
     stop, results, ready = context.Event(), context.Queue(), context.Barrier(args.clients + 1)

@@ -182,8 +182,8 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
         if provocation.environment == "tasks":
             entry |= {"kind": "tasks", "name": "sort"}
         if provocation.stalls:
-            # "late" comes back and goes on, 6 s late, of which other work may hide a part; "silent" stays so
-            entry["options"] = {"silence_s": stalled_after_s + 6 if provocation.environment == "late" else LONGEST_S}
+            # "late" comes back and goes on. A stall is ten usual steps long, on a slow machine more than the 2 s of the test
+            entry["options"] = {"silence_s": stalled_after_s + 20 if provocation.environment == "late" else LONGEST_S}
         data["environments"] = [entry | provocation.entry]
     config = parse_config(data)
     stop, run_directory = threading.Event(), directory / str(config.rl_training.run_name)

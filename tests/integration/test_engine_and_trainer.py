@@ -48,7 +48,7 @@ def test_64_ragged_sequences_agree_to_1e_4(blocks_per_eval: int, dora: bool) -> 
     mx.eval(policy.model.parameters())
     trainer = Trainer(policy, training, make_algorithm(training))
 
-    weights = SharedWeights(loaded.model, policy="policy")
+    weights = SharedWeights(loaded.model, policy="policy", keep_versions=1)
     weights.add_adapter("policy", adapter_layers(policy.model))
     lora = prepare_for_serving(loaded.model)
     tokenizer = load_tokenizer(loaded.path, ModelConfig())

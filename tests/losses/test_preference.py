@@ -120,13 +120,14 @@ def oracle_nll(logprobs: np.ndarray, rows: Rows) -> float:
     return float(-logprobs[rows.mask].mean())
 
 
+PLAIN = {"label_smoothing": 0.0}
 CASES: dict[str, tuple[Callable[..., LossOutputs], Callable[..., float], dict[str, Any]]] = {
-    "dpo": (dpo_loss, oracle_dpo, {"beta": 0.1, "loss_type": "sigmoid"}),
+    "dpo": (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.1, "loss_type": "sigmoid"}),
     "cdpo": (dpo_loss, oracle_dpo, {"beta": 0.5, "loss_type": "sigmoid", "label_smoothing": 0.1}),
     "robust": (dpo_loss, oracle_dpo, {"beta": 0.5, "loss_type": "robust", "label_smoothing": 0.1}),
-    "hinge": (dpo_loss, oracle_dpo, {"beta": 0.2, "loss_type": "hinge"}),
-    "ipo": (dpo_loss, oracle_dpo, {"beta": 0.3, "loss_type": "ipo"}),
-    "ipo_sum": (dpo_loss, oracle_dpo, {"beta": 0.3, "loss_type": "ipo_sum"}),
+    "hinge": (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.2, "loss_type": "hinge"}),
+    "ipo": (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.3, "loss_type": "ipo"}),
+    "ipo_sum": (dpo_loss, oracle_dpo, PLAIN | {"beta": 0.3, "loss_type": "ipo_sum"}),
     "orpo": (orpo_loss, oracle_orpo, {"beta": 0.4}),
     "simpo": (simpo_loss, oracle_simpo, {"beta": 2.0, "gamma": 1.0}),
     "cpo": (cpo_loss, oracle_cpo, {"beta": 0.1, "nll_weight": 0.7}),
@@ -182,13 +183,13 @@ CHOSEN, REJECTED = [[-0.5] * 8, [-0.575] * 8], [[-0.65] * 10, [-0.6] * 10]
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
-        (partial(dpo_loss, beta=0.1), 0.639659),
-        (partial(dpo_loss, beta=0.1, loss_type="hinge"), 0.89),
-        (partial(dpo_loss, beta=0.1, loss_type="ipo"), 23.765625),
-        (partial(dpo_loss, beta=0.1, loss_type="ipo_sum"), 15.21),
+        (partial(dpo_loss, beta=0.1, loss_type="sigmoid", **PLAIN), 0.639659),
+        (partial(dpo_loss, beta=0.1, loss_type="hinge", **PLAIN), 0.89),
+        (partial(dpo_loss, beta=0.1, loss_type="ipo", **PLAIN), 23.765625),
+        (partial(dpo_loss, beta=0.1, loss_type="ipo_sum", **PLAIN), 15.21),
         (partial(orpo_loss, beta=0.1), 0.553565),
         (partial(simpo_loss, beta=2.0, gamma=1.0), 1.103186),
-        (partial(cpo_loss, beta=0.1), 1.075939),
+        (partial(cpo_loss, beta=0.1, nll_weight=1.0), 1.075939),
     ],
 )
 def test_other_trainers_numbers(loss: Callable[[LossInputs], LossOutputs], expected: float) -> None:

@@ -113,7 +113,7 @@ def test_served_adapters_answer_as_the_trainers(config: dict, bits: int) -> None
     tree = trained(model, lora_config(4, 8, dora=True))
     lora_tree = trained(model, lora_config(2, 2), seed=5)
     expected, base = tree(TOKENS), model(TOKENS)
-    weights = SharedWeights(model, policy="policy")
+    weights = SharedWeights(model, policy="policy", keep_versions=1)
     lora, dora = adapter_layers(lora_tree), adapter_layers(tree)
     from_disk = {path: LoraPair(pair.a, pair.b, pair.scale, pair.magnitude) for path, pair in dora.items()}
     weights.add_adapter("lora", lora)
@@ -141,7 +141,7 @@ def test_served_adapters_answer_as_the_trainers(config: dict, bits: int) -> None
 def test_a_dora_beside_a_lora_changes_no_bit_of_its_rows() -> None:
     model = make_model(BIASED)
     slots = {}
-    weights = SharedWeights(model)
+    weights = SharedWeights(model, keep_versions=1)
     for seed, name in enumerate(("one", "two", "dora")):
         layers = adapter_layers(trained(model, lora_config(4, 8, dora=name == "dora"), seed=seed))
         weights.add_adapter(name, layers)
@@ -173,7 +173,7 @@ def test_a_dora_beside_full_weight_training_follows_the_base(config: dict) -> No
     tree.load_weights(list(moved.items()))
     inject_lora(tree, lora_config(4, 8, dora=True))
     load_into_trainer(tree, dora)
-    weights = SharedWeights(model)
+    weights = SharedWeights(model, keep_versions=1)
     weights.add_adapter("dora", {path: replace(pair, gain=None) for path, pair in dora.items()})
     context = prepare_for_serving(model)
     weights.publish_parameters(moved)

@@ -95,7 +95,7 @@ def test_a_prompt_that_another_one_begins_with_is_another_prompt() -> None:
 @pytest.mark.parametrize("architecture", SHARING)
 def test_scores_and_gradients_are_those_of_the_rows(architecture: str) -> None:
     model = with_lora(model_of(architecture))
-    parts = BlockwiseModel(model)
+    parts = BlockwiseModel(model, blocks_per_eval=1)
     assert not parts.fallback and not parts.unshared
     check(parts, batch())
 
@@ -107,14 +107,14 @@ def test_of_all_weights_and_over_a_quantised_base(prepare: Callable[[nn.Module],
 
 
 def test_with_the_head_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = BlockwiseModel(with_lora(make_model()))
+    parts = BlockwiseModel(with_lora(make_model()), blocks_per_eval=1)
     monkeypatch.setattr(parts, "_chunks", lambda _: [slice(0, 5), slice(5, 9), slice(9, None)])
     check(parts, batch())
 
 
 @pytest.mark.parametrize("prompts", [(9, 9, 9), (1, 9, 3)])
 def test_prompts_of_equal_and_of_very_unequal_lengths(prompts: tuple[int, ...]) -> None:
-    check(BlockwiseModel(with_lora(make_model())), batch(prompts=prompts))
+    check(BlockwiseModel(with_lora(make_model()), blocks_per_eval=1), batch(prompts=prompts))
 
 
 def check(parts: BlockwiseModel, tokens: TokenBatch) -> None:
@@ -130,7 +130,7 @@ def check(parts: BlockwiseModel, tokens: TokenBatch) -> None:
 
 
 def test_shared_and_packed_rows_send_fewer_tokens_through_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts, seen = BlockwiseModel(with_lora(make_model())), list[int]()
+    parts, seen = BlockwiseModel(with_lora(make_model()), blocks_per_eval=1), list[int]()
     forward = TransformerBlock.__call__
 
     def counting(self: nn.Module, x: mx.array, *args: object, **kwargs: object) -> mx.array:
@@ -151,7 +151,7 @@ def test_shared_and_packed_rows_send_fewer_tokens_through_the_blocks(monkeypatch
 
 
 def test_no_tracer_stays_behind() -> None:
-    parts, tokens = BlockwiseModel(with_lora(make_model())), batch()
+    parts, tokens = BlockwiseModel(with_lora(make_model()), blocks_per_eval=1), batch()
     parts.loss_and_gradients(tokens, objective)
     before = parts.slots.read()
     np.testing.assert_array_equal(parts.score(tokens)[0], parts.score(tokens)[0])
@@ -204,7 +204,7 @@ def test_blocks_that_ignore_the_prompt_are_found_out() -> None:
 
     model = Forgetful()
     assert not shareable(model)
-    parts = BlockwiseModel(model)
+    parts = BlockwiseModel(model, blocks_per_eval=1)
     assert not parts.fallback and "off by" in parts.unshared and "off by" in parts.unpacked
 
 
@@ -219,7 +219,7 @@ def test_small_heads_are_made_whole_and_large_ones_in_pieces() -> None:
 def test_a_large_head_takes_little_memory_and_gives_the_same_gradient() -> None:
     """1,024 tokens × 8,192 vocabulary: 32 MiB of logits. The naive way holds several such arrays."""
     model = with_lora(make_model(vocab_size=8192))
-    parts = BlockwiseModel(model)
+    parts = BlockwiseModel(model, blocks_per_eval=1)
     rng = np.random.default_rng(0)
     inputs, targets = (mx.array(rng.integers(0, 8192, shape), mx.int32) for shape in ((8, 128), (1024,)))
     tokens = TokenBatch(inputs, mx.arange(1024, dtype=mx.int32), targets)
@@ -313,7 +313,7 @@ def check_packed(model: nn.Module, tokens: TokenBatch, blocks: int = 1) -> None:
 @pytest.mark.parametrize("changed", [0, 1, 2])
 def test_no_token_sees_another_sequence(changed: int) -> None:
     """Bit for bit, before and behind the one that changes."""
-    parts = BlockwiseModel(with_lora(make_model()))
+    parts = BlockwiseModel(with_lora(make_model()), blocks_per_eval=1)
     lengths, counts = (6, 7, 5), (3,)
     before, after = packed_batch(lengths, counts), packed_batch(lengths, counts)
     tokens = np.array(after.inputs)
@@ -329,7 +329,7 @@ def test_no_token_sees_another_sequence(changed: int) -> None:
 
 def test_no_gradient_reaches_another_sequence() -> None:
     """The rows of an untied embedding that only other sequences have."""
-    parts = BlockwiseModel(with_full_weights(make_model("llama")))
+    parts = BlockwiseModel(with_full_weights(make_model("llama")), blocks_per_eval=1)
     tokens = np.array([[1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24]], np.int32)
     positions = np.array([3, 7, 11], np.int32)
     packed = TokenBatch(

@@ -102,7 +102,7 @@ def open_run(
         state = checkpointer.resume(found, store, metrics)
     numbers = VersionNumbers(store)
     versions = state.restored_versions(numbers) if state else VersionSteps()
-    shared = SharedWeights(make_model(), policy="policy", version=versions.newest[0])
+    shared = SharedWeights(make_model(), policy="policy", version=versions.newest[0], keep_versions=1)
     events: list[str] = []
     bandit = Bandit(trainer, shared, store, events)
     bandit.next = state.sources["bandit"]["next"] if state else 0

@@ -36,7 +36,7 @@ def processed_server():
     try:
         serving.listen()
         loaded = serving.load()
-        serving.open(loaded, SharedWeights(loaded.model), adapters={}, main_adapter=None)
+        serving.open(loaded, SharedWeights(loaded.model, keep_versions=1), adapters={}, main_adapter=None)
         yield SimpleNamespace(http=lambda: httpx.Client(base_url=serving.url, timeout=60))
     finally:
         serving.close()

@@ -13,7 +13,7 @@ from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.tools import contracts
 from mlx_parallm.tools.contracts import (
     ROUNDING,
-    Finding,
+    ContractResult,
     Rounding,
     Subject,
     block,
@@ -47,9 +47,9 @@ def test_equal_answers_pass() -> None:
 
 def test_one_other_token_fails_in_float32_and_is_rounding_in_half_precision() -> None:
     alone, batched = [answer(range(24))], [answer([*range(20), 7, 8, 9, 10])]
-    finding = compare(alone, batched, EXACT)
-    assert finding.passed is False
-    assert "0 of 1 sequences identical, 20 of 24 tokens before a difference" in finding.measured
+    result = compare(alone, batched, EXACT)
+    assert result.passed is False
+    assert "0 of 1 sequences identical, 20 of 24 tokens before a difference" in result.measured
     assert compare(alone, batched, HALF).passed is True
     assert compare(alone, [answer([*range(6), *range(50, 68)])], HALF).passed is False, "too early for rounding"
 
@@ -60,17 +60,17 @@ def test_other_log_probabilities_fail(bound: Rounding, logprob: float) -> None:
 
 
 def test_a_comparison_of_few_tokens_is_not_judged() -> None:
-    finding = compare([answer([5] * 24)], [answer([5] * 24)], EXACT)
-    assert finding.passed is None
-    assert "1 distinct" in finding.measured
+    result = compare([answer([5] * 24)], [answer([5] * 24)], EXACT)
+    assert result.passed is None
+    assert "1 distinct" in result.measured
 
 
 def test_batched_is_alone(subject: Subject) -> None:
     greedy, seeded = contracts.batched_is_alone(subject)
     assert (greedy.contract, seeded.contract) == ("batched = alone, greedy", "batched = alone, seeded")
-    for finding in (greedy, seeded):
-        assert finding.passed is not False, finding
-        assert "6 of 6 sequences identical" in finding.measured
+    for result in (greedy, seeded):
+        assert result.passed is not False, result
+        assert "6 of 6 sequences identical" in result.measured
 
 
 def test_publish_under_load(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +85,8 @@ def test_publish_under_load(subject: Subject, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_engine_is_trainer_and_memory_is_as_predicted(subject: Subject) -> None:
-    (finding,) = contracts.engine_is_trainer(subject)
-    assert finding.passed, finding
+    (result,) = contracts.engine_is_trainer(subject)
+    assert result.passed, result
     (memory,) = contracts.memory(subject)
     assert memory.passed, memory
 
@@ -117,10 +117,10 @@ def test_an_engine_with_other_weights_than_the_trainer_is_found_out(subject: Sub
     layers = subject.policy.adapter()
     subject.weights.publish_adapter({path: LoraPair(p.a, p.b * 1.1, p.scale) for path, p in layers.items()})
     try:
-        (finding,) = contracts.engine_is_trainer(subject)
+        (result,) = contracts.engine_is_trainer(subject)
     finally:
         subject.weights.publish_adapter(subject.policy.adapter())
-    assert finding.passed is False, finding
+    assert result.passed is False, result
 
 
 def test_a_slow_engine_is_judged_only_on_weights_that_matter(subject: Subject) -> None:
@@ -134,19 +134,19 @@ def test_a_slow_engine_is_judged_only_on_weights_that_matter(subject: Subject) -
         assert contracts.bandwidth(slow)[0].passed is False
 
 
-def test_what_a_contract_raises_is_its_finding(subject: Subject) -> None:
-    def broken(_: Subject) -> list[Finding]:
+def test_what_a_contract_raises_is_its_result(subject: Subject) -> None:
+    def broken(_: Subject) -> list[ContractResult]:
         raise ModelError("no kernel\n for |this|")
 
-    assert tried("x", broken, subject) == [Finding("x", False, "no kernel for /this/", "no error")]
+    assert tried("x", broken, subject) == [ContractResult("x", False, "no kernel for /this/", "no error")]
 
 
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (None, 0), (False, 1)])
 def test_the_block_and_the_exit_code(
     passed: bool | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finding = Finding("memory", passed, "1 GB", "≤ 2 GB")
-    monkeypatch.setattr(contracts, "CONTRACTS", {"memory": lambda _: [finding]})
+    result = ContractResult("memory", passed, "1 GB", "≤ 2 GB")
+    monkeypatch.setattr(contracts, "CONTRACTS", {"memory": lambda _: [result]})
     monkeypatch.setattr(contracts, "memory_bandwidth", lambda: 1e10)
     assert contracts.run(load_config(None, [*CONFIG, "model.dtype=float32"])) == code
     printed = capsys.readouterr().out
@@ -154,7 +154,7 @@ def test_the_block_and_the_exit_code(
     for fact in (f"mlx-parallm {mlx_parallm.__version__}", "mlx-lm ", "Python 3.", "builtin:tiny (qwen3), float32"):
         assert fact in printed
     word = {True: "passed", False: "**FAILED**", None: "not judged"}[passed]
-    assert printed.endswith(block([], [finding]).splitlines()[-1] + "\n")
+    assert printed.endswith(block([], [result]).splitlines()[-1] + "\n")
     assert f"| memory | {word} | 1 GB | ≤ 2 GB |\n" in printed
 
 

@@ -65,9 +65,9 @@ class AtroposPoller:
         *,
         vocab_size: int,
         policy_version: Callable[[], int],
-        temperature: float = 1.0,
-        missing_logprobs: MissingLogprobs = "reject",
-        poll_interval_s: float = 1.0,
+        temperature: float,
+        missing_logprobs: MissingLogprobs,
+        poll_interval_s: float,
         stalled_after_s: float = STALLED_AFTER_S,
         status_every_s: float = STATUS_EVERY_S,
     ) -> None:

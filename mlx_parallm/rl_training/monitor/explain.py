@@ -271,7 +271,14 @@ def _statistics(store: RolloutStore) -> Metrics:
 def as_json(explanation: Explanation) -> str:
     """One object; `diagnoses` is empty when nothing was found."""
     rewards = explanation.rewards
-    data = {key: getattr(explanation, key) for key in ("run", "state", "steps", "total_steps", "gained", "notes")}
+    data: dict[str, Any] = {
+        "run": explanation.run,
+        "state": explanation.state,
+        "steps": explanation.steps,
+        "total_steps": explanation.total_steps,
+        "gained": explanation.gained,
+        "notes": explanation.notes,
+    }
     data["reward"] = {"first": _mean(rewards[:WINDOW]), "last": _mean(rewards[-WINDOW:])} if rewards else None
     data["diagnoses"] = [finding.to_json() for finding in explanation.findings]
     return json.dumps(data, indent=1) + "\n"

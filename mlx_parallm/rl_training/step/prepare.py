@@ -44,9 +44,6 @@ Scores = Mapping[str, np.ndarray]
 """Columns of the trainer's own forward passes, [N] float32 over the trained tokens of the batch: "old_logprobs" (under
 the weights that the step starts from) or only "stand_ins" (the same, of the sequences that came without
 log-probabilities; 0 elsewhere), "ref_logprobs", "old_values"."""
-LOSS_COLUMNS = (
-    *("rollout_logprobs", "advantages", "old_logprobs", "weights", "ref_logprobs", "old_values", "returns"),
-)
 
 MISMATCH_BOUND = 1e-3
 """Mean |trainer - engine| in nats a token on the same weights, from which on "auto" corrects: a thousandth of the
@@ -139,7 +136,15 @@ class PreparedBatch:
 
     def loss_columns(self) -> dict[str, np.ndarray]:
         """The columns that a loss reads, by their names in LossInputs."""
-        columns = {name: getattr(self, name) for name in LOSS_COLUMNS}
+        columns = {
+            "rollout_logprobs": self.rollout_logprobs,
+            "advantages": self.advantages,
+            "old_logprobs": self.old_logprobs,
+            "weights": self.weights,
+            "ref_logprobs": self.ref_logprobs,
+            "old_values": self.old_values,
+            "returns": self.returns,
+        }
         return {name: column for name, column in columns.items() if column is not None}
 
 

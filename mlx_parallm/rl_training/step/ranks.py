@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Task:
+class RankTask:
     """A step for the other ranks. `state`: of `Trainer.state`."""
 
     training: RLTrainingConfig
@@ -43,7 +43,7 @@ class Ranks:
     rank, size = 0, 1
     lost = ""
 
-    def lead(self, task: Task, trainer: HasArrays) -> None:
+    def lead(self, task: RankTask, trainer: HasArrays) -> None:
         """At the start of a step, on rank 0: the other ranks begin the same step, from the same arrays. Raises
         RankLostError: they train another model."""
 

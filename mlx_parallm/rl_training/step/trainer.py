@@ -51,7 +51,7 @@ from mlx_parallm.rl_training.step.prepare import (
     prepare,
     sampler_correction,
 )
-from mlx_parallm.rl_training.step.ranks import ALONE, Ranks, Task
+from mlx_parallm.rl_training.step.ranks import ALONE, Ranks, RankTask
 from mlx_parallm.types import Rollout
 
 MEASURED = (
@@ -165,7 +165,7 @@ class Trainer:
         """Log-probabilities, entropies (nats) and, with a value head, values of the same tokens: [2 or 3, N]."""
         sequences = [TrainSequence(rollout, (0.0,) * len(rollout.tokens), fresh=False) for rollout in rollouts]
         by_row: dict[int, np.ndarray] = {}
-        for micro_batch in self.collate(sequences, range(len(sequences))).micro_batches:
+        for micro_batch in self.collate(sequences, range(len(sequences)), together=1).micro_batches:
             ends = np.cumsum(micro_batch.mask.sum(axis=1))[:-1]
             scores = np.stack([np.array(part) for part in self.model.score(micro_batch.token_batch())])
             by_row |= dict(zip(micro_batch.rows, np.split(scores, ends, axis=1), strict=True))
@@ -194,7 +194,7 @@ class Trainer:
 
     def lead(self, batch: TrainBatch, position: StepPosition | None = None) -> None:
         """Before `train_step`: the other ranks begin the same step from the same arrays. Raises RankLostError."""
-        self.ranks.lead(Task(self.config, batch, position, self.state()), self)
+        self.ranks.lead(RankTask(self.config, batch, position, self.state()), self)
 
     def train_step(
         self,
@@ -350,13 +350,25 @@ class Trainer:
             else:
                 yield micro_batch
 
-    def collate(self, sequences: Sequence[TrainSequence], rows: Sequence[int], budget: int | None = None) -> MiniBatch:
-        """The mini-batch of these rows. `budget`: tokens of a micro-batch; default: the largest allowed now."""
+    def collate(
+        self,
+        sequences: Sequence[TrainSequence],
+        rows: Sequence[int],
+        budget: int | None = None,
+        *,
+        together: int | None = None,
+    ) -> MiniBatch:
+        """The mini-batch of these rows.
+
+        Args:
+            budget: tokens of a micro-batch; default: the largest allowed now.
+            together: rows of an example, which stay in one micro-batch; default: the algorithm's.
+        """
         return collate(
             sequences,
             rows,
             token_budget=budget or self._budget.tokens,
-            together=self.algorithm.rows_per_example,
+            together=together or self.algorithm.rows_per_example,
             share_prompts=self.model.shares_prompts,
             packing=self.config.packing and self.model.packs_rows,
         )

@@ -27,6 +27,8 @@ REGISTRATION = TrainerRegistration(
 FAST = {
     "vocab_size": VOCAB_SIZE,
     "policy_version": lambda: 3,
+    "temperature": 1.0,
+    "missing_logprobs": "reject",
     "poll_interval_s": 0.01,
     "stalled_after_s": 0.2,
     "status_every_s": 0.05,

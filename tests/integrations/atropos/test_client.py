@@ -5,7 +5,6 @@ import asyncio
 import os
 import threading
 import time
-from dataclasses import replace
 
 import httpx
 from fastapi import FastAPI
@@ -14,13 +13,14 @@ from mlx_parallm.integrations.atropos.api import AtroposClient
 from mlx_parallm.integrations.atropos.client import AtroposPoller
 from tests.integrations.atropos.fake_run_api import free_port, serving
 from tests.integrations.atropos.polling import (
+    FAST,
     REGISTRATION,
     eventually,
     groups,
     polling,
     register_environment,
 )
-from tests.rollout_store.groups import VOCAB_SIZE, make_group
+from tests.rollout_store.groups import make_group
 
 
 def test_registers_polls_and_stores(api, url, store):
@@ -209,9 +209,7 @@ def test_stop_waits_a_moment_for_the_batch_in_flight(api, url, store):
 
 
 def test_stop_before_start_and_twice_is_harmless(url, store):
-    AtroposPoller(
-        AtroposClient(url), store, replace(REGISTRATION), vocab_size=VOCAB_SIZE, policy_version=lambda: 0
-    ).stop()
+    AtroposPoller(AtroposClient(url), store, REGISTRATION, **FAST).stop()
     with polling(url, store) as poller:
         poller.stop()
 

@@ -200,7 +200,7 @@ def run(
         state = checkpointer.resume(found, store, metrics)
         source.start(None, state)
     versions = VersionSteps.restored(state.versions) if state else VersionSteps()
-    shared = SharedWeights(make_model(), policy="policy", version=versions.newest[0])
+    shared = SharedWeights(make_model(), policy="policy", version=versions.newest[0], keep_versions=1)
     updater = WeightUpdater(shared, trainer, versions, config.rl_training)
     heldout = source.heldout(trainer)
     if state is None or state.step == 0:

@@ -98,10 +98,10 @@ def test_any_number_of_blocks(blocks: int, prepare: Callable[[nn.Module], nn.Mod
 @pytest.mark.parametrize("prepare", [with_lora, with_full_weights])
 def test_head_in_chunks(prepare: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     model = prepare(make_model())
-    whole = BlockwiseModel(model)
+    whole = BlockwiseModel(model, blocks_per_eval=1)
     value, _, gradients = whole.loss_and_gradients(batch(), objective)
     logprobs, entropy = whole.score(batch())
-    chunked = BlockwiseModel(model)
+    chunked = BlockwiseModel(model, blocks_per_eval=1)
     monkeypatch.setattr(chunked, "_chunks", lambda _: [slice(0, 7), slice(7, 14), slice(14, 19)])
     value_c, _, gradients_c = chunked.loss_and_gradients(batch(), objective)
     assert value_c.item() == pytest.approx(value.item(), rel=1e-6)
@@ -115,19 +115,19 @@ def test_the_chunk_follows_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(blockwise, "WHOLE_HEAD", 40 * 99)
     monkeypatch.setattr(blockwise, "HEAD_PIECE", 40 * 64)
     tokens = TokenBatch(mx.zeros((2, 60), mx.int32), mx.arange(100), mx.zeros(100, mx.int32))
-    chunks = BlockwiseModel(with_lora(make_model()))._chunks(tokens)
+    chunks = BlockwiseModel(with_lora(make_model()), blocks_per_eval=1)._chunks(tokens)
     assert chunks == [slice(0, 64), slice(64, 100)]
 
 
 def test_score_is_the_token_logprob_of_the_plain_forward() -> None:
     model, tokens = with_lora(make_model()), batch()
-    logprobs, _ = BlockwiseModel(model).score(tokens)
+    logprobs, _ = BlockwiseModel(model, blocks_per_eval=1).score(tokens)
     logits = model(tokens.inputs).reshape(-1, 40)[tokens.positions]
     np.testing.assert_allclose(logprobs, token_logprobs(logits, tokens.targets, tokens.temperature), atol=1e-5)
 
 
 def test_gradients_add_up_over_micro_batches_in_float32() -> None:
-    parts = BlockwiseModel(with_lora(make_model()))
+    parts = BlockwiseModel(with_lora(make_model()), blocks_per_eval=1)
     _, _, once = parts.loss_and_gradients(batch(), objective)
     _, _, twice = parts.loss_and_gradients(batch(), objective, once)
     for a, b in zip(once, twice, strict=True):
@@ -137,7 +137,7 @@ def test_gradients_add_up_over_micro_batches_in_float32() -> None:
 def test_a_bfloat16_tree_gives_float32_gradients() -> None:
     model = make_model()
     model.set_dtype(mx.bfloat16)
-    parts = BlockwiseModel(with_full_weights(model))
+    parts = BlockwiseModel(with_full_weights(model), blocks_per_eval=1)
     assert not parts.fallback
     _, _, gradients = parts.loss_and_gradients(batch(), objective)
     assert {g.dtype for g in gradients} == {mx.float32}
@@ -146,7 +146,7 @@ def test_a_bfloat16_tree_gives_float32_gradients() -> None:
 def test_parameters_are_the_same_objects_afterwards() -> None:
     """Tracers must not stay in the tree, and no array of it may be written to: the serving tree shares them."""
     model = with_full_weights(make_model())
-    parts = BlockwiseModel(model)
+    parts = BlockwiseModel(model, blocks_per_eval=1)
     before = parts.slots.read()
     parts.loss_and_gradients(batch(), objective)
     assert all(a is b for a, b in zip(before, parts.slots.read(), strict=True))
@@ -155,7 +155,7 @@ def test_parameters_are_the_same_objects_afterwards() -> None:
 def test_every_evaluation_gives_a_turn() -> None:
     turns: list[int] = []
     model = with_lora(make_model())
-    parts = BlockwiseModel(model, between_blocks=lambda: turns.append(1))
+    parts = BlockwiseModel(model, between_blocks=lambda: turns.append(1), blocks_per_eval=1)
     turns.clear()
     parts.loss_and_gradients(batch(), objective)
     assert len(turns) == 3 + 1 + 2  # three group inputs; the last group with head and loss; the two blocks below
@@ -199,7 +199,7 @@ def residual(hidden: mx.array, first: mx.array) -> mx.array:
 )
 def test_other_architectures_fall_back_to_the_whole_graph(glue: Callable, reason: str) -> None:
     model = Glued(glue)
-    parts = BlockwiseModel(model)
+    parts = BlockwiseModel(model, blocks_per_eval=1)
     assert reason in parts.fallback
     value, _, gradients = parts.loss_and_gradients(batch(), objective)
     expected, expected_gradients = whole_graph(model, batch())
@@ -229,7 +229,7 @@ def test_training_beside_a_thread_that_computes() -> None:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    parts = BlockwiseModel(with_lora(model))
+    parts = BlockwiseModel(with_lora(model), blocks_per_eval=1)
     for _ in range(10):
         parts.loss_and_gradients(batch(), objective)
     done.set()

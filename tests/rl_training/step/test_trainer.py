@@ -57,6 +57,16 @@ def test_micro_batches_and_their_padding_change_nothing(lora: bool) -> None:
     assert metrics_many == pytest.approx(metrics, abs=1e-4)
 
 
+def test_scores_are_cut_row_by_row_also_where_the_algorithm_learns_from_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(token_budget=16)
+    trainer = make_trainer(config, algorithm=replace(make_algorithm(config), rows_per_example=2))
+    score, cut = trainer.model.score, []
+    monkeypatch.setattr(trainer.model, "score", lambda batch: cut.append(len(batch.inputs)) or score(batch))
+    rollouts = [make_rollout(range(1, length)) for length in (12, 13, 14)]
+    assert [len(row) for row in trainer.logprobs(rollouts)] == [11, 12, 13]
+    assert cut == [1, 1, 1]
+
+
 def test_what_is_measured() -> None:
     """Every number of a step against the naive twin, with ratios moved by a known shift."""
     config = make_config(batch_size=16, clip_ratio=0.1, kl_beta=0.5)

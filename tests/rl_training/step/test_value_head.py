@@ -102,7 +102,7 @@ def test_values_and_gradients_are_the_whole_graphs(
 
 def test_finite_differences() -> None:
     """Along the gradient of the head, and along that of the adapter by the values alone."""
-    parts = BlockwiseModel(with_head(with_lora(make_model())))
+    parts = BlockwiseModel(with_head(with_lora(make_model())), blocks_per_eval=1)
 
     def of_values(_: mx.array, __: mx.array, values: mx.array) -> tuple[mx.array, tuple[mx.array, ...]]:
         return mx.square(values - TARGETS).sum(), ()
@@ -126,7 +126,7 @@ def test_finite_differences() -> None:
 
 def test_with_prompts_that_are_computed_once() -> None:
     model = with_head(with_lora(make_model()))
-    parts = BlockwiseModel(model)
+    parts = BlockwiseModel(model, blocks_per_eval=1)
     assert parts.shares_prompts
     tokens = np.array([[1, 2, 3, 4, 5, 6], [1, 2, 3, 5, 4, 0], [2, 4, 6, 1, 3, 5]], np.int32)
     positions = np.array([2, 4, 5, 8, 9, 13, 15, 17], np.int32)
@@ -147,7 +147,7 @@ def test_it_starts_at_zero_in_float32_whatever_the_model_is() -> None:
     model = make_model()
     model.set_dtype(mx.bfloat16)
     attach_value_head(with_full_weights(model))
-    parts = BlockwiseModel(model)
+    parts = BlockwiseModel(model, blocks_per_eval=1)
     assert not parts.fallback
     values = parts.score(BATCH)[2]
     assert values.dtype == mx.float32
@@ -165,7 +165,7 @@ def test_the_embedding_is_not_differentiated_for_it() -> None:
 
     def evaluations(model: nn.Module) -> int:
         turns: list[int] = []
-        parts = BlockwiseModel(model, between_blocks=lambda: turns.append(1))
+        parts = BlockwiseModel(model, between_blocks=lambda: turns.append(1), blocks_per_eval=1)
         turns.clear()
         parts.loss_and_gradients(BATCH, lambda logprobs, *_: (logprobs.sum(), ()))
         return len(turns)
@@ -216,7 +216,7 @@ def test_models_without_a_hidden_state_are_refused(model: nn.Module, why: str) -
 def test_an_architecture_that_cannot_be_taken_apart() -> None:
     """One graph, and the head still on what left the last block."""
     model = with_head(with_full_weights(Glued(residual)))
-    parts = BlockwiseModel(model)
+    parts = BlockwiseModel(model, blocks_per_eval=1)
     assert parts.fallback
 
     def of_values(model: nn.Module) -> tuple[mx.array, mx.array]:
