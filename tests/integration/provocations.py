@@ -182,7 +182,7 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
         if provocation.environment == "tasks":
             entry |= {"kind": "tasks", "name": "sort"}
         if provocation.stalls:
-            # "late" comes back and goes on. A stall is ten usual steps long, on a slow machine more than the 2 s of the test
+            # "late" comes back, after more than ten steps of a slow machine; "silent" stays so
             entry["options"] = {"silence_s": stalled_after_s + 20 if provocation.environment == "late" else LONGEST_S}
         data["environments"] = [entry | provocation.entry]
     config = parse_config(data)
