@@ -173,19 +173,27 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """W&B's interface, which trackio has too; `log_values(step, values)` sends."""
+    """W&B's interface, which trackio has too, but for two calls.
 
-    def __init__(self, module: Any, run: Any, log_values: Callable[[int, dict[str, Any]], object]) -> None:
-        self._module, self._run, self._log = module, run, log_values
+    Args:
+        make_table: rows → a table; trackio takes the names of columns from the rows, W&B as an argument.
+        log_values: sends the values of a step.
+    """
+
+    def __init__(
+        self,
+        run: Any,
+        make_table: Callable[[list[dict[str, str]]], Any],
+        log_values: Callable[[int, dict[str, Any]], object],
+    ) -> None:
+        self._run, self._make_table, self._log = run, make_table, log_values
 
     def log(self, step: int, line: Mapping[str, Any]) -> None:
         self._log(step, {name: value for name, value in flat(line) if name != "step"})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        rows = [sample.to_json() for sample in samples]
-        columns = list(rows[0])
-        table = self._module.Table(columns=columns, data=[[str(row[column]) for column in columns] for row in rows])
-        self._log(step, {"samples": table})
+        rows = [{name: str(value) for name, value in sample.to_json().items()} for sample in samples]
+        self._log(step, {"samples": self._make_table(rows)})
 
     def close(self) -> None:
         self._run.finish()
@@ -209,7 +217,11 @@ def _open_wandb(run: TrackedRun) -> Tracker:
     )
     opened.define_metric("*", step_metric="step")
     log.info("W&B", run=opened.id, url=None if offline else opened.url, files=opened.dir)
-    return _Wandb(wandb, opened, lambda step, values: opened.log({"step": step} | values))
+
+    def table(rows: list[dict[str, str]]) -> Any:
+        return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+
+    return _Wandb(opened, table, lambda step, values: opened.log({"step": step} | values))
 
 
 def _open_trackio(run: TrackedRun) -> Tracker:
@@ -219,7 +231,7 @@ def _open_trackio(run: TrackedRun) -> Tracker:
     name = f"{run.name}-{_kept_id(run.directory, 'trackio')}"
     quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
     opened = trackio.init(project=run.project, name=name, resume="allow", config=dict(run.config), **quiet)
-    return _Wandb(trackio, opened, lambda step, values: opened.log(values, step=step))
+    return _Wandb(opened, lambda rows: trackio.Table(data=rows), lambda step, values: opened.log(values, step=step))
 
 
 MAKERS: dict[str, Callable[[TrackedRun], Tracker]] = {

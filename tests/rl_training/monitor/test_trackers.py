@@ -3,10 +3,12 @@
 import importlib.util
 import json
 import sqlite3
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from structlog.testing import capture_logs
@@ -15,7 +17,7 @@ from mlx_parallm.config.training import LoggingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.monitor import trackers as module
 from mlx_parallm.rl_training.monitor.samples import Sample
-from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed, flat
+from mlx_parallm.rl_training.monitor.trackers import MAKERS, TrackedRun, Trackers, check_installed, flat
 from mlx_parallm.system.log import configure_logging
 
 LINE = {"step": 3, "loss": 0.5, "kl": None, "gave_up": "why", "reward_by_environment": {"sort": 0.25}}
@@ -103,6 +105,17 @@ def test_none_starts_no_thread(run: TrackedRun) -> None:
     trackers.log(LINE)
     trackers.close()
     assert threading.active_count() == before
+
+
+def test_trackio_names_the_columns_of_samples(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`trackio.Table` ignores `columns`: it takes their names from rows that are objects."""
+    trackio = MagicMock()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    run.directory.mkdir()
+    sample = Sample(1, "best", "sort", "g1", 0.5, "stop", 3, 1, None, {}, "prompt", "answer")
+    MAKERS["trackio"](run).samples(1, [sample])
+    [row] = trackio.Table.call_args.kwargs["data"]
+    assert (row["which"], row["reward"], row["completion"]) == ("best", "0.5", "answer")
 
 
 def test_trackio_has_every_key_and_a_resume_goes_on(
