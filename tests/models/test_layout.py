@@ -170,7 +170,7 @@ def test_no_tracer_stays_behind() -> None:
 def test_what_cannot_be_shared_or_packed_says_why_and_goes_on(
     architecture: str, extra: dict, unshared: str | None, unpacked: str | None
 ) -> None:
-    parts = BlockwiseModel(with_lora(make_model(architecture, **extra)))
+    parts = BlockwiseModel(with_lora(make_model(architecture, **extra)), blocks_per_eval=1)
     assert not parts.fallback
     for reason, found, tokens in ((unshared, parts.unshared, batch()), (unpacked, parts.unpacked, packed_batch())):
         if reason is not None:
