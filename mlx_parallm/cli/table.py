@@ -8,6 +8,7 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 
 from mlx_parallm import __version__
@@ -141,7 +142,7 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """`mlx_parallm COMMAND …`; alone it shows the commands by task."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(overview())
         return 0
     if arguments[0] == "--version":
@@ -149,9 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = next((command for command in COMMANDS if command.name == arguments[0]), None)
     if command is None:
-        from mlx_parallm.execution.user_code import did_you_mean
-
-        hint = did_you_mean(arguments[0], [command.name for command in COMMANDS])
+        near = get_close_matches(arguments[0], [command.name for command in COMMANDS], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         sys.stderr.write(f"error: there is no command {arguments[0]!r}{hint}; `mlx_parallm` lists them\n")
         return EXIT_ERROR
     return command.call(arguments[1:], f"mlx_parallm {command.name}")
@@ -186,7 +186,7 @@ def completion(parser: ArgumentParser) -> Run:
         'bash: eval "$(mlx_parallm completion bash)" in ~/.bashrc\n'
         'zsh:  mlx_parallm completion zsh > "${fpath[1]}/_mlx_parallm"'
     )
-    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"])
+    parser.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="the shell that will read the script")
 
     def run(args: Namespace) -> int:
         import shtab

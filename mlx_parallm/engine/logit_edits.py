@@ -90,11 +90,15 @@ class LogitEdits:
         if place is None:
             place = self._place[token] = len(self._place)
             if place == len(self._tokens):
-                for name in ("_tokens", "_bias", "_seen", "_count", "_forbidden"):
-                    old = getattr(self, name)
-                    setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
+                self._tokens, self._bias = _doubled(self._tokens), _doubled(self._bias)
+                self._seen, self._count = _doubled(self._seen), _doubled(self._count)
+                self._forbidden = _doubled(self._forbidden)
             self._tokens[place] = token
         return place
+
+
+def _doubled(column: np.ndarray) -> np.ndarray:
+    return np.concatenate([column, np.zeros_like(column)])
 
 
 def stack_edits(edits: list[LogitEdits]) -> EditTable:

@@ -68,8 +68,15 @@ def _check_length(prompt: int, max_tokens: int | None, limits: RequestLimits) ->
 
 
 def _check_sampling(params: SamplingParams) -> None:
-    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-        _require(math.isfinite(getattr(params, name)), name, "must be finite")
+    for name, number in {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+    }.items():
+        _require(math.isfinite(number), name, "must be finite")
     # Beyond these logits / temperature leaves float32; the distribution is one-hot, or flat, long before.
     within = params.temperature == 0 or 1e-5 <= params.temperature <= 1e30
     _require(within, "temperature", "must be 0, or in [1e-5, 1e30]")
@@ -81,8 +88,7 @@ def _check_sampling(params: SamplingParams) -> None:
     # Beyond these a logit times the penalty leaves float32, and 0 times infinity is no number.
     _require(1e-30 <= params.repetition_penalty <= 1e30, "repetition_penalty", "must be in [1e-30, 1e30]")
     _require(1 <= params.n <= MAX_CHOICES, "n", f"must be in 1..{MAX_CHOICES}")
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, name)
+    for name, value in {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}.items():
         _require(value is None or 0 <= value <= MAX_ALTERNATIVES, name, f"must be in 0..{MAX_ALTERNATIVES}")
 
 

@@ -41,7 +41,7 @@ SIGNALS_SEEN_WITHIN_S = 0.5
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Raises ConfigError: a number out of its range."""
+    """Raises ConfigError: a number out of its range, or an option that earlier versions had."""
 
     num_parallel: int = 32
     """Episodes in flight, in whole groups (one at least)."""
@@ -67,8 +67,18 @@ class RolloutConfig:
     """Shown where stderr is a terminal."""
     verbose: bool = False
     """Logs every finished trajectory."""
+    offload_to_disk: dataclasses.InitVar[None] = None
+    max_trajectory_buffer: dataclasses.InitVar[None] = None
+    """These two have been removed, and are refused with the reason."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, offload_to_disk: None, max_trajectory_buffer: None) -> None:
+        removed = {"offload_to_disk": offload_to_disk, "max_trajectory_buffer": max_trajectory_buffer}
+        for name, value in removed.items():
+            if value is not None:
+                raise ConfigError(
+                    f"RolloutConfig({name}=…) has been removed: finished trajectories wait in memory. Collect fewer in"
+                    " one call, or take them one by one from iterate_rollouts"
+                )
         counts = {"num_parallel": self.num_parallel, "group_size": self.group_size, "max_tokens": self.max_tokens}
         for name, count in counts.items():
             if count < 1:

@@ -79,7 +79,7 @@ class OpenAIBackend:
             scores = {"logprobs": 0} if logprobs else {}
             text_or_ids = prompt if isinstance(prompt, str) else list(prompt)
             reply = await self._post("/completions", {"prompt": text_or_ids, **body, **scores})
-        self.completion_tokens += (reply.get("usage") or {}).get("completion_tokens") or 0
+        self.completion_tokens += _completion_tokens(reply)
         return [_answer(choice, reply, logprobs=logprobs) for choice in _choices(reply)]
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,6 +147,13 @@ def _body(params: Mapping[str, Any], number: int) -> dict[str, Any]:
     if number and "seed" in body:
         body["seed"] = derive_seed("prompt", body["seed"], number)
     return body
+
+
+def _completion_tokens(reply: Mapping[str, Any]) -> int:
+    """Return the endpoint's count; 0 where it gives none, or no number."""
+    usage = reply.get("usage")
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return count if isinstance(count, int) else 0
 
 
 def _choices(reply: Mapping[str, Any]) -> list[dict[str, Any]]:

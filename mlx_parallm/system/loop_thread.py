@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from mlx_parallm.errors import EngineUnavailableError
@@ -42,6 +43,8 @@ class LoopThread:
         try:
             return future.result()
         except CancelledError as error:
+            if not self._ended:
+                raise  # by the work itself
             raise EngineUnavailableError(self._closed) from error
         finally:
             future.cancel()
@@ -63,11 +66,10 @@ class LoopThread:
         """
         with self._lock:
             is_first, self._ended = not self._ended, True
-            loop = self._loop
-        if loop is None:
-            return True
-        if is_first:
-            asyncio.run_coroutine_threadsafe(self._finish(last, loop), loop)
+            if self._loop is None:
+                return True
+            if is_first:
+                asyncio.run_coroutine_threadsafe(self._finish(last, self._loop), self._loop)
         if threading.current_thread() is not self._thread:  # a finalizer may run there, and cannot wait for itself
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -88,7 +90,15 @@ class LoopThread:
     def _main(self) -> None:
         assert self._loop is not None
         try:
-            self._loop.run_forever()
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            with suppress(SystemExit):  # raised by work, whose future has it; it ends the loop
+                self._loop.run_forever()
         finally:
+            with self._lock:
+                self._ended = True
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            if left:
+                self._loop.run_until_complete(asyncio.wait(left))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()

@@ -298,8 +298,10 @@ def _load(path: Path) -> dict[str, Any]:
     file = path / RESULTS_FILE if path.is_dir() else path
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--compare {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--compare {path}: {file} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"--compare {path}: {file} is not JSON: {error}") from error
     if not isinstance(result, dict) or not {"model", "environments"} <= set(result):
         raise ConfigError(f"--compare {file}: these are no results of mlx_parallm eval")
     return result

@@ -73,6 +73,8 @@ def test_every_script_is_a_command_of_the_table() -> None:
 def test_alone_it_shows_every_command_by_task(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     shown = capsys.readouterr().out
+    assert cli.main(["help"]) == 0
+    assert capsys.readouterr().out == shown
     titles = [line for line in shown.splitlines() if line in TASKS.values()]
     assert titles == list(TASKS.values())
     assert all(f"\n  {command.name} " in shown and command.summary in shown for command in COMMANDS)
@@ -82,6 +84,8 @@ def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(["trian"]) == 2
     output = capsys.readouterr()
     assert output.out == "" and output.err.count("\n") == 1 and "did you mean 'train'" in output.err
+    assert cli.main(["nonsense"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

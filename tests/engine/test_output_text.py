@@ -35,6 +35,12 @@ def test_a_stop_string_across_tokens_of_several_characters():
     assert (text.take(), text.finish()) == ("", "<25")
 
 
+def test_a_stop_string_inside_one_token():
+    text = text_of("25")
+    assert text.add(256) == "25"
+    assert text.finish() == "<"
+
+
 def test_unchecked_tokens_do_not_stop_and_are_not_matched_later():
     text = text_of("ab")
     for byte in b"ab":

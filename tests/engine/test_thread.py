@@ -19,7 +19,16 @@ from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ContextLengthError, EngineUnavailableError, RequestError
 from mlx_parallm.models.loading import load_model, load_tokenizer
-from tests.engine.helpers import Served, naive_greedy, qwen3_model, ragged_prompts, request, serve, until
+from tests.engine.helpers import (
+    Served,
+    naive_greedy,
+    qwen3_model,
+    ragged_prompts,
+    random_adapter,
+    request,
+    serve,
+    until,
+)
 from tests.tiny_models import LLAMA3_ROPE, save_checkpoint
 
 MODELS = ServedModels("org/base", adapter_versions=dict, version=lambda: 0)
@@ -65,6 +74,25 @@ async def test_concurrent_greedy_requests_equal_alone(served, thread):
     )
     for output, prompt in zip(outputs, prompts, strict=True):
         assert list(output.completions[0].token_ids) == naive_greedy(served.plain, prompt, 8, eos=None)
+
+
+async def test_publish_while_requests_run(served, thread):
+    served.weights.add_adapter("a", random_adapter(served, 1))
+    tasks = [
+        asyncio.create_task(
+            thread.client.generate(request(f"r{i}", [i, 1], adapter="a", max_tokens=80, ignore_eos=True))
+        )
+        for i in range(8)
+    ]
+    versions = 0
+    while not all(task.done() for task in tasks):
+        served.weights.policy = "a"
+        await asyncio.to_thread(served.weights.publish_adapter, random_adapter(served, versions))
+        versions += 1
+        await asyncio.sleep(0.01)
+    for task in tasks:
+        tagged = (await task).completions[0].policy_versions
+        assert list(tagged) == sorted(tagged) and tagged[-1] > tagged[0]
 
 
 async def test_stream_and_output_agree_and_streams_interleave(thread):

@@ -74,6 +74,21 @@ def test_a_replaced_adapter_of_the_same_name_shares_no_prefix():
     assert served.engine.counters.prefill_tokens == 60
 
 
+def test_a_prefix_is_not_shared_across_a_publish():
+    served = serve(qwen3_model(), policy="policy")
+    served.weights.publish_adapter(random_adapter(served, 1))
+    prompt = ragged_prompts(1, shortest=30, longest=30)[0]
+    params = {"adapter": "policy", "temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+    served.engine.add(request("old", prompt, **params))
+    served.engine.step()
+    served.weights.publish_adapter(random_adapter(served, 2))
+    outputs = run(served.engine, [request("new", prompt, **params)])
+    assert served.engine.counters.prefill_tokens == 60
+    alone = run(served.engine, [request("alone", prompt, **params)])["alone"]
+    assert outputs["new"].completions[0].token_ids == alone.completions[0].token_ids
+    assert outputs["old"].completions[0].token_ids != alone.completions[0].token_ids
+
+
 def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind():
     served = serve(qwen3_model(), max_rows=4)
     poison = {path: LoraPair(pair.a, pair.b * mx.nan, pair.scale) for path, pair in random_adapter(served, 1).items()}

@@ -55,6 +55,13 @@ def prompts(trajectories):
     return [trajectory.prompt for trajectory in trajectories]
 
 
+@pytest.mark.parametrize("removed", [{"offload_to_disk": "spool"}, {"max_trajectory_buffer": 10}])
+def test_a_removed_option_is_refused_by_name(removed):
+    with pytest.raises(ConfigError, match=f"{next(iter(removed))}.*has been removed.*iterate_rollouts"):
+        RolloutConfig(**removed)
+    assert dataclasses.replace(RolloutConfig(), seed=3) == RolloutConfig(seed=3)
+
+
 @pytest.mark.parametrize("kept_up", [False, True])
 def test_short_episodes_are_not_preferred(manager_of, tokenizer, kept_up):
     """Every turn takes a while, so short episodes finish first; what a call returns is a fair draw anyway."""

@@ -19,7 +19,7 @@ images, messages with parts that are not text). Fields without which the group k
 
 import hashlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -120,8 +120,8 @@ def from_scored_data(
         _rollout(wire, number, overrides[number] if number < len(overrides) else {}, policy_version, temperature)
         for number in range(size)
     )
-    metadata = {key: getattr(wire, key) for key in _KEPT_AS_METADATA if getattr(wire, key) is not None}
-    if ignored := [key for key in _IGNORED if getattr(wire, key) is not None]:
+    metadata: dict[str, Any] = {key: value for key, value in wire if key in _KEPT_AS_METADATA and value is not None}
+    if ignored := [key for key, value in wire if key in _IGNORED and value is not None]:
         metadata["ignored_fields"] = ignored
     return RolloutGroup(
         group_id=wire.group_id or f"sha256:{_content_hash(wire)}",
@@ -223,17 +223,20 @@ def _other_than_text(wire: ScoredData) -> list[str]:
 
 def _require_rows(wire: ScoredData, size: int) -> None:
     """Every field has G entries, and each row of a [G][T] field the length of its tokens."""
-    for name in ("masks", "scores", "inference_logprobs", "advantages", "policy_versions", "episodes"):
-        rows = getattr(wire, name)
-        if rows is None:
-            continue
-        if len(rows) != size:
+    by_token: dict[str, Sequence[Sequence[Any]] | None] = {
+        "masks": wire.masks,
+        "inference_logprobs": wire.inference_logprobs,
+        "advantages": wire.advantages,
+        "policy_versions": wire.policy_versions,
+    }
+    columns: dict[str, Sequence[Any] | None] = {**by_token, "scores": wire.scores, "episodes": wire.episodes}
+    for name, rows in columns.items():
+        if rows is not None and len(rows) != size:
             raise RolloutRejectedError(f"{len(rows)} {name} for {size} sequences")
-        if name in ("scores", "episodes"):
-            continue
-        for number, (row, tokens) in enumerate(zip(rows, wire.tokens, strict=True)):
-            if len(row) != len(tokens):
-                raise RolloutRejectedError(f"sequence {number}: {len(row)} {name} for {len(tokens)} tokens")
+    for name, table in by_token.items():
+        for number, row in enumerate(table or ()):
+            if len(row) != (length := len(wire.tokens[number])):
+                raise RolloutRejectedError(f"sequence {number}: {len(row)} {name} for {length} tokens")
     if wire.advantages is not None and wire.episodes is not None:
         raise RolloutRejectedError("advantages and episodes: advantages of each token belong to whole episodes only")
     if len(wire.overrides or []) > size:

@@ -62,8 +62,8 @@ class InferenceBody(QueueFields, Body):
 
     @model_validator(mode="after")
     def _text_only(self) -> Self:
-        for name in ("features", "content_parts"):
-            if getattr(self, name):
+        for name, value in {"features": self.features, "content_parts": self.content_parts}.items():
+            if value:
                 raise RequestError(f"{name!r} carries images or sound; this server takes only token ids", param=name)
         if self.stream and self.sampling_params.prompt_logprobs is not None:
             param = "sampling_params.prompt_logprobs"

@@ -20,7 +20,7 @@ from mlx_parallm.server.protocol.strict_json import json_router
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     404: {"description": "No such completion", "content": ERROR_CONTENT},
     409: {
-        "description": "Rewarded already, running, aborted, or not from the policy",
+        "description": "The completion already has a reward, still runs, was aborted, or is not the policy's",
         "content": ERROR_CONTENT,
     },
     410: {"description": "Too late: the completion is kept no longer", "content": ERROR_CONTENT},
