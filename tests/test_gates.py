@@ -1,0 +1,241 @@
+"""The gates of docs/design.md on size and names: lines per package, tiny modules, class names, circles, defaults.
+
+Each list below names the exceptions with their reasons. An entry that is no longer needed fails the test: remove it.
+"""
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+from tests.test_architecture import PACKAGE, Source, functions, imports, sources
+
+MAX_FILES_IN_A_FOLDER = 22
+MAX_ROOT_MODULES = 6  # __init__ and __main__ included
+TINY_MODULE_LINES = 80
+
+# A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
+LINES: dict[str, int] = {
+    "(root)": 1230,
+    "cli": 1100,
+    "config": 1460,
+    "distributed": 440,
+    "engine": 3660,
+    "environments": 4330,
+    "execution": 1540,
+    "inference": 940,
+    "integrations": 1420,
+    "library": 960,
+    "losses": 810,
+    "models": 3200,
+    "primitives": 160,
+    "rewards": 1920,
+    "rl_training": 9580,
+    "rollout_store": 1220,
+    "server": 3660,
+    "system": 850,
+    "tools": 2020,
+}
+
+TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
+    "environments.kinds.dataset": "a kind of environment is a file",
+    "server.api.adapters": "a family of routes is a file",
+    "server.api.rewards": "a family of routes is a file",
+    "server.api.tokenize": "a family of routes is a file",
+    "server.api.training": "a family of routes is a file",
+    "system.power": "what the operating system is asked for is a file each",
+}
+
+VARIABLE_ATTRIBUTES: dict[
+    str, str
+] = {  # "module:function" with getattr(x, <expression>): neither grep nor mypy can follow it
+    "cli.table:Command.parser": "a command's module is imported when it is called",
+    "distributed.ranks:_watched": "socket options that not every system has",
+    "engine.logit_edits:LogitEdits._entry": "columns of one class, all grown in the same way",
+    "engine.validation:_check_sampling": "one check for each of a list of fields",
+    "environments.registry:_environment": "a kind's module is imported when it is asked for",
+    "environments.state_source:check_environment": "which methods a user's class overrides",
+    "execution.sandbox.sandbox_launcher:call": "system calls and limits by name, from a table",
+    "execution.sandbox.sandbox_launcher:set_limits": "system calls and limits by name, from a table",
+    "execution.user_code:load": "a function that the configuration names",
+    "integrations.atropos.wire:_require_rows": "fields of the wire format, by their names in a table",
+    "integrations.atropos.wire:from_scored_data": "fields of the wire format, by their names in a table",
+    "models.adapters.served:ServedLinear.__getattr__": "a wrapper hands on what it does not know",
+    "models.adapters.served:ServedLinear.__setattr__": "a wrapper hands on what it does not know",
+    "models.cpu_kernels:FastMLP.__init__": "the layers of an mlx-lm module, by the names that it has",
+    "models.layer_stack:_Stand.__getattr__": "a wrapper hands on what it does not know",
+    "models.loading:_dtype": "a dtype by the name in the configuration",
+    "primitives.__init__:__getattr__": "names are imported when they are asked for",
+    "rl_training.plan.preflight:_dtype": "a dtype by the name in the configuration",
+    "rl_training.step.optimizer:optimizer_keys": "an optimizer of mlx.optimizers, whatever it has",
+    "server.api.inference:InferenceBody._text_only": "fields of one class, by their names in a table",
+    "server.metrics:_EngineCollector.collect": "the engine's counters, by their names in a table",
+    "system.blas:share_blas_between": "a BLAS's own function that sets its threads",
+}
+
+NEUTRAL = {  # values that change nothing, and names that every function with a time-out or a random state has
+    "seed",
+    "temperature",
+    "timeout_s",
+    "top_p",
+}
+# "module.function.parameter" or "module.Class.field": why it has a default beside the configuration's
+SECOND_DEFAULTS: dict[str, str] = {
+    "engine.sequence.Sequence.rank": "its place among n completions; LoRA's rank is another",
+    "environments.kinds.conversation.__init__.max_tokens": "of the simulated user, not of the policy",
+    "environments.manager.RolloutConfig.group_size": "docs/stability.md promises this constructor",
+    "environments.manager.RolloutConfig.max_tokens": "docs/stability.md promises this constructor",
+    "losses.types.LossInputs.kl_beta": "docs/stability.md promises this constructor; 0 = no KL",
+    "models.lora.adapter_config.dropout": "0 = none",
+    "models.lora.save_adapter.dropout": "0 = none",
+    "rewards.judge.judge.max_tokens": "of the judge, not of the policy",
+}
+
+
+@cache
+def modules() -> dict[str, Source]:
+    return {source.module.removesuffix(".__init__"): source for source in sources("mlx_parallm")}
+
+
+@cache
+def edges() -> dict[str, set[str]]:
+    """Which modules of the package each one imports, anywhere in the file."""
+
+    def module_of(dotted: str) -> str:
+        parts = dotted.split(".")[1:]
+        while parts and ".".join(parts) not in modules():
+            parts = parts[:-1]
+        return ".".join(parts)
+
+    return {
+        name: {module_of(i) for i in imports(source) if i.startswith("mlx_parallm.")} - {name, ""}
+        for name, source in modules().items()
+    }
+
+
+def test_packages_do_not_grow_unnoticed() -> None:
+    sizes = Counter[str]()
+    for source in sources("mlx_parallm"):
+        sizes[source.unit if "/" in source.path.removeprefix("mlx_parallm/") else "(root)"] += source.text.count("\n")
+    too_large = {unit: n for unit, n in sizes.items() if n > LINES.get(unit, 0)}
+    assert too_large == {}, f"over their limit in LINES: {too_large}"
+    slack = {unit: (n, LINES[unit]) for unit, n in sizes.items() if LINES[unit] - n > 100}
+    assert slack == {}, f"lower these in LINES (size, limit): {slack}"
+    assert set(LINES) == set(sizes), "LINES names packages that are gone"
+
+
+def test_folders_can_be_taken_in_at_a_glance() -> None:
+    folders = Counter(Path(s.path).parent for s in sources("mlx_parallm") if not s.path.endswith("__init__.py"))
+    assert {str(f): n for f, n in folders.items() if n > MAX_FILES_IN_A_FOLDER} == {}
+    assert len(list(PACKAGE.glob("*.py"))) <= MAX_ROOT_MODULES
+
+
+def test_a_tiny_module_with_one_importer_has_a_reason() -> None:
+    importers = defaultdict(set)
+    for module, imported in edges().items():
+        for target in imported:
+            importers[target].add(module)
+    tiny = {
+        name
+        for name, source in modules().items()
+        if source.text.count("\n") < TINY_MODULE_LINES
+        and len(importers[name]) == 1
+        and not source.path.endswith("__init__.py")
+    }
+    assert tiny - set(TINY_MODULES) == set(), "merge these into their importer, or say why not in TINY_MODULES"
+    assert set(TINY_MODULES) <= tiny, "TINY_MODULES names modules that need no reason: remove them"
+
+
+def test_no_public_class_name_twice() -> None:
+    where = defaultdict(list)
+    for source in sources("mlx_parallm"):
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where[node.name].append(source.path)
+    assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
+
+
+def test_no_circle_between_files() -> None:
+    TopologicalSorter(edges()).prepare()  # CycleError names the files of a circle
+
+
+def variable_attributes(source: Source) -> set[str]:
+    """Places "module:Class.method" that read or set an attribute whose name is not in the code."""
+    owner: dict[ast.AST, str] = {}
+    for name, function in functions(source.tree):  # outer functions first, so that the innermost name stays
+        owner.update(dict.fromkeys(ast.walk(function), name))
+    return {
+        f"{source.module}:{owner.get(node, '')}"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("getattr", "setattr")
+        and not isinstance(node.args[1], ast.Constant)
+    }
+
+
+def test_attributes_are_named_in_the_code() -> None:
+    found: set[str] = set().union(*(variable_attributes(s) for s in sources("mlx_parallm")))
+    assert found - set(VARIABLE_ATTRIBUTES) == set()
+    assert set(VARIABLE_ATTRIBUTES) <= found, "VARIABLE_ATTRIBUTES names places that are gone: remove them"
+
+
+def _number(node: ast.expr | None) -> float | None:
+    try:
+        value: Any = ast.literal_eval(node) if node is not None else None
+    except ValueError:
+        return None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _field_default(node: ast.AnnAssign) -> float | None:
+    """Return the numeric default of `name: T = 1` or `name: T = Field(1, …)`."""
+    value = node.value
+    if isinstance(value, ast.Call):
+        by_name = [keyword.value for keyword in value.keywords if keyword.arg == "default"]
+        value = (value.args or by_name or [None])[0]
+    return _number(value)
+
+
+def numeric_defaults(source: Source) -> Iterator[tuple[str, str]]:
+    """Yield (name, place) of every parameter and every field of a class that has a numeric default."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            a = node.args
+            positional = [*a.posonlyargs, *a.args]
+            defaults = list(zip(positional[len(positional) - len(a.defaults) :], a.defaults, strict=True))
+            for argument, default in defaults + list(zip(a.kwonlyargs, a.kw_defaults, strict=True)):
+                if _number(default) is not None:
+                    yield argument.arg, f"{source.module}.{node.name}.{argument.arg}"
+        elif isinstance(node, ast.ClassDef):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and _field_default(field) is not None:
+                    name = ast.unparse(field.target)
+                    yield name, f"{source.module}.{node.name}.{name}"
+
+
+def numeric_keys(source: Source) -> Iterator[str]:
+    """Yield the keys of configuration classes that are numbers, or numbers that a preset fills in."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ClassDef):
+            fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+            yield from (
+                ast.unparse(f.target) for f in fields if re.search(r"\b(int|float)\b", ast.unparse(f.annotation))
+            )
+
+
+def test_a_number_has_one_default_the_configurations() -> None:
+    keys = {key for s in sources("mlx_parallm") if s.unit == "config" for key in numeric_keys(s)} - NEUTRAL
+    assert "clip_ratio" in keys
+    elsewhere = {
+        place
+        for source in sources("mlx_parallm")
+        if source.unit != "config"
+        for name, place in numeric_defaults(source)
+        if name in keys
+    }
+    assert elsewhere - set(SECOND_DEFAULTS) == set(), "take the number from the configuration"
+    assert set(SECOND_DEFAULTS) <= elsewhere, "SECOND_DEFAULTS names defaults that are gone: remove them"
