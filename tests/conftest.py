@@ -17,6 +17,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from hypothesis import HealthCheck, settings
 from openai import OpenAI
 
 from mlx_parallm.config.server import ModelConfig
@@ -32,6 +33,10 @@ from mlx_parallm.system.log import configure_logging
 from mlx_parallm.weights import SharedWeights
 from tests.engine.helpers import engine_options
 from tests.server.serving import RunningServer, running_server
+
+# A busy machine makes examples slow, which says nothing about the code.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 TINY = ModelConfig(base_path="builtin:tiny")
 TINY_CONTEXT = 256
