@@ -1,7 +1,7 @@
 """One generation in flight. Mutable, owned by the engine thread, plain Python: no tensors, no parallel lists elsewhere.
 
 `types.Request` → n × `Sequence` → `Scheduler` gives it a row of the KV cache → `ModelRunner` samples its tokens →
-`Engine` ends it → `Completion`.
+`Engine._decide` ends it (stop rules: engine.py, stop strings: output_text.py) → `Completion`.
 """
 
 from collections.abc import Hashable

@@ -1,6 +1,7 @@
-"""What a group must be before anyone may train on it. Every source goes through here; the first fault is the reason.
+"""Check a group before it may be trained on. Every source uses these checks; the first fault is the reason.
 
-The reasons are sentences: they lie in quarantine beside the group, go out in the HTTP 422 and reach the health line.
+The reasons are sentences: they are kept beside the group, sent in the HTTP 422 and shown in the health line.
+Whether its log-probabilities fit this model is asked later: `rl_training/publish/guard.py`, from the rollout buffer.
 """
 
 from collections.abc import Sequence
