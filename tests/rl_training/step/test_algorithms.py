@@ -131,8 +131,8 @@ def test_options_stand_beside_the_preset() -> None:
         ({"algorithm": "grpoo"}, "rl_training.algorithm.*'grpo', 'dapo'"),
         ({"algorithm": ["grpo"]}, "rl_training.algorithm"),
         ({"loss": 3}, "rl_training.loss"),
-        ({"overlong_buffer": 16}, "overlong_buffer and overlong_length go together"),
-        ({"overlong_length": 16}, "overlong_buffer and overlong_length go together"),
+        ({"overlong_buffer": 16}, "overlong_buffer and overlong_length belong together"),
+        ({"overlong_length": 16}, "overlong_buffer and overlong_length belong together"),
         ({"overlong_buffer": 16, "overlong_length": 8}, "longer than overlong_length"),
     ],
 )
