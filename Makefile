@@ -8,7 +8,7 @@ help:
 	@echo "make install      make .venv and install what fits this machine"
 	@echo "make quickstart   install, then watch a tiny model learn (about two minutes)"
 	@echo "make test         install with the test tools, then run every test"
-	@echo "make check        linter, formatter, types, architecture (under a minute)"
+	@echo "make check        linter, formatter, types, architecture, documentation rows (under a minute)"
 
 install: .venv/.ready
 	@echo "ready: the commands are in .venv/bin (. .venv/bin/activate)"

@@ -9,7 +9,8 @@ import difflib
 import importlib.resources
 import os
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def load_config(
         if isinstance(data.setdefault(section, {}), dict):
             data[section].setdefault(leaf, value)
     _make_paths_absolute(data, directories)
-    return parse_config(data, where)
+    return parse_config(data, where, overrides or [])
 
 
 def hardware_defaults(hardware: Hardware) -> dict[str, Any]:
@@ -162,12 +163,15 @@ def hardware_defaults(hardware: Hardware) -> dict[str, Any]:
     return keys
 
 
-def parse_config(data: dict[str, Any], where: str = "the configuration") -> Config:
-    """Validate a nested mapping. Raises ConfigError, as `load_config`."""
+def parse_config(data: dict[str, Any], where: str = "the configuration", overrides: Sequence[str] = ()) -> Config:
+    """Validate a mapping that came from `where` and `overrides`. Raises ConfigError, as `load_config`."""
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{where}: " + "; ".join(_explain(entry) for entry in error.errors())) from error
+        problems = defaultdict[str, list[str]](list)
+        for entry in error.errors():
+            problems[_origin(entry, overrides) or where].append(_explain(entry))
+        raise ConfigError("; ".join(f"{where}: {'; '.join(texts)}" for where, texts in problems.items())) from error
 
 
 def find_config(source: str | Path) -> Path:
@@ -248,6 +252,17 @@ def _absolute_files(value: Any, directories: list[Path], key: str = "") -> Any:
     return value
 
 
+def _origin(entry: Any, overrides: Sequence[str]) -> str | None:
+    """Return the override that an error of validation is about, as the user wrote it."""
+    dotted = ".".join(map(str, entry["loc"]))
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        unknown_section = entry["type"] == "extra_forbidden" and key.startswith(f"{dotted}.")
+        if unknown_section or f"{dotted}.".startswith(f"{key}."):
+            return f"--set {override}"
+    return None
+
+
 def _explain(entry: Any) -> str:
     location = [str(part) for part in entry["loc"]]
     dotted = ".".join(location)
@@ -255,10 +270,20 @@ def _explain(entry: Any) -> str:
         message = entry["msg"].removeprefix("Value error, ")
         value = "" if entry["type"] == "value_error" else f" (got {entry['input']!r})"
         return f"{dotted}: {message}{value}".removeprefix(": ")
-    valid = _keys_of(location[:-1])
-    near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.0)
-    hint = f"; did you mean {'.'.join([*location[:-1], near[0]])!r}?" if near else ""
-    return f"unknown key {dotted!r}{hint}"
+    *section, name = location
+    near = difflib.get_close_matches(name, _keys_of(section), n=1)
+    places = [key for key in _all_keys(Config) if key.endswith(f".{name}")] + [
+        ".".join([*section, key]) for key in near
+    ]
+    hint = f"did you mean {places[0]!r}?" if places else "docs/config.md lists every key"
+    return f"unknown key {dotted!r}; {hint}"
+
+
+def _all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _all_keys(field.annotation, f"{prefix}{name}.")
 
 
 def _keys_of(location: list[str]) -> list[str]:

@@ -75,6 +75,10 @@ class AddedRouter:
     basic_auth: bool = False
     while_loading: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.basic_auth and not self.router.prefix:
+            raise ValueError("AddedRouter(basic_auth=True) needs a router with a prefix: Basic would open every route")
+
 
 def create_app(deps: ServerDeps, routers: Sequence[AddedRouter] = ()) -> FastAPI:
     """An app that can be served at once: until `deps.state.ready(…)` everything answers 503."""

@@ -23,6 +23,17 @@ def test_override_beats_file_beats_default(tmp_path: Path) -> None:
         load_config(file, ["environments.1.weight=3"])
 
 
+def test_a_mistake_is_looked_for_where_it_was_made(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[rl_training]\nlearning_rate = -1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["sever.port=1", "server.port=x"])
+    message = str(caught.value)
+    assert f"{file}: rl_training.learning_rate: Input should be greater than 0 (got -1)" in message
+    assert "--set sever.port=1: unknown key 'sever'; did you mean 'server'?" in message
+    assert "--set server.port=x: server.port: Input should be a valid integer" in message
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -33,6 +44,12 @@ def test_override_beats_file_beats_default(tmp_path: Path) -> None:
         (["environments=[{kind='tasks', name='sum', wieght=2}]"], r"'environments.0.wieght'.*weight"),
         (["sever.port=1"], r"'sever'.*'server'"),
         (["server"], "section.key=value"),
+        (["foo=1"], r"^--set foo=1: unknown key 'foo'; docs/config.md lists every key$"),
+        (
+            ["total_steps=5"],
+            r"^--set total_steps=5: unknown key 'total_steps'; did you mean 'rl_training.total_steps'\?$",
+        ),
+        (["rollout_batch_size=5"], r"did you mean 'rl_training.atropos.rollout_batch_size'\?$"),
         (["server.port=1", "server.port.x=1"], "is a value, not a section"),
     ],
 )

@@ -28,42 +28,64 @@ def _bounds(clip_ratio: float, clip_ratio_high: float | None) -> tuple[float, fl
     return 1 - clip_ratio, 1 + (clip_ratio if clip_ratio_high is None else clip_ratio_high)
 
 
-def _dual(ratio: Array, advantages: Array, low: float, high: float, c: float) -> Array:
-    upper = np.maximum(-ratio * advantages, -np.clip(ratio, low, high) * advantages)
-    return np.where(advantages < 0, np.minimum(upper, -c * advantages), upper)
+class Terms:
+    """What the formulas read. `frozen` holds no gradient: see the top."""
+
+    def __init__(self, level: str, settings: dict[str, Any], new: Array, frozen: Array, old: Array) -> None:
+        self.new, self.settings, self.advantages = new, settings, fixtures.ADVANTAGES
+        self.ratio, self.held = _ratio(level, new, frozen, old), _ratio(level, frozen, frozen, old)
+        self.bounds = _bounds(settings.get("clip_ratio", 0), settings.get("clip_ratio_high"))
+        self.moved = np.exp(frozen) - np.exp(old)
+
+    def below(self, ceiling: float) -> Array:
+        """The clipped surrogate, of a ratio of at most `ceiling`."""
+        unclipped = np.minimum(self.ratio, ceiling) * self.advantages
+        return -np.minimum(unclipped, np.clip(self.ratio, *self.bounds) * self.advantages)
+
+
+def _dual_clip(t: Terms) -> Array:
+    upper = np.maximum(-t.ratio * t.advantages, -np.clip(t.ratio, *t.bounds) * t.advantages)
+    return np.where(t.advantages < 0, np.minimum(upper, -t.settings["dual_clip"] * t.advantages), upper)
+
+
+def _sapo(t: Terms) -> Array:
+    tau = np.where(t.advantages > 0, t.settings["sapo_tau_positive"], t.settings["sapo_tau_negative"])
+    return -4 / tau / (1 + np.exp(-tau * (t.ratio - 1))) * t.advantages
+
+
+def _dppo(t: Terms) -> Array:
+    too_far = np.where(t.advantages > 0, t.moved > t.settings["dppo_high"], t.moved < -t.settings["dppo_low"])
+    return np.where(too_far, 0, -t.ratio * t.advantages)
+
+
+FORMULAS: dict[str, Callable[[Terms], Array]] = {
+    "clip": lambda t: t.below(np.inf),
+    "dual_clip": _dual_clip,
+    "two_sided": lambda t: t.below(t.settings["ratio_delta"]),
+    "cispo": lambda t: -np.clip(t.held, *t.bounds) * t.advantages * t.new,
+    "sapo": _sapo,
+    "dppo": _dppo,
+    "reinforce": lambda t: -t.advantages * t.new,
+    "importance_sampling": lambda t: -t.ratio * t.advantages,
+}
+SETTINGS: dict[str, dict[str, Any]] = {  # at which a bound of every kind acts in set B
+    "clip": {"clip_ratio": 0.2, "clip_ratio_high": 0.28},
+    "dual_clip": {"clip_ratio": 0.2, "clip_ratio_high": 0.28, "dual_clip": 1.5},
+    "two_sided": {"clip_ratio": 0.2, "clip_ratio_high": 0.28, "ratio_delta": 1.7},
+    "cispo": {"clip_ratio": 0.4, "clip_ratio_high": 1.0},
+    "sapo": {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05},
+    "dppo": {"dppo_low": 0.1, "dppo_high": 0.15, "dppo_kl": 0.02},
+    "reinforce": {},
+    "importance_sampling": {},
+}
 
 
 def token_values(
     loss: str, level: str, settings: dict[str, Any], new: Array, frozen: Array, old: Array
 ) -> tuple[Array, Array]:
     """[B, T] each: the loss, and what no sampler correction multiplies."""
-    ratio, held = _ratio(level, new, frozen, old), _ratio(level, frozen, frozen, old)
-    advantages = fixtures.ADVANTAGES
-    low, high = _bounds(settings.get("clip_ratio", 0), settings.get("clip_ratio_high"))
-    moved = np.exp(frozen) - np.exp(old)
-    formulas: dict[str, Callable[[], Array]] = {
-        "clip": lambda: -np.minimum(ratio * advantages, np.clip(ratio, low, high) * advantages),
-        "dual_clip": lambda: _dual(ratio, advantages, low, high, settings["dual_clip"]),
-        "two_sided": lambda: (
-            -np.minimum(np.minimum(ratio, settings["ratio_delta"]) * advantages, np.clip(ratio, low, high) * advantages)
-        ),
-        "cispo": lambda: -np.clip(held, low, high) * advantages * new,
-        "sapo": lambda: np.where(
-            advantages > 0,
-            *(
-                -4 / tau / (1 + np.exp(-tau * (ratio - 1))) * advantages
-                for tau in (settings["sapo_tau_positive"], settings["sapo_tau_negative"])
-            ),
-        ),
-        "dppo": lambda: np.where(
-            np.where(advantages > 0, moved > settings["dppo_high"], moved < -settings["dppo_low"]),
-            0,
-            -ratio * advantages,
-        ),
-        "reinforce": lambda: -advantages * new,
-        "importance_sampling": lambda: -ratio * advantages,
-    }
-    return formulas[loss](), settings["dppo_kl"] * (new - old) ** 2 if loss == "dppo" else np.zeros_like(new)
+    values = FORMULAS[loss](Terms(level, settings, new, frozen, old))
+    return values, settings["dppo_kl"] * (new - old) ** 2 if loss == "dppo" else np.zeros_like(new)
 
 
 KL: dict[str, Callable[[Array], Array]] = {  # of d = ref - new

@@ -16,19 +16,10 @@ from tests.losses import fixtures, oracle
 
 Loss = Callable[[LossInputs], LossOutputs]
 
-WIDER: dict[str, dict[str, Any]] = {  # settings at which a bound of every kind acts in set B
-    "clip": {"clip_ratio": 0.2, "clip_ratio_high": 0.28},
-    "dual_clip": {"clip_ratio": 0.2, "clip_ratio_high": 0.28, "dual_clip": 1.5},
-    "two_sided": {"clip_ratio": 0.2, "clip_ratio_high": 0.28, "ratio_delta": 1.7},
-    "cispo": {"clip_ratio": 0.4, "clip_ratio_high": 1.0},
-    "sapo": {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05},
-    "dppo": {"dppo_low": 0.1, "dppo_high": 0.15, "dppo_kl": 0.02},
-    "reinforce": {},
-    "importance_sampling": {},
-}
+COVERED = [loss for loss in LOSSES if loss in oracle.FORMULAS]  # tests/test_documented.py: all have to be
 COMBINATIONS = [
     (loss, level)
-    for loss in LOSSES
+    for loss in COVERED
     for level in (("token",) if loss in WITHOUT_LEVEL else ("token", "sequence", "sequence_token"))
 ]
 
@@ -44,7 +35,7 @@ def made(loss: str, **options: Any) -> Loss:
 
 def full(loss: str, level: str = "token", aggregation: str = "token") -> Loss:
     """With every term that there is; the inputs of `full_inputs`."""
-    return made(loss, ratio_level=level, aggregation=aggregation, entropy_weight=0.05, **WIDER[loss])
+    return made(loss, ratio_level=level, aggregation=aggregation, entropy_weight=0.05, **oracle.SETTINGS[loss])
 
 
 def full_inputs(**more: Any) -> LossInputs:
@@ -99,7 +90,13 @@ def test_value_and_gradient_equal_the_float64_oracle(loss: str, level: str, aggr
     def in_float64(new: np.ndarray) -> float:
         return oracle.loss_of(
             new,
-            **{"loss": loss, "scale": 0.6, "level": level, "aggregation": aggregation, "settings": WIDER[loss]},
+            **{
+                "loss": loss,
+                "scale": 0.6,
+                "level": level,
+                "aggregation": aggregation,
+                "settings": oracle.SETTINGS[loss],
+            },
             **{"weights": fixtures.WEIGHTS, "kl_beta": 0.3, "entropy_weight": 0.05},
         )
 
@@ -112,18 +109,20 @@ def test_value_and_gradient_equal_the_float64_oracle(loss: str, level: str, aggr
 @pytest.mark.parametrize("estimator", oracle.KL)
 def test_every_kl_in_the_loss_equals_the_oracle(estimator: str) -> None:
     def in_float64(new: np.ndarray) -> float:
-        return oracle.loss_of(new, loss="clip", scale=0.6, settings=WIDER["clip"], kl_beta=0.7, kl_estimator=estimator)
+        return oracle.loss_of(
+            new, loss="clip", scale=0.6, settings=oracle.SETTINGS["clip"], kl_beta=0.7, kl_estimator=estimator
+        )
 
     shifted = fixtures.NEW + 0.013  # |ref - new| is 0 somewhere in the fixture, where "abs" has no slope
     inputs = fixtures.inputs(0.6, new=shifted, kl_beta=0.7)
-    value, slope = value_and_grad(made("clip", kl_estimator=estimator, **WIDER["clip"]), inputs)
+    value, slope = value_and_grad(made("clip", kl_estimator=estimator, **oracle.SETTINGS["clip"]), inputs)
     expected = oracle.gradient(in_float64, shifted)
     assert value == pytest.approx(in_float64(shifted), rel=1e-5)
     assert np.linalg.norm(slope - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", COVERED)
 def test_on_policy_every_loss_learns_and_knows_good_from_bad(loss: str, level: str) -> None:
     """At ratio 1 the gradient of each is that of -A · logprobs, up to a constant."""
     inputs = replace(fixtures.inputs(0.6), rollout_logprobs=mx.array(fixtures.NEW, mx.float32))
@@ -254,7 +253,7 @@ def test_weights_do_not_touch_kl_entropy_or_penalty() -> None:
     )
 
 
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "reinforce"])
+@pytest.mark.parametrize("loss", [loss for loss in COVERED if loss != "reinforce"])
 def test_a_ratio_against_nobody_is_refused(loss: str) -> None:
     """It would be 1 whatever happens, and no clip would ever act."""
     with pytest.raises(ValueError, match="rollout_logprobs or old_logprobs"):

@@ -62,6 +62,12 @@ def test_the_key_guards_every_route_but_health(guarded):
                 assert refused.json()["error"]["code"] == "invalid_api_key"
 
 
+def test_basic_authentication_is_for_the_routes_below_a_prefix():
+    """An empty prefix would let every route take the key as a password."""
+    with pytest.raises(ValueError, match="prefix"):
+        AddedRouter(APIRouter(), basic_auth=True)
+
+
 @pytest.mark.parametrize("credentials", [b"Bearer wrong", b"Bearer", b"", b"s3cret", b"Basic !!!"])
 def test_a_wrong_key_is_401(guarded, credentials):
     with guarded.http() as http:
