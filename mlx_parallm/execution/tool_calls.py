@@ -40,12 +40,13 @@ HOW_TO_CALL = """To call one, write
 RAW_INPUT = "input"  # the argument that holds the text of a USE_TOOL call whose arguments are plain words
 NAME_KEYS, ARGUMENT_KEYS = ("tool", "name"), ("arguments", "args", "parameters")
 
-_FENCE = re.compile(r"```[ \t]*(?:json|tool|tool_call)?[ \t]*\n?(\s*[{\[].*?)```", re.DOTALL | re.IGNORECASE)
+# A run of white space is taken whole (`*+`): tried in parts, a long one would hold up all threads for minutes.
+_FENCE = re.compile(r"```[ \t]*+(?:json|tool_call|tool)?(\s*+[{\[].*?)```", re.DOTALL | re.IGNORECASE)
 _NAMES_A_TOOL = re.compile(r'"(?:tool|name)"\s*:')
 _INVOKE = re.compile(r"<invoke\b([^>]*?)(?:/>|>(.*?)</invoke\s*>)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter\b([^>]*)>(.*?)</parameter\s*>", re.DOTALL)
 _NAME = re.compile(r"""\bname\s*=\s*(?:"([^"]*)"|'([^']*)')""")
-_USE_TOOL = re.compile(r"USE_TOOL\[\s*([^\]\n]*?)\s*\]\s*\(")
+_USE_TOOL = re.compile(r"USE_TOOL\[\s*+([^\[\]\n]*+)\s*+\]\s*+\(")
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
@@ -204,7 +205,8 @@ def _json_places(text: str, tools: Tools) -> Iterator[Place]:
 def _use_tool_places(text: str, tools: Tools) -> Iterator[Place]:
     at = 0
     while (match := _USE_TOOL.search(text, at)) is not None:
-        name, inside, parameters = match[1], match.end(), _parameters(tools, match[1])
+        name, inside = match[1].rstrip(), match.end()
+        parameters = _parameters(tools, name)
         # In plain words an apostrophe is no quotation mark; in a list of arguments it is.
         plain = _closing(text, inside - 1, "\"'", words=True)
         if plain is not None and _USE_TOOL.search(text, inside, plain):  # a mark here, its pair in the next call

@@ -12,7 +12,7 @@ from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.execution.sandbox.sandbox import PROTECTIONS, Language, Sandbox
 from mlx_parallm.rewards.part_tools import Completions, Scores, texts_of, to_binary, with_column
 
-FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"[ \t]*```[ \t]*([\w+-]*)")
 LANGUAGES: Mapping[str, Language] = {
     **dict.fromkeys(("", "python", "py", "python3"), "python"),
     **dict.fromkeys(("bash", "sh", "shell"), "bash"),
@@ -26,25 +26,42 @@ def _word():
     os.dup2(empty, 0), os.close(empty), os.close(end)
     return word
 
-def _run(program):
+def _run(answer, tests):
     import sys
     with open("answer.py", "wb") as file:
-        file.write(program.encode(errors="replace"))
-    exec(compile(program, file.name, "exec", dont_inherit=True), globals())
+        file.write((answer + "\\n" + tests).encode(errors="replace"))
+    # Two trees, so that no last line of the answer changes the tests; one program, for `exec` could be replaced.
+    only_tree, lines = 0x400, "\\n" * (answer.count("\\n") + 1)
+    program = compile(answer, file.name, "exec", only_tree, True)
+    program.body += compile(lines + tests, file.name, "exec", only_tree, True).body
+    exec(compile(program, file.name, "exec", 0, True), globals())
     for stream in (sys.stdout, sys.__stdout__):
         if not getattr(stream, "closed", True):
             stream.flush()
     return b""
 
-__import__("os").write(1, b"\\n" + _word() + _run(%r))
+__import__("os").write(1, b"\\n" + _word() + _run(%r, %r))
 """
-"""Runs a program, then prints the word from stdin. Meanwhile the word is in no file, variable or frame's locals: only
-on the interpreter's stack. The program is a file as well, so `inspect.getsource` and tracebacks show its lines."""
+"""Runs an answer and its tests, then prints the word from stdin. Meanwhile the word is in no file, variable or frame's
+locals: only on the interpreter's stack. Both are in a file as well, so `inspect.getsource` and tracebacks show their
+lines."""
 
 
 def fenced(text: str) -> list[tuple[str, str]]:
     """Return (language after the backquotes, in lower case; code) of every code block in a Markdown text."""
-    return [(name.lower(), block) for name, block in FENCE.findall(text)]
+    blocks: list[tuple[str, str]] = []
+    name, began = "", None
+    lines = text.split("\n")
+    for number, line in enumerate(lines):  # one pass: a policy that has collapsed writes thousands of openings
+        fence = FENCE.match(line)
+        if fence is None:
+            continue
+        if began is None:
+            name, began = fence[1].lower(), number + 1
+        elif line.strip(" \t") == "```":
+            blocks.append((name, "".join(f"{part}\n" for part in lines[began:number])))
+            began = None
+    return blocks
 
 
 def code(
@@ -95,7 +112,7 @@ async def _passes(sandbox: Sandbox, block: str, case: str | Mapping[str, Any]) -
         run = await sandbox.arun(block, stdin=str(case["input"]))
         return run.ok and _lines(run.stdout) == _lines(str(case["output"]))
     word = secrets.token_hex(16)  # shows that the end was reached: exit(0) passes nothing
-    run = await sandbox.arun(HARNESS % f"{block}\n{case}\n", stdin=f"{word}\n")
+    run = await sandbox.arun(HARNESS % (block, f"{case}\n"), stdin=f"{word}\n")
     return run.ok and run.stdout.endswith(f"\n{word}\n")
 
 

@@ -29,8 +29,8 @@ log = get_logger("rewards")
 BASE = "base"
 HIGHEST = 10
 CRITERIA = "Judge how well the answer does what was asked: right, complete and to the point."
-SCORE = re.compile(r"score\**\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
-RANKING = re.compile(r"ranking\**\s*[:=]\s*\**\s*(\d[\d ,>]*)", re.IGNORECASE)
+SCORE = re.compile(r"score\**\s*[:=]\s*+\**+\s*+(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+RANKING = re.compile(r"ranking\**\s*[:=]\s*+\**+\s*+(\d[\d ,>]*)", re.IGNORECASE)
 
 Mode = Literal["score", "rank"]
 Messages = list[dict[str, str]]

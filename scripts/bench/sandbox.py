@@ -43,6 +43,42 @@ while True:
 FOUR_GIGABYTES = "block = bytearray(4 << 30)\nblock[::4096] = b'x' * (1 << 20)\nprint('allocated')\n"
 ONE_GIGABYTE_OF_OUTPUT = "import sys\nfor _ in range(1 << 14):\n    sys.stdout.write('x' * (1 << 16))\n"
 MANY_FILES = "for number in range(64):\n    open(str(number), 'wb').write(bytes(8 << 20))\nprint('written')\n"
+FILES_IN_MEMORY = "import os\nfor _ in range(50):\n    os.write(os.memfd_create('m'), bytes(6 << 23))\nprint('held')\n"
+SHARED_MEMORY = "import mmap\nfor _ in range(50):\n    mmap.mmap(-1, 6 << 23)[:] = bytes(6 << 23)\nprint('held')\n"
+FORKED_MEMORY = """
+import os, time
+for _ in range(8):
+    if os.fork() == 0:
+        break
+held = b"x" * (200 << 20)
+time.sleep(9)
+print("held")
+"""
+REMOVED_FILES = """
+import os, time
+held = []
+for number in range(64):
+    held.append(open(str(number), "wb"))
+    held[-1].write(bytes(8 << 20))
+    held[-1].flush()
+    os.unlink(str(number))
+time.sleep(9)
+print("written")
+"""
+DEEP_DIRECTORIES = "import os\nfor _ in range(1200):\n    os.mkdir('d')\n    os.chdir('d')\n"
+PARENT_ENDED = """
+import os, resource, signal
+for act in (
+    *(lambda n=n: os.kill(os.getppid(), n) for n in range(1, signal.NSIG)),
+    lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0)),
+    lambda: os.sched_setaffinity(os.getppid(), [0]) or print("reached"),
+):
+    try:
+        act()
+    except OSError:
+        pass
+print("alive")
+"""
 SURVIVOR = f"""{IGNORE_SIGNALS}
 if os.fork() == 0:
     os.setsid()
@@ -138,7 +174,13 @@ def hostile(way: str) -> int:
             ("reads and writes in the home", read_and_write(secret), lambda run: run.stdout.count("Error") == 2),
             ("network", connect(server.getsockname()[1]), lambda run: run.stdout.endswith("Error\n")),
             ("1 GB of output", ONE_GIGABYTE_OF_OUTPUT, lambda run: run.outcome == "output"),
-            ("0.5 GB in files", MANY_FILES, lambda run: way == "landlock" or "written" not in run.stdout),
+            ("2.5 GB in memfd_create", FILES_IN_MEMORY, lambda run: "PermissionError" in run.stderr),
+            ("2.5 GB in shared memory", SHARED_MEMORY, lambda run: "PermissionError" in run.stderr),
+            ("1.8 GB in nine processes", FORKED_MEMORY, lambda run: run.outcome == "memory"),
+            ("0.5 GB in files", MANY_FILES, lambda run: "written" not in run.stdout),
+            ("0.5 GB in removed files", REMOVED_FILES, lambda run: run.outcome != "timeout" and not run.ok),
+            ("1,200 nested directories", DEEP_DIRECTORIES, lambda run: True),
+            ("signals and limits for its parent", PARENT_ENDED, lambda run: run.stdout == "alive\n"),
             ("child, setsid, ignores signals", SURVIVOR, lambda run: "left one behind" in run.stdout),
         ]
         broken = 0

@@ -206,6 +206,12 @@ WORDS = st.sampled_from(
 )
 
 
+@pytest.mark.parametrize("text", ["```" + " " * 30_000, "USE_TOOL[ " * 3000, "USE_TOOL[a" + "\n" * 30_000])
+def test_long_runs_take_no_longer_than_they_are(text: str) -> None:
+    """The first took hours, in which no other thread of the process ran: the time grew with the cube of the length."""
+    assert read(text) == []
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.text() | st.lists(WORDS, max_size=25).map("".join))
 def test_nothing_that_a_model_writes_raises(text: str) -> None:

@@ -1,6 +1,10 @@
 """Code in answers against tests, in the real sandbox."""
 
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.sandbox.sandbox import PROTECTIONS, Sandbox
@@ -31,6 +35,46 @@ TESTS = ["assert double(2) == 4", "assert double(0) == 0", "assert double(3) == 
 def test_blocks_are_found():
     text = "```python\na\n```\ntext ```no``` block\n   ```JSON x=1\n{}\n  ```\n```\nb\n```\n```python\nopen"
     assert fenced(text) == [("python", "a\n"), ("json", "{}\n"), ("", "b\n")]
+
+
+OLD_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+
+
+@given(
+    st.lists(st.sampled_from(["```", " ```\t", "```py", "``` Py x```", "a", "", " ", "\r", "``", "```\r"]), max_size=9)
+)
+def test_blocks_are_those_of_the_expression_that_says_what_one_is(lines):
+    text = "\n".join(lines)
+    assert fenced(text) == [(name.lower(), block) for name, block in OLD_FENCE.findall(text)]
+
+
+def test_the_work_of_finding_blocks_grows_with_the_text():
+    """The expression took 4 s for 30 kB, in which no other thread ran: every opening was followed to the end."""
+    looked_at = 0
+
+    class Line(str):
+        def split(self, separator):
+            nonlocal looked_at
+            lines = super().split(separator)
+            looked_at += len(lines)
+            return lines
+
+    assert fenced(Line("```python\n" * 300_000)) == []
+    assert looked_at == 300_001
+
+
+async def test_the_last_line_of_an_answer_does_not_change_the_tests(code):
+    """A decorator took the tests' first function away; a string swallowed what followed."""
+    tests = "def check(double):\n    assert double(2) == 4\ncheck(double)"
+    endings = ["@(lambda f: lambda *a: None)", "x = (", "if False:", "x = 1 + \\", '"""']
+    texts = [answer(f"def double(n):\n    return n\n{ending}") for ending in endings]
+    assert await code(completions=texts, tests=[[tests]] * len(texts)) == [0] * len(texts)
+    assert await code(completions=[RIGHT], tests=[[tests]]) == [1]
+
+
+async def test_a_failed_test_is_shown_with_its_line():
+    run = Sandbox(timeout_s=20).run(HARNESS % ("x = 1\n", "\nassert x == 2\n"), stdin=f"{WORD}\n")
+    assert run.returncode == 1 and 'answer.py", line 4' in run.stderr and "assert x == 2" in run.stderr
 
 
 async def test_the_share_of_tests_that_pass(code):
@@ -90,7 +134,7 @@ os._exit(0)
 """
 LAST_LINE_AGAIN = """
 import os
-_run = lambda program: b""
+_run = lambda answer, tests: b""
 exec(open("main.py").read().splitlines()[-1])
 os._exit(0)
 """
@@ -99,16 +143,16 @@ os._exit(0)
 @pytest.mark.parametrize("block", [HOSTILE, LAST_LINE_AGAIN], ids=["search", "last line again"])
 async def test_code_does_not_find_the_word_that_the_end_says(code, block):
     assert await code(completions=[answer(block)], tests=[["assert False"]]) == [0]
-    run = Sandbox(timeout_s=20).run(HARNESS % block, stdin=f"{WORD}\n")
+    run = Sandbox(timeout_s=20).run(HARNESS % (block, ""), stdin=f"{WORD}\n")
     assert (run.outcome, run.returncode, run.stdout.strip()) == ("ended", 0, ""), run.stderr
 
 
 async def test_code_would_find_a_word_that_is_kept(code):
     """The positive control of the search."""
-    end = '__import__("os").write(1, b"\\n" + _word() + _run(%r))'
+    end = '__import__("os").write(1, b"\\n" + _word() + _run(%r, %r))'
     assert end in HARNESS
-    kept = HARNESS.replace(end, '_kept = _word()\n__import__("os").write(1, b"\\n" + _kept + _run(%r))')
-    run = Sandbox(timeout_s=20).run(kept % HOSTILE, stdin=f"{WORD}\n")
+    kept = HARNESS.replace(end, '_kept = _word()\n__import__("os").write(1, b"\\n" + _kept + _run(%r, %r))')
+    run = Sandbox(timeout_s=20).run(kept % (HOSTILE, ""), stdin=f"{WORD}\n")
     assert (run.outcome, run.returncode) == ("ended", 0), run.stderr
     assert f"\n{WORD}\n" in run.stdout
 

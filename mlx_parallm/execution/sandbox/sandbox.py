@@ -15,6 +15,7 @@ import asyncio
 import functools
 import json
 import os
+import secrets
 import selectors
 import signal
 import subprocess
@@ -34,12 +35,12 @@ import psutil
 from mlx_parallm.errors import ConfigError, SandboxError
 
 Language = Literal["python", "bash"]
-Outcome = Literal["ended", "timeout", "output", "memory"]
+Outcome = Literal["ended", "timeout", "output", "memory", "disk"]
 
 PROTECTIONS = ("files", "network", "processes", "limits")
 MACOS = sys.platform == "darwin"
 WAYS: tuple[str, ...] = ("seatbelt",) if MACOS else ("namespaces", "landlock")
-WATCH_MEMORY = MACOS  # its kernel has no limit of a process's memory
+WATCH_MEMORY = MACOS  # on Linux the launcher watches it
 PACKAGE = str(Path(__file__).resolve().parent)
 # Imported, for then its bytecode is kept; the package itself is not, nor does its directory hide a standard module.
 LAUNCH = f"import sys; sys.path.append({PACKAGE!r}); import sandbox_launcher; sandbox_launcher.main()"
@@ -54,7 +55,7 @@ TRIAL_S = 30.0
 class SandboxRun:
     """The result of one run."""
 
-    outcome: Outcome  # "output": over output_kb; "memory": over memory_mb (macOS; elsewhere a MemoryError)
+    outcome: Outcome  # "output", "memory", "disk": over output_kb, memory_mb, disk_mb
     returncode: int | None  # negative: the signal that ended it; None unless it "ended"
     stdout: str  # up to the limit
     stderr: str
@@ -69,7 +70,7 @@ class SandboxRun:
 @dataclass(frozen=True, slots=True)
 class _Limits:
     timeout_s: float
-    memory: int  # bytes of each process
+    memory: int  # bytes
     processes: int
     disk: int  # bytes
     output: int  # bytes of either stream
@@ -95,9 +96,10 @@ class Sandbox:
         """
         Args:
             timeout_s: wall time after which a run is killed, with all processes that it started.
-            memory_mb: address space of each of its processes.
+            memory_mb: what its processes hold together, which ends the run, and (Linux) the address space of each one,
+                which is a MemoryError.
             processes: processes and threads at once.
-            disk_mb: bytes that it may write (without namespaces: to each file).
+            disk_mb: bytes that it may write (macOS: to each file). More is an OSError, or ends the run.
             output_kb: bytes of stdout and of stderr; more ends the run.
             concurrency: runs at once, others wait; default: one for each core.
             require: protections without which no code runs.
@@ -178,15 +180,36 @@ def _run(way: str, limits: _Limits, require: frozenset[str], code: str, language
     command = [python, "-I", "-S", "-c", LAUNCH]
     started = time.monotonic()
     try:
-        with tempfile.TemporaryDirectory(prefix="mlx_parallm_sandbox_", ignore_cleanup_errors=True) as made:
-            directory = specification["directory"] = os.path.realpath(made)
+        directory = specification["directory"] = os.path.realpath(tempfile.mkdtemp(prefix="mlx_parallm_sandbox_"))
+        try:
             if way == "seatbelt":
                 specification["closed"] = [n for n in PROTECTIONS if n != "processes" or language == "python"]
                 command = [SANDBOX_EXEC, "-p", _profile(directory, prefixes, language), *command]
             cut, returncode, streams = _start(command, specification, limits)
+        finally:
+            _remove(directory)
     except OSError as error:
         raise SandboxError(f"the sandbox cannot be started: {error}") from error
     return _result(cut, returncode, streams, time.monotonic() - started)
+
+
+def _remove(directory: str) -> None:
+    """Remove a directory that may be deeper than a path or a stack is long: what lies deep is moved up first."""
+    top = Path(directory)
+    token, number, waiting = secrets.token_hex(8), 0, [top]
+    with suppress(OSError):  # what cannot be removed stays
+        while waiting:
+            here = waiting.pop()
+            for entry in list(here.iterdir()):
+                if entry.is_symlink() or not entry.is_dir():
+                    entry.unlink()
+                    continue
+                number += 1
+                entry.chmod(0o700)
+                waiting.append(entry.rename(top / f"{token}-{number}"))
+            if here != top:
+                here.rmdir()
+        top.rmdir()
 
 
 def _start(
@@ -285,9 +308,10 @@ def _result(cut: Outcome | None, returncode: int, streams: list[bytes], seconds:
     if report.get("missing"):
         names = ", ".join(report["missing"])
         raise SandboxError(f"the sandbox has no protection of {names}: {report['lacking'] or 'bash forks'}")
-    code = report.get("exit", returncode if MACOS else None)
-    outcome: Outcome = cut or ("timeout" if "exit" not in report and report.get("timeout") else "ended")
-    if "protections" not in report or (outcome == "ended" and code is None):
+    # Without either, the launcher was killed while the code ran, and the code with it (by the kernel, out of memory).
+    code = report.get("exit", returncode if MACOS else -signal.SIGKILL)
+    outcome: Outcome = cut or (report.get("limit") if "exit" not in report else None) or "ended"
+    if "protections" not in report:
         raise SandboxError(f"the sandbox ended with {returncode}: {stderr.decode(errors='replace').strip()[-300:]}")
     texts = [text.decode(errors="replace") for text in (stdout, stderr)]
     ended = code if outcome == "ended" else None

@@ -12,6 +12,9 @@ descriptor. The ways:
                  child subreaper, which gets orphans back and kills them
     seatbelt     macOS: `sandbox-exec` is around this process, which sets the limits only
 
+Both ways of Linux have a filter of system calls (seccomp), and this process looks after every `WATCH_S` how much memory
+the code's processes hold together, for a limit of each process says nothing about many.
+
 Root becomes an unused user, because RLIMIT_NPROC does not count root's processes. That user may have no right to enter
 the home with the interpreter. Namespaces bind the interpreter to a place where it may; with Landlock the user keeps the
 one capability to read, which then reaches no further than Landlock's rules.
@@ -26,15 +29,17 @@ import resource
 import signal
 import struct
 import sys
+import time
 
 TYPE_CHECKING = False  # typing would be a quarter of its start
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from typing import Any, NoReturn
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+NEW = NEWNS | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET | 0x2000000  # the last: cgroups
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
@@ -47,11 +52,29 @@ PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 38, 47, 2
 READING_CAPABILITIES = (2, 1)  # CAP_DAC_READ_SEARCH; CAP_DAC_OVERRIDE, which containers have
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
-# The numbers of: socket, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, ptrace, process_vm_writev,
-# open_by_handle_at, pidfd_send_signal, io_uring_setup (which can open sockets), setpriority, ioprio_set, pidfd_getfd.
+# The numbers of: ptrace, process_vm_writev, open_by_handle_at, io_uring_setup (which can open sockets), pidfd_getfd,
+# bpf, perf_event_open, userfaultfd.
 DENIED_CALLS = {
-    "x86_64": (41, 62, 200, 234, 129, 297, 101, 311, 304, 424, 425, 141, 251, 438),
-    "aarch64": (198, 129, 130, 131, 138, 240, 117, 271, 265, 424, 425, 140, 30, 438),
+    "x86_64": (101, 311, 304, 425, 438, 321, 298, 323),
+    "aarch64": (117, 271, 265, 425, 438, 280, 241, 282),
+}
+# memfd_create, memfd_secret, shmget, semget, msgget, mq_open: memory that no limit of a process counts. SysV's and
+# POSIX's outlive the process, too.
+UNCOUNTED_MEMORY_CALLS = {"x86_64": (319, 447, 29, 64, 68, 240), "aarch64": (279, 447, 194, 190, 186, 180)}
+# add_key, request_key, keyctl: the session's keyring belongs to who started the trainer.
+KEY_CALLS = {"x86_64": (248, 249, 250), "aarch64": (217, 218, 219)}
+# unshare, setns, mount, umount2, chroot, pivot_root, open_tree, move_mount, fsopen, fsconfig, fsmount, fspick,
+# mount_setattr: in a user namespace of its own the code might mount a file system in memory.
+NAMESPACE_CALLS = {
+    "x86_64": (272, 308, 165, 166, 161, 155, 428, 429, 430, 431, 432, 433, 442),
+    "aarch64": (97, 268, 40, 39, 51, 41, 428, 429, 430, 431, 432, 433, 442),
+}
+CLONE, CLONE3 = {"x86_64": 56, "aarch64": 220}, 435  # the second's flags lie where a filter cannot look
+# Without namespaces: socket, kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal, setpriority,
+# ioprio_set.
+OUTSIDE_CALLS = {
+    "x86_64": (41, 62, 200, 234, 129, 297, 424, 141, 251),
+    "aarch64": (198, 129, 130, 131, 138, 240, 424, 140, 30),
 }
 # setxattr, lsetxattr, fsetxattr, removexattr, lremovexattr, fremovexattr, setxattrat, removexattrat, file_setattr: not
 # Landlock's, and a right to write, which root's code may have kept, is enough for most.
@@ -67,10 +90,11 @@ CALLS_FOR_ITSELF = {"x86_64": (302, 203, 144, 142, 314), "aarch64": (261, 122, 1
 COMMANDING_CALLS = {"x86_64": (72, 16), "aarch64": (25, 29)}
 DENIED_COMMANDS = (8, 10, 15), (0x8901, 0x8902)
 SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+MMAP, MAP_SHARED_ANONYMOUS = {"x86_64": 9, "aarch64": 222}, 0x21  # it stays whole when all but a page is unmapped
 AF_UNIX, SOCK_STREAM, SOCK_SEQPACKET, TYPE_MASK = 1, 1, 5, 0xF  # other types send to any address, connected or not
 
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/nix/store")
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")  # mapped, /dev/zero is uncounted memory
 FIRST_UID, UIDS = 61184, 4336  # systemd's range for users that exist only while a process runs
 # Without `site`, which takes most of the time of a start, but with its two words that programs use.
 PYTHON = """import builtins, sys
@@ -83,10 +107,13 @@ COMMANDS = {
     "bash": ("main.sh", ["main.sh"]),
 }
 ALL = ("files", "network", "processes", "limits")
+OPEN_FILES = 64  # the kernel holds up to 416 kB for each pair of sockets
+WATCH_S = 0.02
+MOST_FILES = 16384
 
 
 class StopRequest(BaseException):
-    """SIGALRM: the time is up. SIGTERM: `sandbox.py` ends the run."""
+    """A limit's name: the run has reached it. None: SIGTERM, by which `sandbox.py` ends the run."""
 
 
 def main() -> None:
@@ -94,7 +121,6 @@ def main() -> None:
     os.set_inheritable(status, False)
     os.umask(0o022)
     signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGALRM, _stop)
     uid = FIRST_UID + os.getpid() % UIDS if os.getuid() == 0 else None  # RLIMIT_NPROC counts its processes alone
     way = {"namespaces": in_namespaces, "landlock": in_landlock, "seatbelt": in_seatbelt}[specification["way"]]
     try:
@@ -102,14 +128,15 @@ def main() -> None:
     except OSError as error:
         report(status, error=str(error))
     except StopRequest as stop:
-        report(status, timeout=stop.args[0] == signal.SIGALRM)
+        report(status, limit=stop.args[0])
 
 
-def _stop(number: int, _frame: Any) -> NoReturn:
-    raise StopRequest(number)
+def _stop(_number: int, _frame: Any) -> NoReturn:
+    raise StopRequest(None)
 
 
 def in_namespaces(specification: Mapping[str, Any], status: int, uid: int | None) -> None:
+    processes = Processes()
     enter_namespaces()
     call("prctl", PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     make_root(specification["directory"], specification["prefixes"], specification["disk"])
@@ -120,7 +147,7 @@ def in_namespaces(specification: Mapping[str, Any], status: int, uid: int | None
 
     first = spawn(status, first_process)
     try:
-        signal.setitimer(signal.ITIMER_REAL, specification["timeout_s"])
+        watch(specification["timeout_s"], lambda: processes.over(specification, first))
         wait_for(first)
     finally:
         _ignore_stops()
@@ -128,20 +155,19 @@ def in_namespaces(specification: Mapping[str, Any], status: int, uid: int | None
 
 
 def in_landlock(specification: Mapping[str, Any], status: int, uid: int | None) -> None:
+    processes = Processes()
     call("prctl", PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        raise OSError("the kernel does not list children in /proc")
     os.chdir(specification["directory"])
     if uid is not None:
         os.chown(".", uid, uid)
     child = spawn(status, lambda: execute(specification, status, uid))
     try:
-        signal.setitimer(signal.ITIMER_REAL, specification["timeout_s"])
+        watch(specification["timeout_s"], lambda: processes.over(specification, os.getpid()))
         report(status, exit=wait_for(child))
     finally:
         _ignore_stops()
-        kill_descendants()
+        processes.kill_descendants()
 
 
 def in_seatbelt(specification: Mapping[str, Any], status: int, uid: int | None) -> None:
@@ -216,6 +242,10 @@ def execute(specification: Mapping[str, Any], status: int, uid: int | None) -> N
     else:
         drop_root(uid)
         call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        try:
+            deny_calls(namespaces=True)
+        except OSError as error:
+            lacking = dict.fromkeys(("files", "limits"), f"seccomp: {error}")
     if sys.platform == "linux":
         call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     closed = [name for name in closed if name not in lacking]
@@ -241,7 +271,7 @@ def write_files(name: str, code: str, stdin: str) -> None:
 
 def set_limits(specification: Mapping[str, Any], uid: int | None) -> None:
     seconds = int(specification["timeout_s"]) + 2
-    limits = {"CPU": seconds, "CORE": 0, "NOFILE": 256, "FSIZE": specification["disk"]}
+    limits = {"CPU": seconds, "CORE": 0, "NOFILE": OPEN_FILES, "FSIZE": specification["disk"]}
     if sys.platform == "linux":  # macOS: `sandbox.py` watches the memory, and the profile forbids to fork
         limits["AS"] = specification["memory"]
         counted_apart = specification["way"] == "namespaces" or uid is not None
@@ -275,9 +305,9 @@ def close_without_namespaces(specification: Mapping[str, Any], uid: int | None) 
         lacking["files"] = f"Landlock: {error}"
     drop_root(uid, keep_reading=not lacking and not open_to_others(specification["python"]))
     try:
-        deny_calls(own_user=uid is not None)
+        deny_calls(namespaces=False, own_user=uid is not None)
     except OSError as error:
-        lacking |= dict.fromkeys(("network", "processes"), f"seccomp: {error}")
+        lacking |= dict.fromkeys(("network", "processes", "limits"), f"seccomp: {error}")
     return lacking
 
 
@@ -302,27 +332,43 @@ def restrict_files(readable: list[str], writable: str) -> None:
     os.close(rules)
 
 
-def deny_calls(*, own_user: bool) -> None:
-    """Install a seccomp filter: calls that reach beyond the sandbox fail with EPERM. `own_user`: the user has no other
-    files, so modes and owners may be changed. Raises OSError: not on this machine."""
+def deny_calls(*, namespaces: bool, own_user: bool = True) -> None:
+    """Install a seccomp filter: calls that reach beyond the sandbox or its limits fail with EPERM.
+
+    Args:
+        namespaces: other processes, and the files' attributes, are out of reach already.
+        own_user: the user has no other files, so modes and owners may be changed.
+
+    Raises OSError: not on this machine.
+    """
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         raise OSError(f"the system calls of {machine} are not listed here")
     # An instruction: what, lines to skip if so, lines to skip if not, value.
-    load, equal, at_least, give, keep_bits = 0x20, 0x15, 0x35, 0x06, 0x54
+    load, equal, at_least, any_bit, give, keep_bits = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
     kill, allow, refuse = (give, 0, 0, 0x80000000), (give, 0, 0, 0x7FFF0000), (give, 0, 0, 0x00050001)
-    call_number, architecture, first, second = (load, 0, 0, 0), (load, 0, 0, 4), (load, 0, 0, 16), (load, 0, 0, 24)
+    unknown = (give, 0, 0, 0x00050026)  # ENOSYS: the C library uses the older call then
+    call_number, architecture, first, second, fourth = (
+        *((load, 0, 0, 0), (load, 0, 0, 4)),
+        *((load, 0, 0, 16), (load, 0, 0, 24), (load, 0, 0, 40)),
+    )
     program = [architecture, (equal, 1, 0, ARCHITECTURES[machine]), kill, call_number]
-    program += [(at_least, 0, 1, 0x40000000), refuse]  # x32's numbers
-    denied = DENIED_CALLS[machine] + ATTRIBUTE_CALLS[machine] + (() if own_user else OWNERS_CALLS[machine])
-    for number in denied:
+    program += [(at_least, 0, 1, 0x40000000), refuse, (equal, 0, 1, CLONE3), unknown]  # the first: x32's numbers
+    lists: list[Mapping[str, tuple[int, ...]]] = [DENIED_CALLS, UNCOUNTED_MEMORY_CALLS, KEY_CALLS, NAMESPACE_CALLS]
+    if not namespaces:
+        lists += [OUTSIDE_CALLS, ATTRIBUTE_CALLS, *(() if own_user else (OWNERS_CALLS,))]
+    for number in (number for numbers in lists for number in numbers[machine]):
         program += [(equal, 0, 1, number), refuse]
     looked_at = {number: [first, (equal, 1, 0, 0), refuse, allow] for number in CALLS_FOR_ITSELF[machine]}
-    for number, commands in zip(COMMANDING_CALLS[machine], DENIED_COMMANDS, strict=True):
-        refused = [line for command in commands for line in ((equal, 0, 1, command), refuse)]
-        looked_at[number] = [second, *refused, allow]
-    kinds = [second, (keep_bits, 0, 0, TYPE_MASK), (equal, 2, 0, SOCK_STREAM), (equal, 1, 0, SOCK_SEQPACKET), refuse]
-    looked_at[SOCKETPAIR[machine]] = [first, (equal, 1, 0, AF_UNIX), refuse, *kinds, allow]
+    looked_at[CLONE[machine]] = [first, (any_bit, 0, 1, NEW), refuse, allow]
+    shared = (keep_bits, 0, 0, MAP_SHARED_ANONYMOUS)
+    looked_at[MMAP[machine]] = [fourth, shared, (equal, 0, 1, MAP_SHARED_ANONYMOUS), refuse, allow]
+    if not namespaces:
+        for number, commands in zip(COMMANDING_CALLS[machine], DENIED_COMMANDS, strict=True):
+            refused = [line for command in commands for line in ((equal, 0, 1, command), refuse)]
+            looked_at[number] = [second, *refused, allow]
+        kinds = [second, (keep_bits, 0, 0, TYPE_MASK), (equal, 2, 0, SOCK_STREAM), (equal, 1, 0, SOCK_SEQPACKET)]
+        looked_at[SOCKETPAIR[machine]] = [first, (equal, 1, 0, AF_UNIX), refuse, *kinds, refuse, allow]
     for number, lines in looked_at.items():
         program += [(equal, 0, len(lines), number), *lines]
     program.append(allow)
@@ -362,8 +408,9 @@ def spawn(status: int, work: Callable[[], None]) -> int:
     if pid:
         return pid
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        # Without handlers: the first process of a namespace gets only the signals that it has one for.
+        for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
         work()
     except (OSError, ValueError) as error:  # ValueError: of setrlimit
         report(status, error=str(error))
@@ -387,40 +434,124 @@ def end(child: int) -> None:
         return  # it has ended, and was reaped
 
 
-def kill_descendants() -> None:
-    """Kill all descendants. They are stopped first, until all are: they might fork faster than they are killed one by
-    one. The children of a killed process become this one's (PR_SET_CHILD_SUBREAPER)."""
-    while True:
-        stopped: set[int] = set()
-        while running := descendants() - stopped:
-            send(running, signal.SIGSTOP)
-            stopped |= running
-        send(stopped, signal.SIGKILL)
+class Processes:
+    """What /proc says, also from a root directory that has none. Raises OSError: not enough on this machine."""
+
+    def __init__(self) -> None:
+        self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+        self._text(f"{os.getpid()}/task/{os.getpid()}/children", "the kernel does not list children in /proc")
+        self._text(f"{os.getpid()}/status", "the kernel does not show a process's memory in /proc")
+
+    def over(self, specification: Mapping[str, Any], root: int) -> str | None:
+        """Return the limit that what `root` has started exceeds together, or None."""
+        running = self.descendants(root)
+        limit = specification["memory"]
+        if self._memory(running, "status", ("RssAnon", "VmSwap")) > limit:
+            # Forked processes share pages: the exact number, of which this kernel may show nothing, takes longer.
+            exact = self._memory(running, "smaps_rollup", ("Pss_Anon", "SwapPss"))
+            if exact > limit or not exact:
+                return "memory"
+        if specification["way"] == "namespaces":  # whose file system is as large as `disk`
+            return None
+        return "disk" if self._written(specification["directory"], running) > specification["disk"] else None
+
+    def kill_descendants(self) -> None:
+        """Kill all descendants. They are stopped first, until all are: they might fork faster than they are killed one
+        by one. The children of a killed process become this one's (PR_SET_CHILD_SUBREAPER)."""
+        while True:
+            stopped: set[int] = set()
+            while running := self.descendants(os.getpid()) - stopped:
+                send(running, signal.SIGSTOP)
+                stopped |= running
+            send(stopped, signal.SIGKILL)
+            try:
+                os.wait()
+            except ChildProcessError:
+                return
+
+    def descendants(self, root: int) -> set[int]:
+        processes: set[int] = set()
+        parents = [root]
+        while parents:
+            children = self._children(parents.pop()) - processes
+            processes |= children
+            parents += children
+        return processes
+
+    def _children(self, pid: int) -> set[int]:
+        children: set[int] = set()
+        for thread in self._list(f"{pid}/task"):
+            children.update(map(int, self._text(f"{pid}/task/{thread}/children").split()))
+        return children
+
+    def _memory(self, pids: Iterable[int], file: str, names: Collection[str]) -> int:
+        """Return the sum of the lines of these names, in bytes."""
+        lines = (line.split() for pid in pids for line in self._text(f"{pid}/{file}").splitlines())
+        return sum(int(line[1]) << 10 for line in lines if line and line[0].rstrip(":") in names)
+
+    def _written(self, directory: str, pids: Iterable[int]) -> float:
+        """Return the bytes of the files in a directory, and of those that are open and removed; infinity: too many
+        files, or one that lies too deep to be looked at."""
+        blocks: dict[tuple[int, int], int] = {}  # of each file, which may have several names
+        waiting, files = [directory], 0
+        while waiting and files <= MOST_FILES:
+            try:
+                for entry in os.scandir(waiting.pop()):
+                    state, files = entry.stat(follow_symlinks=False), files + 1
+                    blocks[state.st_dev, state.st_ino] = state.st_blocks
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+            except (FileNotFoundError, PermissionError):
+                continue  # it was removed meanwhile, or nobody may enter it
+            except OSError:  # its path is too long
+                return float("inf")
+        for name in (f"{pid}/fd/{name}" for pid in pids for name in self._list(f"{pid}/fd")):
+            try:
+                state = os.stat(name, dir_fd=self._proc)
+            except OSError:
+                continue  # it was closed meanwhile
+            if state.st_nlink == 0:
+                blocks[state.st_dev, state.st_ino] = state.st_blocks
+        return float("inf") if files > MOST_FILES else 512 * sum(blocks.values())
+
+    def _list(self, path: str) -> list[str]:
+        """Return the names in a directory; none if the process has ended, or may not be looked at."""
         try:
-            os.wait()
-        except ChildProcessError:
-            return
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return []
+        try:
+            return os.listdir(directory)
+        except (FileNotFoundError, ProcessLookupError):
+            return []
+        finally:
+            os.close(directory)
+
+    def _text(self, path: str, needed: str = "") -> str:
+        """Return a file; "" if the process has ended, or may not be looked at. Raises OSError: it is `needed`."""
+        try:
+            with open(os.open(path, os.O_RDONLY, dir_fd=self._proc)) as file:
+                return file.read()
+        except (FileNotFoundError, ProcessLookupError, PermissionError) as error:
+            if needed:
+                raise OSError(f"{needed} ({error})") from error
+            return ""
 
 
-def descendants() -> set[int]:
-    processes: set[int] = set()
-    parents = [os.getpid()]
-    while parents:
-        children = children_of(parents.pop()) - processes
-        processes |= children
-        parents += children
-    return processes
+def watch(seconds: float, over: Callable[[], str | None]) -> None:
+    """Raise StopRequest in this thread with the limit that `over` names, or "timeout" after so many seconds."""
+    ends = time.monotonic() + seconds
 
+    def look(_number: int, _frame: Any) -> None:
+        spent = time.process_time()
+        limit = "timeout" if time.monotonic() >= ends else over()
+        if limit is not None:
+            raise StopRequest(limit)
+        pause = max(WATCH_S, 10 * (time.process_time() - spent))  # to look costs a tenth of a core at most
+        signal.setitimer(signal.ITIMER_REAL, max(1e-6, min(pause, ends - time.monotonic())))
 
-def children_of(pid: int) -> set[int]:
-    children: set[int] = set()
-    try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as file:
-                children.update(map(int, file.read().split()))
-    except (FileNotFoundError, ProcessLookupError):
-        return children  # it has ended
-    return children
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, min(WATCH_S, seconds))
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:
