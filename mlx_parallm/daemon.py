@@ -26,8 +26,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
 from mlx_parallm.distributed.ranks import follow, join
@@ -64,6 +62,7 @@ from mlx_parallm.system.log import RunLog, configure_logging, get_logger
 from mlx_parallm.system.power import kept_awake
 from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.system.signals import ShutdownWatcher
+from mlx_parallm.system.terminal import Console
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.weights import PublishReport, SharedWeights
 

@@ -21,7 +21,7 @@ TINY_MODULE_LINES = 80
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
     "(root)": 1230,
-    "cli": 1100,
+    "cli": 1190,
     "config": 1490,
     "distributed": 440,
     "engine": 3670,
@@ -35,10 +35,10 @@ LINES: dict[str, int] = {
     "primitives": 160,
     "rewards": 1940,
     "rl_training": 9580,
-    "rollout_store": 1220,
+    "rollout_store": 1260,
     "server": 3660,
-    "system": 860,
-    "tools": 2020,
+    "system": 930,
+    "tools": 2390,
 }
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own

@@ -51,7 +51,24 @@ def exit_code(run: Run, args: Namespace) -> int:
     try:
         return run(args)
     except ParallmError as error:
-        sys.stderr.write(f"error: {Redactor(environment_secrets()).text(str(error))}\n")
+        from mlx_parallm.system.terminal import escaped  # here: it loads rich
+
+        sys.stderr.write(f"error: {escaped(Redactor(environment_secrets()).text(str(error)), lines=True)}\n")
         return EXIT_ERROR
     except KeyboardInterrupt:
         return 130
+
+
+def piped(run: Run) -> Run:
+    """For a command that only prints: whoever reads may close the pipe (`| head`), and that ends it in order."""
+
+    def until_closed(args: Namespace) -> int:
+        try:
+            code = run(args)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
+            return 0
+
+    return until_closed

@@ -2,11 +2,15 @@
 
 import atexit
 import json
+import re
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-from mlx_parallm.cli.command import Run, add_set, load, toml_value
+from mlx_parallm.cli.command import Run, add_set, load, piped, toml_value
 
 
 def explain(parser: ArgumentParser) -> Run:
@@ -25,30 +29,95 @@ def explain(parser: ArgumentParser) -> Run:
 
 
 def rollouts(parser: ArgumentParser) -> Run:
-    """`mlx_parallm rollouts`: what became of the groups of a run."""
+    """`mlx_parallm rollouts`: the answers of a run, and what became of its groups."""
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="checkpoints/<run>, or one of its steps")
     what = parser.add_mutually_exclusive_group()
+    what.add_argument("--worst", action="store_true", help="lowest reward first; default: the newest first")
+    what.add_argument("--best", action="store_true", help="highest reward first")
     what.add_argument(
         "--show",
         metavar="ID",
-        help="one group (its id, or how it begins), or its n-th rollout (ID#n): tokens, masks, logprobs, scores",
+        help="one group (its id, or how it begins) as a whole, or its n-th answer (ID#n) token by token",
     )
+    what.add_argument("--counts", action="store_true", help="groups by state, environment and version; why dropped")
     what.add_argument("--rejects", action="store_true", help="the newest groups that were refused, with the reason")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--environment", metavar="NAME", help="answers of this environment only")
+    parser.add_argument("--state", choices=["waiting", "taken", "dropped", "quarantined"], help="of such groups only")
+    parser.add_argument("--step", metavar="A:B", type=_range, help="of groups that steps A to B took or dropped; or A")
+    parser.add_argument(
+        "--reward", metavar="A:B", type=_range, help="with a reward from A to B: 0, 0.5:, --reward=-1:0"
+    )
+    words = parser.add_mutually_exclusive_group()
+    words.add_argument("--text", help="with this text in the prompt or the answer, in upper or lower case")
+    words.add_argument("--regex", metavar="PATTERN", type=_pattern, help="the same with a regular expression")
+    parser.add_argument("--limit", metavar="N", type=int, help="at most so many; default: 10, with --json all")
+    parser.add_argument("--json", action="store_true", help="for machines: a JSON object on each line")
 
     def run(args: Namespace) -> int:
-        from mlx_parallm.tools import rollouts
-
-        if args.show is not None:
-            found, parts = rollouts.show(args.run_dir, args.show), rollouts.draw_group
-        elif args.rejects:
-            found, parts = rollouts.rejects(args.run_dir, rollouts.SHOWN), rollouts.draw_rejects
-        else:
-            found, parts = rollouts.summary(args.run_dir), rollouts.draw_summary
-        sys.stdout.write(json.dumps(found, indent=1) + "\n" if args.json else rollouts.as_text(parts(found)))
+        chosen = [name for name in ("environment", "state", "step", "reward", "text", "regex") if vars(args)[name]]
+        if chosen and (args.show is not None or args.counts or args.rejects):
+            parser.error(f"--{chosen[0]} chooses among answers, which --show, --counts and --rejects do not list")
+        if args.limit is not None and args.limit < 1:
+            parser.error("--limit: at least 1")
+        _look(args)
         return 0
 
-    return run
+    return piped(run)
+
+
+def _look(args: Namespace) -> None:
+    from mlx_parallm.tools import rollouts, rollouts_text
+
+    with closing(rollouts.Answers(args.run_dir)) as answers:
+        found: Iterable[dict[str, Any]]
+        if args.show is not None:
+            found = [answers.show(args.show)]
+            parts = rollouts_text.draw_group(found[0])
+        elif args.counts:
+            found = [answers.counts()]
+            parts = rollouts_text.draw_counts(found[0])
+        elif args.rejects:
+            found = answers.rejects(args.limit or rollouts_text.SHOWN)
+            parts = rollouts_text.draw_rejects(found)
+        else:
+            text = args.text and args.text.casefold()
+            wanted = rollouts.Wanted(
+                order="worst" if args.worst else "best" if args.best else "newest",
+                environment=args.environment,
+                state=args.state,
+                steps=args.step or rollouts.EVERY,
+                rewards=args.reward or rollouts.EVERY,
+                text=args.regex.search if args.regex else (lambda given: text in given.casefold()) if text else None,
+                limit=args.limit or (None if args.json else rollouts_text.SHOWN_ANSWERS),
+            )
+            found = answers.rows(wanted)
+            parts = rollouts_text.draw_rows(found, answers)
+        if not args.json:
+            sys.stdout.write(rollouts_text.as_text(parts))
+            return
+        for value in found:
+            sys.stdout.write(json.dumps(value) + "\n")
+        for note in answers.notes:
+            sys.stderr.write(f"note: {note}\n")
+
+
+def _range(text: str) -> tuple[float | None, float | None]:
+    """Read `A:B`, `A:`, `:B` or `A`."""
+    first, colon, last = text.partition(":")
+    try:
+        bounds = [float(bound) if bound else None for bound in (first, last if colon else first)]
+    except ValueError:
+        bounds = []
+    if not first + last or not bounds or any(bound != bound for bound in bounds):
+        raise ArgumentTypeError(f"{text!r} is no range: A:B, A:, :B or one number")
+    return bounds[0], bounds[1]
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
 
 
 def show_checkpoint(parser: ArgumentParser) -> Run:
@@ -91,9 +160,8 @@ def evaluate(parser: ArgumentParser) -> Run:
             )
         if args.concurrency < 1:
             parser.error("--concurrency: at least 1")
-        from rich.console import Console
-
         from mlx_parallm.system.log import configure_logging
+        from mlx_parallm.system.terminal import Console
         from mlx_parallm.tools import eval as evaluation
 
         if args.compare:
@@ -147,9 +215,8 @@ def replay(parser: ArgumentParser) -> Run:
         from mlx_parallm.system.blas import request_bitwise_reproducible_blas
 
         request_bitwise_reproducible_blas()  # the same command gives the same numbers
-        from rich.console import Console
-
         from mlx_parallm.models.threads import release_streams
+        from mlx_parallm.system.terminal import Console
         from mlx_parallm.tools.replay import replay as play
         from mlx_parallm.tools.replay import show
 

@@ -76,10 +76,10 @@ COMMANDS = (
     Command(
         "rollouts",
         "look",
-        "Show what became of every group of rollouts of a run.",
+        "Show the answers of a run, their rewards, and what became of them.",
         "mlx_parallm.cli.existing:rollouts",
         "mlx_parallm_rollouts",
-        "Counts by state, environment and policy version; one group; or the refused groups."
+        "The newest first, or the worst or the best; one group as a whole; counts; or the refused groups."
         " Reads only, also while the run goes on.",
     ),
     Command(

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from mlx_parallm.config.environment import EnvironmentConfig, unique_names
@@ -29,6 +28,7 @@ from mlx_parallm.environments.state import BaseEnvironment
 from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.errors import ConfigError, EnvironmentFailedError, RolloutRejectedError
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.terminal import Console
 from mlx_parallm.types import ChatTokenizer, PolicyClient, RolloutGroup, Trajectory
 
 log = get_logger("environments")

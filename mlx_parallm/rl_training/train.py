@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rich.console import Console
-
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource
@@ -63,6 +61,7 @@ from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.files import reserve_bytes
 from mlx_parallm.system.log import RunLog, get_logger
+from mlx_parallm.system.terminal import Console
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.weights import PublishReport, SharedWeights
 

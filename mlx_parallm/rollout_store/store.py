@@ -14,8 +14,8 @@ import sqlite3
 import time
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,12 @@ MAX_REASON = 1000  # characters; it may quote what was sent
 PRUNED_AT_ONCE = 64  # payloads deleted under one lock: who sends groups waits as long
 
 SHOWN_CANDIDATES = 5
+PRUNED = "the tokens were pruned (rollouts.keep, rollouts.max_gb)"
 _STATE = "CASE WHEN state = 'dropped' AND reason = '{}' THEN 'quarantined' ELSE state END".format(
     OTHER_MODEL.replace("'", "''")
 )
+_RECORD = f"sequence, group_id, environment, source, {_STATE}, step, reason, received, first_version, last_version"
+"""A `GroupRecord` without its group, behind its place in the order of arrival."""
 
 log = get_logger("rollouts")
 
@@ -87,7 +90,8 @@ class AccountLine:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """One row, and the group itself; None when its tokens are pruned. Versions are None in runs of older formats."""
+    """One row, and the group itself; None, with the reason in `lost`, when its tokens are pruned or damaged. Versions
+    are None in runs of older formats."""
 
     group_id: str
     environment: str
@@ -98,7 +102,8 @@ class GroupRecord:
     received: float  # Unix time
     first_version: int | None
     last_version: int | None
-    group: RolloutGroup | None
+    group: RolloutGroup | None = None
+    lost: str | None = None
 
 
 class _Arrival:
@@ -411,23 +416,53 @@ class RolloutStore:
 
     def find(self, group_id: str) -> GroupRecord:
         """The group of that id, or the only one whose id begins so. Raises StoreError: none, or several."""
-        columns = [field.name for field in fields(GroupRecord) if field.name != "group"]
-        selected = ", ".join(_STATE if name == "state" else name for name in columns)
         with self._reading() as connection:
             rows = connection.execute(
-                f"SELECT {selected}, bytes IS NULL FROM groups WHERE substr(group_id, 1, ?) = ?"
+                f"SELECT {_RECORD} FROM groups WHERE substr(group_id, 1, ?) = ?"
                 " ORDER BY group_id != ?, sequence LIMIT ?",
                 (len(group_id), group_id, group_id, SHOWN_CANDIDATES + 1),
             ).fetchall()
         if not rows:
             raise StoreError(f"no group {group_id!r} in {self.path}")
-        if rows[0][0] != group_id and len(rows) > 1:
-            some = ", ".join(row[0] for row in rows[:SHOWN_CANDIDATES])
+        if rows[0][1] != group_id and len(rows) > 1:
+            some = ", ".join(row[1] for row in rows[:SHOWN_CANDIDATES])
             raise StoreError(f"several groups begin with {group_id!r}: {some}" + ", …" * (len(rows) > SHOWN_CANDIDATES))
-        *values, pruned = rows[0]
-        return GroupRecord(
-            **dict(zip(columns, values, strict=True)), group=None if pruned else self.groups([values[0]])[0]
-        )
+        return self._record(*rows[0])
+
+    def records(
+        self,
+        *,
+        environment: str | None = None,
+        state: str | None = None,
+        first_step: int | None = None,
+        last_step: int | None = None,
+    ) -> Iterator[GroupRecord]:
+        """Yield the groups, the newest first. The database is not held between two of them.
+
+        Args:
+            state: waiting, taken, dropped or quarantined.
+            first_step, last_step: of the step that took or dropped a group; one that waits has none.
+        """
+        conditions = {"environment = ?": environment, f"{_STATE} = ?": state, "step >= ?": first_step}
+        wanted = {sql: value for sql, value in {**conditions, "step <= ?": last_step}.items() if value is not None}
+        with self._reading() as connection:
+            rows = connection.execute(
+                f"SELECT {_RECORD} FROM groups WHERE {' AND '.join([*wanted, 'TRUE'])} ORDER BY sequence DESC",
+                tuple(wanted.values()),
+            ).fetchall()
+        for row in rows:
+            yield self._record(*row)
+
+    def _record(self, sequence: int, *values: Any) -> GroupRecord:
+        with self._reading() as connection:
+            row = connection.execute("SELECT payload FROM payloads WHERE sequence = ?", (sequence,)).fetchone()
+        record = GroupRecord(*values)
+        if row is None:
+            return replace(record, lost=PRUNED)
+        try:
+            return replace(record, group=self._decoded(row[0]))
+        except StoreError as error:
+            return replace(record, lost=str(error))
 
     def size_bytes(self) -> int:
         """Bytes of the database file, without its write-ahead log."""

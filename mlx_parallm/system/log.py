@@ -2,25 +2,28 @@
 
 The daemon calls `configure_logging` once; `get_logger` works anywhere. Fields bound with `structlog.contextvars` (the
 server binds `request_id`) appear on every line of that task. A `RunLog` gets every line as JSON too. Both hide secrets
-(`redaction`).
+(`redaction`), and neither hands a control character of a value to a terminal.
 """
 
+import io
 import json as jsonlib
 import logging
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from datetime import UTC, datetime
+from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 
 from mlx_parallm.system.redaction import Redactor
+from mlx_parallm.system.terminal import escaped
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 RUN_LOG_FILE = "run.log"
@@ -119,7 +122,7 @@ def configure_logging(
     renderer: list[Any] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if json
-        else [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)]
+        else [_console_renderer(colors)]
     )
     renderer.insert(0, lambda _, __, event: {key: _hidden(hide, key, value) for key, value in event.items()})
     renderer.append(lambda _, __, text: hide.text(text))  # tracebacks
@@ -139,6 +142,25 @@ def configure_logging(
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.DEBUG if threshold == logging.DEBUG else max(threshold, logging.WARNING))
+
+
+def _console_renderer(colors: bool) -> structlog.dev.ConsoleRenderer:
+    """Return structlog's renderer, which escapes what a value and a traceback hold; its own colours stay."""
+    renderer = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_traceback)
+    for formatter in (column.formatter for column in renderer.columns):
+        if isinstance(formatter, structlog.dev.KeyValueColumnFormatter):
+            formatter.value_repr = partial(_escaped_value, formatter.value_repr)
+    return renderer
+
+
+def _escaped_value(as_text: Callable[[Any], str], value: Any) -> str:
+    return escaped(as_text(value))
+
+
+def _traceback(file: TextIO, exc_info: Any) -> None:
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, exc_info)
+    file.write(escaped(text.getvalue(), lines=True))
 
 
 def _hidden(redactor: Redactor, key: str, value: Any) -> Any:

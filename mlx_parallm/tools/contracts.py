@@ -21,7 +21,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mlx_parallm.config.load import Config
@@ -38,6 +37,7 @@ from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, Trai
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.system.loop_thread import LoopThread
+from mlx_parallm.system.terminal import Console
 from mlx_parallm.tools.doctor import facts
 from mlx_parallm.types import Completion, Request, Rollout, RolloutGroup, SamplingParams
 from mlx_parallm.weights import PublishReport, SharedWeights

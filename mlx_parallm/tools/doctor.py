@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from datetime import date
 
 import mlx.core as mx
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from mlx_parallm import __version__
 from mlx_parallm.system.blas import CUDA_PACKAGES, BlasStatus, blas_status
 from mlx_parallm.system.hardware import GIB, Hardware, detect, mlx_device
+from mlx_parallm.system.terminal import Console
 
 SIZES = (512, 2048)  # of the square float32 products that are timed
 SLOW_GFLOPS = 20.0  # for the larger one; on the same two cores the reference BLAS reaches 5, MKL over 80

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
@@ -36,6 +35,7 @@ from mlx_parallm.inference.openai import OpenAIBackend
 from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, Shown, write_page
 from mlx_parallm.system.files import write_atomically
+from mlx_parallm.system.terminal import Console
 from mlx_parallm.types import Completion
 
 RESULTS_FILE = "results.json"

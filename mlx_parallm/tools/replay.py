@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -33,6 +32,7 @@ from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
 from mlx_parallm.rl_training.step.policy import read_tensors
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.files import write_directory
+from mlx_parallm.system.terminal import Console
 from mlx_parallm.types import RolloutGroup
 
 CAVEAT = (

@@ -1,51 +1,149 @@
-"""`mlx_parallm rollouts`: what became of the groups of a run, and what is in one of them. Reads only.
+"""`mlx_parallm rollouts`: the answers of a run, and what became of them. Reads only. `rollouts_text.py` prints.
 
-    summary   groups by environment and state, by policy version; why groups were dropped or refused
-    show      one group, or one rollout of it: a line a token (text, mask, log-probability, version), scores
+    rows      single answers: newest, worst or best first, filtered
+    show      one group, or one answer of it, as a whole
+    counts    groups by environment and state, by policy version; why groups were dropped or refused
     rejects   the quarantine with its reasons
 
-Each returns JSON values; `draw_…` of the same name makes text of them, and `as_text` prints that.
+Advantages are in no file: they are computed with the trainer's function and the run's configuration.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict
-from datetime import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rich.console import Console, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from mlx_parallm.config.load import load_config
+from mlx_parallm.config.data import DATA_ALGORITHMS
+from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ConfigError, ModelError, StoreError
-from mlx_parallm.rl_training.run_directory import CONFIG_FILE, STORE_FILE, find_run
+from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, token_advantages
+from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory, find_run
 from mlx_parallm.rollout_store.store import GroupRecord, RolloutStore
-from mlx_parallm.types import Rollout
+from mlx_parallm.types import BETWEEN, Rollout, RolloutGroup
 
 STATES = ("waiting", "taken", "dropped", "quarantined")
-SHOWN = 20
-"""Most policy versions and reasons in the text; JSON has all."""
-
-PLAIN_WIDTH = 1000
-"""Width where there is no terminal."""
 
 Json = Mapping[str, Any]
+Order = Literal["newest", "worst", "best"]
+Range = tuple[float | None, float | None]
+"""First and last value, both included; None = no bound."""
+EVERY: Range = (None, None)
+Advantage = float | tuple[float, float] | None
+"""Of one answer: one number for all of its tokens, or the lowest and the highest. None: it is not known."""
 
 
-def summary(path: Path) -> dict[str, Any]:
-    """Count the groups. Raises ConfigError: no run directory; StoreError: no rollouts, or they cannot be read."""
-    run, store = _open(path)
-    with closing(store):
-        lines, refused = store.accounts(), store.reject_reasons()
-        counts = dict.fromkeys(STATES, 0)
+@dataclass(frozen=True)
+class Wanted:
+    """Which answers, and in which order; of equal rewards the newest first.
+
+    Args:
+        steps: of the step that took or dropped the group.
+        text: whether a prompt or an answer fits.
+        limit: None = all.
+    """
+
+    order: Order = "newest"
+    environment: str | None = None
+    state: str | None = None
+    steps: Range = EVERY
+    rewards: Range = EVERY
+    text: Callable[[str], bool] | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    record: GroupRecord
+    group: RolloutGroup
+    number: int
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.group.rollouts[self.number]
+
+    @property
+    def reward(self) -> float:
+        return self.rollout.reward
+
+
+class Answers:
+    """The answers of one run. `notes`: what could not be read or said, after the rows were read.
+
+    Raises ConfigError: no run directory; StoreError: no rollouts, or they cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.run, self._store = _open(path)
+        self._config, self._texts = _config(self.run), _Texts(self.run)
+        self._advantages_of: tuple[str, tuple[Advantage, ...] | None] = ("", None)  # of the last group
+        self._lost = Counter[str]()
+        self._fault: str | None = None
+
+    def close(self) -> None:
+        self._store.close()
+
+    @property
+    def notes(self) -> list[str]:
+        notes = [f"not shown: {count} groups, because {reason}" for reason, count in self._lost.items()]
+        if not self._texts.known:
+            notes.append("no text is shown: the tokenizer of the run's model is not on this machine")
+        if self._fault:
+            notes.append(f"advantages are not known: {self._fault}")
+        elif self._changed_later:
+            notes.append("advantages are those within a group; the trainer changes them over the batch of a step")
+        return notes
+
+    def rows(self, wanted: Wanted) -> Iterator[dict[str, Any]]:
+        """Yield a row for each answer. Raises ConfigError: no such environment; no tokenizer to search texts with."""
+        known = {line.environment for line in self._store.accounts()}
+        if wanted.environment is not None and wanted.environment not in known:
+            raise ConfigError(f"no group is of environment {wanted.environment!r}; there are {', '.join(sorted(known))}")
+        if wanted.text is not None and not self._texts.known:
+            raise ConfigError("answers cannot be searched: the tokenizer of the run's model is not on this machine")
+        found = (answer for answer in self._newest(wanted) if self._fits(answer, wanted))
+        chosen = found if wanted.order == "newest" else self._sorted(found, best=wanted.order == "best")
+        return map(self._row, islice(chosen, wanted.limit))
+
+    def show(self, wanted: str) -> dict[str, Any]:
+        """Return one group, or one answer of it.
+
+        Args:
+            wanted: the group's id or the beginning of it; with `#n` only its n-th answer, from 0.
+
+        Texts are None when the run's tokenizer is not on this machine, and `rollouts` when the group's tokens are lost.
+        Raises StoreError: none or several such groups; no such answer.
+        """
+        try:
+            record, number = self._store.find(wanted), None
+        except StoreError:
+            group_id, separator, digits = wanted.rpartition("#")
+            if not separator or not digits.isdecimal():
+                raise
+            record, number = self._store.find(group_id), int(digits)
+        result = {"run": self.run.name} | _record_values(record) | {"why": self._why(record), "lost": record.lost}
+        group = record.group
+        if group is None:
+            return result | {"rollouts": None}
+        if number is not None and number >= len(group.rollouts):
+            raise StoreError(f"group {group.group_id} has rollouts 0 to {len(group.rollouts) - 1}, no {number}")
+        chosen = range(len(group.rollouts)) if number is None else [number]
+        answers = [_Answer(record, group, number) for number in chosen]
+        rollouts = [self._row(answer) | self._texts.whole(answer.rollout) for answer in answers]
+        return result | {"index": group.index, "metadata": dict(group.metadata), "rollouts": rollouts}
+
+    def counts(self) -> dict[str, Any]:
+        """Count the groups of the run."""
+        lines, refused = self._store.accounts(), self._store.reject_reasons()
+        totals = dict.fromkeys(STATES, 0)
         environments: dict[tuple[str, str], dict[str, Any]] = {}
         versions: dict[int | None, Counter[str]] = {}
         for line in lines:
-            counts[line.state] += line.groups
+            totals[line.state] += line.groups
             entry = environments.setdefault(
                 (line.environment, line.source),
                 {"environment": line.environment, "source": line.source}
@@ -58,75 +156,242 @@ def summary(path: Path) -> dict[str, Any]:
             entry["received_last"] = max(entry["received_last"], line.received_last)
             versions.setdefault(line.version, Counter())[line.state] += line.groups
         return {
-            "run": run.name,
-            "size_bytes": store.size_bytes(),
-            "groups": counts | {"rejected": sum(refused.values())},
+            "run": self.run.name,
+            "size_bytes": self._store.size_bytes(),
+            "groups": totals | {"rejected": sum(refused.values())},
             "environments": list(environments.values()),
             "versions": [
                 {"version": version} | {state: versions[version][state] for state in STATES}
                 for version in sorted(versions, key=lambda version: -1 if version is None else version)
             ],
-            "dropped": store.drop_reasons(),
+            "dropped": self._store.drop_reasons(),
             "rejected": [{"source": s, "reason": reason, "groups": n} for (s, reason), n in refused.items()],
         }
 
+    def rejects(self, limit: int) -> list[dict[str, Any]]:
+        """Return the newest entries of the quarantine, newest first; `payload` is what was sent, where it was kept."""
+        entries = [asdict(entry) for entry in self._store.rejects(limit)]
+        return [entry | {"payload": _json_value(entry["payload"])} for entry in entries]
 
-def show(path: Path, wanted: str) -> dict[str, Any]:
-    """Return one group, or one rollout of it.
+    # ------------------------------------------------------------------ which
 
-    Args:
-        wanted: the group's id or the beginning of it; with `#n` only its n-th rollout, from 0.
+    def _newest(self, wanted: Wanted) -> Iterator[_Answer]:
+        first, last = wanted.steps
+        records = self._store.records(
+            environment=wanted.environment,
+            state=wanted.state,
+            first_step=None if first is None else math.ceil(first),
+            last_step=None if last is None else math.floor(last),
+        )
+        for record in records:
+            if record.group is None:
+                self._lost[str(record.lost)] += 1
+                continue
+            yield from (_Answer(record, record.group, number) for number in range(len(record.group.rollouts)))
 
-    `text` and `token_texts` are None when the run's tokenizer is not on this machine, and `rollouts` when the group's
-    tokens are pruned. Raises ConfigError, StoreError: no run; none or several such groups; no such rollout.
-    """
-    run, store = _open(path)
-    with closing(store):
+    def _fits(self, answer: _Answer, wanted: Wanted) -> bool:
+        lowest, highest = wanted.rewards
+        if (lowest is not None and answer.reward < lowest) or (highest is not None and answer.reward > highest):
+            return False
+        return wanted.text is None or any(map(wanted.text, self._texts.of(answer.rollout)))
+
+    def _sorted(self, answers: Iterator[_Answer], *, best: bool) -> Iterator[_Answer]:
+        """Keep the ids of all of them in memory, and the tokens of one."""
+        keys = [(answer.reward, answer.record.group_id, answer.number) for answer in answers]
+        keys.sort(key=itemgetter(0), reverse=best)
+        for _, group_id, number in keys:
+            record = self._store.find(group_id)
+            if record.group is not None:
+                yield _Answer(record, record.group, number)
+
+    # ------------------------------------------------------------------ rows
+
+    def _row(self, answer: _Answer) -> dict[str, Any]:
+        record, rollout = answer.record, answer.rollout
+        advantages = self._advantages(record)
+        prompt, completion = self._texts.of(rollout) if self._texts.known else (None, None)
+        return {
+            "id": f"{record.group_id}#{answer.number}",
+            **_record_values(record),
+            "number": answer.number,
+            "reward": rollout.reward,
+            "parts": {name: score for name, score in rollout.scores.items() if name != "reward"},
+            "advantage": advantages[answer.number] if advantages else None,
+            "why": self._why(record) + self._left_out(rollout),
+            "version": newest_version(rollout),
+            "tokens": rollout.sampled_tokens,
+            "stop_reason": rollout.stop_reason,
+            "error": rollout.error,
+            "temperature": rollout.temperature,
+            "prompt": prompt,
+            "completion": completion,
+        }
+
+    def _why(self, record: GroupRecord) -> str:
+        """Say why the group was used, was dropped, or waits."""
+        if record.state == "taken":
+            return f"used by step {record.step}"
+        if record.state != "waiting":
+            return f"dropped by step {record.step}: {record.reason}"
+        constant = record.group is not None and self._advantages(record) is None and not self._fault
+        return self._waits + (", which will drop it: nothing can be learned from it (no variance)" if constant else "")
+
+    @cached_property
+    def _waits(self) -> str:
+        if RunDirectory.in_use(self.run):
+            return "waits for a step"
+        if (self.run / FINAL).exists():
+            return "waits: the run made its last step without it"
+        return "waits: the run is stopped; --resume takes it to a step"
+
+    def _left_out(self, rollout: Rollout) -> str:
+        shaping = self._learning[1]
+        if rollout.zero_advantage:
+            return "; not trained on: its environment marked it (zero_advantage)"
+        return "; not trained on: it was cut off (mask_truncated)" if shaping.leaves_out(rollout) else ""
+
+    # ------------------------------------------------------------------ advantages
+
+    @cached_property
+    def _learning(self) -> tuple[Estimator, Shaping]:
+        """What the trainer computes advantages with; without the configuration, what is in no need of it."""
         try:
-            record, number = store.find(wanted), None
-        except StoreError:
-            group_id, separator, digits = wanted.rpartition("#")
-            if not separator or not digits.isdecimal():
-                raise
-            record, number = store.find(group_id), int(digits)
-    tokenizer = _tokenizer(run)
-    result: dict[str, Any] = {"run": run.name} | _row(record)
-    if record.group is None:
-        return result | {"rollouts": None}
-    group = record.group
-    if number is not None and number >= len(group.rollouts):
-        raise StoreError(f"group {group.group_id} has rollouts 0 to {len(group.rollouts) - 1}, no {number}")
-    advantages = group.advantages or (None,) * len(group.rollouts)
-    chosen = range(len(group.rollouts)) if number is None else [number]
-    rollouts = [_rollout(group.rollouts[i], tokenizer) | {"number": i, "advantage": advantages[i]} for i in chosen]
-    return result | {"index": group.index, "metadata": dict(group.metadata), "rollouts": rollouts}
+            training = load_config(self.run / CONFIG_FILE, saved=True).rl_training
+            from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping  # here: it loads MLX
+
+            algorithm = make_algorithm(training)
+            return algorithm.advantages, make_shaping(training, algorithm)
+        except ConfigError as error:  # no configuration, or a function of the user's that is not here any more
+            self._fault = str(error)
+            return lambda rewards: None, PLAIN
+
+    @property
+    def _changed_later(self) -> bool:
+        if self._config is None:
+            return False
+        training = self._config.rl_training
+        kl_in_reward = training.kl_in == "reward" and training.kl_beta > 0
+        return training.algorithm == "ppo" or training.advantage_whiten or kl_in_reward
+
+    def _advantages(self, record: GroupRecord) -> tuple[Advantage, ...] | None:
+        """Return one for each answer; None: there is nothing to learn from the group, or it was dropped."""
+        if record.group is None or record.state not in ("waiting", "taken"):
+            return None
+        if self._advantages_of[0] != record.group_id:
+            try:
+                rows = token_advantages(record.group, *self._learning)
+            except ConfigError as error:  # the user's function
+                self._fault, rows = str(error), None
+            found = None if rows is None else tuple(map(_advantage, rows, record.group.rollouts))
+            self._advantages_of = (record.group_id, found)
+        return self._advantages_of[1]
 
 
-def rejects(path: Path, limit: int) -> dict[str, Any]:
-    """Return the newest entries of the quarantine, newest first; `payload` is what was sent, where it was kept."""
-    run, store = _open(path)
-    with closing(store):
-        entries = [asdict(entry) for entry in store.rejects(limit)]
-    return {"run": run.name, "rejects": [entry | {"payload": _json_value(entry["payload"])} for entry in entries]}
+def _advantage(row: Sequence[float], rollout: Rollout) -> Advantage:
+    values = [value for value, sampled in zip(row, rollout.mask, strict=True) if sampled]
+    if not values:
+        return None
+    return values[0] if min(values) == max(values) else (min(values), max(values))
 
 
-def _json_value(value: Any) -> Any:
-    """Turn NaN and infinities, which a rejected group may hold, into words."""
-    if isinstance(value, dict):
-        return {key: _json_value(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_json_value(item) for item in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else repr(value)
+def newest_version(rollout: Rollout) -> int | None:
+    """Return the newest policy version that sampled a token; None: it is not known."""
+    sampled = (
+        version
+        for segment in rollout.segments
+        for version, mask in zip(segment.policy_versions, segment.mask, strict=True)
+        if mask and version >= 0
+    )
+    return max(sampled, default=None)
 
 
-def _open(path: Path) -> tuple[Path, RolloutStore]:
-    run = find_run(path)
-    if not (run / STORE_FILE).is_file():
-        raise StoreError(f"{run}: no {STORE_FILE}: the run has received nothing yet")
-    return run, RolloutStore(run / STORE_FILE, read_only=True)
+class _Texts:
+    """The texts of rollouts, with the tokenizer of the run's model if it is on this machine; downloads nothing."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from mlx_parallm.models.loading import load_tokenizer, resolve_model_path  # here: it loads MLX
+
+        config = _config(self._run)
+        try:
+            model = config and config.model
+            return model and load_tokenizer(resolve_model_path(model.base_path, model.revision, fetch=False), model)
+        except (ConfigError, ModelError):
+            return None
+
+    @property
+    def known(self) -> bool:
+        return self._tokenizer is not None
+
+    @cached_property
+    def _opening(self) -> list[int]:
+        """The tokens with which the chat template begins an answer: no part of the question."""
+        if not self._tokenizer.has_chat_template:
+            return []
+        asked: list[Mapping[str, Any]] = [{"role": "user", "content": "?"}]
+        question, with_opening = (
+            self._tokenizer.render_chat_text(asked, add_generation_prompt=opening) for opening in (False, True)
+        )
+        return list(self._tokenizer.encode(with_opening.removeprefix(question), add_special_tokens=False))
+
+    def of(self, rollout: Rollout) -> tuple[str, str]:
+        """Return prompt and answer as people read them, without special tokens. Between two turns, what the
+        environment said stands in ⟦ ⟧."""
+        prompt, *turns = _turns(rollout)
+        answer = "".join(
+            self._readable(tokens) if sampled else BETWEEN.format(self._readable(tokens)) for sampled, tokens in turns
+        )
+        return self._readable(prompt[1]), answer
+
+    def _readable(self, tokens: Sequence[int]) -> str:
+        opening = self._opening
+        if opening and list(tokens[-len(opening) :]) == opening:
+            tokens = tokens[: -len(opening)]
+        return str(self._tokenizer.decode(tokens)).strip()
+
+    def whole(self, rollout: Rollout) -> dict[str, Any]:
+        """Return the turns of the conversation and the tokens of each segment, special tokens shown."""
+        decode = self._decode if self.known else lambda tokens: None
+        prompt, *turns = _turns(rollout)
+        conversation = [("prompt", prompt[1])] + [("model" if own else "environment", part) for own, part in turns]
+        return {
+            "zero_advantage": rollout.zero_advantage,
+            "conversation": [{"role": role, "text": decode(tokens)} for role, tokens in conversation],
+            "segments": [
+                {
+                    "tokens": segment.tokens,
+                    "mask": segment.mask,
+                    "logprobs": segment.logprobs,
+                    "policy_versions": segment.policy_versions,
+                    "text": decode(segment.tokens),
+                    "token_texts": [decode([token]) for token in segment.tokens] if self.known else None,
+                }
+                for segment in rollout.segments
+            ],
+        }
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
 
-def _row(record: GroupRecord) -> dict[str, Any]:
+def _turns(rollout: Rollout) -> list[tuple[bool, list[int]]]:
+    """(whether the policy sampled it, tokens) of the prompt, perhaps empty, and of each turn after it. Of a further
+    segment only what it does not share with the one before it."""
+    turns: list[tuple[bool, list[int]]] = []
+    before: Sequence[int] = ()
+    for segment in rollout.segments:
+        new = next((i for i, pair in enumerate(zip(before, segment.tokens, strict=False)) if len({*pair}) > 1), None)
+        new = min(len(before), len(segment.tokens)) if new is None else new
+        marked = list(zip(segment.mask, segment.tokens, strict=True))[new:]
+        turns += [(bool(own), [token for _, token in part]) for own, part in groupby(marked, key=itemgetter(0))]
+        before = segment.tokens
+    return turns if turns and not turns[0][0] else [(False, []), *turns]
+
+
+def _record_values(record: GroupRecord) -> dict[str, Any]:
     return {
         "group_id": record.group_id,
         "environment": record.environment,
@@ -140,138 +405,28 @@ def _row(record: GroupRecord) -> dict[str, Any]:
     }
 
 
-def _rollout(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
-    return {
-        "scores": dict(rollout.scores),
-        "stop_reason": rollout.stop_reason,
-        "error": rollout.error,
-        "temperature": rollout.temperature,
-        "zero_advantage": rollout.zero_advantage,
-        "segments": [
-            {
-                "tokens": segment.tokens,
-                "mask": segment.mask,
-                "logprobs": segment.logprobs,
-                "policy_versions": segment.policy_versions,
-                "text": tokenizer and tokenizer.decode(segment.tokens, skip_special_tokens=False),
-                "token_texts": tokenizer
-                and [tokenizer.decode([token], skip_special_tokens=False) for token in segment.tokens],
-            }
-            for segment in rollout.segments
-        ],
-    }
+def _json_value(value: Any) -> Any:
+    """Turn NaN and infinities, which a rejected group may hold, into words."""
+    if isinstance(value, dict):
+        return {key: _json_value(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_json_value(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else repr(value)
 
 
-def _tokenizer(run: Path) -> Any:
-    """Load the tokenizer of the run's model if it is on this machine; download nothing."""
-    from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
+def _open(path: Path) -> tuple[Path, RolloutStore]:
+    run = find_run(path)
+    config = _config(run)
+    if config is not None and config.rl_training.algorithm in DATA_ALGORITHMS:
+        raise StoreError(f"{run}: {config.rl_training.algorithm} learns from rows of a file: there are no rollouts")
+    if not (run / STORE_FILE).is_file():
+        raise StoreError(f"{run}: no {STORE_FILE}: the run has received nothing yet")
+    return run, RolloutStore(run / STORE_FILE, read_only=True)
 
+
+def _config(run: Path) -> Config | None:
+    """The run's resolved configuration; None where it lies no more, or is not readable."""
     try:
-        model = load_config(run / CONFIG_FILE, saved=True).model
-        return load_tokenizer(resolve_model_path(model.base_path, model.revision, fetch=False), model)
-    except (ConfigError, ModelError):
+        return load_config(run / CONFIG_FILE, saved=True)
+    except ConfigError:
         return None
-
-
-# ---------------------------------------------------------------------- text
-
-
-def as_text(parts: Iterator[RenderableType]) -> str:
-    """Return the text; coloured on a terminal, elsewhere as wide as it needs to be."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
-    with console.capture() as capture:
-        for part in parts:
-            console.print(part, highlight=False)
-    return capture.get()
-
-
-def draw_summary(values: Json) -> Iterator[RenderableType]:
-    counts = ", ".join(f"{number} {state}" for state, number in values["groups"].items())
-    yield Text(f"{values['run']}: groups: {counts}; {values['size_bytes'] / 1e6:.1f} MB", style="bold")
-    if values["environments"]:
-        names = ("environment", "source", *STATES, "sequences", "pruned")
-        rows = [[*(entry[name] for name in names), _time(entry["received_last"])] for entry in values["environments"]]
-        yield _table((*names, "last received"), rows)
-    if versions := values["versions"]:
-        rows = [["?" if e["version"] is None else e["version"], *(e[state] for state in STATES)] for e in versions]
-        yield _table(("policy version", *STATES), rows[-SHOWN:])
-        if len(rows) > SHOWN:
-            yield Text(f"and {len(rows) - SHOWN} older versions (--json)", style="dim")
-    yield from _reasons("dropped: why", list(values["dropped"].items()))
-    yield from _reasons("rejected: why", [(f"{e['source']}: {e['reason']}", e["groups"]) for e in values["rejected"]])
-
-
-def draw_group(values: Json) -> Iterator[RenderableType]:
-    step = "" if values["step"] is None else f" by step {values['step']}"
-    reason = f" ({values['reason']})" if values["reason"] else ""
-    first, last = values["first_version"], values["last_version"]
-    versions = "?" if first is None else str(first) if first == last else f"{first} to {last}"
-    yield Text(f"{values['group_id']}: {values['state']}{step}{reason}", style="bold")
-    yield Text(
-        f"environment {values['environment']}, source {values['source']}, received {_time(values['received'])},"
-        f" policy version {versions}"
-    )
-    if values["rollouts"] is None:
-        yield Text("the tokens were pruned (rollouts.keep, rollouts.max_gb)")
-        return
-    for rollout in values["rollouts"]:
-        scores = ", ".join(f"{name} {value:g}" for name, value in rollout["scores"].items())
-        yield Text(f"\nrollout {rollout['number']}: {scores}", style="bold").append(_notes(rollout), style="not bold")
-        for number, segment in enumerate(rollout["segments"], 1):
-            if len(rollout["segments"]) > 1:
-                yield Text(f"segment {number} of {len(rollout['segments'])}")
-            yield _tokens(segment)
-
-
-def draw_rejects(values: Json) -> Iterator[RenderableType]:
-    if not values["rejects"]:
-        yield Text("no group was rejected")
-        return
-    rows = [[_time(entry["received"]), entry["source"], entry["reason"]] for entry in values["rejects"]]
-    yield _table(("received", "source", "reason"), rows)
-    yield Text("--json prints what was sent", style="dim")
-
-
-def _notes(rollout: Json) -> str:
-    advantage = rollout["advantage"]
-    notes = [f"temperature {rollout['temperature']:g}"]
-    notes += [f"advantage {advantage:g}"] if isinstance(advantage, float) else []
-    notes += [f"ended by {rollout['stop_reason']}"] if rollout["stop_reason"] else []
-    notes += [f"error: {rollout['error']}"] if rollout["error"] else []
-    notes += ["not trained on (zero_advantage)"] if rollout["zero_advantage"] else []
-    return "".join(f" · {part}" for part in notes)
-
-
-def _tokens(segment: Json) -> Table:
-    rows = []
-    texts = segment["token_texts"] or [""] * len(segment["tokens"])
-    for position, (token, mask) in enumerate(zip(segment["tokens"], segment["mask"], strict=True)):
-        logprob = "" if segment["logprobs"] is None or not mask else f"{segment['logprobs'][position]:.4f}"
-        text = repr(texts[position])[1:-1] if texts[position] else ""
-        rows.append([position, token, text, mask, logprob, segment["policy_versions"][position] if mask else ""])
-    return _table(("", "token", "text", "mask", "logprob", "version"), rows)
-
-
-def _reasons(title: str, counted: Sequence[tuple[str, int]]) -> Iterator[RenderableType]:
-    if counted:
-        ordered = sorted(counted, key=lambda entry: -entry[1])
-        yield _table(("groups", title), [[number, reason] for reason, number in ordered[:SHOWN]])
-        if len(ordered) > SHOWN:
-            yield Text(f"and {len(ordered) - SHOWN} more reasons (--json)", style="dim")
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for number, column in enumerate(columns):
-        numeric = any(isinstance(row[number], int) for row in rows)
-        free_text = column in ("source", "reason", "text") or column.endswith("why")
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=not free_text, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(str(value)) for value in row))
-    return table
-
-
-def _time(received: float) -> str:
-    return datetime.fromtimestamp(received).isoformat(sep=" ", timespec="seconds")

@@ -208,3 +208,17 @@ def test_serve_hands_over_model_and_adapters(tmp_path: Path) -> None:
     server = config["server"]
     assert (server["host"], server["port"], server["api_key_file"], server["batch_size"]) == ("::1", 0, 'k"ey', 3)
     assert given["blocked"] == ["SIGHUP", "SIGINT", "SIGTERM"]
+
+
+def test_a_reader_that_closes_the_pipe_ends_a_printing_command_in_order() -> None:
+    program = (
+        "import sys\nfrom argparse import Namespace\nfrom mlx_parallm.cli.command import piped\n"
+        "def run(args):\n    for _ in range(10**5):\n        print('a line')\n"
+        "sys.exit(piped(run)(Namespace()))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"a line\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0

@@ -51,3 +51,22 @@ def test_a_traceback_shows_no_local_variables(capsys):
         get_logger("x").exception("failed")
     written = capsys.readouterr().err
     assert "ValueError: 6" in written and "Traceback" in written and "s3cret" not in written.replace('"s3cret"', "")
+
+
+@pytest.mark.parametrize("on_a_terminal", [False, True])
+def test_no_value_hands_a_control_character_to_the_terminal(capsys, monkeypatch, on_a_terminal):
+    """A group's id without white space was printed as it came."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: on_a_terminal)
+    configure_logging(level="info")
+    hostile = "\x1b]0;pwned\x07\x9b2J"
+    get_logger("x").info(f"got {hostile}\nforged line", group=hostile, several=[hostile], spaced=f"a {hostile}")
+    logging.getLogger("some.library").warning("odd %s", hostile)
+    try:
+        raise ValueError(hostile)
+    except ValueError:
+        get_logger("x").exception("failed")
+    written = capsys.readouterr().err
+    assert written.count(r"\x1b]0;pwned\x07\x9b2J") == 6
+    assert "\x1b]" not in written and "\x07" not in written and "\x9b" not in written
+    assert "\nforged" not in written
+    assert ("\x1b[" in written) is on_a_terminal, "its own colours"

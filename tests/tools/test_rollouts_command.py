@@ -43,7 +43,7 @@ def rollouts(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 
 
 def test_counts_by_state_environment_and_version(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(rollouts(capsys, run, "--json"))
+    found = json.loads(rollouts(capsys, run, "--counts", "--json"))
     assert found["groups"] == {"waiting": 1, "taken": 3, "dropped": 1, "quarantined": 1, "rejected": 2}
     [far, sums] = found["environments"]
     names = ("environment", "source", "waiting", "quarantined", "sequences")
@@ -55,7 +55,7 @@ def test_counts_by_state_environment_and_version(run: Path, capsys: pytest.Captu
     assert versions == [(0, 1, 1, 0), (2, 0, 1, 1), (5, 0, 1, 0)]
     assert found["dropped"] == {"too old": 1, OTHER_MODEL: 1}
     assert {entry["reason"] for entry in found["rejected"]} == {"the reward is nan", "the group has no rollouts"}
-    text = rollouts(capsys, run)
+    text = rollouts(capsys, run, "--counts")
     assert text.startswith("my-run: groups: 1 waiting, 3 taken, 1 dropped, 1 quarantined, 2 rejected")
     assert "sequences  pruned  last received" in text
     for words in ("gsm8k_0", "too old", "atropos:0: the reward is nan", "policy version"):
@@ -66,15 +66,15 @@ def test_one_group_and_one_rollout(run: Path, capsys: pytest.CaptureFixture[str]
     found = json.loads(rollouts(capsys, run, "--show", "sums-3", "--json"))
     assert (found["state"], found["step"], found["last_version"]) == ("taken", 2, 5)
     [first, second] = found["rollouts"]
-    assert first["scores"] == {"reward": 1.0}
+    assert (first["reward"], first["parts"]) == (1.0, {})
     expected = make_rollout(version=5)
     [segment] = first["segments"]
     for name in ("tokens", "mask", "logprobs", "policy_versions"):
         assert segment[name] == list(getattr(expected, name))
     assert segment["text"] is None, "no config.toml says whose tokens these are"
     text = rollouts(capsys, run, "--show", "sums-3#1")
-    assert "sums-3: taken by step 2" in text
-    assert "rollout 1: reward 0" in text and "rollout 0" not in text
+    assert "sums-3: used by step 2" in text
+    assert "#1  reward 0" in text and "#0" not in text
     assert f"{expected.logprobs[-1]:.4f}" in text
     assert second["number"] == 1
 
@@ -82,13 +82,13 @@ def test_one_group_and_one_rollout(run: Path, capsys: pytest.CaptureFixture[str]
 def test_a_pruned_group_still_says_what_became_of_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(rollouts(capsys, run, "--show", "sums-2", "--json"))["rollouts"] is None
     text = rollouts(capsys, run, "--show", "sums-2")
-    assert "sums-2: dropped by step 1 (too old)" in text and "the tokens were pruned" in text
+    assert "sums-2: dropped by step 1: too old" in text and "the tokens were pruned" in text
 
 
 def test_an_old_run_with_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "old"
     shutil.copytree(OLD_RUN, run, symlinks=True)
-    [entry] = json.loads(rollouts(capsys, run / "step_000002", "--json"))["versions"]
+    [entry] = json.loads(rollouts(capsys, run / "step_000002", "--counts", "--json"))["versions"]
     assert entry["version"] is None
     found = json.loads(rollouts(capsys, run, "--show", "reverse-0-0#1", "--json"))
     [segment] = found["rollouts"][0]["segments"]
@@ -98,7 +98,7 @@ def test_an_old_run_with_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_quarantine(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    newest, older = json.loads(rollouts(capsys, run, "--rejects", "--json"))["rejects"]
+    newest, older = map(json.loads, rollouts(capsys, run, "--rejects", "--json").splitlines())
     assert newest["reason"] == "the group has no rollouts"
     assert older["payload"] == {"scores": ["nan"]}
     assert "the reward is nan" in rollouts(capsys, run, "--rejects")
@@ -107,7 +107,7 @@ def test_the_quarantine(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_reads_while_the_run_writes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = RolloutStore(run / "rollouts.sqlite")
     store.add(make_group("new"), source="environments")
-    assert json.loads(rollouts(capsys, run, "--json"))["groups"]["waiting"] == 2
+    assert json.loads(rollouts(capsys, run, "--counts", "--json"))["groups"]["waiting"] == 2
     store.close()
 
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
@@ -39,6 +39,7 @@ from mlx_parallm.rl_training.metrics import of_rows
 from mlx_parallm.rl_training.monitor.health import HEALTHY, WINDOW, diagnose
 from mlx_parallm.rl_training.monitor.samples import Sample, samples_table, shortened
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.terminal import Console
 
 log = get_logger("display")
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import tomli
-from rich.console import Console
 from rich.text import Text
 
 from mlx_parallm.errors import StoreError
@@ -39,6 +38,7 @@ from mlx_parallm.rl_training.run_directory import (
 from mlx_parallm.rl_training.step.batch import StatisticsCollector
 from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
+from mlx_parallm.system.terminal import Console
 
 Metrics = Mapping[str, Any]
 

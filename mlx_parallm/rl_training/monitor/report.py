@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from mlx_parallm.environments.estimates import difference
 from mlx_parallm.environments.evaluate import SOLVED
+from mlx_parallm.system.terminal import Console
 from mlx_parallm.types import BETWEEN
 
 SMOOTHING = 10  # steps on each side of a mean, fewer in a short run

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Table
@@ -54,6 +54,7 @@ from mlx_parallm.rl_training.step.policy import COMPANIONS
 from mlx_parallm.rl_training.train import StartedRun, TrainingRun
 from mlx_parallm.system.files import GB
 from mlx_parallm.system.hardware import memory_present
+from mlx_parallm.system.terminal import Console
 
 FEWEST_STEPS = 3
 """Steps of a probe; the first is not measured: nothing was generated while it trained nothing."""

@@ -18,7 +18,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from rich.console import Console
 
 from mlx_parallm.config.data import DATA_ALGORITHMS, PAIRED, USES_REFERENCE
 from mlx_parallm.config.load import Config
@@ -34,6 +33,7 @@ from mlx_parallm.rl_training.step.collate import PAYS_BELOW, padded_length
 from mlx_parallm.rl_training.step.optimizer import STATE_BYTES
 from mlx_parallm.system.hardware import GIB, memory_present, prefix_cache_bytes
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.terminal import Console
 
 PROCESS_BYTES = 240 * 2**20
 """Python, MLX, the HTTP server, the tokenizer, SQLite: a process that has loaded `builtin:tiny` and served nothing."""

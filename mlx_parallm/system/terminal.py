@@ -1,0 +1,46 @@
+"""What others wrote, made safe for a terminal: model text, names of environments, ids of groups. No MLX.
+
+A control character in them is shown as an escape (`\\x1b`) and never reaches the terminal, which would obey it. Every
+console of the package is this module's `Console`, and `log.py` escapes each value of a line, so that no caller has to
+think of it.
+"""
+
+import re
+from collections.abc import Iterable
+
+import rich.console
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+_LINES = "\n\t"
+# ASCII's and Latin-1's control characters, marks that change the direction of text, other line ends, half characters
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escaped(text: str, *, lines: bool = False) -> str:
+    """Return the text with its control characters as escapes. `lines`: keep line ends and tabs."""
+    keep = _LINES if lines else ""
+    return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+
+
+class Console(rich.console.Console):
+    """Escape every text that is printed, wherever it stands: in a table, a panel, a live display."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        if isinstance(renderable, str):
+            renderable = escaped(renderable, lines=True)
+        elif isinstance(renderable, Text):
+            renderable = _escaped(renderable)
+        return super().render(renderable, options)
+
+
+def _escaped(text: Text) -> Text:
+    unsafe = [found for found in _UNSAFE.finditer(text.plain) if found[0] not in _LINES]
+    if not unsafe:
+        return text
+    result = text.blank_copy()
+    for part in text.divide(sorted({end for found in unsafe for end in found.span()})):
+        part.plain = escaped(part.plain, lines=True)
+        result.append_text(part)
+    return result
