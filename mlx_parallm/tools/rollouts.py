@@ -102,7 +102,7 @@ class Answers:
         """Yield a row for each answer. Raises ConfigError: no such environment; no tokenizer to search texts with."""
         known = {line.environment for line in self._store.accounts()}
         if wanted.environment is not None and wanted.environment not in known:
-            raise ConfigError(f"no group is of environment {wanted.environment!r}; there are {', '.join(sorted(known))}")
+            raise ConfigError(f"no environment {wanted.environment!r}; there are {', '.join(sorted(known))}")
         if wanted.text is not None and not self._texts.known:
             raise ConfigError("answers cannot be searched: the tokenizer of the run's model is not on this machine")
         found = (answer for answer in self._newest(wanted) if self._fits(answer, wanted))

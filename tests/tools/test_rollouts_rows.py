@@ -227,7 +227,7 @@ def test_what_is_missing_is_told_in_words(run: Path, capsys: pytest.CaptureFixtu
     assert cli.rollouts([str(run), "--text", "x"]) == 2
     assert "answers cannot be searched: the tokenizer" in capsys.readouterr().err
     assert cli.rollouts([str(run), "--environment", "nobody"]) == 2
-    assert "no group is of environment 'nobody'; there are sums, tools, words" in capsys.readouterr().err
+    assert "no environment 'nobody'; there are sums, tools, words" in capsys.readouterr().err
 
 
 def test_a_run_on_rows_has_no_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
