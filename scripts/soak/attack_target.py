@@ -1,0 +1,173 @@
+"""What the attacks of `scripts.soak.attack` share: the table that they enter, and the processes that they attack.
+
+@attack("what is tried", found=True)        # True: it got through once; False: it has always held
+def name(target: Target) -> str:            # returns what was measured, in a few words
+    assert …                                # AssertionError: it got through
+"""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from scripts.soak.training_daemon import TrainingDaemon
+
+MB = 1 << 20
+START_S = 120.0
+Run = Callable[["Target"], str]
+
+
+@dataclass(frozen=True)
+class Attack:
+    name: str
+    found: bool
+    run: Run
+
+
+ATTACKS: list[Attack] = []
+
+
+def attack(name: str, *, found: bool) -> Callable[[Run], Run]:
+    """Enters the function into the table."""
+
+    def enter(run: Run) -> Run:
+        ATTACKS.append(Attack(name, found, run))
+        return run
+
+    return enter
+
+
+class Server:
+    """`mlx_parallm_serve` with the shipped tiny model, in a process of its own."""
+
+    def __init__(self, directory: Path, *settings: str) -> None:
+        self.output, self.roots = directory / "server.txt", directory / "adapters"
+        self.roots.mkdir(exist_ok=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        chosen = [f"server.adapter_roots=['{self.roots}']", *settings]
+        sets = [part for setting in chosen for part in ("--set", setting)]
+        command = [str(Path(sys.executable).parent / "mlx_parallm_serve"), "--model", "builtin:tiny"]
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*command, "--port", str(self.port), *sets], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        deadline = time.monotonic() + START_S
+        while not self.answers():
+            assert self.process.poll() is None, f"the server ended: {self.output.read_text()[-2000:]}"
+            assert time.monotonic() < deadline, "the server does not start"
+            time.sleep(0.1)
+
+    def answers(self, timeout_s: float = 5.0) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=timeout_s).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def post(self, path: str, body: Any = None, *, timeout_s: float = 120.0, **options: Any) -> httpx.Response:
+        if body is not None:
+            options["json"] = body
+        return httpx.post(f"{self.url}{path}", timeout=timeout_s, **options)
+
+    def rss_mb(self) -> int:
+        return int(psutil.Process(self.process.pid).memory_info().rss // MB)
+
+    def connect(self, sent: bytes = b"") -> socket.socket:
+        """An open connection that has sent this much."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        if sent:
+            connection.sendall(sent)
+        return connection
+
+    def end(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@dataclass
+class Target:
+    """Starts what is attacked. The server is shared by the attacks while it lives; a daemon is one attack's own."""
+
+    directory: Path
+    _server: Server | None = field(default=None, init=False)
+
+    def server(self) -> Server:
+        if self._server is None or self._server.process.poll() is not None or not self._server.answers():
+            self.close()
+            self._server = Server(self.directory)
+        return self._server
+
+    @contextmanager
+    def daemon(self, name: str, *settings: str) -> Iterator[TrainingDaemon]:
+        """A training daemon with the Atropos queue and /v1/rewards, ready."""
+        directory = self.directory / name
+        directory.mkdir()
+        daemon = TrainingDaemon(directory, *settings)
+        try:
+            daemon.wait_until_ready()
+            yield daemon
+        finally:
+            if daemon.process.poll() is None:
+                daemon.kill()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.end()
+            self._server = None
+
+
+class Watch:
+    """While an attack runs: the longest time that /health took, and the most memory that the server held."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._done = server, threading.Event()
+        self.silence_s, self.peak_mb = 0.0, server.rss_mb()
+        self.before_mb = self.peak_mb
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._ask, self._weigh)]
+
+    def __enter__(self) -> "Watch":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def grown_mb(self) -> int:
+        return self.peak_mb - self.before_mb
+
+    def __str__(self) -> str:
+        return f"/health at most {self.silence_s:.1f} s, +{self.grown_mb} MB"
+
+    def _ask(self) -> None:
+        while not self._done.is_set():
+            started = time.monotonic()
+            self._server.answers(timeout_s=120.0)
+            self.silence_s = max(self.silence_s, time.monotonic() - started)
+            self._done.wait(0.05)
+
+    def _weigh(self) -> None:
+        while not self._done.wait(0.02):
+            self.peak_mb = max(self.peak_mb, self._server.rss_mb())
+
+
+def open_files(pid: int) -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
