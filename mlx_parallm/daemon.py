@@ -54,9 +54,11 @@ from mlx_parallm.rl_training.sources import InProcessEnvironments, RewardsById, 
 from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.server.app import AddedRouter, create_app
 from mlx_parallm.server.auth import check_bind, check_origins
+from mlx_parallm.server.connections import connection_limit
 from mlx_parallm.server.context import RollbackAPI, ServerDeps, ServerState
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.blas import blas_status, share_blas_between
+from mlx_parallm.system.files import raise_file_limit
 from mlx_parallm.system.hardware import launched_rank, usable_cores
 from mlx_parallm.system.log import RunLog, configure_logging, get_logger
 from mlx_parallm.system.power import kept_awake
@@ -259,7 +261,8 @@ class Serving:
             completions=completions,
             rollbacks=rollbacks,
         )
-        self._http = ServerThread(create_app(deps, [*added, *routers]), self._listener)
+        connections = connection_limit(self.config.server.max_concurrent_requests, raise_file_limit())
+        self._http = ServerThread(create_app(deps, [*added, *routers]), self._listener, connections)
         self._http.start()
 
     def load(self, *, quantize: bool = False) -> LoadedModel:

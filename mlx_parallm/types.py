@@ -17,6 +17,10 @@ from typing import Any, Literal, Protocol
 BETWEEN = "⟦{}⟧"
 """Around what an environment answered between two turns, where people read both."""
 
+MAX_REWARD = 1e9
+"""The largest size of a reward, a score or an advantage. Beyond it means, squares and float32 lose their digits or
+overflow; every way in refuses it."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 

@@ -20,24 +20,24 @@ TINY_MODULE_LINES = 80
 
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
-    "(root)": 1230,
+    "(root)": 1240,
     "cli": 1190,
     "config": 1490,
     "distributed": 440,
-    "engine": 3670,
+    "engine": 3690,
     "environments": 4340,
     "execution": 1700,
     "inference": 950,
-    "integrations": 1430,
+    "integrations": 1470,
     "library": 960,
     "losses": 810,
-    "models": 3200,
+    "models": 3250,
     "primitives": 160,
-    "rewards": 1940,
-    "rl_training": 9580,
-    "rollout_store": 1260,
-    "server": 3660,
-    "system": 930,
+    "rewards": 1950,
+    "rl_training": 9590,
+    "rollout_store": 1270,
+    "server": 3910,
+    "system": 960,
     "tools": 2390,
 }
 

@@ -56,6 +56,8 @@ class Config(Section):
     def resolve_api_key(self) -> str | None:
         """Return the API key of the environment, the file, or the configuration, in this order."""
         if key := os.environ.get(API_KEY_VARIABLE):
+            if not key.strip():
+                raise ConfigError(f"{API_KEY_VARIABLE} holds only white space: set a key, or unset it")
             return key
         if self.server.api_key_file is not None:
             try:
@@ -63,6 +65,8 @@ class Config(Section):
             except OSError as error:
                 raise ConfigError(f"server.api_key_file: {error}") from error
         key = self.server.api_key.get_secret_value() if self.server.api_key else None
+        if key is not None and not key.strip():
+            raise ConfigError("server.api_key holds only white space: set a key, or leave it out")
         if key == REDACTED:
             raise ConfigError(f"server.api_key is redacted in a saved configuration: set {API_KEY_VARIABLE}")
         return key

@@ -15,6 +15,9 @@ from mlx_parallm.models.lora import ADAPTER_CONFIG, check_adapter, find_adapter_
 from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.weights import SharedWeights
 
+LONGEST_NAME = 256
+MOST_ADAPTERS = 256  # loaded over HTTP; each keeps its arrays in memory
+
 
 class AdapterLoader:
     """
@@ -51,6 +54,8 @@ class AdapterLoader:
             if name in self._weights.adapters() and not in_place and self._paths.get(name) != source:
                 message = f"The lora adapter {name!r} has already been loaded; load_inplace = true replaces it"
                 raise RefusedError(message, 400, "lora_name")
+            if name not in self._paths and len(self._paths) + len(self._busy) > MOST_ADAPTERS:
+                raise RefusedError(f"{MOST_ADAPTERS} adapters are loaded: unload one first", 400, "lora_name")
             try:
                 file = find_adapter_file(source)
             except (AdapterError, OSError) as error:
@@ -85,7 +90,10 @@ class AdapterLoader:
                 " that they may be loaded from",
                 403,
             )
-        if not name or self._names.taken_by_server(name):
+        if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+            message = f"an adapter's name has 1 to {LONGEST_NAME} printable characters"
+            raise RefusedError(message, 400, "lora_name")
+        if self._names.taken_by_server(name):
             raise RefusedError(f"an adapter cannot be named {name!r} here: that is the server's", 400, "lora_name")
 
     def _within_roots(self, path: str) -> Path:

@@ -82,11 +82,12 @@ class OutputText:
         self._done = True
 
     def _append(self, new: str, check_stop: bool) -> str | None:
-        searched = max(0, len(self._text) - self._lookback)
+        before = len(self._text)
         self._text += new
         if not (check_stop and new and self._stop):
             return None
-        matches = [(at, text) for text in self._stop if (at := self._text.find(text, searched)) >= 0]
+        begins = ((max(0, before - len(text) + 1), text) for text in self._stop)  # a match ends in what is new
+        matches = [(at, text) for begin, text in begins if (at := self._text.find(text, begin)) >= 0]
         if not matches:
             return None
         at, text = min(matches, key=lambda match: match[0])  # the first in the text; on a tie the first in the request
@@ -95,8 +96,11 @@ class OutputText:
         return text
 
     def _longest_beginning_of_a_stop(self) -> int:
-        for length in range(min(self._lookback, len(self._text) - self._taken), 0, -1):
-            tail = self._text[-length:]
-            if any(text.startswith(tail) for text in self._stop):
-                return length
-        return 0
+        end, longest = len(self._text), 0
+        for stop in self._stop:
+            at = self._text.find(stop[0], max(self._taken, end - len(stop) + 1))
+            while 0 <= at < end - longest:
+                if self._text.startswith(stop[: end - at], at):
+                    longest = end - at
+                at = self._text.find(stop[0], at + 1)
+        return longest

@@ -9,6 +9,7 @@ from mlx_parallm.types import Request, SamplingParams
 
 MAX_CHOICES = 1024
 MAX_ALTERNATIVES = 1024
+MAX_STOPS, LONGEST_STOP = 64, 256  # each row looks for each of them at each token
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,9 @@ def _check_sampling(params: SamplingParams) -> None:
 
 def _check_stops(params: SamplingParams, limits: RequestLimits) -> None:
     _require(all(params.stop), "stop", "a stop string is empty")
+    _require(len(params.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} stop strings")
+    longest = max(map(len, params.stop), default=0)
+    _require(longest <= LONGEST_STOP, "stop", f"a stop string has at most {LONGEST_STOP} characters")
     for token in params.stop_token_ids:
         _require(0 <= token < limits.vocab_size, "stop_token_ids", f"token id {token} is not in the vocabulary")
     _require(params.min_tokens >= 0, "min_tokens", "must be at least 0")

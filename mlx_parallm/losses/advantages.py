@@ -13,6 +13,7 @@ import numpy as np
 from mlx_parallm.types import Rollout, RolloutGroup
 
 STD_EPSILON = 1e-8
+LARGEST_SUMMED = 1e100  # squares and sums of larger rewards leave float64
 EQUAL_TOLERANCE = 1e-6  # of the largest reward (at least 1): rounding noise divided by its own size is noise amplified
 
 AdvantageKind = Literal["std", "std_sample", "mean", "rloo", "none"]
@@ -37,14 +38,17 @@ def group_advantages(
     """
     if kind == "none":
         return tuple(rewards) if any(rewards) else None
-    if max(rewards) - min(rewards) <= EQUAL_TOLERANCE * max(1.0, *(abs(reward) for reward in rewards)):
+    largest = max(abs(reward) for reward in rewards)
+    if max(rewards) - min(rewards) <= EQUAL_TOLERANCE * max(1.0, largest):
         return None
+    unit = max(1.0, largest / LARGEST_SUMMED)
+    rewards = [reward / unit for reward in rewards]
     count = len(rewards)
     mean = math.fsum(rewards) / count
     centred = [reward - mean for reward in rewards]
     if kind in ("mean", "rloo"):
         scale = count / (count - 1) if kind == "rloo" else 1.0
-        return tuple(scale * value for value in centred)
+        return tuple(scale * value * unit for value in centred)
     freedom = count - 1 if kind == "std_sample" else count
     std = math.sqrt(math.fsum(value * value for value in centred) / freedom)
     return tuple(value / (std + epsilon) for value in centred)

@@ -11,6 +11,7 @@ The update is y = Wx + scale · (xA)B with scale = alpha / rank (Hu et al. 2021,
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from mlx_parallm.models.mlx_lm_api import QuantizedSwitchLinear, SwitchLinear
 
 ADAPTER_FILE = "adapters.safetensors"
 SPECIFICATION_FILE = "lora_weights.safetensors"  # the name that the specification prints; means ADAPTER_FILE beside it
+MAX_RANK = 4096
 NPZ_FILE = "adapters.npz"  # mlx-lm's arrays as its first versions kept them
 
 
@@ -155,28 +157,47 @@ def find_adapter_file(path: str | Path) -> Path:
 def load_adapter(path: str | Path, *, as_stored: bool = False) -> AdapterFile:
     """Reads an adapter in mlx-lm's or PEFT's format, in float32 unless `as_stored`. Raises AdapterError."""
     file = find_adapter_file(path)
+    config, tensors = _read(file)
+    try:
+        layers = read_peft(tensors, config, file) if is_peft(tensors) else _from_mlx_lm(tensors, config, file)
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise AdapterError(f"{file.parent / ADAPTER_CONFIG} does not fit {file.name}: {error!r}") from error
+    if not layers:
+        raise AdapterError(f"{file} holds no LoRA tensors")
+    if (rank := max((pair.a.shape[-1] for pair in layers.values() if pair.a.ndim), default=0)) > MAX_RANK:
+        raise AdapterError(f"{file} has rank {rank}: the highest is {MAX_RANK}")
+    if not as_stored:
+        layers = {path: _wide(pair) for path, pair in layers.items()}
+    _evaluate(layers, file)
+    return AdapterFile(file, layers, config)
+
+
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """The configuration beside the file, and the file's arrays, which are read when they are used."""
     config_file = file.parent / ADAPTER_CONFIG
+    if not config_file.is_file():  # a pipe would be read for ever
+        raise AdapterError(f"{file} needs {ADAPTER_CONFIG} beside it (rank and scale stand there)")
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
         tensors = mx.load(str(file))
-    except FileNotFoundError as error:
-        raise AdapterError(f"{file} needs {ADAPTER_CONFIG} beside it (rank and scale stand there)") from error
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RecursionError is a RuntimeError
         raise AdapterError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("lora_parameters", {}), dict):
         raise AdapterError(f"{config_file} is not an adapter's configuration")
     if not isinstance(tensors, dict):
         raise AdapterError(f"{file} holds one array: an adapter is a safetensors file")
+    return config, tensors
+
+
+def _evaluate(layers: Mapping[str, LoraPair], file: Path) -> None:
+    """Raises AdapterError: the file was cut while it was read, or a number is not finite."""
     try:
-        layers = read_peft(tensors, config, file) if is_peft(tensors) else _from_mlx_lm(tensors, config, file)
-    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
-        raise AdapterError(f"{config_file} does not fit {file.name}: {error!r}") from error
-    if not layers:
-        raise AdapterError(f"{file} holds no LoRA tensors")
-    if not as_stored:
-        layers = {path: _wide(pair) for path, pair in layers.items()}
-    mx.eval([pair.arrays for pair in layers.values()])
-    return AdapterFile(file, layers, config)
+        mx.eval([pair.arrays for pair in layers.values()])
+    except RuntimeError as error:
+        raise AdapterError(f"{file} cannot be read: {error}") from error
+    for path, pair in layers.items():
+        if not math.isfinite(pair.scale) or not all(mx.isfinite(array).all().item() for array in pair.arrays):
+            raise AdapterError(f"{file}: {path} holds a number that is not finite")
 
 
 def save_adapter(directory: Path, layers: Mapping[str, LoraPair], *, num_layers: int, dropout: float = 0.0) -> None:

@@ -6,11 +6,10 @@ Because the group is seen at once, absolute, relative and Pareto rewards have th
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.types import Rollout, Trajectory
+from mlx_parallm.types import MAX_REWARD, Rollout, Trajectory
 
 Scores = Sequence[Mapping[str, float]]
 GroupReward = Callable[[Sequence[Trajectory]], Scores | Awaitable[Scores]]
@@ -29,7 +28,8 @@ async def score_group(reward: GroupReward, trajectories: Sequence[Trajectory]) -
 def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollout, ...]:
     """Return the rollouts of the group with their scores filled in.
 
-    Raises RolloutRejectedError: the number of scores is not that of trajectories, no "reward", a score not finite.
+    Raises RolloutRejectedError: the number of scores is not that of trajectories, there is no "reward", or a score is
+    beyond ±MAX_REWARD.
     """
     if len(scores_G) != len(trajectories):
         raise RolloutRejectedError(f"the reward returned {len(scores_G)} scores for {len(trajectories)} trajectories")
@@ -41,8 +41,8 @@ def scored(trajectories: Sequence[Trajectory], scores_G: Scores) -> tuple[Rollou
         if "reward" not in scores:
             raise RolloutRejectedError(f'the scores {dict(scores)} have no "reward"')
         for name, value in scores.items():
-            if not math.isfinite(value):
-                raise RolloutRejectedError(f"score {name!r} is {value}")
+            if not abs(value) <= MAX_REWARD:
+                raise RolloutRejectedError(f"score {name!r} is {value}, not a number of at most ±{MAX_REWARD:g}")
     return tuple(
         dataclasses.replace(
             trajectory.rollout,

@@ -51,7 +51,7 @@ from mlx_parallm.rewards.base import UNSCORED, GroupReward
 from mlx_parallm.rewards.methods import Method, Parts, combine
 from mlx_parallm.rewards.parts import BUILT_IN, WEIGHTS
 from mlx_parallm.system.log import get_logger
-from mlx_parallm.types import Trajectory
+from mlx_parallm.types import MAX_REWARD, Trajectory
 
 log = get_logger("rewards")
 
@@ -297,13 +297,15 @@ def _start(function: RewardFunction, arguments: Mapping[str, Any]) -> "Future[An
 
 
 def _number(value: Any, what: str) -> float:
-    """A finite float from a number of any library. Raises RolloutRejectedError."""
+    """A float of at most ±MAX_REWARD from a number of any library. Raises RolloutRejectedError."""
     try:
         number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several values
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several values
         number = math.nan
     if not math.isfinite(number):
         raise RolloutRejectedError(f"{what}: {value!r} is not a finite number")
+    if abs(number) > MAX_REWARD:
+        raise RolloutRejectedError(f"{what}: {number:g} is beyond ±{MAX_REWARD:g}")
     return number
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from mlx_parallm.config.environment import Method
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.types import Trajectory
+from mlx_parallm.types import MAX_REWARD, Trajectory
 
 METHODS: tuple[Method, ...] = get_args(Method)
 
@@ -116,9 +116,9 @@ class RewardComputer(ABC):
     def __init__(self, weights: Mapping[str, float], *, normalize: bool = False) -> None:
         """`normalize`: the rewards of one call have mean 0 and standard deviation 1 (population) under any method.
 
-        Raises ConfigError: a weight that is not a finite number."""
+        Raises ConfigError: a weight that is not a number, or beyond ±MAX_REWARD."""
         for name, weight in weights.items():
-            if not math.isfinite(weight):
+            if not abs(weight) <= MAX_REWARD:
                 raise ConfigError(f"{type(self).__name__}: the weight of {name!r} is {weight}")
         self.weights = dict(weights)
         self.normalize = normalize
@@ -132,7 +132,7 @@ class RewardComputer(ABC):
         with. `relative` and `pareto` compare the trajectories of one prompt (`group_id`); those that are alone in
         their group are compared with each other.
 
-        Raises ConfigError: an unknown method. RolloutRejectedError: a part that is not finite, or none that applies.
+        Raises ConfigError: an unknown method. RolloutRejectedError: a part beyond ±MAX_REWARD, or none that applies.
         """
         method = method or self.default_method
         if method not in METHODS:
@@ -162,8 +162,10 @@ class RewardComputer(ABC):
         parts = self.compute_parts(trajectories)
         for scores in parts:
             for name, value in scores.items():
-                if value is not None and not math.isfinite(value):
-                    raise RolloutRejectedError(f"{type(self).__name__}: {name} is {value}")
+                if value is not None and not abs(value) <= MAX_REWARD:
+                    raise RolloutRejectedError(
+                        f"{type(self).__name__}: {name} is {value}, not a number of at most ±{MAX_REWARD:g}"
+                    )
         return parts
 
 

@@ -3,8 +3,9 @@
     request(step)    allows the in-process source to start what the step still lacks (nothing, when groups come by HTTP)
     collect(step)    takes whole groups until `rollout_batch_size` sequences are together; None = not yet
 
-On the way it drops, in the store and with the reason, groups that are too old and groups whose rewards are all equal,
-and asks for as many again. What it takes is marked `taken(step)`; a checkpoint older than that brings it back.
+On the way it drops, in the store and with the reason, groups that are too old, groups whose rewards are all equal, and
+groups that an older version stored with numbers that overflow; and it asks for as many again. What it takes is marked
+`taken(step)`; a checkpoint older than that brings it back.
 
 Order: "fifo" oldest first · "uniform" at random by (seed, step) · "priority" largest mean |advantage| first. In
 deterministic mode it waits until everything asked for has arrived, and goes by the groups' own index.
@@ -27,7 +28,7 @@ from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, token_advan
 from mlx_parallm.rl_training.monitor.health import Arrivals, find_waiting
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.step.batch import StatisticsCollector, TrainBatch, TrainSequence
-from mlx_parallm.rollout_store.checks import OTHER_MODEL
+from mlx_parallm.rollout_store.checks import OTHER_MODEL, TOO_LARGE, is_too_large
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import Rollout, RolloutGroup
 
@@ -221,10 +222,14 @@ class RolloutBuffer:
         self._held = {group_id: group for group_id, group in self._held.items() if group_id in waiting}
         self._chosen = [entry for entry in self._chosen if entry[0].group_id in waiting]
         known = {*self._held, *(group.group_id for group, _, _ in self._chosen)}
+        too_large: list[str] = []
         for group in self._store.waiting(max(4 * self._target - len(known), 1), exclude=known):
             self._held[group.group_id] = group
             if group.index is not None and self._outstanding > 0 and group.group_id not in self._restored:
                 self._outstanding -= 1
+            if group.group_id in self._restored and is_too_large(group):
+                too_large.append(group.group_id)
+        self._discard(too_large, self._step, TOO_LARGE)
 
     def _choose(self, step: int) -> None:
         if self._deterministic and self._outstanding > 0:

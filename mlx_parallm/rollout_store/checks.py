@@ -9,9 +9,13 @@ from math import isfinite
 from typing import Literal
 
 from mlx_parallm.errors import RolloutRejectedError
-from mlx_parallm.types import Rollout, RolloutGroup
+from mlx_parallm.types import MAX_REWARD, Rollout, RolloutGroup
 
 LOGPROB_TOLERANCE = 1e-3  # float32 log-softmax may come out a hair above 0
+LEAST_LOGPROB = -1e9  # far below what logits / temperature in float32 gives
+
+TOO_LARGE = f"a score, an advantage or a log-probability is beyond what can be computed with (scores: ±{MAX_REWARD:g})"
+"""Why a group that an older version accepted is dropped."""
 
 OTHER_MODEL = "other tokenizer or model: its log-probabilities are far from this model's"
 """Why a group that was accepted is put into quarantine later (`rl_training/publish/guard.py`)."""
@@ -60,6 +64,19 @@ def check_group(
     _check_advantages(group)
 
 
+def is_too_large(group: RolloutGroup) -> bool:
+    """Whether numbers of a stored group would overflow: it was accepted before there was a bound."""
+    try:
+        for rollout in group.rollouts:
+            _check_scores(rollout)
+            for segment in rollout.segments:
+                _check_logprobs(segment)
+        _check_advantages(group)
+    except RolloutRejectedError:
+        return True
+    return False
+
+
 def _check_lengths(rollout: Rollout, max_token_length: int) -> None:
     length = len(rollout.tokens)
     columns: dict[str, Sequence[float]] = {
@@ -94,7 +111,7 @@ def _check_tokens(rollout: Rollout, vocab_size: int) -> None:
 
 def _check_logprobs(rollout: Rollout) -> None:
     for position, (value, sampled) in enumerate(zip(rollout.logprobs or (), rollout.mask, strict=False)):
-        if not isfinite(value):
+        if not isfinite(value) or value < LEAST_LOGPROB:
             raise RolloutRejectedError(f"the logprob of token {position} is {value}")
         if sampled and value > LOGPROB_TOLERANCE:
             raise RolloutRejectedError(f"the logprob of token {position} is {value:.4g}, more than 0")
@@ -108,8 +125,8 @@ def _check_scores(rollout: Rollout) -> None:
     if "reward" not in rollout.scores:
         raise RolloutRejectedError(f"no score named 'reward' among {sorted(rollout.scores)}")
     for name, score in rollout.scores.items():
-        if not isfinite(score):
-            raise RolloutRejectedError(f"the score {name!r} is {score}")
+        if not abs(score) <= MAX_REWARD:
+            raise RolloutRejectedError(f"the score {name!r} is {score:g}, not a number of at most ±{MAX_REWARD:g}")
 
 
 def _check_advantages(group: RolloutGroup) -> None:
@@ -121,5 +138,5 @@ def _check_advantages(group: RolloutGroup) -> None:
         row = entry if isinstance(entry, tuple) else (entry,)
         if isinstance(entry, tuple) and len(entry) != len(rollout.tokens):
             raise RolloutRejectedError(f"rollout {number}: {len(entry)} advantages for {len(rollout.tokens)} tokens")
-        if not all(map(isfinite, row)):
-            raise RolloutRejectedError(f"rollout {number}: an advantage is not finite")
+        if not all(abs(value) <= MAX_REWARD for value in row):
+            raise RolloutRejectedError(f"rollout {number}: an advantage is not a number of at most ±{MAX_REWARD:g}")

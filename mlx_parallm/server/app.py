@@ -52,6 +52,7 @@ MEANINGS = {
     401: "The API key is missing or wrong",
     403: "Without a key: a foreign Host or Origin",
     404: "No such model, adapter or object",
+    408: "The body came too slowly",
     413: "The body is too large",
     429: "The queue is full: try again after Retry-After",
     500: "The server failed on this request; others go on",
@@ -143,7 +144,7 @@ def _declare(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> N
     if body or operation.get("parameters"):
         statuses |= {400, 404}
     if body:
-        statuses.add(413)
+        statuses |= {408, 413}
     if body and GENERATING.intersection(operation.get("tags", [])):
         statuses.add(429)
     for status_code in sorted(statuses):

@@ -18,13 +18,21 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.errors import HEALTH, error_response
 
 ANY_ORIGIN = "*"
+SHORTEST_KEY = 8
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:@/\\\[\]]+)(?::\d{0,5})?")
 _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://(?P<authority>[^\s/?#]+)")
 
 
 def check_bind(host: str, api_key: str | None) -> None:
-    """Raises ConfigError when `host` can be reached from other machines and there is no key."""
-    if api_key is None and not is_loopback_name(host):
+    """Raises ConfigError when `host` can be reached from other machines and there is no key, or a short one."""
+    if is_loopback_name(host):
+        return
+    if api_key is not None and len(api_key) < SHORTEST_KEY:
+        raise ConfigError(
+            f"server.host = {host!r} can be reached from other machines, and an API key of {len(api_key)} characters"
+            f" is soon guessed: take {SHORTEST_KEY} or more (`openssl rand -hex 16` makes one)"
+        )
+    if api_key is None:
         raise ConfigError(
             f"server.host = {host!r} can be reached from other machines, so it needs an API key: set "
             "MLX_PARALLM_API_KEY or server.api_key_file, or bind 127.0.0.1"
@@ -132,7 +140,8 @@ def _foreign(scope: Scope, allowed: Collection[str]) -> str | None:
     origins = [origin.decode("latin-1") for origin in _header(scope, b"origin")]
     if not all(origin in allowed or is_loopback_origin(origin) for origin in origins):
         return "without an API key this server answers only pages of this machine (a loopback Origin)"
-    if not origins and b"cross-site" in _header(scope, b"sec-fetch-site"):  # an image or a link: no Origin is sent
+    sites = [site.strip().lower() for site in _header(scope, b"sec-fetch-site")]
+    if not origins and b"cross-site" in sites:  # an image or a link: no Origin is sent
         return "without an API key this server answers no requests of foreign pages"
     return None
 

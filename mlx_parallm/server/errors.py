@@ -25,6 +25,7 @@ HEALTH = "/health"  # the one path without key and gate
 RETRY_AFTER_SECONDS = 1
 TIMED_OUT = 504  # not 408, which says that the client was too slow in sending
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is left to read it
+LONGEST_MESSAGE, LONGEST_PARAM = 2000, 200  # characters
 ERROR_SCHEMA = {  # components.schemas.Error of the OpenAPI document
     "type": "object",
     "required": ["error"],
@@ -57,8 +58,14 @@ def error_body(
     message: str, status: int, *, param: str | None = None, code: str | int | None = None
 ) -> dict[str, dict[str, Any]]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    message = message.encode(errors="backslashreplace").decode()  # it may quote half a surrogate pair
+    message, param = _shown(message, LONGEST_MESSAGE), None if param is None else _shown(param, LONGEST_PARAM)
     return {"error": {"message": message, "type": kind, "param": param, "code": code if code is not None else status}}
+
+
+def _shown(text: str, longest: int) -> str:
+    """What quotes a request may be as long as it, and hold half a surrogate pair."""
+    cut = text if len(text) <= longest else f"{text[:longest]}…"
+    return cut.encode(errors="backslashreplace").decode()
 
 
 def error_response(

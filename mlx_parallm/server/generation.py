@@ -82,10 +82,14 @@ def encode_prompt(context: ServerContext, prompt: str | Sequence[int]) -> Encode
 
 def render_conversation(context: ServerContext, conversation: Conversation) -> tuple[int, ...]:
     """Token ids of a chat. Raises RequestError: no template, content that is not text, a template that refuses."""
+    if (count := len(conversation.messages)) > (room := context.engine.max_model_len):  # each is a token at least
+        reason = f"This model's maximum context length is {room} tokens, but 'messages' holds {count} messages."
+        raise RequestError(reason, param="messages", code="context_length_exceeded")
     messages = conversation.template_messages()
-    for position, message in enumerate(messages):
-        check_text(message["content"], f"messages.{position}.content")
-        check_size(context, message["content"], f"messages.{position}.content")
+    contents = [message["content"] for message in messages]
+    for position, content in enumerate(contents):
+        check_text(content, f"messages.{position}.content")
+    check_size(context, "".join(contents), "messages")  # before the template spends seconds on it
     options = conversation.render_options(context.deps.chat_template_kwargs)
     if options["tools"] and not context.tokenizer.template_takes_tools:
         raise RequestError(

@@ -22,6 +22,10 @@ from mlx_parallm.server.sse import DONE, EVENT_STREAM, event
 from mlx_parallm.system.log import get_logger
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+BODY_SECONDS = 30.0  # without a byte of the body; and what a body may take beside its share of the slowest rate
+SLOWEST_BYTES_PER_SECOND = 64 << 10
+SMALL_BODY_BYTES = 64 << 10
+UNFINISHED_BODIES = 8
 _log = get_logger("server")
 
 
@@ -101,11 +105,13 @@ class _Sender:
 
 
 class BodyLimitMiddleware:
-    """413 for a body over the limit, whether it says so (Content-Length) or not (chunked)."""
+    """413 for a body over the limit, whether it says so (Content-Length) or not (chunked); 408 for one that comes too
+    slowly; 503 where unfinished bodies take UNFINISHED_BODIES times the limit together (small ones are let in)."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._unfinished = 0  # bytes, of all requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,23 +119,50 @@ class BodyLimitMiddleware:
             return
         announced = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
         too_long = announced.isdigit() and int(announced) > self._max_bytes
-        received = 0
+        received = held = 0
+        finished = False
+        begun = asyncio.get_running_loop().time()
 
         async def counted_receive() -> Message:
-            nonlocal received
+            nonlocal received, held, finished
             if too_long:  # raised where the body is read, so that a route can record the refusal
                 raise HTTPException(413, self._message())
-            message = await receive()
+            if finished:
+                return await receive()
+            message = await _in_time(receive, begun + BODY_SECONDS + received / SLOWEST_BYTES_PER_SECOND)
             if message["type"] == "http.request":
-                received += len(message.get("body", b""))
+                size = len(message.get("body", b""))
+                received += size
+                held += size
+                self._unfinished += size
+                finished = not message.get("more_body", False)
                 if received > self._max_bytes:
                     raise HTTPException(413, self._message())
+                if received > SMALL_BODY_BYTES and self._unfinished > UNFINISHED_BODIES * self._max_bytes:
+                    raise HTTPException(503, "too many request bodies are on their way", {"Retry-After": "1"})
+            if finished:
+                self._unfinished -= held
+                held = 0
             return message
 
-        await self._app(scope, counted_receive, send)
+        try:
+            await self._app(scope, counted_receive, send)
+        finally:
+            self._unfinished -= held
 
     def _message(self) -> str:
         return f"the request body is larger than {self._max_bytes} bytes"
+
+
+async def _in_time(receive: Receive, deadline: float) -> Message:
+    """The next part of a body. Raises HTTPException 408: nothing came for BODY_SECONDS, or not until `deadline`."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout_at(min(deadline, loop.time() + BODY_SECONDS)):
+            return await receive()
+    except TimeoutError:
+        message = f"the request's body came too slowly: nothing for {BODY_SECONDS:g} s, or less than 64 KiB a second"
+        raise HTTPException(408, message, {"Connection": "close"}) from None
 
 
 class GateMiddleware:

@@ -6,6 +6,7 @@ handlers, because the daemon takes signals itself.
 
 import asyncio
 import errno
+import logging
 import socket
 import threading
 
@@ -13,12 +14,14 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from mlx_parallm.errors import ConfigError, ParallmError
+from mlx_parallm.server.connections import ConnectionGuard, SparseWarnings, guarded_protocol, on_loop_error
 
 BACKLOG = 2048
 # Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s): whoever closes first while the other sends
 # makes a request fail.
 KEEP_ALIVE_SECONDS = 75
 STARTUP_SECONDS = 30.0
+TICKS_PER_SWEEP = 10  # uvicorn ticks ten times a second
 JOIN_MARGIN_SECONDS = 5.0  # after the drain: cancelled handlers and the lifespan
 
 
@@ -61,12 +64,15 @@ def _bind_problem(host: str, port: int, error: OSError) -> str:
 
 
 class ServerThread:
-    """Serves `app` on `listener` from `start` to `stop`, in a thread of its own. Single use."""
+    """Serves `app` on `listener` from `start` to `stop`, in a thread of its own, with so many connections at most
+    (`connections.connection_limit`). Single use."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket, max_connections: int) -> None:
+        guard = ConnectionGuard(max_connections)
         config = uvicorn.Config(
             app,
             loop="asyncio",
+            http=guarded_protocol(guard),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -75,7 +81,7 @@ class ServerThread:
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
-        self._server = _Server(config)
+        self._server = _Server(config, guard)
         self._listener = listener
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
@@ -109,13 +115,23 @@ class ServerThread:
 class _Server(uvicorn.Server):
     """Says when it is up, and waits for cancelled handlers, so that each aborts its generation before the loop ends."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, guard: ConnectionGuard) -> None:
         super().__init__(config)
         self.settled = threading.Event()
+        self._guard = guard
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(on_loop_error)
+        logger = logging.getLogger("uvicorn.error")
+        if not any(isinstance(each, SparseWarnings) for each in logger.filters):
+            logger.addFilter(SparseWarnings())
         await super().startup(sockets=sockets)
         self.settled.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS_PER_SWEEP == 0:
+            self._guard.sweep()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets=sockets)

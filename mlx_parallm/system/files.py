@@ -1,14 +1,17 @@
 """Files and directories that are complete or absent, also after a kill -9 or a power cut.
 
-And the free space of a run's disk: below the reserve nothing is begun, so that nothing ends half-written.
+And the free space of a run's disk: below the reserve nothing is begun, so that nothing ends half-written. And how many
+files the process may have open.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mlx_parallm.errors import CheckpointError
@@ -17,6 +20,7 @@ GB = 10**9
 RESERVE_GB = 1.0
 RESERVE_SHARE = 0.05  # of a small disk
 TEMPORARY = ".tmp-"  # in the names of unfinished files; the next save removes leftovers
+OPEN_FILES = (65_536, 10_240)  # wanted; macOS refuses what is above a limit of its own
 RENAME_SWAP, RENAME_EXCHANGE, AT_FDCWD = 2, 2, -100  # <sys/stdio.h> of macOS, <linux/fs.h>, <fcntl.h>
 
 
@@ -150,3 +154,28 @@ def shortage(directory: Path, reserve: int) -> str | None:
         f"{free / GB:.2f} GB are free on the disk of {directory}, less than the {reserve / GB:.2f} GB that stay free"
         " (rollouts.min_free_gb): free some space"
     )
+
+
+@contextlib.contextmanager
+def file_limit_kept() -> Iterator[None]:
+    """Around an import of mlx_lm, which sets the limit of open files to (2048, 4096): below the user's own, from where
+    only root could raise it again, or above it, which is an error."""
+    setrlimit = resource.setrlimit
+    resource.setrlimit = lambda *_: None
+    try:
+        yield
+    finally:
+        resource.setrlimit = setrlimit
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as the user's hard limit allows, 65,536 at most. Return how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for wanted in OPEN_FILES:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if soft == resource.RLIM_INFINITY or soft >= allowed:
+            break
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            return allowed
+    return OPEN_FILES[0] if soft == resource.RLIM_INFINITY else soft

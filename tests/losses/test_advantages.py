@@ -113,3 +113,13 @@ def test_a_zeroed_rollout_counts_in_the_mean_and_learns_nothing() -> None:
     assert rows(one, make_rollout(), zeroed) == ((2.0,) * 5, (-1.0,) * 5, (0.0,) * 5)
     assert rows(one, zeroed, advantages=(0.5, 0.5)) == ((0.5,) * 5, (0.0,) * 5)
     assert rows(replace(one, zero_advantage=True), zeroed) is None
+
+
+@pytest.mark.parametrize("kind", ["std", "std_sample", "mean", "rloo", "none"])
+@pytest.mark.parametrize("size", [1e154, 1e200, 1e308])
+def test_no_size_of_reward_overflows(kind: AdvantageKind, size: float) -> None:
+    """math.fsum and a square of a float raise OverflowError; the advantages are those of [1, -1, 0] times the size."""
+    got = group_advantages([size, -size, 0.0], kind)
+    expected = group_advantages([1.0, -1.0, 0.0], kind)
+    scale = 1.0 if kind.startswith("std") else size
+    assert got == pytest.approx([value * scale for value in expected])

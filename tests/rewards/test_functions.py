@@ -122,6 +122,8 @@ async def test_log_metric_is_kept_beside_the_scores(functions):
         ("return [1.0, float('nan')]", "^f, completion 1: nan is not a finite number$"),
         ("return [1.0, 'good']", "^f, completion 1: 'good' is not a finite number$"),
         ("return [1.0, [2]]", r"^f, completion 1: \[2\] is not a finite number$"),
+        ("return [1.0, -1e155]", r"^f, completion 1: -1e\+155 is beyond ±1e\+09$"),
+        ("return [1.0, 10**400]", "^f, completion 1: 1000.* is not a finite number$"),
         ("return 1.0", "^f returned float, not a list of numbers$"),
         ("return None", "^f returned NoneType, not a list of numbers$"),
         ("return 'ab'", "^f returned str, not a list of numbers$"),
@@ -446,6 +448,7 @@ async def test_a_reward_sees_the_whole_group():
         ([{"reward": 1.0}, {"score": 1.0}], 'no "reward"'),
         ([{"reward": 1.0}, {"reward": float("nan")}], "nan"),
         ([{"reward": 1.0}, {"reward": 1.0, "part": float("inf")}], "'part' is inf"),
+        ([{"reward": 1.0}, {"reward": 1e308}], r"'reward' is 1e\+308, not a number of at most ±1e\+09"),
     ],
 )
 async def test_scores_that_cannot_be_trained_on_are_refused(scores, message):

@@ -14,7 +14,7 @@ from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD, Minimum, RolloutBuffer, reachable
 from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping
 from mlx_parallm.rl_training.step.batch import TrainBatch
-from mlx_parallm.rollout_store.checks import OTHER_MODEL
+from mlx_parallm.rollout_store.checks import OTHER_MODEL, TOO_LARGE
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup
 from tests.rl_training.making import make_config
@@ -461,3 +461,17 @@ def test_marked_ones_are_left_out_where_an_advantage_of_0_teaches(store: Rollout
     batch = buffer_of(store, replace(PLAIN, leave_out_marked=True)).collect(1, timeout_s=0)
     assert [s.advantages[-1] for s in batch.sequences] == pytest.approx([0.75, -0.25])
     assert len(buffer_of(store, PLAIN).resume(1, ["g"]).sequences) == 4
+
+
+@pytest.mark.parametrize("rewards", [[1e308, 1e308, 0, 0], [1e308, -1e308, 0, 0], [1e200, -1e200, 1, 0]])
+def test_a_stored_group_that_would_overflow_is_dropped_with_the_reason(
+    store: RolloutStore, rewards: list[float]
+) -> None:
+    """An older version took it: it waits in the store, and must not end the resume."""
+    add(store, make_group("large", rewards), make_group("good", [0, 1, 0, 1]))
+    silent = tuple(make_rollout(logprob=-1e308, reward=1.0) for _ in range(4))
+    add(store, replace(make_group("logprobs", [1, 1, 1, 1]), rollouts=silent))
+    batch = make_buffer(store, rollout_batch_size=4, group_sizes=[]).collect(1, timeout_s=0)
+    assert batch is not None and batch.group_ids == ("good",)
+    assert store.drop_reasons() == {TOO_LARGE: 2}
+    assert batch.statistics.reward_mean == 0.5

@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mlx_parallm.types import Rollout, RolloutGroup
+from mlx_parallm.types import MAX_REWARD, Rollout, RolloutGroup
 
 VOCAB_SIZE = 512
 
@@ -39,6 +39,7 @@ def make_group(group_id: str = "g0", *, size: int = 2, **changes: Any) -> Rollou
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
+score = st.floats(-MAX_REWARD, MAX_REWARD)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | finite | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -50,7 +51,7 @@ json_values = st.recursive(
 def rollouts(draw: st.DrawFn) -> Rollout:
     """Rollouts that can be trained on: token 0 given, at least one sampled."""
     mask = (0, *draw(st.lists(st.sampled_from((0, 1)), min_size=0, max_size=6)), 1)
-    logprob = st.floats(max_value=0.0, allow_infinity=False, allow_nan=False, width=32) | st.floats(-1e300, 0.0)
+    logprob = st.floats(-1e8, 0.0, width=32) | st.floats(-1e9, 0.0)
     length = len(mask)
 
     def column(values: st.SearchStrategy[Any]) -> tuple[Any, ...]:
@@ -62,7 +63,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         logprobs=tuple(value if sampled else 0.0 for value, sampled in zip(column(logprob), mask, strict=True)),
         policy_versions=column(st.integers(0, 2**40)),
         temperature=draw(st.floats(0.01, 2.0)),
-        scores={"reward": draw(finite)} | draw(st.dictionaries(st.text(max_size=4), finite, max_size=2)),
+        scores={"reward": draw(score)} | draw(st.dictionaries(st.text(max_size=4), score, max_size=2)),
         stop_reason=draw(st.none() | st.sampled_from(("stop", "length"))),
         processed_logprobs=draw(st.none() | st.just(column(finite))),
         error=draw(st.none() | st.text(max_size=5)),
@@ -73,8 +74,8 @@ def rollouts(draw: st.DrawFn) -> Rollout:
 @st.composite
 def groups(draw: st.DrawFn) -> RolloutGroup:
     members = tuple(draw(st.lists(rollouts(), min_size=1, max_size=3)))
-    scalar = st.tuples(*[finite] * len(members))
-    per_token = st.tuples(*[st.tuples(*[finite] * len(rollout.tokens)) for rollout in members])
+    scalar = st.tuples(*[score] * len(members))
+    per_token = st.tuples(*[st.tuples(*[score] * len(rollout.tokens)) for rollout in members])
     return RolloutGroup(
         group_id=draw(st.text(min_size=1, max_size=8)),
         environment=draw(st.text(min_size=1, max_size=8)),

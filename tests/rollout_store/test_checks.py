@@ -68,6 +68,8 @@ def test_every_segment_is_checked() -> None:
         ({"temperature": -1.0}, "temperature -1.0"),
         ({"scores": {"style": 1.0}}, "no score named 'reward'"),
         ({"scores": {"reward": NAN}}, "the score 'reward' is nan"),
+        ({"scores": {"reward": 1e200}}, "the score 'reward' is 1e+200, not a number of at most ±1e+09"),
+        ({"logprobs": (0.0, 0.0, -1e308, -0.1, -0.1)}, "the logprob of token 2 is -1e+308"),
         ({"scores": {"reward": 1.0, "style": INF}}, "the score 'style' is inf"),
     ],
 )
@@ -86,9 +88,10 @@ def test_a_faulty_rollout_is_named_with_its_fault(changes: dict[str, Any], reaso
         ({"group_id": "\ud800"}, r"'\ud800' holds half a character"),
         ({"environment": "\ud800"}, r"'\ud800' holds half a character"),
         ({"advantages": (1.0,)}, "1 advantages for 2 rollouts"),
-        ({"advantages": (1.0, NAN)}, "rollout 1: an advantage is not finite"),
+        ({"advantages": (1.0, 1e200)}, "rollout 1: an advantage is not a number of at most ±1e+09"),
+        ({"advantages": (1.0, NAN)}, "rollout 1: an advantage is not a number"),
         ({"advantages": ((1.0,) * 5, (1.0,) * 4)}, "rollout 1: 4 advantages for 5 tokens"),
-        ({"advantages": ((1.0,) * 5, (INF,) * 5)}, "rollout 1: an advantage is not finite"),
+        ({"advantages": ((1.0,) * 5, (INF,) * 5)}, "rollout 1: an advantage is not a number"),
     ],
 )
 def test_a_faulty_group_is_refused(changes: dict[str, Any], reason: str) -> None:

@@ -41,6 +41,7 @@ def running_server(
     adapters: Any = None,
     routers: Sequence[AddedRouter] = (),
     config: ServerConfig | None = None,
+    max_connections: int = 1024,
     **deps: Any,
 ) -> Iterator[RunningServer]:
     """Serves `engine`; `deps` are fields of ServerDeps. With loaded=False the server stays in its loading state."""
@@ -49,7 +50,7 @@ def running_server(
         state.ready(engine, tokenizer, adapters)
     listener = bind_socket("127.0.0.1", 0)
     app = create_app(ServerDeps(state, config or ServerConfig(), **deps), routers)
-    thread = ServerThread(app, listener)
+    thread = ServerThread(app, listener, max_connections)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     thread.start()
     try:

@@ -159,7 +159,9 @@ def test_other_origins(origin):
 def test_a_public_address_needs_a_key(host):
     with pytest.raises(ConfigError, match="API key"):
         check_bind(host, None)
-    check_bind(host, "key")
+    with pytest.raises(ConfigError, match="an API key of 1 characters is soon guessed"):
+        check_bind(host, "k")
+    check_bind(host, "a-longer-key")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])

@@ -3,12 +3,15 @@
 import errno
 import fcntl
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from mlx_parallm.system import files
-from mlx_parallm.system.files import flush_to_disk, write_atomically, write_directory
+from mlx_parallm.system.files import flush_to_disk, raise_file_limit, write_atomically, write_directory
 
 
 @pytest.fixture
@@ -107,3 +110,32 @@ def test_names_are_exchanged_only_where_both_are_there(tmp_path: Path) -> None:
     write(tmp_path / "step", "old")
     assert not files._exchanged(tmp_path / "step", tmp_path / "nothing")
     assert (tmp_path / "step/content").read_text() == "old"
+
+
+def test_importing_mlx_lm_leaves_the_limit_of_open_files() -> None:
+    """mlx_lm sets it to (2048, 4096): below what the user has set, and an error where the hard limit is less."""
+    for limits in ((1000, 3000), (5000, 6000)):
+        code = (
+            f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, {limits}); import mlx_parallm.models.mlx_lm_api as m;"
+            "from mlx_parallm.system.files import raise_file_limit as up; was = r.getrlimit(r.RLIMIT_NOFILE);"
+            "print(was, up(), r.getrlimit(r.RLIMIT_NOFILE))"
+        )
+        printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert printed.strip() == f"{limits} {limits[1]} ({limits[1]}, {limits[1]})"
+
+
+@pytest.mark.parametrize(
+    ("limits", "refused", "expected"),
+    [((256, resource.RLIM_INFINITY), 20_000, 10_240), ((256, 4096), 10**6, 4096), ((70_000, 80_000), 10**6, 70_000)],
+    ids=["macOS", "hard limit", "enough"],
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], refused: int, expected: int
+) -> None:
+    def setrlimit(kind: int, values: tuple[int, int]) -> None:
+        if values[0] > refused:
+            raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    assert raise_file_limit() == expected

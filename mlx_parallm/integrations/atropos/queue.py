@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
-from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.errors import RefusedError, RolloutRejectedError
 from mlx_parallm.integrations.atropos.wire import ATROPOS_FIELDS, from_scored_data
 from mlx_parallm.rollout_store.checks import MissingLogprobs, check_group
 from mlx_parallm.rollout_store.store import RolloutStore, WaitingSource
@@ -27,6 +27,9 @@ SILENT_AFTER_S = 60.0  # environments ask for their status ten times a second
 STALLED_AFTER_S = 600.0  # without a group although environments are there
 RECENT = 20  # submissions that `health` judges by
 MIN_ENV_WEIGHT = 0.01  # atroposlib's floor, so that no environment is starved
+MOST_ENVIRONMENTS = 1000  # that ever registered with a run; each registration writes them all
+LONGEST_NAME = 256
+LARGEST_NUMBER = 2**31 - 1
 _NOTE = "atropos_environments"
 _LOOSE = ("messages", "generation_params", "overrides", "group_overrides", "images")
 _ENV_ID = TypeAdapter(NonNegativeInt | None)
@@ -81,7 +84,7 @@ class AtroposQueue:
         self._policy_version = policy_version
         self._clock = clock
         self._lock = threading.Lock()
-        self._environments = [EnvironmentEntry(**entry) for entry in store.recall(_NOTE) or []]
+        self._environments = [_bounded(EnvironmentEntry(**entry)) for entry in store.recall(_NOTE) or []]
         self._last_seen: dict[int, float] = {}  # no entry: not seen since this process started
         self._last_group = self._last_reward = clock()
         self._recent: deque[str | None] = deque(maxlen=RECENT)  # None = accepted, else why not
@@ -110,10 +113,15 @@ class AtroposQueue:
 
         An environment that comes back (same desired name, its earlier registration disconnected or silent) gets its old
         id and name, and so finds the checkpoints that it saved under that name.
+
+        Raises RefusedError: MOST_ENVIRONMENTS are registered.
         """
         with self._lock:
             namesakes = [entry for entry in self._environments if entry.desired_name == desired_name]
             former = next((entry for entry in namesakes if not self._is_present(entry)), None)
+            if former is None and len(self._environments) >= MOST_ENVIRONMENTS:
+                message = f"{MOST_ENVIRONMENTS} environments have registered with this run: use a former one's name"
+                raise RefusedError(message, 422, "desired_name")
             env_id = former.env_id if former else len(self._environments)
             name = former.name if former else f"{desired_name}_{len(namesakes)}"
             entry = EnvironmentEntry(
@@ -320,6 +328,15 @@ def _require_finite(fields: Mapping[str, Any]) -> None:
             raise RolloutRejectedError(f"{name} holds NaN or an infinity") from None
         except RecursionError:
             raise RolloutRejectedError(f"{name} is nested too deep") from None
+
+
+def _bounded(entry: EnvironmentEntry) -> EnvironmentEntry:
+    """The entry; one whose numbers an older version accepted, and that would end the training, counts as gone."""
+    allocation = 0.0 if entry.min_batch_allocation is None else entry.min_batch_allocation
+    numbers = (entry.weight, entry.max_token_length, entry.group_size)
+    if 0 <= allocation <= 1 and all(0 <= number <= LARGEST_NUMBER for number in numbers):
+        return entry
+    return replace(entry, weight=0.0, max_token_length=1, group_size=1, connected=False, min_batch_allocation=None)
 
 
 def _source(env_id: int | None) -> str:

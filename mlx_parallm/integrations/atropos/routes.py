@@ -7,6 +7,7 @@ not OpenAI's as on the other routes.
 Handlers are plain functions: FastAPI runs them in its thread pool, because each touches the database.
 """
 
+import asyncio
 import contextlib
 import gzip
 import io
@@ -22,16 +23,20 @@ from fastapi.exception_handlers import http_exception_handler
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.routing import APIRoute
-from pydantic import AfterValidator, BaseModel, NonNegativeInt, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from mlx_parallm.errors import RolloutRejectedError, StoreError
-from mlx_parallm.integrations.atropos.queue import AtroposQueue
+from mlx_parallm.errors import RefusedError, RolloutRejectedError, StoreError
+from mlx_parallm.integrations.atropos.queue import LARGEST_NUMBER, LONGEST_NAME, AtroposQueue
 from mlx_parallm.integrations.atropos.wire import ScoredData
 from mlx_parallm.server.app import MEANINGS, AddedRouter
 from mlx_parallm.server.errors import ERROR_CONTENT
+from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
+from mlx_parallm.server.protocol.strict_json import check_containers
 
-MAX_UNPACKED_BYTES = 64 << 20  # a gzip body may unpack to this; the app limits what comes over the wire
+MAX_UNPACKED_BYTES = MAX_BODY_BYTES  # what a gzip body may unpack to: what a plain one may have
+GROUPS_AT_ONCE = 4  # bodies that are unpacked, parsed and stored together: each may take some hundred MB as objects
 _NO_EXAMPLE = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs")
 _JSON = Body()
 _DETAIL = {"type": "object", "required": ["detail"], "properties": {"detail": {}}}
@@ -59,11 +64,11 @@ def _whole(name: str) -> str:
 
 
 class EnvironmentRegistration(BaseModel):
-    max_token_length: int
-    desired_name: Annotated[str, AfterValidator(_whole)]
-    weight: float
-    group_size: int
-    min_batch_allocation: float | None = None
+    max_token_length: int = Field(ge=1, le=LARGEST_NUMBER)
+    desired_name: Annotated[str, Field(max_length=LONGEST_NAME), AfterValidator(_whole)]
+    weight: float = Field(ge=0, le=LARGEST_NUMBER)
+    group_size: int = Field(ge=0, le=LARGEST_NUMBER)
+    min_batch_allocation: float | None = Field(None, ge=0, le=1)
 
 
 class EnvironmentId(BaseModel):
@@ -73,28 +78,46 @@ class EnvironmentId(BaseModel):
 class _UnpackedRequest(Request):
     """Unpacks gzip bodies (environments send every group of more than 1 KB so) and parses JSON, off the loop."""
 
+    async def packed_body(self) -> bytes:
+        try:
+            return await super().body()
+        except ClientDisconnect as error:
+            raise HTTPException(400, "the connection was closed before the body's end") from error
+
     async def body(self) -> bytes:
         if not hasattr(self, "_unpacked"):
-            body = await super().body()
+            body = await self.packed_body()
             if "gzip" in self.headers.get("content-encoding", "").lower() and body:
                 body = await run_in_threadpool(_gunzip, body)
             self._unpacked = body
         return self._unpacked
 
     async def json(self) -> Any:
-        return await run_in_threadpool(json.loads, await self.body())
+        body = await self.body()
+        check_containers(body)
+        return await run_in_threadpool(json.loads, body)
 
 
 def _route_class(queue: AtroposQueue) -> type[APIRoute]:
+    places = asyncio.Semaphore(GROUPS_AT_ONCE)
+
     class AtroposRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handler = super().get_route_handler()
             brings_groups = self.path.rpartition("/")[2].startswith("scored_data")
 
+            async def handled(request: Request) -> Response:
+                unpacked = _UnpackedRequest(request.scope, request.receive)
+                if not brings_groups:
+                    return await handler(unpacked)
+                await unpacked.packed_body()  # a slow sender holds no place
+                async with places:
+                    return await handler(unpacked)
+
             async def answering(request: Request) -> Response:
                 answer: Response
                 try:
-                    return await handler(_UnpackedRequest(request.scope, request.receive))
+                    return await handled(request)
                 except RequestValidationError as error:
                     detail = _details(error.errors())
                     reason, answer = str(detail[0]["msg"]), JSONResponse({"detail": detail}, 422)
@@ -102,6 +125,8 @@ def _route_class(queue: AtroposQueue) -> type[APIRoute]:
                     in_words = PlainTextResponse(error.detail, error.status_code)
                     reason = error.detail
                     answer = in_words if reason == _BAD_GZIP else await http_exception_handler(request, error)
+                except RefusedError as error:
+                    return JSONResponse({"detail": str(error)}, error.status)
                 except StoreError as error:
                     return JSONResponse({"detail": str(error)}, 503)
                 if brings_groups:

@@ -21,12 +21,13 @@ import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, FailFast, NonNegativeInt, ValidationError, field_validator
+from pydantic import BaseModel, NonNegativeInt, ValidationError, field_validator
 
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rollout_store.checks import LOGPROB_TOLERANCE
+from mlx_parallm.server.protocol.fields import ListOf
 from mlx_parallm.types import Rollout, RolloutGroup
 
 GIVEN = -100  # the label of a token that is not trained on
@@ -37,14 +38,8 @@ _KEPT_AS_METADATA = ("messages", "generation_params", "env_id")
 _IGNORED = ("ref_logprobs", "distill_token_ids", "distill_logprobs")
 
 
-class _OneFault(FailFast):
-    """A list is given up at its first fault: millions of faults in one body would take gigabytes."""
-
-    __hash__ = object.__hash__  # `X | None` asks for one
-
-
-Integers = Annotated[list[Annotated[list[int], _OneFault()]], _OneFault()]
-Numbers = Annotated[list[Annotated[list[float], _OneFault()]], _OneFault()]
+Integers = ListOf[ListOf[int]]
+Numbers = ListOf[ListOf[float]]
 
 
 class ScoredData(BaseModel):
@@ -52,22 +47,22 @@ class ScoredData(BaseModel):
 
     tokens: Integers
     masks: Integers
-    scores: Annotated[list[float], _OneFault()]
+    scores: ListOf[float]
     advantages: Numbers | None = None
     ref_logprobs: Numbers | None = None
-    messages: Annotated[list[Annotated[list[dict[str, Any]], _OneFault()]], _OneFault()] | None = None
+    messages: ListOf[ListOf[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
     inference_logprobs: Numbers | None = None
-    overrides: Annotated[list[dict[str, Any]], _OneFault()] | None = None
+    overrides: ListOf[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
     env_id: NonNegativeInt | None = None
-    distill_token_ids: Annotated[list[Integers], _OneFault()] | None = None
-    distill_logprobs: Annotated[list[Numbers], _OneFault()] | None = None
+    distill_token_ids: ListOf[Integers] | None = None
+    distill_logprobs: ListOf[Numbers] | None = None
     group_id: str | None = None
     environment: str | None = None
     policy_versions: Integers | None = None
-    episodes: Annotated[list[int], _OneFault()] | None = None
+    episodes: ListOf[int] | None = None
 
     @field_validator("messages", mode="before")
     @classmethod

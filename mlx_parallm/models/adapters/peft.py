@@ -7,17 +7,20 @@ PEFT stores A [r, in] and B [out, r], the transposes of mlx-lm's, and alpha in p
 import json
 import math
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import regex
 
 from mlx_parallm.errors import AdapterError
 from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, PEFT_FILE, LoraPair
 
 PREFIX = "base_model.model."
 MAGNITUDE = ".lora_magnitude_vector"
+PATTERN_SECONDS = 2.0
 
 
 def is_peft(tensors: Mapping[str, mx.array]) -> bool:
@@ -27,6 +30,7 @@ def is_peft(tensors: Mapping[str, mx.array]) -> bool:
 def read_peft(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: Path) -> dict[str, LoraPair]:
     """Return the layers by path. Raises AdapterError: tensors that would be left out, or are missing."""
     dora = bool(config.get("use_dora"))
+    alphas = _Pattern(config.get("alpha_pattern") or {}, file)
     layers = {}
     for key, a in tensors.items():
         path, separator, _ = key.partition(".lora_A.")
@@ -41,7 +45,7 @@ def read_peft(tensors: Mapping[str, mx.array], config: Mapping[str, Any], file: 
         if dora and magnitude is None:
             raise AdapterError(f"{file}: use_dora is true, but {path} has no magnitude vector")
         name, rank = path.removeprefix(PREFIX), int(a.shape[0])
-        alpha = float(_of_layer(config.get("alpha_pattern") or {}, name, config.get("lora_alpha", rank)))
+        alpha = float(alphas.of(name, config.get("lora_alpha", rank)))
         scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
         layers[name] = LoraPair(a.T, b.T, scale, magnitude if dora else None)
     return layers
@@ -95,9 +99,32 @@ def save_peft(directory: Path, layers: Mapping[str, LoraPair], *, dropout: float
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _of_layer(pattern: Mapping[str, Any], path: str, default: Any) -> Any:
-    """PEFT's rule: the first key that matches the path's end as a regular expression."""
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", path)), default)
+class _Pattern:
+    """alpha_pattern, by PEFT's rule: the first key that matches the path's end as a regular expression counts.
+
+    The adapter may be anybody's, and an expression can take for ever: all of them together have PATTERN_SECONDS.
+    """
+
+    def __init__(self, pattern: Mapping[str, Any], file: Path) -> None:
+        self._file, self._left_s = file, PATTERN_SECONDS
+        try:
+            self._entries = [(regex.compile(rf"(.*\.)?({key})$"), value) for key, value in pattern.items()]
+        except regex.error as error:
+            raise AdapterError(f"{file.parent / ADAPTER_CONFIG}: alpha_pattern: {error}") from error
+
+    def of(self, path: str, default: Any) -> Any:
+        """The layer's value. Raises AdapterError: the expressions take too long."""
+        started = time.perf_counter()
+        try:
+            for expression, value in self._entries:
+                if expression.match(path, timeout=max(self._left_s - (time.perf_counter() - started), 1e-3)):
+                    return value
+        except TimeoutError as error:
+            message = f"alpha_pattern: its regular expressions take more than {PATTERN_SECONDS:g} s"
+            raise AdapterError(f"{self._file.parent / ADAPTER_CONFIG}: {message}") from error
+        finally:
+            self._left_s -= time.perf_counter() - started
+        return default
 
 
 def _alpha(divisor: float, scale: float, *, whole: bool) -> float | None:

@@ -15,7 +15,7 @@ from pydantic import ConfigDict
 import mlx_parallm
 from mlx_parallm.engine.client import CLIENTS
 from mlx_parallm.server.context import Context, ServerContext
-from mlx_parallm.server.protocol.fields import Body
+from mlx_parallm.server.protocol.fields import Body, ListOf
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.server.sse import until_hangup
 
@@ -28,7 +28,7 @@ router = json_router("control")
 
 class AbortBody(Body):
     model_config = ConfigDict(extra="ignore")
-    request_ids: list[str] | None = None
+    request_ids: ListOf[str] | None = None
 
 
 @router.post("/pause")

@@ -27,6 +27,7 @@ from mlx_parallm.server.generation import (
 from mlx_parallm.server.protocol.answers import TokenTexts, finite, last_version, version_spans
 from mlx_parallm.server.protocol.fields import (
     Body,
+    ListOf,
     LogprobCount,
     QueueFields,
     SamplingFields,
@@ -48,15 +49,15 @@ class GenerationAbortedError(EngineUnavailableError):
 class VllmPrompt(Body):
     model_config = ConfigDict(extra="ignore")
     screened: ClassVar[bool] = False
-    prompt_token_ids: list[TokenId] | None = None
+    prompt_token_ids: ListOf[TokenId] | None = None
     prompt: str | None = None
 
 
 class VllmBody(QueueFields, StructureFields, SamplingFields):
     model_config = ConfigDict(extra="ignore")
     screened: ClassVar[bool] = False
-    prompt: VllmPrompt | str | list[TokenId]
-    stop: str | list[str] | list[TokenId] = Field(default_factory=list)  # type: ignore[assignment]
+    prompt: VllmPrompt | str | ListOf[TokenId]
+    stop: str | ListOf[str] | ListOf[TokenId] = Field(default_factory=list)  # type: ignore[assignment]
     max_tokens: int = Field(VLLM_MAX_TOKENS, ge=1)
     logprobs: LogprobCount | None = None
 
@@ -79,7 +80,7 @@ class SglangSampling(SamplingFields):
     min_new_tokens: int = Field(0, ge=0)
     sampling_seed: int | None = None
     no_stop_trim: bool = False
-    stop: str | list[str] | list[TokenId] = Field(default_factory=list)  # type: ignore[assignment]
+    stop: str | ListOf[str] | ListOf[TokenId] = Field(default_factory=list)  # type: ignore[assignment]
 
     def to_params(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         neutral_names = self.model_copy(
@@ -94,14 +95,17 @@ class SglangSampling(SamplingFields):
         )
 
 
+SamplingOfEach = Annotated[ListOf[SglangSampling], Field(max_length=MAX_CHOICES)]
+
+
 class SglangBody(QueueFields, Body):
     model_config = ConfigDict(extra="ignore")
     screened: ClassVar[bool] = False
     model: str | None = None
     lora_path: str | None = None  # an adapter's name
-    text: str | list[str] | None = None
-    input_ids: list[TokenId] | list[list[TokenId]] | None = None
-    sampling_params: SglangSampling | Annotated[list[SglangSampling], Field(max_length=MAX_CHOICES)] = SglangSampling()
+    text: str | ListOf[str] | None = None
+    input_ids: ListOf[TokenId] | ListOf[ListOf[TokenId]] | None = None
+    sampling_params: SglangSampling | SamplingOfEach = SglangSampling()
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: LogprobCount = 0

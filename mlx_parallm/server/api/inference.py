@@ -23,6 +23,7 @@ from mlx_parallm.server.generation import (
 from mlx_parallm.server.protocol.answers import chat_logprobs, processed_logprobs, prompt_logprob_entries, version_spans
 from mlx_parallm.server.protocol.fields import (
     Body,
+    ListOf,
     LogprobCount,
     QueueFields,
     SamplingFields,
@@ -52,7 +53,7 @@ class InferenceBody(QueueFields, Body):
     model_config = ConfigDict(extra="ignore")
     screened: ClassVar[bool] = False
     model: str | None = None
-    token_ids: list[TokenId] = Field(min_length=1)
+    token_ids: ListOf[TokenId] = Field(min_length=1)
     sampling_params: InferenceSampling = Field(default_factory=InferenceSampling)
     request_id: str | None = Field(None, min_length=1, max_length=256)
     stream: bool = False

@@ -14,8 +14,9 @@ from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import RefusedError, RequestError
 from mlx_parallm.server.context import Context
 from mlx_parallm.server.errors import ERROR_CONTENT
-from mlx_parallm.server.protocol.fields import Body
+from mlx_parallm.server.protocol.fields import Body, ListOf
 from mlx_parallm.server.protocol.strict_json import json_router
+from mlx_parallm.types import MAX_REWARD
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     404: {"description": "No such completion", "content": ERROR_CONTENT},
@@ -28,14 +29,15 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 
 router = json_router("training")
 CompletionId = Annotated[str, Field(min_length=1, max_length=256)]
+Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 
 
 class RewardsBody(Body):
     """One of `id` and `ids`; a reward for each choice, in the order of the ids, then of the choices' indices."""
 
     id: CompletionId | None = None
-    ids: list[CompletionId] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
-    rewards: list[float | None] = Field(min_length=1)
+    ids: ListOf[CompletionId] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
+    rewards: ListOf[Reward | None] = Field(min_length=1)
     environment: str = Field("rewards", pattern=r"^[\w.:-]{1,64}$")
 
     @model_validator(mode="after")

@@ -36,7 +36,10 @@ async def tokenize(body: TokenizeBody, context: Context) -> Response:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, context: Context) -> Response:
     resolve_model(context, body.model)
-    size = context.tokenizer.vocab_size
+    room, size = context.engine.max_model_len, context.tokenizer.vocab_size
+    if len(body.tokens) > room:
+        message = f"'tokens' holds {len(body.tokens)} ids: this model's maximum context length is {room} tokens"
+        raise RequestError(message, param="tokens", code="context_length_exceeded")
     if max(body.tokens, default=0) >= size:
         raise RequestError(f"'tokens' holds {max(body.tokens)}, but the vocabulary has {size} tokens", param="tokens")
     return JSONResponse({"prompt": context.tokenizer.decode(body.tokens, skip_special_tokens=False)})

@@ -10,9 +10,11 @@ that cannot be enforced is a 400.
 """
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Callable, Set
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
 
 from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import RequestError
@@ -62,6 +64,17 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+class OneFault(FailFast):
+    """A list is given up at its first fault: millions of faults in one body would take gigabytes, and minutes."""
+
+    __hash__ = object.__hash__  # `X | None` asks for one
+
+
+Item = TypeVar("Item")
+ListOf = Annotated[list[Item], OneFault()]  # every list of a request body whose items are checked
+ITEMS_AT_ONCE = 256  # of an object whose values are checked: there is no FailFast for objects
+
+
 class Body(BaseModel):
     """A JSON object in which an explicit null is the same as absence."""
 
@@ -74,20 +87,27 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         given = {key: value for key, value in data.items() if value is not None}
-        return screen_fields(given, cls.model_fields) if cls.screened else given
+        return screen_fields(given, _declared(cls)) if cls.screened else given
 
 
-def screen_fields(given: dict[str, Any], declared: Any) -> dict[str, Any]:
-    """Drops fields without effect and neutral values. Raises RequestError for a field that this server lacks."""
+@cache
+def _declared(body: type[BaseModel]) -> Set[str]:
+    return {field.alias or name for name, field in body.model_fields.items()}
+
+
+def screen_fields(given: dict[str, Any], declared: Set[str]) -> dict[str, Any]:
+    """Drops fields without effect and neutral values. Raises RequestError for a field that this server lacks. Of
+    unknown fields the first is kept."""
     kept: dict[str, Any] = {}
+    unknown = False
     for key, value in given.items():
         if key in declared:
             kept[key] = value
         elif key in NEUTRAL_VALUES:
             if value not in NEUTRAL_VALUES[key]:
                 raise RequestError(f"{key!r} is not supported by this server", param=key, code="unsupported_parameter")
-        elif key not in WITHOUT_EFFECT:
-            kept[key] = value  # pydantic names it in its error
+        elif key not in WITHOUT_EFFECT and not unknown:
+            kept[key], unknown = value, True  # pydantic names it in its error
     return kept
 
 
@@ -118,8 +138,8 @@ class SamplingFields(Body):
     min_tokens: int = Field(0, ge=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: str | list[str] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    stop: str | ListOf[str] = Field(default_factory=list)
+    stop_token_ids: ListOf[TokenId] = Field(default_factory=list)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -135,6 +155,16 @@ class SamplingFields(Body):
         if "" in ([stop] if isinstance(stop, str) else stop):
             raise ValueError("a stop string must not be empty")
         return stop
+
+    @field_validator("logit_bias", mode="wrap")
+    @classmethod
+    def _give_up_early(cls, bias: Any, check: Callable[[Any], dict[int, float]]) -> dict[int, float]:
+        if not isinstance(bias, dict):
+            return check(bias)
+        items, checked = list(bias.items()), dict[int, float]()
+        for start in range(0, len(items), ITEMS_AT_ONCE):
+            checked |= check(dict(items[start : start + ITEMS_AT_ONCE]))
+        return checked
 
     def structure(self) -> Structure | None:
         """What the text must match: of bodies with `StructureFields`."""
@@ -177,7 +207,7 @@ def _split_stops(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 ANY_OBJECT = '{"type": "object"}'
-Choices = list[str]
+Choices = ListOf[str]
 
 
 class JsonSchema(Body):

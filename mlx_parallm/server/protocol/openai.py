@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.protocol.fields import (
     Body,
+    ListOf,
     LogprobCount,
     QueueFields,
     SamplingFields,
@@ -20,7 +21,7 @@ from mlx_parallm.types import SamplingParams, Structure
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's and vLLM's default of the completions route
 
-Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
+Prompt = str | ListOf[TokenId] | ListOf[str] | ListOf[ListOf[TokenId]]
 
 
 class GenerationBody(QueueFields, StructureFields, SamplingFields):
@@ -109,11 +110,11 @@ class Message(BaseModel):
 class Conversation(Body):
     """The part of a chat request that becomes the prompt."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: ListOf[Message] = Field(min_length=1)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    tools: list[ToolDefinition] = Field(default_factory=list)
+    tools: ListOf[ToolDefinition] = Field(default_factory=list)
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
@@ -238,7 +239,7 @@ class ChatTokensBody(ChatBody):
     """/v1/chat/completions/tokens: `messages` are only what the tokens were made of; unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
-    tokens: list[TokenId] = Field(min_length=1)
+    tokens: ListOf[TokenId] = Field(min_length=1)
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
@@ -250,7 +251,7 @@ class TokenizeBody(Conversation):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] = Field(default_factory=list, min_length=1)
+    messages: ListOf[Message] = Field(default_factory=list, min_length=1)
     add_special_tokens: bool | None = None  # default: true for a prompt; a rendered chat has its special tokens
     return_token_strs: bool = False
 
@@ -265,7 +266,7 @@ class TokenizeBody(Conversation):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: ListOf[TokenId]
 
 
 def check_choice(tools: Sequence[ToolDefinition], choice: ToolChoice | None) -> None:

@@ -9,6 +9,14 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+MAX_CONTAINERS = 1 << 20
+
+
+def check_containers(body: bytes) -> None:
+    """Raises HTTPException 413: so many lists and objects would take gigabytes ("[[],[],…" is 3 bytes a list)."""
+    if len(body) > MAX_CONTAINERS and body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+        raise HTTPException(413, f"the body holds more than {MAX_CONTAINERS} lists and objects")
+
 
 def json_router(tag: str) -> APIRouter:
     """A router of JSON routes under this tag of the OpenAPI document."""
@@ -17,9 +25,12 @@ def json_router(tag: str) -> APIRouter:
 
 class StrictJSONRequest(Request):
     async def json(self) -> Any:
-        """The body's value. Raises HTTPException 400: not UTF-8, not JSON, NaN or Infinity, nested too deeply."""
+        """The body's value. Raises HTTPException: 400 for what is not UTF-8, not JSON, NaN, Infinity or nested too
+        deeply; 413 for too many lists."""
+        body = await self.body()
+        check_containers(body)
         try:
-            return json.loads((await self.body()).decode(), parse_constant=_refuse_constant)
+            return json.loads(body.decode(), parse_constant=_refuse_constant)
         except UnicodeDecodeError as error:
             raise HTTPException(400, f"the body is not valid UTF-8: {error.reason} at byte {error.start}") from error
         except RecursionError as error:

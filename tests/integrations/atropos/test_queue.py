@@ -3,7 +3,8 @@ from functools import reduce
 
 import pytest
 
-from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.errors import RefusedError, RolloutRejectedError
+from mlx_parallm.integrations.atropos import queue as queue_module
 from mlx_parallm.integrations.atropos.queue import (
     SILENT_AFTER_S,
     STALLED_AFTER_S,
@@ -280,3 +281,24 @@ def test_a_group_without_an_id_is_known_by_all_that_is_trained_on(queue):
     other = [first | {"scores": [1.0, 0.0]}, first | {"inference_logprobs": [[1.0, 1.0, -1.0, -1.0, -1.0]] * 2}]
     other += [first | {"masks": [[-100] * 3 + row[3:] for row in first["masks"]]}, scored_data(first_token=21)]
     assert [queue.submit(data) for data in (first, *other, *other)] == [True] * 5 + [False] * 4
+
+
+@pytest.mark.parametrize("change", [{"min_batch_allocation": 1e308}, {"group_size": 10**400}, {"weight": 1e308}])
+def test_a_registration_that_an_older_version_kept_ends_no_resume(store, clock, change):
+    register(make_queue(store, clock))
+    [entry] = store.recall("atropos_environments")
+    store.remember("atropos_environments", [entry | change])
+    queue = make_queue(store, clock)
+    queue.submit(scored_data(env_id=0))
+    assert queue.minimums() == {} and queue.environment_status(0)["unallocated_fraction"] == 1.0
+    assert register(queue).env_id == 0, "it comes back under its old name"
+
+
+def test_the_number_of_registrations_is_bounded(queue, monkeypatch):
+    monkeypatch.setattr(queue_module, "MOST_ENVIRONMENTS", 2)
+    first = register(queue, "a")
+    register(queue, "b")
+    with pytest.raises(RefusedError, match="2 environments have registered"):
+        register(queue, "c")
+    queue.disconnect_environment(first.env_id)
+    assert register(queue, "a").env_id == 0

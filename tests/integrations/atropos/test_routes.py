@@ -1,9 +1,12 @@
+import asyncio
 import gzip
 import json
 import os
 import re
+import threading
 from dataclasses import replace
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
@@ -13,6 +16,7 @@ from mlx_parallm.integrations.atropos.queue import AtroposQueue
 from mlx_parallm.integrations.atropos.routes import create_atropos_router
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server.middleware import BodyLimitMiddleware
+from mlx_parallm.server.protocol.strict_json import MAX_CONTAINERS
 from scripts.soak.fuzz_openapi import atropos, fuzz, tiny_server
 from tests.integrations.atropos.groups import ATROPOS_SETTINGS, scored_data
 from tests.server.fake_engine import FakeEngine
@@ -107,6 +111,31 @@ def test_a_guaranteed_share_is_told_to_the_others(client):
     assert status_of(client, 1).json()["unallocated_fraction"] == 0.75
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"min_batch_allocation": 1e308},
+        {"min_batch_allocation": -0.1},
+        {"weight": 1e308},
+        {"weight": -1},
+        {"group_size": 10**400},
+        {"max_token_length": 10**400},
+        {"desired_name": "x" * 257},
+    ],
+    ids=str,
+)
+def test_a_registration_beyond_its_bounds_registers_nobody(client, change):
+    assert client.post("/atropos/register-env", json=ENVIRONMENT | change).status_code == 422
+    assert status_of(client, 0).status_code == 404
+
+
+def test_a_reward_that_would_overflow_is_refused(client, store):
+    """It was "received", and ended the trainer and each resume."""
+    reply = client.post("/atropos/scored_data", json=scored_data(scores=[1e308, 0]))
+    assert reply.status_code == 422 and "at most ±1e+09" in reply.json()["detail"][0]["msg"]
+    assert store.counts().waiting == 0
+
+
 def test_a_rejected_group_is_answered_with_the_reason(client, store):
     reply = client.post("/atropos/scored_data", json=scored_data(inference_logprobs=None))
     assert reply.status_code == 422
@@ -151,6 +180,36 @@ def test_a_gzip_bomb_is_413(client, monkeypatch):
     bomb = gzip.compress(b" " * 100_000)
     reply = client.post("/atropos/scored_data", content=bomb, headers={"Content-Encoding": "gzip"})
     assert reply.status_code == 413
+
+
+def test_lists_of_nothing_are_refused_before_they_are_made(client, store):
+    """65 KB that became 3.5 GB."""
+    content = gzip.compress(b'{"tokens":[' + b"[]," * MAX_CONTAINERS + b"[]]}")
+    reply = client.post("/atropos/scored_data", content=content, headers=JSON | {"Content-Encoding": "gzip"})
+    assert reply.status_code == 413 and store.counts().rejected == 1
+
+
+async def test_few_bodies_are_unpacked_at_once(app, monkeypatch):
+    """The others wait; a sender who is slow with his body holds no place."""
+    at_once, most, free = 0, 0, threading.Event()
+
+    def unpack(body: bytes) -> bytes:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        free.wait(0.05)
+        at_once -= 1
+        return b"{}"
+
+    monkeypatch.setattr(routes_atropos, "_gunzip", unpack)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        sent = [
+            client.post("/atropos/scored_data", content=b"packed", headers=JSON | {"Content-Encoding": "gzip"})
+            for _ in range(12)
+        ]
+        replies = await asyncio.gather(*sent)
+    assert {reply.status_code for reply in replies} == {422}
+    assert most <= routes_atropos.GROUPS_AT_ONCE
 
 
 @pytest.mark.parametrize("path", ["scored_data", "scored_data_list"])
