@@ -373,6 +373,7 @@ class ChatTokenizer(Protocol):
     """What environments, rewards and data readers need of `models.tokenizer.Tokenizer`, without its imports."""
 
     eos_token_ids: frozenset[int]
+    special_ids: frozenset[int]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -34,7 +34,7 @@ LINES: dict[str, int] = {
     "models": 3250,
     "primitives": 160,
     "rewards": 1950,
-    "rl_training": 9590,
+    "rl_training": 9930,
     "rollout_store": 1270,
     "server": 3910,
     "system": 960,

@@ -56,6 +56,17 @@ class RunInfo:
     start_step: int = 0
     model_name: str = "default"
     needs_key: bool = False
+    checkpoint_every: int = 0  # steps; 0 = none is saved
+    evaluate_every: int = 0  # steps; 0 = not during the run
+    evaluates_at_end: bool = False
+
+    def next_checkpoint(self, step: int) -> int | None:
+        """Return the next step that is saved after `step` is made; None: there is none."""
+        return _next(step, self.checkpoint_every, self.total_steps, at_end=bool(self.checkpoint_every))
+
+    def next_evaluation(self, step: int) -> int | None:
+        """Return the next step whose weights are evaluated; None: there is none."""
+        return _next(step, self.evaluate_every, self.total_steps, at_end=self.evaluates_at_end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +179,10 @@ class RunEvents:
             name = getattr(subscriber, "__qualname__", repr(subscriber))
             problem = f"{type(error).__name__}: {error}"
             log.warning("an event was not handled", subscriber=name, of=type(event).__name__, problem=problem)
+
+
+def _next(step: int, every: int, last: int, *, at_end: bool) -> int | None:
+    """Return the next multiple of `every` (0 = none), or the last step `at_end`, whichever comes first."""
+    regular = (step // every + 1) * every if every else last + 1
+    due = min(regular, last) if at_end else regular
+    return due if step < due <= last else None

@@ -111,6 +111,7 @@ class TrainingLoop:
         self._counters = (time.perf_counter(), self._control.served_tokens())
         self._timeouts = parts.updater.timeouts
         self._refused = parts.updater.refused
+        self._gave_up = ""  # why the last step had fewer rollouts
         self._rollbacks = list(state.rollbacks) if state else []
         self._rolled_back_to: str | None = _unreported(self._rollbacks, self._step)  # since the last line
         self._sources_after_step = self._sources_now() if config.deterministic else None
@@ -201,11 +202,12 @@ class TrainingLoop:
         return step - 1 - steps <= self._config.max_staleness
 
     def _train(self, batch: TrainBatch, work: StepInProgress | None) -> StepResult:
-        if batch.gave_up:
+        if batch.gave_up and batch.gave_up != self._gave_up:  # the report of the run counts them
             trained = len(batch.sequences)
             self._events.warn(
                 "step with fewer rollouts", step=batch.step, trained_sequences=trained, reason=batch.gave_up
             )
+        self._gave_up = batch.gave_up
         position = StepPosition.from_json(work.position) if work else None
         with self._control.training():
             self._parts.trainer.lead(batch, position)

@@ -23,6 +23,7 @@ KEYS = (
     *("staleness", "staleness_max", "logprob_diff_max", "logprob_diff_mean", "mismatch_kl", "sampler_weights_cut"),
     *("kl_coefficient", "tokens"),
     *("groups", "sequences", "groups_without_variance", "groups_all_wrong", "groups_all_right"),
+    *("reward_max", "groups_same_answer"),
     *("truncated_fraction", "out_of_room_fraction", "eos_fraction", "completion_tokens_mean", "rollout_entropy"),
     *("dropped_misfit", "groups_without_logprobs", "extra_segments"),
     *("dropped_stale", "skipped_steps", "optimizer_updates", "stopped_at_kl", "publish_timeouts", "gave_up"),
@@ -33,8 +34,10 @@ KEYS = (
 """Every line has all of these keys (null = unknown); others may follow.
 
 `groups*`, `sequences`, `reward*`: all groups the step consumed, also those without variance. `groups_all_wrong`,
-`_all_right`: share of the groups in which no reward is above 0, or none below 1. `extra_segments`: sequences beyond one
-an episode, because the chat template rewrote history. `dropped_misfit`: groups of another tokenizer or model.
+`_all_right`: share of the groups in which no reward is above 0, or none below 1. `groups_same_answer`: of those in
+which every answer is the same, token for token. `rewards/NAME/mean`, `/std`: of a part of the reward.
+`extra_segments`: sequences beyond one an episode, because the chat template rewrote history.
+`dropped_misfit`: groups of another tokenizer or model.
 `environments`: `batch.EnvironmentNumbers` of each.
 `kl`: mean estimate of KL(policy || reference), null unless kl_beta > 0. `kl_coefficient`: its weight in this step.
 `logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the weights that the step starts from, before

@@ -20,6 +20,7 @@ from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel, check_model
+from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.checkpoint import Checkpointer, CheckpointVersions
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter, what_to_resume
@@ -45,7 +46,7 @@ from mlx_parallm.rl_training.loop import Batches, Parts, RunControl, TrainingLoo
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
-from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, SampleLog
+from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, SampleLog, without_template
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.plan.preflight import MemoryWatch
 from mlx_parallm.rl_training.publish.guard import LogprobMismatchCheck
@@ -60,7 +61,7 @@ from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.files import reserve_bytes
-from mlx_parallm.system.log import RunLog, get_logger
+from mlx_parallm.system.log import FILE_ONLY, RunLog, get_logger
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.weights import PublishReport, SharedWeights
@@ -309,13 +310,14 @@ class TrainingRun:
 
     def _train(self, started: StartedRun) -> None:
         directory, parts, state = started.directory, started.parts, started.state
-        self._display(started)
+        tokenizer = self.serving.tokenizer()
+        self._display(started, tokenizer)
         events, metrics = self.events, MetricsFile(directory.path / METRICS_FILE)
         if self._heldout is not None and (state is None or state.step == 0):
             events.emit(Noted(f"held-out rows before training: {describe(self._heldout.before())}"))
         events.subscribe(WeightsPublished, lambda event: self.serving.observe_publish(event.report))
         self._memory.subscribe(events)
-        self._subscribe_samples(directory, state)
+        self._subscribe_samples(directory, state, tokenizer)
         self._trackers(directory, state).subscribe(events)
         if self._disk is not None:
             self._disk.subscribe(events)
@@ -343,11 +345,12 @@ class TrainingRun:
         events.emit(RunFinished(outcome))
         self._ranks.check()
 
-    def _display(self, started: StartedRun) -> None:
+    def _display(self, started: StartedRun, tokenizer: Tokenizer) -> None:
         def health() -> list[str | None]:
             return [*started.sources.health(), started.parts.buffer.health(), self._memory.health()]
 
-        display = TrainingDisplay(self._console, sources=health)
+        readable = without_template(tokenizer, self.config.model.chat_template_kwargs)
+        display = TrainingDisplay(self._console, sources=health, readable=readable)
         self._closing.callback(display.stop)
         display.subscribe(self.events)
 
@@ -359,8 +362,8 @@ class TrainingRun:
         self._closing.callback(trackers.close)
         return trackers
 
-    def _subscribe_samples(self, directory: RunDirectory, state: TrainerState | None) -> None:
-        tokenizer, hide = self.serving.tokenizer(), self._run_log.redactor.text
+    def _subscribe_samples(self, directory: RunDirectory, state: TrainerState | None, tokenizer: Tokenizer) -> None:
+        hide = self._run_log.redactor.text
         sample_log = SampleLog(
             directory.path / SAMPLES_FILE,
             lambda tokens: hide(tokenizer.decode(tokens, skip_special_tokens=False)),
@@ -420,9 +423,13 @@ class TrainingRun:
         found = report.compare(evaluations[0], evaluations[-1]) if finished and len(evaluations) > 1 else []
         samples = directory.path / SAMPLES_PAGE
         self._memory.tell(self._console)
-        report.print_report(self._console, found, commands, curve, samples if samples.is_file() else None)
+        problems = report.problems_of(lines, directory.path)
+        for problem in problems:
+            log.warning(problem, **{FILE_ONLY: True})  # the report shows them
+        report.print_report(self._console, found, commands, curve, samples if samples.is_file() else None, problems)
 
     def _run_info(self, directory: RunDirectory, state: TrainerState | None) -> RunInfo:
+        evaluation, rows = self.config.evaluation, self._heldout is not None and self._heldout.measures
         return RunInfo(
             run_name=directory.path.name,
             model=self.config.model.base_path,
@@ -431,6 +438,9 @@ class TrainingRun:
             example_prompt=self.data.example_prompt if self.data is not None else _example_prompt(self.environments),
             start_step=state.step if state else 0,
             needs_key=self.serving.needs_key,
+            checkpoint_every=self.config.rl_training.checkpoint_interval,
+            evaluate_every=evaluation.every if evaluation.problems else self.config.data.eval_every if rows else 0,
+            evaluates_at_end=(evaluation.problems > 0 and evaluation.at_end) or rows,
         )
 
     @contextmanager

@@ -29,6 +29,7 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 RUN_LOG_FILE = "run.log"
 MAX_BYTES, KEPT_FILES = 16 << 20, 3  # of run.log: at most 64 MiB with run.log.1 … .3
 HELD_LINES = 1000
+FILE_ONLY = "_file_only"  # a field: this line is for the run log and not for the terminal, which shows it otherwise
 
 
 class _StandardError:
@@ -115,6 +116,7 @@ def configure_logging(
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         *([run_log.processor] if run_log else []),
+        _for_the_terminal,
         structlog.processors.TimeStamper(fmt="iso" if json else "%H:%M:%S", utc=json),
     ]
     colors = not json and sys.stderr.isatty()
@@ -161,6 +163,12 @@ def _traceback(file: TextIO, exc_info: Any) -> None:
     text = io.StringIO()
     structlog.dev.plain_traceback(text, exc_info)
     file.write(escaped(text.getvalue(), lines=True))
+
+
+def _for_the_terminal(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    if event.pop(FILE_ONLY, False):
+        raise structlog.DropEvent
+    return event
 
 
 def _hidden(redactor: Redactor, key: str, value: Any) -> Any:

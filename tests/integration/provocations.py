@@ -66,6 +66,7 @@ class Provocation:
     training: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     entry: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
     beside: "Work | None" = None
 
     @property
@@ -132,6 +133,9 @@ PROVOCATIONS: dict[str, Provocation] = {
     "rewards by prompt": Provocation("no-variance", "by_prompt"),
     "all wrong": Provocation("too-hard", "all_wrong"),
     "all right": Provocation("too-easy", "all_right"),
+    "a part for nothing": Provocation("reward-part-constant", "unused_part"),
+    "at most 0.7": Provocation("reward-below-1", "up_to_0.7", evaluation={"problems": 2}),
+    "temperature 0.01": Provocation("same-answers", training={"temperature": 0.01}),
     "max_tokens 4": Provocation("truncation", entry={"max_tokens": 4}),
     "max_tokens 1": Provocation("eos-never-sampled", entry={"max_tokens": 1}),
     "high rate, KL watched": Provocation("kl-running-away", training={"learning_rate": 5e-2, "kl_beta": 1e-4}),
@@ -173,7 +177,7 @@ def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, 
     port = free_port()
     data = copy.deepcopy(BASE)
     data["server"]["port"] = port
-    data["model"] = provocation.model
+    data |= {"model": provocation.model, "evaluation": provocation.evaluation}
     data["rl_training"] |= provocation.training
     data["rl_training"] |= {"checkpoint_dir": str(directory), "run_name": name.replace(" ", "_").replace(",", "")}
     if provocation.environment:

@@ -25,6 +25,12 @@ def brevity(responses: Sequence[Trajectory]) -> list[dict[str, float]]:
     return [{"reward": 0.5 + (mean - length) / 16} for length in lengths]
 
 
+def unused_part(responses: Sequence[Trajectory]) -> list[dict[str, float]]:
+    """One part that tells answers apart, and one that is paid for a tool that nobody knows of."""
+    scores = [noise(response.text) for response in responses]
+    return [{"reward": score, "rewards/noise": score, "rewards/used_tool": 0.0} for score in scores]
+
+
 class Late(Environment):
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -39,7 +45,8 @@ class Scripted(EnvironmentSource):
 
     def task(self, index: int, split: Split = "train") -> Task:
         problem = make_problem("sort", index, seed=self.seed, split=split)
-        reward = brevity if self.config.name == "brevity" else verifier(lambda text: self._reward(index, text))
+        of_groups = {"brevity": brevity, "unused_part": unused_part}
+        reward = of_groups.get(self.config.name) or verifier(lambda text: self._reward(index, text))
         return Task(f"{index}", self.open_with(problem.messages), reward)
 
     def environment(self, task: Task) -> Environment:
@@ -54,6 +61,7 @@ class Scripted(EnvironmentSource):
             "by_prompt": lambda: 0.2 + index % 3 / 10,
             "all_wrong": lambda: 0.0,
             "all_right": lambda: 1.0,
+            "up_to_0.7": lambda: min(0.7, noise(text)),
             "raises": lambda: {}["answer"],
         }
         return float(rewards.get(self.config.name, lambda: noise(text))())

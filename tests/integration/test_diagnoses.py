@@ -20,6 +20,7 @@ STALLED_AFTER_S = 2.0
 ALLOWED = {
     "kl-running-away": {"ratio-mismatch"},  # the same steps, too large
     "entropy-collapse": {"ratio-mismatch", "no-variance", "reward-constant"},  # what it ends in
+    "same-answers": {"entropy-collapse", "no-variance", "reward-constant"},
     "log-probability-mismatch": {"ratio-mismatch"},
     "ratio-mismatch": {"truncation"},
 }

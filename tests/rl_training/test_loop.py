@@ -10,12 +10,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from structlog.testing import capture_logs
 
 from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.events import Waiting
 from mlx_parallm.rl_training.loop import RunControl
 from mlx_parallm.rl_training.metrics import KEYS, TIMES
 from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.system.log import configure_logging
 from tests.rl_training.bandit_run import Run, running
 from tests.rl_training.making import assert_same_training, weights
 
@@ -144,7 +146,14 @@ def test_weights_that_did_not_change_are_not_published(tmp_path: Path) -> None:
 def test_a_solved_task_does_not_hang(tmp_path: Path) -> None:
     with running(tmp_path / "run", total_steps=2, max_empty_rounds=2) as run:
         run.bandit.reward = lambda token: 1.0
-        assert run.loop.run() == "finished"
+        configure_logging(level="warning")
+        try:
+            with capture_logs() as logs:
+                assert run.loop.run() == "finished"
+        finally:
+            configure_logging(level="error")
+        warned = [entry for entry in logs if entry["event"] == "step with fewer rollouts"]
+        assert [entry["step"] for entry in warned] == [1], "the same reason is told once"
         for line in run.lines:
             assert "2 refills in a row" in line["gave_up"]
             assert (line["loss"], line["reward_mean"], line["groups_without_variance"]) == (None, 1.0, 1.0)

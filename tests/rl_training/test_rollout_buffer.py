@@ -384,11 +384,12 @@ def test_numbers_of_each_environment(store: RolloutStore) -> None:
     add(store, of("b", "b0", [0, 3], version=2), of("a", "a2", [0, 1], version=2))
     numbers = collected(buffer, 3).statistics.environments
     assert numbers["a"] == {
-        "groups": 3, "reward_mean": pytest.approx(4 / 6), "trained_groups": 2, "trained_sequences": 4,
+        "groups": 3, "reward_mean": pytest.approx(4 / 6), "reward_max": 1, "trained_groups": 2, "trained_sequences": 4,
         "staleness": 0.5, "dropped_stale": 1,
     }  # fmt: skip
     assert numbers["b"] == {
-        "groups": 1, "reward_mean": 1.5, "trained_groups": 1, "trained_sequences": 2, "staleness": 0, "dropped_stale": 0
+        "groups": 1, "reward_mean": 1.5, "reward_max": 3, "trained_groups": 1, "trained_sequences": 2,
+            "staleness": 0, "dropped_stale": 0,
     }  # fmt: skip
 
 

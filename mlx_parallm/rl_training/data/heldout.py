@@ -38,6 +38,11 @@ class HeldOut:
         self._reference: list[np.ndarray] | None = None
         self._before: dict[str, float] = {}
 
+    @property
+    def measures(self) -> bool:
+        """Whether there are rows to measure."""
+        return bool(self._units)
+
     def before(self) -> dict[str, float]:
         """Measure the untrained model. The metrics line of step 1 has the same numbers."""
         numbers = self.numbers()

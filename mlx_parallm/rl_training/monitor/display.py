@@ -1,12 +1,12 @@
-"""What a person sees of a run: a live panel on a terminal, one log line for each step elsewhere.
+"""What a person sees of a run: a live panel on a terminal (docs/panel.md), one log line for each step elsewhere.
 
-It subscribes to the run's events. A display never ends a run: an error inside it turns it into the plain one. It
-installs no signal handler and swallows no KeyboardInterrupt.
+Beside a panel the same lines go to run.log alone. It subscribes to the run's events. A display never ends a run: an
+error inside it turns it into the plain one. It installs no signal handler and swallows no KeyboardInterrupt.
 """
 
 import functools
-import itertools
 import json
+import logging
 import math
 import re
 import threading
@@ -36,20 +36,21 @@ from mlx_parallm.rl_training.events import (
     Waiting,
 )
 from mlx_parallm.rl_training.metrics import of_rows
+from mlx_parallm.rl_training.monitor.drawing import CURVE_WIDTH, began_and_now, command_lines, sparkline
 from mlx_parallm.rl_training.monitor.health import HEALTHY, WINDOW, diagnose
-from mlx_parallm.rl_training.monitor.samples import Sample, samples_table, shortened
-from mlx_parallm.system.log import get_logger
+from mlx_parallm.rl_training.monitor.samples import Readable, Sample, merged, samples_table, shortened
+from mlx_parallm.system.log import FILE_ONLY, get_logger
 from mlx_parallm.system.terminal import Console
 
 log = get_logger("display")
 
-BLOCKS = "▁▂▃▄▅▆▇█"
-CURVE_WIDTH = 40
 PACE_STEPS = 20
 """Steps that the ETA is computed from."""
 REFRESHES_PER_SECOND = 2
-NOTES = 3
+EXAMPLE_LENGTH = 120
+"""Most characters of an example prompt: a command of many lines would push the rest off the screen."""
 UNKNOWN = "–"
+WAITING = Text("waiting for the first step", style="dim")
 LINE_KEYS = ("step", "policy_version", "reward_mean", "kl", "entropy", "eval/score", "publish_ms")
 ROW_KEYS = ("step", "policy_version", "loss", "rewards/accuracies", "rewards/margins", "heldout_score", "publish_ms")
 """Keys of a run that learns from rows of a file and has no rewards."""
@@ -59,27 +60,16 @@ T = TypeVar("T")
 Sources = Callable[[], Sequence[str | None]]
 
 
-def curl_line(info: RunInfo) -> str:
-    """Return a command that talks to the model, in lines that can be copied from a terminal of 80 columns."""
-    body = {"model": info.model_name, "messages": [{"role": "user", "content": info.example_prompt}]}
+def curl_line(info: RunInfo, width: int | None = None) -> str:
+    """Return a command that asks the model; with a width in lines that can be pasted from a terminal that wide."""
+    prompt = info.example_prompt
+    if len(prompt) > EXAMPLE_LENGTH:
+        prompt = prompt[:EXAMPLE_LENGTH].rpartition(" ")[0] or prompt[:EXAMPLE_LENGTH]
+    body = {"model": info.model_name, "messages": [{"role": "user", "content": prompt}]}
     quoted = json.dumps(body, separators=(",", ":"), ensure_ascii=False).replace("'", "'\\''")
-    key = ' -H "Authorization: Bearer $MLX_PARALLM_API_KEY" \\\n' if info.needs_key else ""
-    return f"curl {info.base_url}/v1/chat/completions \\\n -H 'Content-Type: application/json' \\\n{key} -d '{quoted}'"
-
-
-def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
-    """Draw values as at most `width` block characters, each a mean. Values within [0, 1] are drawn on that scale."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    count = min(width, len(finite))
-    edges = [round(position * len(finite) / count) for position in range(count + 1)]
-    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    if low >= 0.0 and high <= 1.0:
-        low, high = 0.0, 1.0
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((value - low) * scale)] for value in means)
+    key = ['-H "Authorization: Bearer $MLX_PARALLM_API_KEY"'] if info.needs_key else []
+    parts = [f"curl {info.base_url}/v1/chat/completions", "-H 'Content-Type: application/json'", *key, f"-d '{quoted}'"]
+    return command_lines(parts, width)
 
 
 def attempt(action: Callable[[], T]) -> T | Exception:
@@ -110,26 +100,29 @@ class TrainingDisplay:
         *,
         interactive: bool | None = None,
         sources: Sources = tuple,
+        readable: Readable = str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             interactive: a live panel or lines; default: a panel where the console is a terminal.
             sources: returns the health of the rollout sources (`RolloutManager.health`); called at each update.
+            readable: makes messages of what a chat template made of them, in samples.
         """
         self._console = console or Console(stderr=True)
         self._interactive = self._console.is_terminal if interactive is None else interactive
-        self._sources = sources
+        self._sources, self._readable = sources, readable
         self._clock = clock
         self._info: RunInfo | None = None
         self._live: Live | None = None
         self._curve: list[float] = []
         self._curve_of = "reward"
         self._heldout: list[float] = []  # of the evaluations
+        self._began = 0.0
+        self._saved: int | None = None  # step of the newest checkpoint
         self._window: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
         self._first: list[Mapping[str, Any]] = []
         self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
-        self._notes: deque[str] = deque(maxlen=NOTES)
         self._logged_health = HEALTHY
         self._ended = threading.Event()
         self._refresher = threading.Thread(target=self._refresh, name="display", daemon=True)
@@ -140,7 +133,7 @@ class TrainingDisplay:
         events.subscribe(StepFinished, lambda event: self.update(event.line))
         events.subscribe(SamplesWritten, lambda event: self.samples(event.step, event.samples))
         events.subscribe(EvaluationFinished, lambda event: self.note(sentence(event.line)))
-        events.subscribe(CheckpointSaved, lambda event: self.note(f"saved {event.path}"))
+        events.subscribe(CheckpointSaved, self.saved)
         events.subscribe(Noted, lambda event: self.note(event.text))
         events.subscribe(RunFinished, lambda event: self.stop())
 
@@ -149,14 +142,15 @@ class TrainingDisplay:
         """Args:
         lines: metrics of earlier steps of a resumed run: how it began shows whether it has learned.
         """
-        self._info = info
+        self._info, self._began = info, self._clock()
+        self._saved = info.start_step or None
         for line in lines:
             self._add(line)
         if not info.start_step:  # the first step of a resume may be the rest of one
             self._pace.append((0, self._clock()))
+        self._log("training", run=info.run_name, model=info.model, steps=info.total_steps)
+        self._log("talk to the model", command=curl_line(info))
         if not self._interactive:
-            log.info("training", run=info.run_name, model=info.model, steps=info.total_steps)
-            log.info("talk to the model", command=curl_line(info).replace("\\\n ", ""))
             return
         self._live = Live(console=self._console, get_renderable=self._render, auto_refresh=False)
         self._live.start(refresh=True)
@@ -167,8 +161,7 @@ class TrainingDisplay:
         """Show one finished step: a line of metrics.jsonl."""
         self._add(metrics)
         self._pace.append((int(metrics["step"]), self._clock()))
-        if self._live is None:
-            self._log_step(metrics)
+        self._log_step(metrics)
 
     def _add(self, metrics: Mapping[str, Any]) -> None:
         self._window.append(metrics)
@@ -177,38 +170,40 @@ class TrainingDisplay:
         self._curve_of, value = headline(metrics)
         if isinstance(value, int | float):
             self._curve.append(float(value))
-        if isinstance(score := metrics.get("eval/score"), int | float):
+        if isinstance(score := metrics.get("eval/score", metrics.get("heldout_score")), int | float):
             self._heldout.append(float(score))
 
     @_guarded
     def tick(self) -> None:
-        """Without a terminal, log a change of health while the trainer waits.
+        """Log a change of health while the trainer waits.
 
         Only the words are compared: the numbers may count seconds.
         """
-        if self._live is None and _words_of(health := self.health()) != _words_of(self._logged_health):
+        if _words_of(health := self.health()) != _words_of(self._logged_health):
             self._logged_health = health
-            (log.info if health == HEALTHY else log.warning)("health", health=health)
+            self._log("health", logging.INFO if health == HEALTHY else logging.WARNING, health=health)
 
     @_guarded
     def note(self, text: str) -> None:
-        """Show an event that is not a step: a checkpoint, an evaluation."""
-        if self._live is None:
-            log.info(text)
-        else:
-            self._notes.append(text)
+        """Show an event that is not a step, above the panel: an evaluation."""
+        self._log(text)
+        if self._live is not None:
+            self._live.console.print(Text(text, style="dim"))
+
+    @_guarded
+    def saved(self, event: CheckpointSaved) -> None:
+        """The panel has a line for the newest checkpoint."""
+        self._saved = event.step
+        self._log(f"saved {event.path}")
 
     @_guarded
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Show what the policy wrote: a table above the live panel, or a line each."""
+        for which, sample in merged(samples):
+            prompt, completion = shortened(sample, self._readable)
+            self._log("sample", step=step, which=which, reward=sample.reward, prompt=prompt, completion=completion)
         if self._live is not None:
-            self._live.console.print(samples_table(samples))
-            return
-        for sample in samples:
-            prompt, completion = shortened(sample)
-            log.info(
-                "sample", step=step, which=sample.which, reward=sample.reward, prompt=prompt, completion=completion
-            )
+            self._live.console.print(samples_table(samples, self._readable))
 
     @_guarded
     def stop(self) -> None:
@@ -235,11 +230,15 @@ class TrainingDisplay:
         if live is not None and isinstance(again := attempt(live.stop), Exception):
             log.warning("the terminal could not be restored", error=str(again))
 
+    def _log(self, event: str, level: int = logging.INFO, **fields: Any) -> None:
+        """Write a line of the log; where the panel shows it, into run.log alone."""
+        log.log(level, event, **fields, **({FILE_ONLY: True} if self._interactive else {}))
+
     def _log_step(self, metrics: Mapping[str, Any]) -> None:
         keys = ROW_KEYS if of_rows(metrics) else LINE_KEYS
         shown = {key: _rounded(metrics[key]) for key in keys if key in metrics}
         self._logged_health = self.health()
-        log.info(
+        self._log(
             "step",
             **shown,
             served_tok_s=_rounded(metrics.get("serve_tok_s")),
@@ -248,14 +247,17 @@ class TrainingDisplay:
             health=self._logged_health,
         )
 
-    def _eta(self) -> str:
-        if self._info is None or len(self._pace) < 2 or self._pace[-1][0] <= self._pace[0][0]:
-            return UNKNOWN
+    def _seconds_a_step(self) -> float | None:
+        if len(self._pace) < 2 or self._pace[-1][0] <= self._pace[0][0]:
+            return None
         (first, begin), (last, end) = self._pace[0], self._pace[-1]
-        seconds = round((self._info.total_steps - last) * (end - begin) / (last - first))
-        minutes, seconds = divmod(max(0, seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        return (end - begin) / (last - first)
+
+    def _eta(self) -> str:
+        seconds = self._seconds_a_step()
+        if self._info is None or seconds is None:
+            return UNKNOWN
+        return _duration((self._info.total_steps - self._pace[-1][0]) * seconds)
 
     def _render(self) -> RenderableType:
         """Return the panel; called on any thread."""
@@ -268,29 +270,43 @@ class TrainingDisplay:
         rows = Table.grid(padding=(0, 1))
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column(overflow="fold")
-        rows.add_row("step", self._progress(info, int(last.get("step", info.start_step))))
-        rows.add_row(self._curve_of, _curve_text(self._curve))
-        if self._heldout:
-            rows.add_row("held out", _curve_text(self._heldout))
+        step = int(last.get("step", info.start_step))
+        rows.add_row("step", self._progress(info, step))
+        pace = self._seconds_a_step()
+        elapsed = _duration(self._clock() - self._began)
+        rows.add_row("time", f"{elapsed} so far · {UNKNOWN if pace is None else f'{pace:.3g} s'} a step")
+        rows.add_row(self._curve_of, _curve_text(self._curve) if self._curve else WAITING)
+        evaluation = info.next_evaluation(step)
+        if self._heldout or evaluation is not None:
+            heldout = _curve_text(self._heldout) if self._heldout else Text("")
+            after = "" if evaluation is None else f"{' · ' if heldout else ''}next after step {evaluation}"
+            rows.add_row("held out", heldout.append(after, style="dim"))
         if len(environments := last.get("environments") or {}) > 1:
-            rows.add_row("", _facts([(name, _environment_text(numbers)) for name, numbers in environments.items()]))
+            shown = [(name, _environment_text(numbers)) for name, numbers in environments.items()]
+            rows.add_row("environments", _facts(shown))
         facts = (
             ("KL", _number(last, "kl", ".4f")),
             ("entropy", _number(last, "entropy", ".3f")),
-            ("publish", _number(last, "publish_ms", ".2f", " ms")),
-            ("policy version", _number(last, "policy_version", ".0f")),
+            ("learning rate", _number(last, "learning_rate", ".3g")),
         )
-        rows.add_row("policy", _facts(facts))
+        rows.add_row("learning", _facts(facts))
+        served = (
+            ("version", _number(last, "policy_version", ".0f")),
+            ("publish", _number(last, "publish_ms", ".2f", " ms")),
+        )
+        rows.add_row("policy", _facts(served))
         speeds = (
             ("served", _number(last, "serve_tok_s", ",.0f")),
             ("trained", _number({"x": trained_tokens_per_s(last)}, "x", ",.0f")),
         )
         rows.add_row("tokens/s", _facts(speeds))
+        newest = "none yet" if self._saved is None else f"of step {self._saved}"
+        following = info.next_checkpoint(step)
+        after = "" if following is None else f" · next after step {following}"
+        rows.add_row("checkpoint", Text(newest).append(after, style="dim"))
         rows.add_row("health", Text(health, style="green" if health == HEALTHY else "bold red"))
-        for note in list(self._notes):
-            rows.add_row("", Text(note, style="dim"))
         title = Rule(Text(f"mlx_parallm · {info.run_name} · {info.model}"), align="left", style="cyan")
-        talk = Text(curl_line(info), style="cyan", overflow="fold")
+        talk = Text(curl_line(info, self._console.width), style="cyan")
         return Group(title, rows, Text("talk to it while it learns:", style="dim"), talk)
 
     def _progress(self, info: RunInfo, step: int) -> RenderableType:
@@ -305,14 +321,12 @@ class TrainingDisplay:
 
 
 def _curve_text(series: Sequence[float]) -> Text:
+    """Return the newest value, the curve, and from where to where it went; for two values or more."""
     values = list(series)  # another thread appends
-    if not values:
-        return Text("waiting for the first step", style="dim")
-    began = sum(values[:5]) / len(values[:5])
-    now = sum(values[-5:]) / len(values[-5:])
     text = Text(f"{values[-1]:.3f} ", style="bold")
     text.append(sparkline(values), style="green")
-    return text.append(f" {began:.2f} → {now:.2f}", style="dim")
+    began, now, _ = began_and_now(values)
+    return text.append(f" {began:.2f} → {now:.2f}" if len(values) > 1 else "", style="dim")
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, Any]:
@@ -336,12 +350,19 @@ def _facts(pairs: Sequence[tuple[str, str]]) -> Text:
     return text
 
 
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
 def _words_of(text: str) -> str:
     return re.sub(r"[0-9.,]+", "", text)
 
 
 def _environment_text(numbers: Mapping[str, Any]) -> str:
-    return f"{_number(numbers, 'reward_mean', '.2f')} in {numbers['groups']:.0f}"
+    groups = round(numbers["groups"])
+    return f"{_number(numbers, 'reward_mean', '.2f')} ({groups} group{'s' * (groups != 1)})"
 
 
 def _number(metrics: Mapping[str, Any], key: str, form: str, unit: str = "") -> str:

@@ -23,7 +23,7 @@ from mlx_parallm.errors import StoreError
 from mlx_parallm.losses.advantages import group_advantages, token_advantages
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, of_rows
 from mlx_parallm.rl_training.monitor import health
-from mlx_parallm.rl_training.monitor.display import sparkline
+from mlx_parallm.rl_training.monitor.drawing import began_and_now, sparkline
 from mlx_parallm.rl_training.monitor.health import WINDOW, Arrivals, Diagnosis, Evidence
 from mlx_parallm.rl_training.rollout_buffer import TOO_OLD
 from mlx_parallm.rl_training.run_directory import (
@@ -132,6 +132,7 @@ def explain(path: Path) -> Explanation:
         rate = max((line.get("learning_rate") or 0.0 for line in record.lines), default=0.0)
         at = f" at a learning_rate of {rate:.2g}" if rate else ""
         notes.append(f"but the reward has not risen{at}; what to try: {health.PAGE}#nothing-found")
+    notes += [] if any(finding.diagnosis.name == "reward-below-1" for finding in findings) else limits(record.lines)
     return Explanation(
         run=record.path.name,
         state=record.state,
@@ -142,6 +143,14 @@ def explain(path: Path) -> Explanation:
         findings=findings,
         notes=tuple(notes),
     )
+
+
+def limits(lines: Sequence[Metrics]) -> Iterator[str]:
+    """Yield where the best answers of the whole run earned the same, below 1: perhaps none can earn more."""
+    for name in (lines[-1].get("environments") or {}) if lines else ():
+        limit, times, steps = health.reward_limit(lines, name)
+        if steps >= SOME_STEPS and 0 < limit < 1 - health.SAME_REWARD and times > steps / 2:
+            yield f"no answer of {name} earned more than {limit:.3g}, which one earned in {times} of {steps} steps"
 
 
 def over_the_run(lines: Sequence[Metrics]) -> Iterator[Finding]:
@@ -279,7 +288,7 @@ def as_json(explanation: Explanation) -> str:
         "gained": explanation.gained,
         "notes": explanation.notes,
     }
-    data["reward"] = {"first": _mean(rewards[:WINDOW]), "last": _mean(rewards[-WINDOW:])} if rewards else None
+    data["reward"] = dict(zip(("first", "last"), began_and_now(rewards)[:2], strict=True)) if rewards else None
     data["diagnoses"] = [finding.to_json() for finding in explanation.findings]
     return json.dumps(data, indent=1) + "\n"
 
@@ -298,9 +307,10 @@ def _lines(explanation: Explanation) -> Iterator[Text]:
     yield Text(f"{explanation.run}: {explanation.steps}{of} steps, {explanation.state}", style="bold")
     rewards = explanation.rewards
     if rewards:
-        curve = Text("reward ").append(f"{_mean(rewards[:WINDOW]):.3f} ", style="dim")
-        curve.append(sparkline(rewards), style="green").append(f" {_mean(rewards[-WINDOW:]):.3f}")
-        yield curve.append(f" (the numbers: means of {min(WINDOW, len(rewards))} steps)", style="dim")
+        began, now, steps = began_and_now(rewards)
+        curve = Text("reward ").append(f"{began:.3f} ", style="dim").append(sparkline(rewards), style="green")
+        means = f"means of the first and the last {steps} steps" if steps > 1 else "of the first and the last step"
+        yield curve.append(f" {now:.3f}").append(f" ({means})", style="dim")
     for finding in explanation.findings:
         diagnosis = finding.diagnosis
         yield Text("")
@@ -323,7 +333,3 @@ def _steps(spans: Sequence[tuple[int, int]]) -> str:
     shown = ", ".join(f"{first}–{last}" if last > first else str(first) for first, last in spans[:SPANS_SHOWN])
     more = f" and {len(spans) - SPANS_SHOWN} more" if len(spans) > SPANS_SHOWN else ""
     return f"  [steps {shown}{more}]"
-
-
-def _mean(rewards: Sequence[float]) -> float:
-    return sum(rewards) / len(rewards)

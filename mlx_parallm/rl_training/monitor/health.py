@@ -10,6 +10,7 @@ reference. They count only while the reward has not gained (`Evidence.gained`).
 """
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,11 @@ KL_HIGH = 1.0
 its own tokens 2.7 times the reference's probability on average."""
 KL_FAR = 3.0
 """Nats a token, whatever the reward: 20 times the reference's probability. Rewards are hacked there."""
+SAME_ANSWERS = 0.8
+"""Share of the groups in which every answer is the same; one that learns well ends with less, or with no room left."""
+PART = re.compile(r"rewards/(.+)/mean")
+PENALTIES = ("overlong",)
+"""Built-in parts whose best score is 0."""
 ENTROPY_LOW, ENTROPY_LEFT = 0.05, 0.2
 """Nats a token, and the share left of the first entropy: below both, eight samples are hardly ever two answers."""
 RATIO_OFF = 0.1
@@ -105,6 +111,11 @@ class Evidence:
 
     def mean(self, key: str) -> float | None:
         return _mean(self.window, key)
+
+    @property
+    def lines(self) -> Window:
+        """The first steps and the last ones."""
+        return [*self.start, *self.window]
 
     def first(self, key: str) -> float | None:
         return _mean(self.start or self.window, key)
@@ -281,6 +292,25 @@ def _entropy(evidence: Evidence) -> Sign | None:
     return Sign(words, {"entropy_first": then, "entropy": now} | evidence.known("reward_mean"))
 
 
+@_rule(
+    "same-answers",
+    "go back to an earlier checkpoint, with a lower learning_rate higher entropy_weight or kl_beta, temperature 1",
+)
+def _same_answers(evidence: Evidence) -> Sign | None:
+    """One answer to each problem is what learning ends in, too: then no answer earns visibly more than the others."""
+    same, reward = evidence.mean("groups_same_answer"), evidence.mean("reward_mean")
+    if same is None or reward is None or same < SAME_ANSWERS or not evidence.has_enough_groups:
+        return None
+    room = max(_values(evidence.lines, "reward_max"), default=reward) - reward
+    if reward >= 1 - ENDS or (evidence.gained and room <= GAIN * (evidence.first("reward_std") or 0.0)):
+        return None
+    began, entropy = evidence.first("groups_same_answer") or 0.0, evidence.first("rollout_entropy")
+    numbers = {"groups_same_answer_first": began, "groups_same_answer": same}
+    numbers |= {} if entropy is None else {"rollout_entropy_first": entropy}
+    words = f"same answers: in {_share(same)} of the groups all answers are one and the same; at first in {began:.0%}"
+    return Sign(words, numbers | evidence.known("rollout_entropy", "reward_mean"))
+
+
 def _uniform(evidence: Evidence, name: str) -> dict[str, float]:
     """The numbers of rewards that teach nothing in the way of this rule; empty: they do not, or in another way."""
     share, means = evidence.mean("groups_without_variance"), evidence.values("reward_mean")
@@ -326,6 +356,51 @@ def _no_variance(evidence: Evidence) -> Sign | None:
     share = numbers["groups_without_variance"]
     groups = "all groups" if share >= 1.0 else f"{share:.0%} of the groups"
     return Sign(f"no variance: in {groups} every answer to a prompt earns the same", numbers)
+
+
+@_rule(
+    "reward-part-constant",
+    "that function, or a prompt that leads to what it pays for; a penalty that no answer deserves may stay",
+)
+def _constant_part(evidence: Evidence) -> Sign | None:
+    """Of several parts, one that was the same for every answer of the first steps and of the last ones, below 1."""
+    parts = {key: match[1] for line in evidence.lines for key in line if (match := PART.fullmatch(key))}
+    if len(parts) < 2 or len(evidence.window) < WINDOW or not evidence.has_enough_groups:
+        return None
+    constant = {}
+    for key, name in parts.items():
+        scores, spreads = _values(evidence.lines, key), _values(evidence.lines, f"rewards/{name}/std")
+        same = bool(spreads) and max(*spreads, max(scores) - min(scores)) <= SAME_REWARD
+        if same and scores[0] < 1 and (scores[0] != 0 or name.partition("#")[0] not in PENALTIES):
+            constant[name] = scores[0]
+    if not constant:
+        return None
+    earned = " and ".join(f"{value:.3g} from {name}" for name, value in constant.items())
+    words = f"reward part constant: every answer earned {earned} in the first and the last {evidence.steps}"
+    return Sign(words, {f"rewards/{name}/mean": value for name, value in constant.items()})
+
+
+@_rule(
+    "reward-below-1",
+    "let the best answer earn 1 (reward_weights), as accuracy counts it; or easier problems, if none was that good",
+)
+def _reward_below_one(evidence: Evidence) -> Sign | None:
+    """The best answer of most steps earned the same, and no answer more: a limit below what accuracy calls right."""
+    environments = evidence.window[-1].get("environments") or {}
+    for name in environments if len(evidence.window) >= WINDOW else ():
+        accuracy = _values(evidence.lines, f"eval/{name}/accuracy")
+        limit, times, of = reward_limit(evidence.lines, name)
+        if 0 < limit < 1 - SAME_REWARD and times > of / 2 and accuracy and not any(accuracy):
+            words = f"reward below 1: no answer of {name} earned more than {limit:.3g}, so its accuracy stays 0"
+            return Sign(words, {"reward_max": limit, "eval/accuracy": 0.0} | evidence.known("reward_mean"))
+    return None
+
+
+def reward_limit(lines: Window, environment: str) -> tuple[float, int, int]:
+    """Return the highest reward of an environment's answers, in how many steps one earned it, and of how many steps."""
+    each = _values([(line.get("environments") or {}).get(environment, {}) for line in lines], "reward_max")
+    highest = max(each, default=0.0)
+    return highest, sum(highest - best <= SAME_REWARD for best in each), len(each)
 
 
 @_rule("truncation", "raise max_tokens")

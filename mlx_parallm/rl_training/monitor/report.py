@@ -5,16 +5,20 @@ import os
 import shlex
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
 from mlx_parallm.environments.estimates import difference
 from mlx_parallm.environments.evaluate import SOLVED
+from mlx_parallm.rl_training.monitor.drawing import by_option, command_lines
+from mlx_parallm.rl_training.monitor.health import find
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.types import BETWEEN
 
@@ -140,7 +144,7 @@ def accuracy_table(
         found = difference(before, after)
         change = Text(f"{found.mean:+.3f}", style="green" if found.mean >= 0 else "red")
         interval = f"{found.low:+.3f} to {found.high:+.3f}"
-        p = "–" if found.p is None else f"{found.p:.3g}"
+        p = "–" if found.p is None else "<0.001" if found.p < 0.001 else f"{found.p:.3g}"
         means = (f"{_mean(values):.3f}" for values in (before, after))
         table.add_row(Text(name), str(len(before)), *means, change, interval, p)
     return table
@@ -172,6 +176,17 @@ def plain_report(comparisons: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
+def problems_of(lines: Sequence[Line], run: Path) -> list[str]:
+    """Return what is wrong with a run that ends here, in its last steps or in how its steps were filled."""
+    told = [f"{diagnosis}; see {diagnosis.page}" for diagnosis in find(lines, lines)]
+    reasons = Counter(line["gave_up"] for line in lines if line.get("gave_up"))
+    for reason, count in reasons.most_common(1):
+        told.append(f"{reasons.total()} of {len(lines)} steps had fewer rollouts, {count} because of: {reason}")
+    if lines and not any(line.get("optimizer_updates") for line in lines):
+        told.insert(0, f"nothing was learned: none of the {len(lines)} steps has changed the weights")
+    return [*told, f"more: {our_command()} explain {shlex.quote(str(run))}"] if told else []
+
+
 def our_command() -> str:
     """Return how a shell runs `mlx_parallm`: its name where it is on PATH, else the path beside this Python."""
     name = "mlx_parallm"
@@ -197,19 +212,34 @@ def print_report(
     commands: Sequence[str],
     curve: Path | None,
     samples: Path | None = None,
+    problems: Sequence[str] = (),
 ) -> None:
-    """Print the report."""
+    """Print the report. In a terminal no line breaks inside a word, and a command in several lines can be pasted.
+
+    Args:
+        problems: what is wrong with the run, a sentence each.
+    """
     if comparisons:
         if console.is_terminal:
             console.print(answers_table(comparisons))
             console.print(accuracy_table(comparisons))
         else:
             console.print(plain_report(comparisons), soft_wrap=True, markup=False, highlight=False)
+    for problem in problems:
+        console.print(Text(problem, style="bold red"), soft_wrap=not console.is_terminal)
     for name, file in (("reward curve", curve), ("samples", samples)):
         if file is not None:
-            console.print(f"{name}: {file}", soft_wrap=True, markup=False, highlight=False)
+            _print_whole(console, f"{name}:", [str(file)])
     for lead, command in zip(itertools.chain(["next:"], itertools.repeat("  or:")), commands, strict=False):
-        console.print(f"{lead} {command}", soft_wrap=True, markup=False, highlight=False)
+        _print_whole(console, lead, by_option(command))
+
+
+def _print_whole(console: Console, lead: str, parts: Sequence[str]) -> None:
+    """Print a path or the parts of a command behind `lead`, or below it where they are too wide for the terminal."""
+    line = f"{lead} {' '.join(parts)}"
+    if console.is_terminal and cell_len(line) > console.width:
+        line = f"{lead}\n{command_lines(parts, console.width) if len(parts) > 1 else parts[0]}"
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:

@@ -4,6 +4,7 @@
 without scripts, everything escaped. The terminal shows a table, and trackers get the same.
 """
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,10 +16,11 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
+from mlx_parallm.errors import RequestError
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.system.files import write_atomically
-from mlx_parallm.types import BETWEEN, Rollout, RolloutGroup
+from mlx_parallm.types import BETWEEN, ChatTokenizer, Rollout, RolloutGroup
 
 SAMPLES_FILE = "samples.jsonl"
 SAMPLES_PAGE = "samples.html"
@@ -40,7 +42,9 @@ pre { margin: 0; padding: .5rem; background: #f5f7f9; white-space: pre-wrap; ove
   article, h2 { border-color: #2c3640 } small { color: #93a3b3 } }
 """
 
+TURN = "\x00"  # where a turn begins
 Decode = Callable[[Sequence[int]], str]
+Readable = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,8 @@ class SampleLog:
 
 
 def choose_samples(step: int, groups: Sequence[RolloutGroup], decode: Decode) -> list[Sample]:
-    """Return a batch's first rollout, the one with the highest reward and the one with the lowest."""
+    """Return a batch's first rollout, the one with the highest reward and the one with the lowest; where several have
+    it, one that is not the first rollout."""
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
     if not pairs:
         return []
@@ -127,32 +132,85 @@ def choose_samples(step: int, groups: Sequence[RolloutGroup], decode: Decode) ->
     def reward(pair: tuple[RolloutGroup, Rollout]) -> float:
         return pair[1].reward
 
+    others = [*pairs[1:], pairs[0]]
     chosen: list[tuple[Literal["first", "best", "worst"], tuple[RolloutGroup, Rollout]]]
-    chosen = [("first", pairs[0]), ("best", max(pairs, key=reward)), ("worst", min(pairs, key=reward))]
+    chosen = [("first", pairs[0]), ("best", max(others, key=reward)), ("worst", min(others, key=reward))]
     return [_sample(step, which, group, rollout, decode) for which, (group, rollout) in chosen]
 
 
-def samples_table(samples: Sequence[Sample]) -> Table:
+def merged(samples: Sequence[Sample]) -> list[tuple[str, Sample]]:
+    """Return each answer to a problem once, with all its names: ("first, best", sample)."""
+    found: dict[tuple[str, str, float], tuple[list[str], Sample]] = {}
+    for sample in samples:
+        which, _ = found.setdefault((sample.group_id, sample.completion, sample.reward), ([], sample))
+        which.append(sample.which)
+    return [(", ".join(which), sample) for which, sample in found.values()]
+
+
+def samples_table(samples: Sequence[Sample], readable: Readable = str) -> Table:
     """Return the samples as a table for a terminal."""
     table = Table(title=f"samples of step {samples[0].step}", title_justify="left")
     table.add_column("")
     table.add_column("reward", justify="right")
     for name in ("prompt", "completion"):
         table.add_column(name, overflow="fold")
-    for sample in samples:
-        words = (sample.which, f"{sample.reward:.3g}", *shortened(sample))
+    for which, sample in merged(samples):
+        words = (which, f"{sample.reward:.3g}", *shortened(sample, readable))
         table.add_row(*(Text(word) for word in words))
     return table
 
 
-def shortened(sample: Sample) -> tuple[str, str]:
+def shortened(sample: Sample, readable: Readable = str) -> tuple[str, str]:
     """Return the end of the prompt (the question) and the beginning of the completion, each on one short line."""
-    prompt, completion = " ".join(sample.prompt.split()), " ".join(sample.completion.split())
+    prompt, completion = (" ".join(readable(text).split()) for text in (sample.prompt, sample.completion))
     if len(prompt) > SHOWN_CHARACTERS:
         prompt = "…" + prompt[1 - SHOWN_CHARACTERS :]
     if len(completion) > SHOWN_CHARACTERS:
         completion = completion[: SHOWN_CHARACTERS - 1] + "…"
     return prompt, completion
+
+
+def without_template(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Readable:
+    """Return a function that makes messages of what the chat template made of them: "user: Hi assistant: Hello".
+
+    One message alone comes without its role. Special tokens that are left are removed.
+    """
+    marks = {mark: f"{TURN}{role}: " for mark, role in _marks(tokenizer, template_kwargs).items()}
+    gone = {tokenizer.token_text(token): "" for token in tokenizer.special_ids} if marks else {}
+    words = {text: new for text, new in (gone | marks).items() if text}
+    pattern = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True)))) if words else None
+
+    def readable(text: str) -> str:
+        if pattern is None:
+            return text
+        told = pattern.sub(lambda found: words[found[0]], text)
+        told = re.sub(rf"\s*{TURN}assistant: \s*(?=⟧|$)", "", told)  # the turn that follows
+        if told.count(TURN) == 1:
+            told = re.sub(rf"^{TURN}\w+: ", "", told)
+        return told.replace(f"⟦{TURN}", "⟦").replace(TURN, " ").strip()
+
+    return readable
+
+
+def _marks(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> dict[str, str]:
+    """What the template writes before a message, and the message's role; empty without a template."""
+    marks: dict[str, str] = {}
+    ends = [tokenizer.token_text(token) for token in tokenizer.eos_token_ids]
+    for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
+        words = [f"MESSAGE-{number}-OF-THE-TEMPLATE" for number in range(len(roles))]
+        messages = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+        try:
+            text = tokenizer.render_chat_text(messages, template_kwargs=template_kwargs)
+        except RequestError:
+            continue
+        between = re.split("|".join(words), text)
+        if len(between) != len(roles) + 1:  # a template that leaves one out
+            continue
+        for mark, role in zip(between, (*roles, "assistant"), strict=True):
+            marks[mark] = role
+            for end in ends:  # where the policy has sampled it, it is no part of what follows
+                marks[mark.removeprefix(end)] = role
+    return {mark: role for mark, role in marks.items() if mark.strip()}
 
 
 def _sample(

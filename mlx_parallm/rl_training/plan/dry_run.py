@@ -312,7 +312,7 @@ class DryRun:
 
     def _say(self, sentences: list[str]) -> None:
         for sentence in sentences:
-            self._console.print(Text(f"note: {sentence}", style="yellow"), soft_wrap=True)
+            self._console.print(Text(f"note: {sentence}", style="yellow"), soft_wrap=not self._console.is_terminal)
 
 
 async def unless_stopped(work: Coroutine[Any, Any, T], stop: threading.Event) -> T | None:
@@ -403,7 +403,7 @@ def visible(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Text:
 
 
 def show_group(result: GroupResult, prompt: Sequence[int], tokenizer: Tokenizer) -> RenderableType:
-    """The prompt as the model reads it, and one row for each completion."""
+    """The prompt as the model reads it, and one row for each completion, the parts of its reward below it."""
     shown = visible(tokenizer, prompt)
     if len(prompt) > LONGEST_PROMPT:
         half, hidden = LONGEST_PROMPT // 2, len(prompt) - LONGEST_PROMPT
@@ -417,8 +417,11 @@ def show_group(result: GroupResult, prompt: Sequence[int], tokenizer: Tokenizer)
         cut = rollout.stop_reason == "length"
         last = visible(tokenizer, rollout.tokens[-1:]) if rollout.tokens[-1] in tokenizer.eos_token_ids else "stop"
         ended = Text("truncated", style="yellow") if cut else last
-        text = answer if len(answer) <= LONGEST_ANSWER else answer[:LONGEST_ANSWER] + " …"
-        table.add_row(str(number), _scores(rollout.scores), str(rollout.sampled_tokens), ended, Text(text))
+        text = Text(answer if len(answer) <= LONGEST_ANSWER else answer[:LONGEST_ANSWER] + " …")
+        if parts := _parts(rollout.scores):
+            text.append(f"\n{parts}", style="dim")
+        reward = f"{rollout.scores['reward']:.3g}" if "reward" in rollout.scores else "–"
+        table.add_row(str(number), reward, str(rollout.sampled_tokens), ended, text)
     expected = [] if result.task is None or result.task.answer is None else [Text(f"expected: {result.task.answer}")]
     return Group(Panel(shown, title=title, title_align="left"), *expected, table)
 
@@ -492,7 +495,6 @@ def shortcomings(forecast: Forecast, config: Config, shape: ModelShape, most: Le
         )
 
 
-def _scores(scores: Mapping[str, float]) -> str:
-    parts = [f"{name} {value:.3g}" for name, value in scores.items() if name != "reward"]
-    reward = f"{scores['reward']:.3g}" if "reward" in scores else "–"
-    return reward + (f" ({', '.join(parts)})" if parts else "")
+def _parts(scores: Mapping[str, float]) -> str:
+    parts = {name.removeprefix("rewards/"): value for name, value in scores.items() if name != "reward"}
+    return " · ".join(f"{name} {value:.3g}" for name, value in parts.items())

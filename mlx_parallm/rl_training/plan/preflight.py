@@ -470,7 +470,7 @@ class MemoryWatch:
         lengths = f"the longest prompt ({self._seen.prompt} tokens) and completion ({self._seen.completion}) of the run"
         ratio = self.predicted / self._peak
         text = f"memory: {peak} at the peak; {predicted} ({ratio:.2f}) were predicted for {lengths}"
-        console.print(text, soft_wrap=True, markup=False, highlight=False)
+        console.print(text, soft_wrap=not console.is_terminal, markup=False, highlight=False)
 
 
 def needed_bytes(estimate: MemoryEstimate) -> int:

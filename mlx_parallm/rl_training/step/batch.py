@@ -5,9 +5,10 @@ Imports neither MLX nor numpy: the command line loads it before it blocks signal
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import chain, compress
 from typing import Any
 
 from mlx_parallm.types import Rollout, RolloutGroup
@@ -31,7 +32,8 @@ class TrainSequence:
 
 
 EnvironmentNumbers = dict[str, float | None]
-"""One environment in one step: groups, reward_mean, trained_groups, trained_sequences, staleness, dropped_stale."""
+"""One environment in one step: groups, reward_mean, reward_max, trained_groups, trained_sequences, staleness and
+dropped_stale."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,11 @@ class BatchStatistics:
     sequences: int = 0
     reward_mean: float | None = None
     reward_std: float | None = None  # population, over sequences
+    reward_max: float | None = None
     groups_without_variance: float = 0.0  # fraction
     groups_all_wrong: float = 0.0  # fraction: no reward above 0
     groups_all_right: float = 0.0  # fraction: no reward below 1
+    groups_same_answer: float = 0.0  # fraction: several answers, all of the same sampled tokens
     truncated_fraction: float = 0.0
     out_of_room_fraction: float = 0.0  # truncated by max_token_length, as far as is known: in-process environments
     eos_fraction: float | None = None  # of the sequences that say how they ended
@@ -62,14 +66,17 @@ class BatchStatistics:
     reward_by_environment: dict[str, float | None] = field(default_factory=dict)
     environments: dict[str, EnvironmentNumbers] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)  # further scores by name: means over who has them
+    parts_std: dict[str, float] = field(default_factory=dict)  # and their population standard deviations
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def to_metrics(self) -> dict[str, Any]:
-        """For a metrics line: `parts` become keys of their own, e.g. rewards/correct/mean."""
+        """For a metrics line: `parts` become keys of their own, e.g. rewards/correct/mean and rewards/correct/std."""
         values = self.to_json()
-        return values | {f"{name}/mean": mean for name, mean in values.pop("parts").items()}
+        means, deviations = values.pop("parts"), values.pop("parts_std")
+        own = {f"{name}/mean": mean for name, mean in means.items()}
+        return values | own | {f"{name}/std": deviation for name, deviation in deviations.items()}
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,7 @@ class _Environment:
         return {
             "groups": self.groups,
             "reward_mean": math.fsum(self.rewards) / len(self.rewards) if self.rewards else None,
+            "reward_max": max(self.rewards, default=None),
             "trained_groups": len(self.staleness),
             "trained_sequences": self.sequences,
             "staleness": sum(self.staleness) / len(self.staleness) if self.staleness else None,
@@ -120,7 +128,7 @@ class StatisticsCollector:
         self._lengths: list[int] = []
         self._surprise, self._surprising = 0.0, 0  # sum of -logprobs, and over how many tokens
         self._ends: list[str | None] = []
-        self._all_wrong = self._all_right = 0
+        self._all_wrong = self._all_right = self._same_answer = 0
         self._groups = 0
         self._without_variance = 0
         self._staleness: list[int] = []
@@ -175,22 +183,26 @@ class StatisticsCollector:
         self._ends += [rollout.stop_reason for rollout in group.rollouts]
         self._all_wrong += max(rewards) <= WRONG + ROUNDING
         self._all_right += min(rewards) >= RIGHT - ROUNDING
+        self._same_answer += len(rewards) > 1 and len(set(map(_sampled, group.rollouts))) == 1
 
     def result(self) -> BatchStatistics:
         count = len(self._rewards)
         environments = {name: environment.result() for name, environment in sorted(self._by_environment.items())}
         if count == 0:
             return BatchStatistics(dropped_stale=self._stale, dropped_misfit=self._misfit, environments=environments)
-        mean = math.fsum(self._rewards) / count
+        mean, deviation = _mean_and_deviation(self._rewards)
+        parts = {name: _mean_and_deviation(scores) for name, scores in sorted(self._parts.items())}
         known = [end for end in self._ends if end is not None]
         return BatchStatistics(
             groups=self._groups,
             sequences=count,
             reward_mean=mean,
-            reward_std=math.sqrt(math.fsum((reward - mean) ** 2 for reward in self._rewards) / count),
+            reward_std=deviation,
+            reward_max=max(self._rewards),
             groups_without_variance=self._without_variance / self._groups,
             groups_all_wrong=self._all_wrong / self._groups,
             groups_all_right=self._all_right / self._groups,
+            groups_same_answer=self._same_answer / self._groups,
             truncated_fraction=self._ends.count("length") / count,
             out_of_room_fraction=self._out_of_room / count,
             eos_fraction=known.count("stop") / len(known) if known else None,
@@ -206,5 +218,17 @@ class StatisticsCollector:
                 name: numbers["reward_mean"] for name, numbers in environments.items() if numbers["groups"]
             },
             environments=environments,
-            parts={name: math.fsum(scores) / len(scores) for name, scores in sorted(self._parts.items())},
+            parts={name: mean for name, (mean, _) in parts.items()},
+            parts_std={name: deviation for name, (_, deviation) in parts.items()},
         )
+
+
+def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """The population's."""
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+
+
+def _sampled(rollout: Rollout) -> tuple[int, ...]:
+    """The tokens that the policy sampled in all turns."""
+    return tuple(chain.from_iterable(compress(segment.tokens, segment.mask) for segment in rollout.segments))

@@ -1,21 +1,27 @@
+import dataclasses
 import io
+import json
 import os
 import pty
+import re
 import select
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 from structlog.testing import capture_logs
 
-from mlx_parallm.rl_training.events import RunInfo
+from mlx_parallm.rl_training.events import CheckpointSaved, RunInfo
 from mlx_parallm.rl_training.monitor import display as display_module
-from mlx_parallm.rl_training.monitor.display import TrainingDisplay, curl_line, sparkline, trained_tokens_per_s
-from mlx_parallm.system.log import configure_logging
+from mlx_parallm.rl_training.monitor.display import TrainingDisplay, curl_line, trained_tokens_per_s
+from mlx_parallm.rl_training.monitor.drawing import sparkline
+from mlx_parallm.system.log import RunLog, configure_logging
 from tests.signals_reset import default_signals
 
 INFO = RunInfo(
@@ -43,6 +49,7 @@ def step(number, **changed):
         "kl": 0.0123,
         "entropy": 0.456,
         "publish_ms": 0.51,
+        "learning_rate": 5e-4,
         "serve_tok_s": 2345.6,
         "tokens": 4000,
         "time_train_s": 2.0,
@@ -81,10 +88,12 @@ def test_the_panel_shows_everything_that_was_promised(shown):
         "ETA 0:30",
         "0.460 ",
         "0.31 → 0.45",
+        "0:20 so far · 0.5 s a step",
         "KL 0.0123",
         "entropy 0.456",
+        "learning rate 0.0005",
         "publish 0.51 ms",
-        "policy version 40",
+        "version 40",
         "served 2,346",
         "trained 2,000",
         "healthy",
@@ -98,9 +107,30 @@ def test_the_panel_shows_reward_and_groups_of_each_environment(shown):
     display, _ = shown
     numbers = {"sum": {"reward_mean": 0.625, "groups": 9}, "sort": {"reward_mean": None, "groups": 0}}
     display.update(step(41, environments=numbers))
-    assert "sum 0.62 in 9 · sort – in 0" in picture(*shown)
+    assert "sum 0.62 (9 groups) · sort – (0 groups)" in picture(*shown)
     display.update(step(42, environments={"sum": numbers["sum"]}))
     assert "sum 0.62" not in picture(*shown), "one environment: the reward says it"
+
+
+def labels(text):
+    """The first column of a panel with several environments, the longest label."""
+    body = text[text.index("\nstep") : text.index("talk to it")].splitlines()
+    return {line[: len("environments")].strip() for line in body} - {""}
+
+
+def test_every_line_of_the_panel_is_on_its_page():
+    page = (Path(__file__).parents[3] / "docs" / "panel.md").read_text(encoding="utf-8")
+    display, console = on_a_terminal(width=80)
+    display.start(dataclasses.replace(INFO, checkpoint_every=10, evaluate_every=10))
+    each = {"reward_mean": 0.5, "groups": 4}
+    display.update(step(1, environments={"a": each, "b": each}, **{"eval/score": 0.5}))
+    drawn = labels(picture(display, console))
+    display.stop()
+    assert drawn >= {"step", "time", "reward", "held out", "health"}
+    rows = set(re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE))))
+    assert drawn <= rows, "say in docs/panel.md what these lines are"
+    assert labels(page.split("```")[1]) == drawn, "the panel on the page has other lines: show a new one"
+    assert rows - drawn == {"accuracy", "loss", "talk to it while it learns"}, "lines that the panel does not have"
 
 
 def test_the_health_line_changes_between_steps(shown):
@@ -116,18 +146,116 @@ def test_a_narrow_terminal_shows_it_too():
     text = picture(display, console)
     display.stop()
     assert max(map(len, text.splitlines())) <= 44
-    assert "policy version 1" in " ".join(text.split())
+    assert "version 1 " in " ".join(text.split())
+
+
+PROMPT = 'What\'s "2" + 2,\n in `$HOME` \\ or in 漢字漢字漢字漢字?'
 
 
 @pytest.mark.parametrize("needs_key", [False, True])
-def test_the_curl_line_is_a_command_that_a_shell_reads(needs_key):
-    info = RunInfo("run", "m", "http://127.0.0.1:8000", 1, 'What\'s "2" + 2?', needs_key=needs_key)
-    line = curl_line(info)
-    words = shlex.split(line.replace("\\\n", " "))
-    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
-    assert words[-1] == '{"model":"default","messages":[{"role":"user","content":"What\'s \\"2\\" + 2?"}]}'
-    assert ("Authorization: Bearer $MLX_PARALLM_API_KEY" in words) is needs_key
-    assert max(map(len, curl_line(INFO).splitlines())) <= 80
+def test_the_curl_line_can_be_pasted_at_any_width(needs_key):
+    """bash reads the same words from the lines that the panel draws; a prompt of over 12 characters was folded."""
+    info = RunInfo("run", "m", "http://127.0.0.1:8000", 1, PROMPT, needs_key=needs_key)
+    told = "".join(f"{drawn(info, width)}\n" for width in WIDTHS) + curl_line(info)
+    script = f"curl() {{ printf '%s\\0' \"$@\" END; }}\n{told}"
+    done = subprocess.run(["bash", "-uc", script], capture_output=True, text=True, env={"MLX_PARALLM_API_KEY": "k e y"})
+    assert not done.stderr
+    commands = [words.split("\0")[:-1] for words in done.stdout.split("END\0")[:-1]]
+    key = ["-H", "Authorization: Bearer k e y"] if needs_key else []
+    url, body = "http://127.0.0.1:8000/v1/chat/completions", {"role": "user", "content": PROMPT}
+    assert [words[:-1] for words in commands] == [[url, "-H", "Content-Type: application/json", *key, "-d"]] * 7
+    assert [json.loads(words[-1])["messages"] for words in commands] == [[body]] * 7
+
+
+WIDTHS = (24, 44, 60, 80, 81, 120)
+
+
+def drawn(info, width):
+    """The command as a terminal shows it: nothing is folded by the terminal."""
+    display, console = on_a_terminal(width=width)
+    display.start(info)
+    lines = picture(display, console).rstrip().splitlines()
+    display.stop()
+    assert max(cell_len(line) for line in lines) <= width
+    return "\n".join(lines[next(n for n, line in enumerate(lines) if line.startswith("curl")) :])
+
+
+def test_a_long_prompt_does_not_push_the_panel_off_the_screen():
+    info = RunInfo("run", "m", "http://127.0.0.1:8000", 1, "a word or two " * 100)
+    command = curl_line(info, 80)
+    assert len(command.splitlines()) < 8 and command.endswith("a word\"}]}'")
+
+
+@pytest.mark.parametrize(
+    ("values", "arrow"),
+    [
+        ([0.375], ""),
+        ([0.375, 0.48], "0.38 → 0.48"),
+        ([0.0, 0.5, 0.75, 1.0], "0.25 → 0.88"),  # (0 + 0.5) / 2 and (0.75 + 1) / 2
+        ([0.0, 0.3, 0.6, 0.9, 1.0], "0.15 → 0.95"),  # the middle one is in neither
+        ([0.0] * 5 + [0.5] * 5 + [1.0] * 5, "0.00 → 1.00"),
+    ],
+)
+def test_the_first_and_the_last_values_do_not_overlap(values, arrow):
+    """Two evaluations at 0.375 and 0.48 were shown as "0.43 → 0.43": both means had both values."""
+    display, console = on_a_terminal()
+    display.start(INFO)
+    for number, value in enumerate(values, 1):
+        display.update(step(number, reward_mean=0.5, **{"eval/score": value}))
+    [line] = [line for line in picture(display, console).splitlines() if line.startswith("held out")]
+    display.stop()
+    assert line.rstrip().endswith(arrow) and ("→" in line) is bool(arrow)
+
+
+def test_the_next_checkpoint_and_the_next_evaluation_are_named():
+    info = dataclasses.replace(INFO, checkpoint_every=40, evaluate_every=30, evaluates_at_end=True)
+    display, console = on_a_terminal()
+    display.start(info)
+    text = picture(display, console)
+    assert "none yet · next after step 40" in text and "next after step 30" in text
+    display.update(step(61, **{"eval/score": 0.5}))
+    display.saved(CheckpointSaved(60, Path("checkpoints/run/step_000060")))
+    text = picture(display, console)
+    assert "of step 60 · next after step 80" in text and "· next after step 90" in text
+    display.update(step(100))
+    text = picture(display, console)
+    display.stop()
+    assert "next after" not in text
+    assert [info.next_evaluation(step) for step in (89, 90, 99, 100)] == [90, 100, 100, None]
+    assert dataclasses.replace(info, evaluate_every=0).next_evaluation(0) == 100
+    assert dataclasses.replace(info, evaluates_at_end=False).next_evaluation(90) is None
+
+
+def test_an_evaluation_stands_above_the_panel_and_not_under_its_health():
+    display, console = on_a_terminal()
+    display.start(INFO)
+    display.note("evaluation of step 0 (version 0): sum: accuracy 0.300 [0.180, 0.454]")
+    display.update(step(1))
+    text = picture(display, console)
+    display.stop()
+    assert "evaluation of step 0" not in text
+    assert "evaluation of step 0 (version 0): sum" in console.file.getvalue()
+
+
+def test_beside_a_panel_every_line_goes_to_the_run_log_alone(tmp_path, capsys):
+    """In a terminal run.log had one line, in a pipe all of them."""
+    with RunLog() as run_log:
+        run_log.open(tmp_path)
+        configure_logging(level="info", run_log=run_log)
+        display, _ = on_a_terminal()
+        display.start(INFO)
+        display.update(step(1))
+        display.note("an evaluation")
+        display.saved(CheckpointSaved(1, Path("step_000001")))
+        display._sources = lambda: [STALLED]
+        display.tick()
+        display.stop()
+    events = [json.loads(line) for line in (tmp_path / "run.log").read_text().splitlines()]
+    names = ["training", "talk to the model", "step", "an evaluation", "saved step_000001", "health"]
+    assert [event["event"] for event in events] == names
+    assert (events[2]["step"], events[5]["level"]) == (1, "warning")
+    assert not any(key.startswith("_") for event in events for key in event)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_sparkline_is_drawn_to_scale():
@@ -234,8 +362,8 @@ def test_a_display_that_fails_becomes_the_plain_one():
 def test_a_terminal_that_goes_away_between_steps_is_noticed_by_the_refresh(monkeypatch):
     monkeypatch.setattr(display_module, "REFRESHES_PER_SECOND", 200)
     display, _ = on_a_terminal()
+    display.start(INFO)
     with capture_logs() as logs:
-        display.start(INFO)
         display._sources = lambda: 1 / 0
         display._refresher.join(20)
     assert [entry["event"] for entry in logs] == ["display failed, continuing with plain lines"]

@@ -62,7 +62,7 @@ def test_a_half_written_line_is_no_harm(directory, capsys):
     write(directory, line(1) + line(2) + '{"step": 3, "rew')
     assert cli.explain([str(directory)]) == 0
     told = capsys.readouterr().out
-    assert " (the numbers: means of " in told
+    assert "(of the first and the last step)" in told
     assert "run: 2 of 50 steps, stopped or killed" in told
     assert "healthy: nothing found" in told
 
@@ -149,6 +149,19 @@ def test_nothing_found_and_nothing_gained_is_said(directory):
     )
     write(directory, "".join(line(step, reward_mean=0.5 + step / 60) for step in range(1, 31)))
     assert explain(directory).notes == ()
+
+
+def test_a_limit_of_the_reward_is_noted_where_no_accuracy_is_measured(directory):
+    lines = [line(n, environments={"rows": {"groups": 16, "reward_max": 0.7 if n % 3 else 0.4}}) for n in range(1, 31)]
+    write(directory, "".join(lines))
+    assert "no answer of rows earned more than 0.7, which one earned in 20 of 30 steps" in explain(directory).notes
+
+
+def test_the_first_and_the_last_rewards_do_not_overlap(directory, capsys):
+    """Three steps of 0.1, 0.4 and 0.9 were "0.467 … 0.467", twice the mean of all three."""
+    write(directory, "".join(line(n, reward_mean=mean) for n, mean in enumerate((0.1, 0.4, 0.9), 1)))
+    cli.explain([str(directory), "--json"])
+    assert json.loads(capsys.readouterr().out)["reward"] == {"first": 0.1, "last": 0.9}
 
 
 def test_a_run_on_rows_tells_its_held_out_score_and_speaks_of_no_reward(directory):

@@ -154,6 +154,75 @@ def test_entropy_that_is_gone_without_a_gain_is_a_collapse():
     assert names(window(rollout_entropy=0.1), window(rollout_entropy=2.0)) == []
 
 
+def test_answers_that_are_all_the_same_are_named_unless_nothing_better_is_known():
+    """Entropy from 0.85 to 0.14 and the same answers in each group were called healthy."""
+    start = window(groups_same_answer=0.05, rollout_entropy=0.85, reward_max=1.0)
+    same = {"groups_same_answer": 0.9, "rollout_entropy": 0.14, "reward_max": 1.0}
+    [found] = find(window(**same), start)
+    assert found.sentence == "same answers: in 90% of the groups all answers are one and the same; at first in 5%"
+    assert "checkpoint" in found.setting
+    assert found.numbers == {
+        **{"groups_same_answer_first": 0.05, "groups_same_answer": 0.9, "reward_mean": 0.5},
+        **{"rollout_entropy_first": 0.85, "rollout_entropy": 0.14},
+    }
+    gained = {
+        "reward_mean": 0.76
+    }  # by more than half of 0.5, but by less than what the best answers earn: 1 - 0.76 < 0.25
+    assert names(window(**same, **gained), start) == []
+    assert names(window(**same, reward_mean=0.74), start) == ["same-answers"]
+    assert names(window(**same, reward_mean=0.96), window(reward_mean=0.96)) == []  # right from the start
+    assert names(window(groups_same_answer=0.75), start) == []
+    assert names(window(1, **same, groups=4), start) == []
+
+
+PARTS = {"rewards/correct/mean": 0.4, "rewards/correct/std": 0.49}
+
+
+@pytest.mark.parametrize(
+    ("part", "mean", "std", "earned"),
+    [
+        ("used_tool", 0.0, 0.0, "0 from used_tool"),
+        ("format", 0.5, 0.0, "0.5 from format"),
+        ("format", 1.0, 0.0, None),  # nothing to learn, and nothing wrong
+        ("used_tool", 0.0, 0.1, None),
+        ("overlong", 0.0, 0.0, None),  # a penalty that nobody has earned
+        ("overlong#2", 0.0, 0.0, None),
+    ],
+)
+def test_a_part_of_the_reward_that_never_differs_is_named(part, mean, std, earned):
+    steps = window(**PARTS, **{f"rewards/{part}/mean": mean, f"rewards/{part}/std": std})
+    assert names(steps, steps) == (["reward-part-constant"] if earned else [])
+    if earned:
+        sentence = f"reward part constant: every answer earned {earned} in the first and the last 5 steps"
+        assert diagnose(steps, start=steps).startswith(sentence)
+        assert find(steps, steps)[0].numbers == {f"rewards/{part}/mean": mean}
+        assert names(steps[:4], steps[:4]) == []
+        assert names(steps, window(**PARTS, **{f"rewards/{part}/mean": 0.2, f"rewards/{part}/std": 0.4})) == []
+
+
+def test_a_reward_of_one_part_is_judged_as_a_whole():
+    alone = {"rewards/correct/mean": 0.5, "rewards/correct/std": 0.0}
+    assert names(window(**CONSTANT, **alone)) == ["reward-constant"]
+
+
+def limited(*best, **changed):
+    return [WELL | changed | {"environments": {"rows": {"groups": 16, "reward_max": each}}} for each in best]
+
+
+def test_a_reward_that_stays_below_what_accuracy_counts_is_named():
+    """The best answers earned 0.7, so accuracy could not leave 0: it was called healthy."""
+    wrong = {"eval/rows/accuracy": 0.0, "eval/rows/reward": 0.3}
+    [found] = find(limited(0.7, 0.7, 0.5, 0.7, 0.7), limited(0.7, **wrong))
+    assert found.sentence == "reward below 1: no answer of rows earned more than 0.7, so its accuracy stays 0"
+    assert found.numbers == {"reward_max": 0.7, "eval/accuracy": 0.0, "reward_mean": 0.5}
+    assert "reward_weights" in found.setting
+    assert names(limited(*[0.7] * 5)) == [], "without an evaluation there is no accuracy"
+    assert names(limited(*[0.7] * 5), limited(0.7, **wrong | {"eval/rows/accuracy": 0.1})) == []
+    assert names(limited(0.7, 0.7, 1.0, 0.7, 0.7), limited(0.7, **wrong)) == [], "one earned 1"
+    assert names(limited(0.61, 0.64, 0.62, 0.6, 0.66), limited(0.63, **wrong)) == [], "no limit is in sight"
+    assert names(limited(*[0.0] * 5), limited(0.0, **wrong)) == [], "too hard, perhaps"
+
+
 def test_kl_is_forgiven_to_a_run_that_gains_up_to_a_point():
     better = {"reward_mean": 0.9}
     assert names(window(kl=1.5, **better), window()) == []

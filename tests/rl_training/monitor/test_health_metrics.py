@@ -1,5 +1,6 @@
 """The numbers that the health line needs: how far the weights moved, how answers ended, which groups were all alike."""
 
+import dataclasses
 import math
 
 import mlx.core as mx
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.rl_training.step import optimizer
-from mlx_parallm.rl_training.step.batch import StatisticsCollector
+from mlx_parallm.rl_training.step.batch import BatchStatistics, StatisticsCollector
 from mlx_parallm.types import RolloutGroup
 from tests.rl_training.making import make_config, make_trainer, perturb_adapter, weights
 from tests.rl_training.rollouts import make_batch, make_group, make_rollout, random_groups
@@ -85,3 +86,24 @@ def test_how_answers_ended_is_counted_where_it_is_known():
 def test_the_entropy_of_the_rollouts_is_their_mean_surprise():
     group = RolloutGroup("a", "test", (make_rollout((5,), logprob=-0.6), make_rollout((5, 6, 7), logprob=-0.2)))
     assert collected(group).rollout_entropy == pytest.approx((0.6 + 3 * 0.2) / 4)
+
+
+def test_groups_with_one_answer_are_counted():
+    """What the policy sampled is compared in all turns, and what it was asked is not."""
+    one = make_group("a", [0.0, 1.0])
+    other = RolloutGroup("b", "test", (make_rollout((5, 6)), make_rollout((5, 7))))
+    asked = RolloutGroup("c", "test", (make_rollout((5, 6), prompt=(1,)), make_rollout((5, 6), prompt=(2, 3))))
+    earlier = make_rollout((9,))
+    turns = RolloutGroup("d", "test", (make_rollout((5, 6)), make_rollout((5, 6), earlier=(earlier,))))
+    alone = make_group("e", [1.0])
+    assert collected(one, other, asked, turns, alone).groups_same_answer == 2 / 5
+
+
+def test_parts_of_the_reward_have_a_mean_and_a_deviation():
+    scores = ({"reward": 0.7, "rewards/near": 1.0}, {"reward": 0.1, "rewards/near": 0.5}, {"reward": 0.0})
+    rollouts = tuple(dataclasses.replace(make_rollout(), scores=each) for each in scores)
+    statistics = collected(RolloutGroup("a", "test", rollouts))
+    line = statistics.to_metrics()
+    assert (line["rewards/near/mean"], line["rewards/near/std"]) == (0.75, 0.25)  # of the two that have one
+    assert statistics.reward_max == statistics.environments["test"]["reward_max"] == 0.7
+    assert BatchStatistics(**statistics.to_json()) == statistics, "a checkpoint keeps them"

@@ -1,6 +1,7 @@
 import io
 import math
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mlx_parallm.rl_training.monitor.report import (
     next_commands,
     plain_report,
     print_report,
+    problems_of,
     smooth,
     write_reward_curve,
 )
@@ -196,3 +198,42 @@ def test_sampled_answers_are_compared_by_their_mean():
     only_sampled = record(("3", "4", "8"), rewards=(None, None, None), sampled=(1.0, 0.0))
     [row] = compare(only_sampled, only_sampled)
     assert list(row.measured) == [("sum (mean reward)", [0.5] * 3, [0.5] * 3)]
+
+
+def test_in_a_narrow_terminal_no_word_breaks_and_a_command_can_be_pasted(tmp_path):
+    """At 80 columns "builtin:ti" and "ny" stood on two lines."""
+    run = tmp_path / "a directory with a long name" / "run"
+    console = Console(file=io.StringIO(), force_terminal=True, width=60, color_system=None)
+    command = "mlx_parallm " + next_commands(run, "builtin:tiny", lora=True)[1].split(" ", 1)[1]
+    print_report(
+        console, [], [command], run / "reward.png", None, ["no answer earned more than half a point in it"] * 2
+    )
+    text = console.file.getvalue()
+    assert f"reward curve:\n{run / 'reward.png'}\n" in text, "a path stays whole"
+    lead, pasted = text[text.index("next:") :].split("\n", 1)
+    assert lead == "next:" and max(map(len, pasted.splitlines())) <= 60
+    script = f"mlx_parallm() {{ printf '%s\\0' \"$@\"; }}\n{pasted}"
+    words = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert words.split("\0")[:-1] == shlex.split(command)[1:]
+    piped = Console(file=io.StringIO(), width=60)
+    print_report(piped, [], [command], None)
+    assert piped.file.getvalue() == f"next: {command}\n"
+
+
+def test_a_run_that_learned_nothing_says_so_at_its_end(tmp_path):
+    """A constant reward ran to its end with 15 equal warnings and no word at the end."""
+    shows = {
+        "groups": 16,
+        "groups_without_variance": 1.0,
+        "reward_std": 0.0,
+        "reward_mean": 0.5,
+        "optimizer_updates": 0,
+    }
+    steps = [{"step": number, "gave_up": "12 refills in a row", **shows} for number in range(1, 16)]
+    first, second, third, more = problems_of(steps, tmp_path / "run")
+    assert first == "nothing was learned: none of the 15 steps has changed the weights"
+    assert second.startswith("reward constant: every answer earned 0.5 in 5 steps (the reward function")
+    assert second.endswith("see docs/troubleshooting.md#reward-constant")
+    assert third == "15 of 15 steps had fewer rollouts, 15 because of: 12 refills in a row"
+    assert more.endswith(f"explain {tmp_path / 'run'}")
+    assert problems_of([{"step": 1, "optimizer_updates": 4}], tmp_path) == problems_of([], tmp_path) == []

@@ -8,6 +8,8 @@ import pytest
 from rich.console import Console
 from structlog.testing import capture_logs
 
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
 from mlx_parallm.rl_training.events import RunInfo
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.monitor import samples as samples_module
@@ -18,11 +20,14 @@ from mlx_parallm.rl_training.monitor.samples import (
     SHOWN_CHARACTERS,
     SampleLog,
     choose_samples,
+    merged,
     samples_table,
     shortened,
+    without_template,
 )
 from mlx_parallm.system.log import configure_logging
 from mlx_parallm.types import RolloutGroup
+from tests.environments.templates import QWEN3
 from tests.rl_training.rollouts import make_batch, make_group, make_rollout
 
 
@@ -98,8 +103,7 @@ def test_without_a_terminal_it_is_a_line_each() -> None:
     finally:
         configure_logging(level="error")
     assert [(entry["event"], entry["which"], entry["reward"]) for entry in logs] == [
-        ("sample", "first", 0.5),
-        ("sample", "best", 0.5),
+        ("sample", "first, best", 0.5),
         ("sample", "worst", 0.2),
     ]
 
@@ -149,3 +153,47 @@ def test_lines_of_an_earlier_version_are_still_shown(tmp_path: Path) -> None:
     MetricsFile(tmp_path / "samples.jsonl").append(old)
     SampleLog(tmp_path / "samples.jsonl", letters, every=2, step=1).write(make_batch([group("b", [0.5, 0.2])], step=2))
     assert "version ?" in page_of(tmp_path)
+
+
+def test_the_best_and_the_worst_are_others_than_the_first_where_there_are_others() -> None:
+    def chosen(rewards: list[float]) -> list[tuple[str, str]]:
+        found = choose_samples(1, [group("a", rewards)], letters)
+        return [(which, sample.completion) for which, sample in merged(found)]
+
+    assert chosen([1.0, 0.0, 1.0]) == [("first", "aa"), ("best", "cc"), ("worst", "bb")]
+    assert chosen([1.0, 0.0]) == [("first, best", "aa"), ("worst", "bb")], "one row for one answer"
+    assert chosen([0.5]) == [("first, best, worst", "aa")]
+
+
+GEMMA = """{%- for message in messages %}{% if message.role == 'system' %}{{ raise_exception('none') }}{% endif %}
+{{- '<start_of_turn>' + message.role + '\\n' + message.content + '<end_of_turn>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>assistant\\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize(("template", "end"), [(None, "<|im_end|>"), (QWEN3, "<|im_end|>"), (GEMMA, "<end_of_turn>")])
+def test_the_table_shows_messages_and_not_the_chat_template(template: str | None, end: str) -> None:
+    """A prompt of one message was shown as "<|im_start|>user Sort: cab<|im_end|> <|im_start|>assistant"."""
+    config = ModelConfig(base_path="builtin:tiny", chat_template=template)
+    tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"), config)
+    readable = without_template(tokenizer, {})
+    question = {"role": "user", "content": "Sort: cab"}
+    talk = [question, {"role": "assistant", "content": "abc"}, {"role": "user", "content": "Sort: fed"}]
+    assert readable(tokenizer.render_chat_text([question])) == "Sort: cab"
+    assert readable(tokenizer.render_chat_text(talk)) == "user: Sort: cab assistant: abc user: Sort: fed"
+    assert readable("assistant: abc") == "assistant: abc", "what the policy writes itself stays"
+    asked_again = tokenizer.render_chat_text(talk)[len(tokenizer.render_chat_text([question])) + len("abc") :]
+    assert readable(f"abc⟦{asked_again}⟧def<|im_end|>") == "abc⟦user: Sort: fed⟧def"
+    if end == "<|im_end|>":  # sampled, and so before the mark
+        assert readable(f"abc{end}⟦{asked_again.removeprefix(end)}⟧def{end}") == "abc⟦user: Sort: fed⟧def"
+
+
+def test_a_system_message_is_told_apart() -> None:
+    tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"), ModelConfig(base_path="builtin:tiny"))
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Sum: 1+2"}]
+    assert without_template(tokenizer, {})(tokenizer.render_chat_text(messages)) == "system: Be brief. user: Sum: 1+2"
+
+
+def test_without_a_chat_template_the_text_is_left_alone() -> None:
+    tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"), ModelConfig(base_path="builtin:tiny"))
+    tokenizer.has_chat_template = False
+    assert without_template(tokenizer, {})("assistant: a <|im_end|>") == "assistant: a <|im_end|>"
