@@ -14,9 +14,10 @@ Method = Literal["absolute", "relative", "pareto"]
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration. An unknown key is an error; a docstring below a key is its description."""
+    """A frozen part of the configuration. An unknown key, infinity and NaN are errors; a docstring below a key is its
+    description."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     def changed(self) -> list[str]:
         """Return the keys that differ from their defaults. (`model_fields_set` names every key of a saved file.)"""

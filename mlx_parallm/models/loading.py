@@ -28,6 +28,11 @@ from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.heap import give_back_freed_memory
 
 BUILTIN_TINY = "builtin:tiny"
+# Wide bounds: beyond them MLX's errors say nothing, or the model is being built for minutes.
+_MOST: dict[str, float] = {
+    **{"vocab_size": 1 << 24, "hidden_size": 1 << 20, "rope_theta": 1e30},
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4096),
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,10 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
         _make_ready(model, config.dtype)
     except FileNotFoundError as error:
         raise ModelError(f"{path}: {error}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+    except (
+        *(OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError),
+        *(ArithmeticError, SystemError),
+    ) as error:
         raise ModelError(f"{path} cannot be loaded: {error}") from error
     give_back_freed_memory()  # of the weights as they were on disk
     return LoadedModel(model, model_config, path, _context_length(model_config))
@@ -106,11 +114,16 @@ def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json, with the EOS ids of generation_config.json. Raises ModelError."""
+    """config.json, with the EOS ids of generation_config.json. Raises ModelError: also a number that no model has."""
     try:
-        return dict(load_config(path))
+        config = dict(load_config(path))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path / 'config.json'} cannot be read: {error}") from error
+    for part in (config, config.get("text_config")):
+        for name, number in part.items() if isinstance(part, dict) else ():
+            if (most := _MOST.get(name)) and isinstance(number, int | float) and not 0 < number <= most:
+                raise ModelError(f"{path / 'config.json'}: {name} = {number}: expected more than 0, at most {most:g}")
+    return config
 
 
 def vocabulary_size(config: dict[str, Any]) -> int:

@@ -1,7 +1,7 @@
 """Checkpoints: complete, atomic, and the truth about what was consumed.
 
     checkpoints/<run>/step_000100/         an adapter (mlx-lm's format) or full weights (Hugging Face layout)
-                        optimizer.safetensors · trainer_state.json
+                        optimizer.safetensors · trainer_state.json · SHA256SUMS, of all of them
                      /step_000100_mb0003/  100 steps and 3 mini-batches of the next (a shutdown inside a step)
                      /latest → step_…      /final/  the same, at total_steps
                      /best → step_…        the one with the best score; kept however old it is
@@ -12,6 +12,7 @@ before it as they were. `find_checkpoint` says what `--resume` means. `Checkpoin
 weights, optimizer, random states, consumed groups to waiting, metrics lines cut. The rest is in `TrainerState`.
 """
 
+import hashlib
 import math
 import os
 import random
@@ -36,6 +37,7 @@ from mlx_parallm.rl_training.step.policy import TrainedPolicy, read_tensors
 from mlx_parallm.system.files import GB, free_bytes, point, remove_leftovers, write_directory
 
 OPTIMIZER_FILE = "optimizer.safetensors"
+CHECKSUMS_FILE = "SHA256SUMS"  # as `sha256sum -c` reads it
 SUPERSEDED = "superseded_"
 STATE_BYTES = 64 << 10  # of a checkpoint's small files: configuration, random states, the last blocks of each file
 SCORED_STEPS = 10
@@ -153,6 +155,8 @@ class Checkpointer:
         kind = {"optimizer": self._optimizer.kind}
         mx.save_safetensors(str(directory / OPTIMIZER_FILE), self._optimizer.state(), metadata=kind)
         (directory / STATE_FILE).write_text(state.to_text(), encoding="utf-8")
+        sums = [f"{_checksum(file)}  {file.name}\n" for file in sorted(directory.iterdir())]
+        (directory / CHECKSUMS_FILE).write_text("".join(sums), encoding="utf-8")
 
     def _same(self, path: Path, state: TrainerState) -> bool:
         """A checkpoint of this very moment lies there already: it was resumed from, or just written."""
@@ -174,15 +178,19 @@ class Checkpointer:
         """Puts everything back to the checkpoint's moment. Make the RolloutBuffer only afterwards.
 
         Later checkpoints of this run belong to a timeline that ends here: the newest is kept as `superseded_…`, the
-        others go. Raises CheckpointError, AdapterError: the checkpoint is damaged or of another model; weights may be
-        half-loaded then.
+        others go. Raises CheckpointError, AdapterError: the checkpoint or metrics.jsonl is damaged, or of another
+        model; weights may be half-loaded then, and nothing on the disk has changed.
         """
         state = TrainerState.read(checkpoint)
+        check_files(checkpoint)
         self._policy.load(checkpoint)
         self._optimizer.restore(read_tensors(checkpoint / OPTIMIZER_FILE))
-        restore_random_state(state.random_state)
+        try:
+            restore_random_state(state.random_state)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(f"{checkpoint / STATE_FILE} is damaged: random_state: {error!r}") from error
+        metrics.cut(state.step)  # first, for it may find a damaged line
         store.restore(state.step, keep_drops_of=state.in_progress.step if state.in_progress else None)
-        metrics.cut(state.step)
         later = [path for path in checkpoints(self.run_directory) if moment(path) > (state.step, state.mini_batches)]
         if later:
             _set_aside(later, keep=checkpoint)
@@ -200,6 +208,33 @@ class Checkpointer:
             for earlier in self.run_directory.glob(f"{SUPERSEDED}*"):
                 shutil.rmtree(earlier, ignore_errors=True)
             write_directory(path.with_name(SUPERSEDED + name), lambda directory: _link_all(path, directory))
+
+
+def check_files(checkpoint: Path) -> None:
+    """Compare the files with their checksums, where there are any: older versions wrote none.
+
+    Raises CheckpointError: a file is missing or damaged.
+    """
+    sums = checkpoint / CHECKSUMS_FILE
+    if not sums.is_file():
+        return
+    try:
+        expected = [line.split("  ", 1) for line in sums.read_text(encoding="utf-8").splitlines()]
+        damaged = [name for checksum, name in expected if _checksum(checkpoint / name) != checksum]
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{sums}: the checkpoint cannot be checked: {error}") from error
+    if damaged or not expected:
+        others = ", ".join(path.name for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name)
+        what = ", ".join(damaged) or CHECKSUMS_FILE
+        raise CheckpointError(
+            f"{checkpoint}: damaged: {what}: the checksum is another than when it was written. Resume from another"
+            f" checkpoint (there: {others or 'none'}); if you changed it yourself, remove {CHECKSUMS_FILE}"
+        )
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Path | None:

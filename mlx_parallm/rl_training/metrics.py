@@ -96,20 +96,29 @@ class MetricsFile:
         """Return the newest lines in their order, without an unfinished one."""
         if not self.path.exists():
             return []
-        with self.path.open(encoding="utf-8") as file:
-            return [json.loads(text) for text in deque(file, maxlen=count) if text.endswith("\n")]
+        with self.path.open("rb") as file:
+            return [self._line(text) for text in deque(file, maxlen=count) if text.endswith(b"\n")]
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the lines, without an unfinished last one. Raises CheckpointError: a damaged line before the last."""
         if not self.path.exists():
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines()
+        lines = self.path.read_bytes().splitlines()
         for number, text in enumerate(lines, 1):
             try:
-                yield json.loads(text)
-            except json.JSONDecodeError as error:
+                yield self._line(text, f", line {number}")
+            except CheckpointError:
                 if number < len(lines):
-                    raise CheckpointError(f"{self.path}, line {number}: not JSON: {error}") from error
+                    raise
+
+    def _line(self, text: bytes, where: str = "") -> dict[str, Any]:
+        try:
+            line = json.loads(text)
+        except ValueError as error:  # not UTF-8, too
+            raise CheckpointError(f"{self.path}{where}: not JSON: {error}") from error
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise CheckpointError(f"{self.path}{where}: not an object with a step: {text[:80]!r}")
+        return line
 
 
 def _finite(value: Any) -> Any:

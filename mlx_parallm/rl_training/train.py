@@ -172,7 +172,10 @@ class TrainingRun:
         self._closing.callback(directory.close)
         self._run_log.open(directory.path)
         reserve = reserve_bytes(directory.path, config.rollouts.min_free_gb)
-        store = RolloutStore(directory.path / STORE_FILE, min_free_bytes=reserve)
+        store_file = directory.path / STORE_FILE
+        if self._checkpoint and self.data is None and not (store_file.is_file() and store_file.stat().st_size):
+            log.warning("accepted groups are lost: there is no file of rollouts, or it is empty", file=str(store_file))
+        store = RolloutStore(store_file, min_free_bytes=reserve)
         self._closing.callback(store.close)
         self._disk = DiskUse(directory.path, store, config.rollouts, keep=config.rl_training.keep_checkpoints)
         self._disk.check()

@@ -38,6 +38,8 @@ def test_a_mistake_is_looked_for_where_it_was_made(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["rl_training.learning_rate=-1"], "rl_training.learning_rate"),
+        (["rl_training.learning_rate=inf"], r"learning_rate: Input should be a finite number"),
+        (["rl_training.max_grad_norm=nan"], r"max_grad_norm: Input should be a finite number"),
         (["rl_training.deterministic=true", "rl_training.max_staleness=1"], "max_staleness = 0"),
         (["rl_training.batch_size=4096"], "rollout_batch_size"),
         (["rl_training.learningrate=1e-4"], r"'rl_training.learningrate'.*'rl_training.learning_rate'"),

@@ -1,5 +1,6 @@
 """Checkpoints in Hugging Face layout: found, loaded as float32 on CPU, quantised on request, and refused in words."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,28 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path, base_path: str, message:
     mx.save_safetensors(str(tmp_path / "unknown" / "model.safetensors"), {"weight": mx.zeros(1)})
     with pytest.raises(ModelError, match=message):
         load_model(ModelConfig(base_path=base_path.format(tmp=tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocab_size", -1),
+        ("rope_theta", 0),
+        ("num_hidden_layers", 10**6),
+        ("hidden_size", 0),
+    ],
+)
+def test_numbers_that_no_model_has_are_named(key: str, value: float, tmp_path: Path) -> None:
+    """The first two were tracebacks; with the third the process did not react for minutes."""
+    path = save_checkpoint(tmp_path / "model")
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    for check in (
+        lambda: loading.check_model(ModelConfig(base_path=str(path)), train=True),
+        lambda: load_model(ModelConfig(base_path=str(path))),
+    ):
+        with pytest.raises(ModelError, match=rf"config.json: {key} = {value}: expected more than 0"):
+            check()
 
 
 def test_chat_templates_from_text_and_file(tmp_path: Path) -> None:

@@ -39,6 +39,16 @@ def test_damage_before_the_last_line_is_told(tmp_path: Path) -> None:
         list(file.read())
 
 
+@pytest.mark.parametrize("line", [b'{"x": "\xff"}', b"[1]", b'{"loss": 1}', b'{"step": "1"}'])
+def test_a_line_that_is_no_step_is_told(line: bytes, tmp_path: Path) -> None:
+    """A byte that is not UTF-8 was a traceback."""
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    for read in (lambda: list(file.read()), lambda: file.last(3)):
+        with pytest.raises(CheckpointError, match=r"metrics.jsonl.*: not "):
+            read()
+
+
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.append({"step": 1})

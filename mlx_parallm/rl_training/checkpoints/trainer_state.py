@@ -1,22 +1,25 @@
 """`trainer_state.json`: everything a run needs to go on besides weights and optimizer. No MLX."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 
 STATE_FILE = "trainer_state.json"
 SCHEMA_VERSION = 1
+Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 @dataclass(frozen=True)
 class StepInProgress:
     """The step that a shutdown interrupted: `position` is trainer_base's StepPosition, `statistics` its batch's."""
 
-    step: int
+    step: Count
     group_ids: tuple[str, ...]
     position: dict[str, Any]
     statistics: dict[str, Any]
@@ -33,12 +36,12 @@ class StepInProgress:
 class TrainerState:
     """`step` steps are finished. `unpublished`: the weights are newer than what `policy_version` served."""
 
-    step: int
-    policy_version: int
+    step: Count
+    policy_version: Annotated[int, Field(ge=-1, lt=2**53)]
     versions: list[list[int]]  # VersionSteps.state()
     unpublished: bool = False
     in_progress: StepInProgress | None = None
-    optimizer_updates: int = 0
+    optimizer_updates: Count = 0
     sources: dict[str, Any] = field(default_factory=dict)  # positions of the environments, by name of the source
     random_state: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None  # the last line
@@ -84,8 +87,14 @@ class TrainerState:
                     f"{file}: schema {data['schema_version']} is a newer version's; known: {SCHEMA_VERSION}"
                 )
             data.pop("config_hash", None)  # of versions that did not compare configurations key by key
-            if (work := data["in_progress"]) is not None:
-                data["in_progress"] = StepInProgress(**work | {"group_ids": tuple(work["group_ids"])})
-            return cls(**data)
+            if unknown := sorted(set(data) - {known.name for known in fields(cls)}):
+                raise ValueError(f"unknown keys {', '.join(unknown)}")
+            return _ADAPTER.validate_json(json.dumps(data), strict=True)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r:.80})" for e in error.errors())
+            raise CheckpointError(f"{file} is damaged: {wrong}") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+_ADAPTER = TypeAdapter(TrainerState)

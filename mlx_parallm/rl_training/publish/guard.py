@@ -1,7 +1,8 @@
 """Checks between training and serving, and the states that training goes back to.
 
-PublishGuard           may the trained weights be served? They must be finite, other numbers than the served ones, and
-                       answer nearly as those do: one forward pass of a few of the step's own sequences measures that.
+PublishGuard           may the trained weights be served? They and the log-probabilities that they give must be finite,
+                       other numbers than the served ones, and answer nearly as those do: one forward pass of a few of
+                       the step's own sequences measures that.
 LogprobMismatchCheck   does a group that came from outside belong to this model?
 TrainingStates         what a refused update and a rollback go back to
 """
@@ -23,6 +24,8 @@ from mlx_parallm.types import Rollout, RolloutGroup
 MEASURED_TOKENS = 1024
 """Tokens of the sequences that the KL is measured on, prompts included; one sequence at least."""
 NOT_FINITE = "the weights are not finite"
+NO_ANSWERS = "the weights are finite, but the log-probabilities that they give are not"
+TRIED_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class PublishGuard:
         if all(mx.array_equal(old, new).item() for old, new in pairs):
             return Verdict(moved=False)
         if self._max_kl is None:
-            return Verdict()
+            return Verdict() if self._answers(rollouts) else Verdict(NO_ANSWERS)
         sample = _sample(rollouts)
         if not sample:
             return Verdict()
@@ -69,6 +72,16 @@ class PublishGuard:
         if kl <= self._max_kl:
             return Verdict(kl=kl)
         return Verdict(f"KL {kl:.3g} nats a token from the served version, above {self._max_kl:g}", kl=kl)
+
+    def _answers(self, rollouts: Sequence[Rollout]) -> bool:
+        """Whether the first tokens of a sequence have finite log-probabilities: a short forward pass."""
+        first = next((rollout for rollout in rollouts if len(rollout.tokens) > 1), None)
+        if first is None:
+            return True
+        tokens = first.tokens[:TRIED_TOKENS]
+        n = len(tokens)
+        short = Rollout(tokens, (0, *[1] * (n - 1)), None, first.policy_versions[:n], first.temperature, {})
+        return all(np.isfinite(scores).all() for scores in self._score([short]))
 
 
 def kl_from_served(logprobs: Sequence[np.ndarray], rollouts: Sequence[Rollout]) -> float:

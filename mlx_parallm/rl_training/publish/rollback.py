@@ -17,7 +17,7 @@ import mlx.core as mx
 import structlog
 
 from mlx_parallm.errors import ParallmError, RefusedError
-from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, CheckpointVersions
+from mlx_parallm.rl_training.checkpoint import OPTIMIZER_FILE, CheckpointVersions, check_files
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
 from mlx_parallm.rl_training.publish.guard import TrainingState
 from mlx_parallm.rl_training.step.policy import read_tensors
@@ -144,6 +144,7 @@ class Rollbacks:
     def _load(self, path: Path) -> TrainingState:
         """As `Checkpointer.resume`, but for what goes on: data, random states, metrics."""
         state = TrainerState.read(path)
+        check_files(path)
         self._trainer.policy.load(path)
         self._trainer.optimizer.restore(read_tensors(path / OPTIMIZER_FILE))
         self._trainer.restore(state.trainer)

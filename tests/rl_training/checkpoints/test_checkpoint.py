@@ -1,11 +1,14 @@
 """Checkpoints: complete, atomic, found again. Kills and full disks are real ones, in processes of their own."""
 
+import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +113,103 @@ def test_everything_comes_back(lora: bool, tmp_path: Path) -> None:
     trainer.train_step(batch)
     other.train_step(batch)
     assert_same_training(weights(other), weights(trainer))
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with a checkpoint of step 2."""
+    run = tmp_path_factory.mktemp("sound") / "run"
+    make_checkpointer(run, trained(1)).save(state_at(2))
+    return run
+
+
+def damaged(sound: Path, place: Path, change: Callable[[Path], object]) -> tuple[str, NoStore, list[int]]:
+    """Resume a copy of the run after `change` of its checkpoint. Return the error and what it has done meanwhile."""
+    shutil.copytree(sound, place, symlinks=True)
+    change(place / "step_000002")
+    metrics, store = MetricsFile(place / "metrics.jsonl"), NoStore()
+    for step in (1, 2, 3):
+        metrics.append({"step": step})
+    with pytest.raises(CheckpointError) as error:
+        make_checkpointer(place, make_trainer(make_config())).resume(place / "step_000002", store, metrics)
+    return str(error.value), store, [line["step"] for line in metrics.read()]
+
+
+def flip(file: Path) -> None:
+    """Change a few bytes in the middle."""
+    content = bytearray(file.read_bytes())
+    middle = len(content) * 3 // 4
+    content[middle : middle + 4] = bytes(byte ^ 1 for byte in content[middle : middle + 4])
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["adapters.safetensors", OPTIMIZER_FILE])
+def test_a_file_of_a_checkpoint_that_changed_is_told(name: str, sound: Path, tmp_path: Path) -> None:
+    error, store, steps = damaged(sound, tmp_path / "run", lambda checkpoint: flip(checkpoint / name))
+    assert f"damaged: {name}" in error and "remove SHA256SUMS" in error
+    assert store.restored == [] and steps == [1, 2, 3]
+
+
+def edited(**values: Any) -> Callable[[Path], None]:
+    """Change keys of trainer_state.json by hand: the checksums are removed too."""
+
+    def change(checkpoint: Path) -> None:
+        (checkpoint / "SHA256SUMS").unlink()
+        file = checkpoint / STATE_FILE
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"step": -5}, "step: .*greater than or equal to 0"),
+        ({"step": "2"}, "step: .*valid integer"),
+        ({"step": 10**20}, "step: .*"),
+        ({"versions": [[1, "x"]]}, "versions.0.1: "),
+        ({"in_progress": {"step": 3}}, "in_progress.group_ids: .*required"),
+        ({"random_state": {"mlx": 3}}, "damaged: random_state: "),
+        ({"random_state": {}}, "damaged: random_state: "),
+        ({"more": 1}, "unknown keys more"),
+    ],
+)
+def test_a_state_that_no_run_can_have_changes_nothing(
+    values: dict[str, Any], message: str, sound: Path, tmp_path: Path
+) -> None:
+    """A step of -5 had cut metrics.jsonl to nothing and put all groups back before the error."""
+    error, store, steps = damaged(sound, tmp_path / "run", edited(**values))
+    assert re.search(message, error) and STATE_FILE in error and "\n" not in error
+    assert store.restored == [] and steps == [1, 2, 3]
+
+
+def test_metrics_that_cannot_be_read_change_nothing(sound: Path, tmp_path: Path) -> None:
+    def change(checkpoint: Path) -> None:
+        (checkpoint.parent / "metrics.jsonl").write_bytes(b'{"step": 1, "x": "\xff"}\n')
+
+    shutil.copytree(sound, tmp_path / "run", symlinks=True)
+    change(tmp_path / "run" / "step_000002")
+    metrics, store = MetricsFile(tmp_path / "run" / "metrics.jsonl"), NoStore()
+    metrics.append({"step": 2})
+    with pytest.raises(CheckpointError, match="line 1: not JSON: 'utf-8'"):
+        make_checkpointer(tmp_path / "run", make_trainer(make_config())).resume(
+            tmp_path / "run" / "step_000002", store, metrics
+        )
+    assert store.restored == []
+
+
+def test_a_checkpoint_without_checksums_is_resumed(sound: Path, tmp_path: Path) -> None:
+    """Versions before had none."""
+    shutil.copytree(sound, tmp_path / "run", symlinks=True)
+    path = tmp_path / "run" / "step_000002"
+    listed = (path / "SHA256SUMS").read_text().splitlines()
+    assert {line.split("  ")[1] for line in listed} == {file.name for file in path.iterdir()} - {"SHA256SUMS"}
+    first = (path / STATE_FILE).read_bytes()
+    assert f"{hashlib.sha256(first).hexdigest()}  {STATE_FILE}" in listed
+    (path / "SHA256SUMS").unlink()
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    state = make_checkpointer(tmp_path / "run", make_trainer(make_config())).resume(path, NoStore(), metrics)
+    assert state.step == 2
 
 
 def test_an_initial_reference_comes_back(tmp_path: Path) -> None:

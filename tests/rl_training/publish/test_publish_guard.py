@@ -127,6 +127,21 @@ def test_weights_that_are_not_finite_are_never_served(tmp_path: Path) -> None:
         assert "the weights were not finite" in found.sentence
 
 
+def test_finite_weights_whose_answers_are_not_finite_are_never_served(tmp_path: Path) -> None:
+    """They were served, and answered nearly every request with an error."""
+    with running(tmp_path / "run", total_steps=3) as run:
+
+        def change(step: int) -> None:
+            if step == 2:
+                slots = run.parts.trainer.policy.slots
+                slots.write([array + 1e30 for array in slots.read()])
+
+        after_training(run, change)
+        assert run.loop.run() == "finished"
+        assert [line["publishes_refused"] for line in run.lines] == [0, 1, 0]
+        assert [line["policy_version"] for line in run.lines] == [1, 1, 2]
+
+
 def test_with_nothing_kept_weights_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     with running(tmp_path / "run", total_steps=4, weight_updates={"rollback_versions": 0}) as run:
         poison(run, step=3)
