@@ -27,6 +27,7 @@ LINES: dict[str, int] = {
     "engine": 3690,
     "environments": 4340,
     "execution": 1700,
+    "experts": 1310,
     "inference": 950,
     "integrations": 1470,
     "library": 960,
@@ -89,6 +90,9 @@ SECOND_DEFAULTS: dict[str, str] = {
     "models.lora.save_adapter.dropout": "0 = none",
     "rewards.judge.judge.max_tokens": "of the judge, not of the policy",
 }
+
+# Configuration classes of leaves: their keys are their own, whatever they are called.
+OWN_CONFIGURATIONS = ("experts.expert.ExpertConfig.", "experts.ppo.RecurrentPPOConfig.")
 
 
 @cache
@@ -230,7 +234,7 @@ def test_a_number_has_one_default_the_configurations() -> None:
         for source in sources("mlx_parallm")
         if source.unit != "config"
         for name, place in numeric_defaults(source)
-        if name in keys
+        if name in keys and not place.startswith(OWN_CONFIGURATIONS)
     }
     assert elsewhere - set(SECOND_DEFAULTS) == set(), "take the number from the configuration"
     assert set(SECOND_DEFAULTS) <= elsewhere, "SECOND_DEFAULTS names defaults that are gone: remove them"

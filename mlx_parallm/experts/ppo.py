@@ -1,0 +1,410 @@
+"""Recurrent PPO: N episodes side by side, the hidden state carried through them and replayed in the update.
+
+    collect    `horizon` steps of N episodes → columns [T, N], with the memory that the first step began with
+    cut        columns → rows: one a piece of an episode, right-padded, each with the memory that it began with
+    update     `epochs` passes over the rows in mini-batches: `losses.ppo`, the one PPO of this package
+
+A row is replayed from the memory of its first step, so the first update's ratios are 1. An episode that was truncated,
+or that the horizon cuts, has γ V of the state that it stopped in as part of its last reward; a terminated one has not.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optimizers
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_parallm.environments.schedule import derive_seed
+from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.experts.expert import RNNExpertBase
+from mlx_parallm.experts.saving import load_expert, save_expert
+from mlx_parallm.experts.tasks import VectorTask
+from mlx_parallm.losses.policy_gradient import LossOptions, policy_loss
+from mlx_parallm.losses.ppo import Loss, Steps, gae, loss_inputs, with_value_loss
+from mlx_parallm.system.files import write_directory
+
+EXPERT_FILE, OPTIMIZER_FILE, STATE_FILE = "expert.safetensors", "optimizer.safetensors", "state.json"
+STOP_AT_KL = 1.5  # times target_kl
+
+
+@dataclass(frozen=True)
+class RecurrentPPOConfig:
+    """Recurrent PPO. Raises ConfigError: a size below 1, a share outside [0, 1]."""
+
+    horizon: int = 40  # steps of each episode between two updates
+    epochs: int = 10
+    batch_size: int = 640  # steps a mini-batch, in whole rows
+    learning_rate: float = 1e-3
+    anneal: bool = True  # the learning rate falls to 0 over `total_steps`
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    clip_ratio: float = 0.2
+    value_clip: float = 0.2
+    value_coefficient: float = 0.5
+    entropy_weight: float = 0.0
+    max_grad_norm: float = 0.5
+    target_kl: float | None = 0.02  # an update ends when approx_kl is above 1.5 times this
+    normalize_advantages: bool = True
+    recurrent: bool = True  # False: every step begins without memory, to compare
+
+    def __post_init__(self) -> None:
+        if min(self.horizon, self.epochs, self.batch_size) < 1:
+            raise ConfigError("PPO: horizon, epochs and batch_size have to be at least 1")
+        if not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1):
+            raise ConfigError(f"PPO: gamma and gae_lambda have to be in [0, 1], not {self.gamma} and {self.gae_lambda}")
+        if not (0 < self.learning_rate < math.inf and self.max_grad_norm > 0 and self.clip_ratio > 0):
+            raise ConfigError("PPO: learning_rate, max_grad_norm and clip_ratio have to be above 0")
+
+    def loss(self) -> Loss:
+        """The clipped surrogate with entropy bonus, and the clipped value loss."""
+        unused = math.nan
+        options = LossOptions(
+            loss="clip",
+            ratio_level="token",
+            aggregation="token",
+            kl_estimator="k3",
+            entropy_weight=self.entropy_weight,
+            clip_ratio=self.clip_ratio,
+            clip_ratio_high=self.clip_ratio,
+            dual_clip=unused,
+            ratio_delta=unused,
+            sapo_tau_positive=unused,
+            sapo_tau_negative=unused,
+            dppo_low=unused,
+            dppo_high=unused,
+            dppo_kl=unused,
+        )
+        return with_value_loss(
+            lambda inputs: policy_loss(inputs, options), clip=self.value_clip, coefficient=self.value_coefficient
+        )
+
+
+@dataclass
+class Columns:
+    """`horizon` steps of N episodes: arrays [T, N, …]."""
+
+    first_state: np.ndarray  # [N, L · S, H]
+    observations: np.ndarray
+    raw_actions: np.ndarray
+    log_probs: np.ndarray
+    values: np.ndarray
+    rewards: np.ndarray  # with γ V where an episode was cut
+    ended: np.ndarray
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Pieces of episodes, right-padded: arrays [R, T, …]; `lengths` [R], `state` [R, L · S, H]."""
+
+    observations: np.ndarray
+    actions: np.ndarray
+    log_probs: np.ndarray
+    values: np.ndarray
+    advantages: np.ndarray
+    lengths: np.ndarray
+    state: np.ndarray
+
+    def take(self, rows: np.ndarray, mean: float, deviation: float) -> Steps:
+        """Return these rows as a `Steps`, cut to their longest, advantages normalised by `mean` and `deviation`."""
+        longest = int(self.lengths[rows].max())
+        mask = np.arange(longest) < self.lengths[rows][:, None]
+        part = lambda array: mx.array(array[rows, :longest])  # noqa: E731
+        values, advantages = part(self.values), part(self.advantages)
+        return Steps(
+            observations=part(self.observations),
+            actions=part(self.actions),
+            mask=mx.array(mask),
+            logprobs=part(self.log_probs),
+            values=values,
+            advantages=(advantages - mean) / deviation,
+            returns=advantages + values,
+            state=mx.array(self.state[rows]),
+        )
+
+
+def cut(columns: Columns, gamma: float, gae_lambda: float) -> Rows:
+    """Cut the columns where episodes end; advantages by GAE, each piece for itself."""
+    horizon, count = columns.ended.shape
+    pieces = []  # (episode, first step, step after the last)
+    for episode in range(count):
+        bounds = [*(np.flatnonzero(columns.ended[:, episode]) + 1), horizon]
+        starts = [0, *bounds[:-1]]
+        pieces += [(episode, a, b) for a, b in zip(starts, bounds, strict=True) if b > a]
+    lengths = np.array([b - a for _, a, b in pieces])
+    flat = lambda array: np.concatenate([array[a:b, n] for n, a, b in pieces])  # noqa: E731
+    advantages = gae(
+        flat(columns.rewards).astype(np.float64),
+        flat(columns.values).astype(np.float64),
+        np.cumsum(lengths) - 1,
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+    )
+    inside = np.arange(lengths.max()) < lengths[:, None]
+
+    def padded(values: np.ndarray) -> np.ndarray:
+        rows = np.zeros((*inside.shape, *values.shape[1:]), np.int32 if values.dtype.kind == "i" else np.float32)
+        rows[inside] = values
+        return rows
+
+    state = np.stack(
+        [columns.first_state[n] if a == 0 else np.zeros_like(columns.first_state[n]) for n, a, _ in pieces]
+    )
+    return Rows(
+        padded(flat(columns.observations)),
+        padded(flat(columns.raw_actions)),
+        padded(flat(columns.log_probs)),
+        padded(flat(columns.values)),
+        padded(advantages),
+        lengths,
+        state,
+    )
+
+
+@dataclass
+class EpisodeStatistics:
+    """Returns and lengths of the episodes that ended since the last reading."""
+
+    returns: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+
+class RecurrentPPO:
+    """Trains an expert on a task. `train(total_steps)` may be called again; it goes on.
+
+    Raises ConfigError: the expert's sizes are not the task's, or it has no value head.
+    """
+
+    def __init__(
+        self, expert: RNNExpertBase, task: VectorTask, config: RecurrentPPOConfig | None = None, *, seed: int = 0
+    ) -> None:
+        check_sizes(expert, task)
+        if not expert.config.use_value_head:
+            raise ConfigError(f"expert {expert.config.name!r}: PPO needs use_value_head = True")
+        self.expert, self.task, self.config, self.seed = expert, task, config or RecurrentPPOConfig(), seed
+        self.optimizer = optimizers.Adam(self.config.learning_rate, eps=1e-5)
+        self.optimizer.init(expert.trainable_parameters())
+        self.steps = self.updates = 0
+        self.finished = EpisodeStatistics()
+        self._loss = self.config.loss()
+        self._gradient = nn.value_and_grad(expert, self._objective)
+        self._key = mx.random.key(seed)
+        self._order = np.random.default_rng(seed)
+        self._observations: np.ndarray | None = None
+
+    def train(
+        self, total_steps: int, *, report: Callable[[dict[str, float]], bool | None] | None = None
+    ) -> list[dict[str, float]]:
+        """Train until `self.steps` is `total_steps`. `report` gets each update's metrics; True from it ends training.
+
+        Metrics: steps, episode_return (mean of the episodes that ended; absent when none did), episode_length,
+        policy_loss, value_loss, entropy, approx_kl, clip_fraction, explained_variance, grad_norm, steps_per_second.
+        """
+        history = []
+        while self.steps < total_steps:
+            began, before = time.perf_counter(), self.steps
+            if self.config.anneal:
+                self.optimizer.learning_rate = self.config.learning_rate * max(1 - self.steps / total_steps, 0.01)
+            metrics = self.update(cut(self.collect(), self.config.gamma, self.config.gae_lambda))
+            metrics["steps"] = self.steps
+            metrics["steps_per_second"] = (self.steps - before) / (time.perf_counter() - began)
+            if self.finished.returns:
+                metrics["episode_return"] = float(np.mean(self.finished.returns))
+                metrics["episode_length"] = float(np.mean(self.finished.lengths))
+                self.finished = EpisodeStatistics()
+            history.append(metrics)
+            if report is not None and report(metrics):
+                break
+        return history
+
+    def collect(self) -> Columns:
+        """Play `horizon` steps of each episode; episodes go on where the last call left them."""
+        expert, task, config = self.expert, self.task, self.config
+        expert.eval()
+        if self._observations is None:
+            self._observations = task.reset(self.seed)
+            self._state = expert.initial_state(task.num_envs)
+            self._return, self._length = np.zeros(task.num_envs), np.zeros(task.num_envs, int)
+        first_state, kept = np.array(self._state), []
+        for _ in range(config.horizon):
+            self._key, key = mx.random.split(self._key)
+            seen = self._observations
+            output = expert.step(mx.array(seen), self._state, key=key)
+            mx.eval(output.action, output.raw, output.log_prob, output.value, output.hidden)
+            step = task.step(np.array(output.action))
+            rewards = step.rewards.copy()
+            if step.truncated.any():
+                after = expert.step(mx.array(step.last_observations), self._memory(output.hidden), key=key).value
+                rewards += config.gamma * np.where(step.truncated & ~step.terminated, np.array(after), 0.0)
+            kept.append(
+                (seen, np.array(output.raw), np.array(output.log_prob), np.array(output.value), rewards, step.ended)
+            )
+            self._count(step.rewards, step.ended)
+            alive = mx.array(~step.ended)[:, None, None]
+            self._state = mx.where(alive, self._memory(output.hidden), 0.0)
+            self._observations = step.observations
+        columns = Columns(first_state, *(np.stack(column) for column in zip(*kept, strict=True)))
+        last = np.array(expert.step(mx.array(self._observations), self._state, key=self._key).value)
+        columns.rewards[-1] += config.gamma * np.where(columns.ended[-1], 0.0, last)
+        self.steps += config.horizon * task.num_envs
+        return columns
+
+    def save(self, directory: str | Path) -> None:
+        """Write expert, optimizer and random states as one directory, whole or absent. Raises CheckpointError."""
+
+        def fill(path: Path) -> None:
+            save_expert(path / EXPERT_FILE, self.expert)
+            mx.save_safetensors(str(path / OPTIMIZER_FILE), dict(tree_flatten(self.optimizer.state)))
+            state = {"steps": self.steps, "updates": self.updates, "key": self._key.tolist()}
+            text = json.dumps(state | {"order": self._order.bit_generator.state, "seed": self.seed})
+            (path / STATE_FILE).write_text(text)
+
+        write_directory(Path(directory), fill)
+
+    def load(self, directory: str | Path) -> None:
+        """Go on from `save`: weights, optimizer, counts. Episodes begin anew. Raises CheckpointError."""
+        directory = Path(directory)
+        loaded = load_expert(directory / EXPERT_FILE)
+        if (loaded.kind, loaded.config) != (self.expert.kind, self.expert.config):
+            raise CheckpointError(f"{directory} holds another expert: {loaded.kind}, {loaded.config}")
+        try:
+            state = json.loads((directory / STATE_FILE).read_text())
+            optimizer: Any = mx.load(str(directory / OPTIMIZER_FILE))
+            self.steps, self.updates = int(state["steps"]), int(state["updates"])
+            self._order.bit_generator.state = state["order"]
+            self._key = mx.array(state["key"], mx.uint32)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(f"{directory} is not a checkpoint of recurrent PPO: {error}") from error
+        self.expert.update(loaded.parameters())
+        self.optimizer.state = tree_unflatten(list(optimizer.items()))
+        self.seed, self._observations = derive_seed("recurrent PPO", self.seed, self.steps), None
+
+    def _memory(self, hidden: mx.array) -> mx.array:
+        return hidden if self.config.recurrent else mx.zeros_like(hidden)
+
+    def _count(self, rewards: np.ndarray, ended: np.ndarray) -> None:
+        self._return += rewards
+        self._length += 1
+        self.finished.returns += self._return[ended].tolist()
+        self.finished.lengths += self._length[ended].tolist()
+        self._return[ended], self._length[ended] = 0, 0
+
+    def update(self, rows: Rows) -> dict[str, float]:
+        """Pass over the rows `epochs` times; end earlier when approx_kl exceeds its bound. Return the mean metrics."""
+        config, sums, batches = self.config, dict[str, float](), 0
+        rows = rows if config.recurrent else single_steps(rows)
+        inside = np.arange(rows.values.shape[1]) < rows.lengths[:, None]
+        advantages, values = rows.advantages[inside], rows.values[inside]
+        mean, deviation = (advantages.mean(), advantages.std() + 1e-8) if config.normalize_advantages else (0.0, 1.0)
+        self.expert.train()
+        for _ in range(config.epochs):
+            for chosen in self._mini_batches(rows.lengths):
+                metrics = self._step(rows.take(chosen, float(mean), float(deviation)))
+                batches += 1
+                for name, value in metrics.items():
+                    sums[name] = sums.get(name, 0.0) + value
+            if config.target_kl is not None and metrics["approx_kl"] > STOP_AT_KL * config.target_kl:
+                break
+        self.updates += 1
+        spread = (advantages + values).var()
+        explained = 1 - advantages.var() / spread if spread else math.nan
+        return {name: value / batches for name, value in sums.items()} | {"explained_variance": float(explained)}
+
+    def _mini_batches(self, lengths: np.ndarray) -> list[np.ndarray]:
+        """Rows in random order, cut into mini-batches of about `batch_size` steps."""
+        order = self._order.permutation(len(lengths))
+        total = np.cumsum(lengths[order])
+        count = max(1, round(total[-1] / self.config.batch_size))
+        bounds = np.searchsorted(total, total[-1] * np.arange(1, count) / count)
+        return [part for part in np.split(order, bounds) if len(part)]
+
+    def _objective(self, steps: Steps) -> tuple[mx.array, dict[str, mx.array]]:
+        outputs = self._loss(loss_inputs(self.expert, steps))
+        return outputs.loss, outputs.metrics
+
+    def _step(self, steps: Steps) -> dict[str, float]:
+        (_, metrics), gradients = self._gradient(steps)
+        gradients, norm = optimizers.clip_grad_norm(gradients, self.config.max_grad_norm)
+        if math.isfinite(norm.item()):
+            self.optimizer.update(self.expert, gradients)
+        mx.eval(self.expert.parameters(), self.optimizer.state)
+        return {name: float(value.item()) for name, value in metrics.items()} | {"grad_norm": float(norm.item())}
+
+
+def single_steps(rows: Rows) -> Rows:
+    """Every step a row of its own, from the memory 0: what a policy without memory sees."""
+    inside = np.arange(rows.values.shape[1]) < rows.lengths[:, None]
+    part = lambda array: array[inside][:, None]  # noqa: E731
+    count = int(inside.sum())
+    return Rows(
+        part(rows.observations),
+        part(rows.actions),
+        part(rows.log_probs),
+        part(rows.values),
+        part(rows.advantages),
+        np.ones(count, int),
+        np.zeros((count, *rows.state.shape[1:]), np.float32),
+    )
+
+
+def check_sizes(expert: RNNExpertBase, task: VectorTask) -> None:
+    """Raises ConfigError: the expert does not fit the task."""
+    config = expert.config
+    if config.obs_dim != task.obs_dim:
+        raise ConfigError(f"expert {config.name!r} reads {config.obs_dim} numbers, the task shows {task.obs_dim}")
+    if (config.num_actions if config.discrete_actions else 0) != task.num_actions:
+        raise ConfigError(
+            f"expert {config.name!r}: discrete_actions and num_actions do not fit the task's {task.num_actions}"
+        )
+    if not task.num_actions and (config.action_dim, config.action_low, config.action_high) != (
+        *(task.action_dim, task.action_low, task.action_high),
+    ):
+        raise ConfigError(
+            f"expert {config.name!r}: the task has {task.action_dim} actions in [{task.action_low}, {task.action_high}]"
+        )
+
+
+def evaluate(
+    expert: RNNExpertBase,
+    task: VectorTask,
+    episodes: int,
+    *,
+    seed: int,
+    deterministic: bool = True,
+    recurrent: bool = True,
+) -> list[dict[str, Any]]:
+    """Play the first `episodes` episodes that begin, whole; return each one's return, length, end, and the task's info.
+
+    Every environment plays the same number of episodes (rounded up), so that short ones are not over-represented.
+    """
+    check_sizes(expert, task)
+    each = -(-episodes // task.num_envs)
+    observations, state = task.reset(seed), expert.initial_state(task.num_envs)
+    key = mx.random.key(seed)
+    total, length = np.zeros(task.num_envs), np.zeros(task.num_envs, int)
+    done: list[list[dict[str, Any]]] = [[] for _ in range(task.num_envs)]
+    expert.eval()
+    while min(map(len, done)) < each:
+        key, now = mx.random.split(key)
+        output = expert.step(mx.array(observations), state, deterministic=deterministic, key=now)
+        step = task.step(np.array(output.action))
+        total, length = total + step.rewards, length + 1
+        for row in np.flatnonzero(step.ended):
+            if len(done[row]) < each:
+                end = {
+                    "return": float(total[row]),
+                    "length": int(length[row]),
+                    "terminated": bool(step.terminated[row]),
+                }
+                done[row].append(end | {name: float(values[row]) for name, values in step.info.items()})
+            total[row], length[row] = 0.0, 0
+        alive = mx.array(~step.ended)[:, None, None] if recurrent else mx.array(False)
+        state, observations = mx.where(alive, output.hidden, 0.0), step.observations
+    return [row[number] for number in range(each) for row in done][:episodes]

@@ -1,0 +1,88 @@
+"""An expert as one file: weights and configuration, safetensors or npz, whole or absent.
+
+`best.npz` stands for `best.safetensors` where only that one is there, and the other way round.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.experts.expert import ExpertConfig, RNNExpertBase, make_expert
+from mlx_parallm.system.files import TEMPORARY, sync
+
+CONFIG_KEY = "expert"  # of safetensors' metadata; in npz an array of UTF-8 bytes
+SUFFIXES = (".safetensors", ".npz")
+
+
+def save_expert(path: str | Path, expert: RNNExpertBase) -> None:
+    """Write an expert to a `.safetensors` or `.npz` file. Raises CheckpointError; an older file is then untouched."""
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise CheckpointError(f"{path}: an expert is saved as {' or '.join(SUFFIXES)}")
+    config = json.dumps({"kind": expert.kind, "config": expert.config.to_dict()})
+    weights: dict[str, mx.array] = dict(tree_flatten(expert.parameters()))
+    temporary = path.with_name(f"{path.stem}{TEMPORARY}{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".npz":
+            arrays: dict[str, Any] = {name: np.array(value) for name, value in weights.items()}
+            arrays[CONFIG_KEY] = np.frombuffer(config.encode(), np.uint8)
+            np.savez(temporary, allow_pickle=False, **arrays)
+        else:
+            mx.save_safetensors(str(temporary), weights, {CONFIG_KEY: config})
+        sync(temporary)
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # MLX raises RuntimeError for "Unable to write"
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
+
+
+def load_expert(path: str | Path) -> RNNExpertBase:
+    """Read an expert that `save_expert` has written.
+
+    Raises CheckpointError: no such file, not an expert's, weights that do not fit its configuration or are not finite.
+    """
+    path = _existing(Path(path))
+    try:
+        weights, text = _read(path)
+        described = json.loads(text)
+        expert = make_expert(described["kind"], ExpertConfig(**described["config"]))
+        _check(expert, weights)
+        expert.update(tree_unflatten(list(weights.items())))
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, ConfigError) as error:
+        raise CheckpointError(f"{path} is not an expert: {error}") from error
+    mx.eval(expert.parameters())
+    return expert
+
+
+def _existing(path: Path) -> Path:
+    for candidate in (path, *(path.with_suffix(suffix) for suffix in SUFFIXES)):
+        if candidate.is_file():
+            return candidate
+    raise CheckpointError(f"{path}: there is no such expert (train one: mlx_parallm.experts.examples)")
+
+
+def _read(path: Path) -> tuple[dict[str, mx.array], str]:
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as arrays:
+            weights = {name: mx.array(arrays[name]) for name in arrays.files if name != CONFIG_KEY}
+            return weights, bytes(arrays[CONFIG_KEY]).decode()
+    loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
+    return loaded[0], loaded[1][CONFIG_KEY]
+
+
+def _check(expert: nn.Module, weights: dict[str, mx.array]) -> None:
+    expected = {name: value.shape for name, value in tree_flatten(expert.parameters())}
+    if odd := expected.keys() ^ weights.keys():
+        raise ValueError(f"missing or unknown weights: {', '.join(sorted(odd))}")
+    for name, shape in expected.items():
+        if weights[name].shape != shape:
+            raise ValueError(f"{name} has the shape {weights[name].shape}, not {shape}")
+        if not mx.isfinite(weights[name]).all().item():
+            raise ValueError(f"{name} has numbers that are not finite")

@@ -1,0 +1,264 @@
+"""Recurrent PPO: advantages at ends and cuts worked by hand, the first ratio, memory that is needed, resume."""
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.experts import ExpertConfig, RecurrentPPO, RecurrentPPOConfig, RNNExpertBase, evaluate, load_expert
+from mlx_parallm.experts.examples.running import exit_in_words
+from mlx_parallm.experts.expert import make_expert
+from mlx_parallm.experts.ppo import Columns, cut
+from mlx_parallm.experts.tasks import (
+    ConstantTask,
+    GymnasiumTask,
+    ProjectileTask,
+    VectorStep,
+    flight,
+    projectile_observation,
+)
+from mlx_parallm.losses.ppo import loss_inputs
+
+
+class RecallTask:
+    """The first observation is ±1; the second and last step shows nothing and pays for the action of that sign."""
+
+    obs_dim, action_dim, num_actions, action_low, action_high = 1, 1, 2, -1.0, 1.0
+
+    def __init__(self, num_envs: int, limit: bool = False) -> None:
+        self.num_envs, self._limit = num_envs, limit
+
+    def reset(self, seed: int) -> np.ndarray:
+        self._random = np.random.default_rng(seed)
+        self._second = False
+        return self._begin()
+
+    def _begin(self) -> np.ndarray:
+        self._sign = self._random.integers(0, 2, self.num_envs)
+        return (2.0 * self._sign - 1)[:, None].astype(np.float32)
+
+    def step(self, actions: np.ndarray) -> VectorStep:
+        rewards = np.where(self._second, actions == self._sign, 0).astype(float)
+        blank = np.zeros((self.num_envs, 1), np.float32)
+        ended, never = np.full(self.num_envs, self._second), np.zeros(self.num_envs, bool)
+        self._second = not self._second
+        observations = blank if self._second else self._begin()
+        return VectorStep(
+            observations, rewards, never if self._limit else ended, ended if self._limit else never, blank
+        )
+
+
+def expert_for(task: object, kind: str = "gru", hidden_dim: int = 16) -> RNNExpertBase:
+    discrete = task.num_actions > 0  # type: ignore[attr-defined]
+    config = ExpertConfig(
+        "e",
+        obs_dim=task.obs_dim,  # type: ignore[attr-defined]
+        action_dim=task.action_dim,  # type: ignore[attr-defined]
+        hidden_dim=hidden_dim,
+        num_layers=1,
+        discrete_actions=discrete,
+        num_actions=task.num_actions,  # type: ignore[attr-defined]
+        action_low=task.action_low,  # type: ignore[attr-defined]
+        action_high=task.action_high,  # type: ignore[attr-defined]
+    )
+    return make_expert(kind, config)
+
+
+def test_pieces_of_episodes_and_their_advantages() -> None:
+    """γ = 0.5, λ = 1; one column of five steps, an end after the second. The horizon cuts the second episode.
+
+    Rewards 0, 1 | 0, 0, 2 with γ V = 0.5 · 4 added by the collector: 4. Values 0.5, 0.5 | 0, 1, 2.
+    First piece: A = [0 + 0.25 - 0.5 + 0.5 · 0.5, 1 - 0.5] = [0, 0.5].
+    Second: A₂ = 4 - 2 = 2; A₁ = 0 + 0.5 · 2 - 1 + 0.5 · 2 = 1; A₀ = 0 + 0.5 · 1 - 0 + 0.5 · 1 = 1.
+    """
+    column = lambda *numbers: np.array(numbers, np.float32)[:, None]  # noqa: E731
+    columns = Columns(
+        first_state=np.full((1, 1, 2), 7.0, np.float32),
+        observations=np.arange(5, dtype=np.float32)[:, None, None],
+        raw_actions=np.arange(5, dtype=np.int32)[:, None],
+        log_probs=column(0, 1, 2, 3, 4),
+        values=column(0.5, 0.5, 0, 1, 2),
+        rewards=column(0, 1, 0, 0, 4),
+        ended=np.array([[False], [True], [False], [False], [False]]),
+    )
+    rows = cut(columns, gamma=0.5, gae_lambda=1.0)
+    assert rows.lengths.tolist() == [2, 3]
+    np.testing.assert_allclose(rows.advantages, [[0, 0.5, 0], [1, 1, 2]], atol=1e-6)
+    assert rows.actions.tolist() == [[0, 1, 0], [2, 3, 4]]
+    assert rows.state[:, 0, 0].tolist() == [7.0, 0.0]  # only an episode's first piece goes on from before
+    steps = rows.take(np.array([1, 0]), mean=1.0, deviation=2.0)
+    assert steps.mask.tolist() == [[True, True, True], [True, True, False]]
+    np.testing.assert_allclose(np.array(steps.advantages)[0], [0, 0, 0.5])
+    np.testing.assert_allclose(np.array(steps.returns)[0], [1, 2, 4])
+
+
+@pytest.mark.parametrize("limit", [False, True])
+def test_truncated_is_not_terminated(limit: bool) -> None:
+    """A value head that says 3 everywhere: only an episode that was truncated has γ · 3 in its last reward."""
+    task = RecallTask(4, limit)
+    expert = expert_for(task)
+    expert.value_head.weight, expert.value_head.bias = mx.zeros((1, 16)), mx.array([3.0])
+    columns = RecurrentPPO(expert, task, RecurrentPPOConfig(horizon=3, gamma=0.5)).collect()
+    assert columns.ended.tolist() == [[False] * 4, [True] * 4, [False] * 4]
+    paid = columns.raw_actions[1] == (columns.observations[0, :, 0] > 0)
+    np.testing.assert_allclose(columns.rewards[1], paid + (1.5 if limit else 0.0))
+    np.testing.assert_allclose(columns.rewards[2], np.full(4, 1.5))  # cut by the horizon
+
+
+@pytest.mark.parametrize("kind", ["gru", "lstm"])
+def test_the_first_ratio_is_one_whatever_the_horizon_cuts(kind: str) -> None:
+    task = ProjectileTask(8)
+    ppo = RecurrentPPO(expert_for(task, kind), task, RecurrentPPOConfig(horizon=7))
+    for head in (ppo.expert.policy_mean, ppo.expert.policy_log_std):
+        head.weight = mx.random.normal(head.weight.shape)
+    for _ in range(3):  # episodes of ten: the second collection begins inside of one
+        columns = ppo.collect()
+        rows = cut(columns, 0.99, 0.95)
+        inputs = loss_inputs(ppo.expert, rows.take(np.arange(len(rows.lengths)), 0.0, 1.0))
+        ratio = np.exp(np.array(inputs.logprobs - inputs.rollout_logprobs))[np.array(inputs.mask)]
+        np.testing.assert_allclose(ratio, 1.0, atol=1e-5)
+    assert np.abs(columns.first_state).max() > 0
+
+
+def share_remembered(recurrent: bool, kind: str = "gru") -> float:
+    mx.random.seed(0)
+    task = RecallTask(64)
+    config = RecurrentPPOConfig(
+        horizon=4, batch_size=256, epochs=4, learning_rate=0.01, target_kl=None, recurrent=recurrent
+    )
+    history = RecurrentPPO(expert_for(task, kind), task, config).train(20 * 256)
+    return float(np.mean([metrics["episode_return"] for metrics in history[-3:]]))
+
+
+@pytest.mark.parametrize("kind", ["gru", "lstm"])
+def test_what_has_to_be_remembered_is_learned(kind: str) -> None:
+    assert share_remembered(True, kind) > 0.95
+
+
+def test_without_memory_it_cannot_be() -> None:
+    assert 0.3 < share_remembered(False) < 0.7
+
+
+def test_a_constant_is_learned_and_training_may_end_early() -> None:
+    mx.random.seed(0)
+    task = ConstantTask(32)
+    ppo = RecurrentPPO(
+        expert_for(task), task, RecurrentPPOConfig(horizon=10, batch_size=320, epochs=4, learning_rate=0.01)
+    )
+    ppo.train(20_000, report=lambda metrics: metrics["episode_return"] > 9.5)
+    assert ppo.steps < 20_000
+    assert 1 - evaluate(ppo.expert, ConstantTask(1), 1, seed=0)[0]["return"] / 10 < 0.1
+
+
+def test_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+    task = RecallTask(8)
+    first = RecurrentPPO(expert_for(task), task, RecurrentPPOConfig(horizon=4))
+    first.train(64)
+    first.save(tmp_path / "latest")
+    second = RecurrentPPO(expert_for(task), RecallTask(8), RecurrentPPOConfig(horizon=4), seed=first.seed)
+    second.load(tmp_path / "latest")
+    assert (second.steps, second.updates) == (first.steps, first.updates)
+    rows = cut(first.collect(), 0.99, 0.95)
+    for ppo in (first, second):  # the same rows move both to the same weights
+        ppo._order = np.random.default_rng(0)
+        ppo.update(rows)
+    for one, other in zip(*(dict(_flat(p.expert)).items() for p in (first, second)), strict=True):
+        np.testing.assert_array_equal(one[1], other[1], err_msg=one[0])
+    with pytest.raises(CheckpointError, match="holds another expert"):
+        RecurrentPPO(expert_for(task, "lstm"), task).load(tmp_path / "latest")
+    (tmp_path / "latest" / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        second.load(tmp_path / "latest")
+
+
+def _flat(expert: RNNExpertBase) -> list[tuple[str, np.ndarray]]:
+    return [(name, np.array(value)) for name, value in tree_flatten(expert.parameters())]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    task = ProjectileTask(2)
+    with pytest.raises(ConfigError, match="reads 3 numbers, the task shows 10"):
+        RecurrentPPO(make_expert("gru", ExpertConfig("e", obs_dim=3)), task)
+    with pytest.raises(ConfigError, match="the task has 2 actions"):
+        RecurrentPPO(make_expert("gru", ExpertConfig("e", obs_dim=10, action_dim=1)), task)
+    with pytest.raises(ConfigError, match="needs use_value_head"):
+        RecurrentPPO(make_expert("gru", ExpertConfig("e", obs_dim=10, action_dim=2, use_value_head=False)), task)
+    with pytest.raises(ConfigError, match="do not fit the task's 2"):
+        RecurrentPPO(make_expert("gru", ExpertConfig("e", obs_dim=1)), RecallTask(2))
+    for changes in ({"horizon": 0}, {"gamma": 1.1}, {"learning_rate": float("inf")}):
+        with pytest.raises(ConfigError, match="PPO"):
+            dataclasses.replace(RecurrentPPOConfig(), **changes)  # type: ignore[arg-type]
+
+
+def test_the_projectile() -> None:
+    """45° at 50 m/s flies 50² / 9.81 = 254.84 m and 7.208 s; wind of 5 m/s adds 18.02 m."""
+    assert flight(45.0, 50.0, 0.0) == pytest.approx(254.84, abs=0.01)
+    assert flight(45.0, 50.0, 5.0) == pytest.approx(272.86, abs=0.01)
+    task = ProjectileTask(3)
+    seen = task.reset(0)
+    target, wind = seen[:, 0] * 200, seen[:, 3] * 10
+    speed = np.sqrt(np.array(target, np.float64) * 9.81)  # 45° without wind
+    speed[2] /= 2
+    step = task.step(np.stack([np.zeros(3), speed / 50 - 1], axis=1))
+    landed = flight(45.0, speed, wind)
+    np.testing.assert_allclose(step.last_observations[:, 2] * 200, landed, rtol=1e-5)
+    error = np.abs(landed - target)
+    assert error[2] > 1
+    assert step.rewards[2] == pytest.approx(0.1 * max(0, 1 - error[2] / target[2]) - 0.01, abs=1e-6)
+    for _ in range(9):
+        step = task.step(np.zeros((3, 2)) - 1)
+    assert step.terminated[2] and not step.truncated.any()
+    assert step.rewards[2] == pytest.approx(-0.51)
+    assert step.observations[2, 4] == 0 and step.last_observations[2, 4] == 1
+    np.testing.assert_allclose(projectile_observation(100, 50, 150, -5, 3), [0.5, 0.25, 0.75, -0.5, 0.3, 0, 0, 0, 0, 0])
+
+
+def test_gymnasium() -> None:
+    pytest.importorskip("gymnasium")
+    task = GymnasiumTask("CartPole-v1", 4, {"max_episode_steps": 30})
+    assert (task.obs_dim, task.num_actions) == (4, 2)
+    played = evaluate(expert_for(task), task, 6, seed=0)
+    assert len(played) == 6 and all(episode["return"] == episode["length"] <= 30 for episode in played)
+    task.reset(0)
+    first, ended = None, None
+    for _ in range(40):
+        first = task.step(np.zeros(4, np.int32))
+        if first.ended.any():
+            ended = first
+            break
+    assert ended is not None and ended.terminated.any()
+    row = int(np.flatnonzero(ended.ended)[0])
+    assert np.abs(ended.last_observations[row, 2]) > 0.2 > np.abs(ended.observations[row, 2])  # fallen; upright again
+    task.close()
+    pendulum = GymnasiumTask("Pendulum-v1", 2)
+    assert (pendulum.action_dim, pendulum.action_low, pendulum.action_high) == (1, -2.0, 2.0)
+    pendulum.close()
+    for id, words in (("NoSuch-v0", "NoSuch"), ("FrozenLake-v1", "Box observation")):
+        with pytest.raises(ConfigError, match=words):
+            GymnasiumTask(id, 1)
+
+
+@pytest.mark.parametrize(("example", "steps"), [("train_simple_expert", 640), ("train_physics_expert", 2560)])
+def test_an_example_trains_saves_and_goes_on(
+    example: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module(f"mlx_parallm.experts.examples.{example}")
+    for more in ([], ["--resume"]):
+        timesteps = 2 * steps if more else steps
+        monkeypatch.setattr(
+            "sys.argv", [example, "--timesteps", str(timesteps), "--checkpoint-dir", str(tmp_path), *more]
+        )
+        module.main()
+        assert "best.safetensors" in capsys.readouterr().out
+        assert json.loads((tmp_path / "latest" / "state.json").read_text())["steps"] == timesteps
+    assert load_expert(tmp_path / "best.npz").config.obs_dim in (4, 10)
+    monkeypatch.setattr("sys.argv", [example, "--resume", "--kind", "lstm", "--checkpoint-dir", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        exit_in_words(module.main)
+    assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: ")
