@@ -183,10 +183,10 @@ class EngineClient:
 
         The pause lasts until every holder has resumed. The future is done once the engine has paused.
         """
-        return self.call(lambda engine: engine.hold(holder, freeze=freeze))
+        return self.call(lambda engine: engine.pause(holder, freeze=freeze))
 
     def resume_admission(self, holder: str = TRAINER) -> "Future[Any]":
-        return self.call(lambda engine: engine.release(holder))
+        return self.call(lambda engine: engine.resume(holder))
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Blocks (not for use in a loop's thread) until nothing runs; False when the time ran out."""

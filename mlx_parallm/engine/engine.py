@@ -169,14 +169,14 @@ class Engine:
         self.scheduler.remove_finished_from_queue()
         self.counters.running = len(self.scheduler.active)  # there may be no step soon
 
-    def hold(self, holder: str, *, freeze: bool) -> None:
-        """Pauses admission until `release` with the same name. With `freeze` running sequences stop too, and continue
-        afterwards unchanged."""
+    def pause(self, holder: str, *, freeze: bool) -> None:
+        """Lets new requests wait until `resume` with the same name. With `freeze` running sequences stop too, and
+        continue afterwards unchanged."""
         self.holders = {**self.holders, holder: freeze}
         self.scheduler.paused = True
 
-    def release(self, holder: str) -> None:
-        """Ends that holder's pause, if any; others' stay."""
+    def resume(self, holder: str) -> None:
+        """Ends that holder's pause, if any; the pauses of others stay."""
         self.holders = {name: freeze for name, freeze in self.holders.items() if name != holder}
         self.scheduler.paused = bool(self.holders)
 

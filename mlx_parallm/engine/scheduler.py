@@ -152,7 +152,7 @@ class Scheduler:
     @property
     def reserved(self) -> int:
         """Positions that the sequences admitted so far can come to hold."""
-        return _reserved(self.active) + self._prompt_tokens
+        return _most_positions(self.active) + self._prompt_tokens
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -269,7 +269,7 @@ class Scheduler:
         return sum(len(prefill.rows) * prefill.length for prefill in self.prefills)
 
     def _fits(self, active: list[Sequence], prompts: int) -> bool:
-        return self.max_kv_tokens is None or _reserved(active) + prompts <= self.max_kv_tokens
+        return self.max_kv_tokens is None or _most_positions(active) + prompts <= self.max_kv_tokens
 
     def _row_of(self, key: Key, prompt: tuple[int, ...]) -> PrefillRow | None:
         """The row in which this very prompt is being computed already."""
@@ -342,6 +342,6 @@ class Scheduler:
         self.rows.append(sequence)
 
 
-def _reserved(active: list[Sequence]) -> int:
-    """All rows are as long as the longest sequence among them."""
+def _most_positions(active: list[Sequence]) -> int:
+    """Positions that these sequences can come to take; the cache is a rectangle, all rows as long as the longest."""
     return len(active) * max((len(s.prompt) + s.max_tokens for s in active), default=0)

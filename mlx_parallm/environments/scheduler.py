@@ -211,7 +211,7 @@ class RolloutScheduler(ABC):
                 with self._changed:
                     if not (self._stopping or self._start_groups() or self._oldest_ready()):
                         self._changed.wait(next_event(self._queues, self._clock()))
-        except Exception as error:  # noqa: BLE001  boundary of the thread: kept, told by health() and check()
+        except Exception as error:  # noqa: BLE001  boundary of the thread: health() and check() report it
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:

@@ -15,12 +15,12 @@ def main() -> None:
         while not environment.is_terminal(state):
             print(f"asked {text_of(environment.build_prompt(state)).splitlines()[-1]!r}", end="")
             state = environment.step(state)
-            print(f", it said {state.response!r}")
+            print(f", it answered {state.response!r}")
         with RolloutManager(environment, RolloutConfig(num_parallel=12, group_size=4, max_tokens=16)) as manager:
             for trajectory in manager.collect_rollouts(min_trajectories=12, max_steps_per_rollout=2):
-                said = " | ".join(turn.response for turn in trajectory.history)
+                answers = " | ".join(turn.response for turn in trajectory.history)
                 tokens = trajectory.rollout.sampled_tokens
-                print(f"{trajectory.group_id} {trajectory.prompt:14} → {said} ({tokens} tokens)")
+                print(f"{trajectory.group_id} {trajectory.prompt:14} → {answers} ({tokens} tokens)")
             statistics = manager.get_statistics()
     print(f"{statistics['total_trajectories']} trajectories, {statistics['avg_trajectory_length']:.1f} steps each")
 

@@ -18,7 +18,7 @@ def main() -> None:
         for question, answer, sampled, again in zip(questions, results, results.logprobs or [], scored, strict=True):
             print(f"{question:14} → {answer:8} log p = {sampled.sum():.4f}, scored again {again.sum():.4f}")
         responses, calls = inference.batch_generate_with_tools(prompts[:1], available_tools=[add], max_new_tokens=16)
-        print(f"told of a tool, it says {responses[0]!r}: {len(calls[0])} calls")
+        print(f"offered a tool, it answers {responses[0]!r}: {len(calls[0])} calls")
     text = 'Let me see. ```json\n{"tool": "add", "arguments": {"a": 47, "b": 38}}\n```'
     for call in parse_tool_calls(text, [add]):
         print(f"{call.raw_text!r} calls {call.name}{dict(call.arguments)} = {add(**call.arguments)}")

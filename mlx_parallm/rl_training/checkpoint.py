@@ -87,9 +87,9 @@ class Checkpointer:
     def save(self, state: TrainerState, *, final: bool = False, best: bool = False) -> Path:
         """Writes the checkpoint of `state`, points `latest` at it, removes the oldest beyond `keep` but for the best.
 
-        `best`: this one is, whatever the scores say; `best` is then a directory of its own and stays as it is until the
-        next one that is said to be. Raises CheckpointError (a full disk, …): the checkpoints there were are still there
-        and `latest` is one of them.
+        `best`: this checkpoint is the best one, whatever the scores say. `best` is then a directory of its own, and the
+        scores no longer change it. Raises CheckpointError (a full disk, …): the earlier checkpoints are all there, and
+        `latest` is one of them.
         """
         path = self.run_directory / state.checkpoint_name
         left = max((rollback["step"] for rollback in state.rollbacks), default=0)

@@ -79,8 +79,8 @@ class RolloutBuffer:
         group_sizes: of the in-process environments, one entry each; empty = groups come by HTTP only.
         request_groups: allows the in-process source n more groups; each brings exactly one.
         minimums: of the environments that deliver now, by name.
-        misfit: whether a group that came from outside is not this model's; asked before it enters a batch.
-        shaping: what of rewards and rollouts is changed before advantages.
+        misfit: whether a group from outside is of another model; asked before it enters a batch.
+        shaping: changes of rewards and rollouts before the advantages.
 
     Raises ConfigError: no mix of these group sizes makes `rollout_batch_size` sequences.
     """
@@ -175,7 +175,7 @@ class RolloutBuffer:
         return self._finish(step, gave_up) if gave_up or not missing else None
 
     def _give_up(self, missing: int) -> str:
-        """Asks for what is missing once everything asked for has come; says why when that has gone on for too long."""
+        """Asks for what is missing once everything asked for has come. Returns the reason after too many rounds."""
         reserved = self._reserved(missing)
         no_mix = f"no mix of the waiting groups' sizes fills the last {missing} places"
         if self._chosen and not reserved and self._waiting_sequences() >= 2 * self._target:
@@ -212,7 +212,7 @@ class RolloutBuffer:
         return sum(len(group.rollouts) for group in self._held.values())
 
     def choose_again(self) -> None:
-        """The weights went back: what was chosen for the step, which has not begun, is looked at anew."""
+        """After a rollback: looks anew at the groups that were chosen for the step, which has not begun."""
         self._held = {entry[0].group_id: entry[0] for entry in self._chosen} | self._held
         self._chosen = []
 
@@ -263,7 +263,7 @@ class RolloutBuffer:
     def _choose_among(
         self, trainable: list[tuple[RolloutGroup, Advantages, int]], room: int, sizes: set[int], step: int
     ) -> None:
-        """Not first come first served: waits until there is enough to choose from."""
+        """Chooses by another order than that of arrival: waits until there is enough to choose from."""
         if sum(len(group.rollouts) for group, _, _ in trainable) < room:
             return
         if self._sampling == "uniform":
@@ -277,7 +277,7 @@ class RolloutBuffer:
                 room -= len(group.rollouts)
 
     def _fits(self, group: RolloutGroup, step: int) -> bool:
-        """False: it came from outside and is another model's; it is dropped then."""
+        """False: the group came from outside and is of another model; then it is dropped."""
         misfit = self._misfit is not None and group.index is None and self._misfit(group)
         if misfit:
             self._statistics.add_misfit()
@@ -319,7 +319,7 @@ class RolloutBuffer:
         return batch
 
     def resume(self, step: int, group_ids: Sequence[str]) -> TrainBatch:
-        """The batch of a step that was interrupted. Its statistics are the checkpoint's to know. Raises StoreError."""
+        """The batch of a step that was interrupted. Its statistics are in the checkpoint. Raises StoreError."""
         groups = self._store.groups(group_ids)
         chosen = [(group, token_advantages(group, self._estimate, self._shaping) or _zeros(group)) for group in groups]
         self._store.take(list(group_ids), step)
@@ -341,8 +341,8 @@ class RolloutBuffer:
         return tuple(sequences)
 
     def _is_fresh(self, rollout: Rollout, step: int) -> bool:
-        """All of a sequence or nothing: keys and values that older weights have left in the cache move every later
-        log-probability."""
+        """Whether the newest version sampled all of a sequence: keys and values that older weights left in the cache
+        change every later log-probability."""
         steps_known = all(v >= 0 and self._versions.steps(v) == step - 1 for v in rollout.policy_versions)
         return steps_known and rollout.logprobs is not None
 

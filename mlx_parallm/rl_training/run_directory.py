@@ -1,5 +1,5 @@
-"""The directory of a run: `checkpoints/<run>/`, one process at a time, with the resolved configuration; and how it is
-found by what a command line says. No MLX."""
+"""The directory of a run, `checkpoints/<run>/`, which one process has at a time; and how a path on a command line leads
+to it. No MLX."""
 
 import fcntl
 import os
@@ -34,14 +34,14 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def moment(checkpoint: Path) -> tuple[int, int]:
-    """(finished steps, mini-batches of the next) of a step_* directory, by its name. (-1, 0): it is none."""
+    """Returns (finished steps, mini-batches of the next) by the name of a step_* directory; (-1, 0): it is none."""
     match = _CHECKPOINT.fullmatch(checkpoint.name)
     return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
 
 
 def checkpoint_at(path: Path) -> Path | None:
-    """`path` itself, or of a run directory what `latest` points at; should a kill have left that dangling, the newest
-    complete step. None where there is none."""
+    """Returns `path` itself, or the checkpoint that `latest` of a run directory points at. Where a kill has left that
+    link without a target, the newest complete step; None where there is none."""
     for found in (path, path / LATEST):
         if (found / STATE_FILE).is_file():
             return found.resolve()
@@ -129,14 +129,14 @@ class RunDirectory:
         return False
 
     def write_config(self, config: Config) -> None:
-        """Once the configuration has proved to fit: a resume that fails must not replace the one that did."""
+        """Writes the configuration, once it has proved to fit: a resume that fails must not replace the old one."""
         named = config.rl_training.model_copy(update={"run_name": self.path.name})
         text = config.model_copy(update={"rl_training": named}).to_toml()
         write_atomically(self.path / CONFIG_FILE, text.encode())
         log.info("configuration written", file=str(self.path / CONFIG_FILE))
 
     def discard(self) -> None:
-        """A start that failed leaves nothing: removes the directory if `open` made it. After `close`."""
+        """After a start that failed, and after `close`: removes the directory if `open` made it."""
         if self._made_here:
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -202,7 +202,7 @@ class DiskUse:
         events.subscribe(CheckpointSaved, lambda event: self.prune())
 
     def check(self) -> None:
-        """Raises CheckpointError when less than the reserve is free: the time to save and to end."""
+        """Raises CheckpointError when less than the reserve is free: then the run has to save and end."""
         if fault := shortage(self._run, self._store.min_free_bytes):
             raise CheckpointError(f"training stops: {fault}, then go on with --resume {self._run}")
 

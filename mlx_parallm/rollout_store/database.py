@@ -1,8 +1,8 @@
 """The SQLite file under `store.RolloutStore`: schema, pragmas, transactions, and errors in words.
 
 One connection, one lock: SQLite has a single writer anyway. A commit is on the disk when it returns (WAL,
-synchronous=FULL; on macOS F_FULLFSYNC, without which the drive keeps what it likes). Payloads lie in a table of their
-own: marking a group does not write its tokens again, and pruning deletes them and leaves the rows of the groups.
+synchronous=FULL; on macOS F_FULLFSYNC, because a drive there may keep writes in its cache). Payloads are in a table of
+their own: marking a group does not write its tokens again, and pruning deletes the tokens and leaves the row.
 """
 
 import contextlib
@@ -121,7 +121,7 @@ class Database:
                 raise self._explained(doing, error) from error
 
     def forget(self, group_ids: Iterable[str]) -> None:
-        """Removes groups and their rows, as if they had never come: they will be made again, bit for bit."""
+        """Removes groups and their rows, as if they had never come: a deterministic run makes them again."""
         ids, own = [(group_id,) for group_id in group_ids], "(SELECT sequence FROM groups WHERE group_id = ?)"
         with self.transaction() as connection:
             connection.executemany(f"DELETE FROM payloads WHERE sequence = {own}", ids)
@@ -192,7 +192,7 @@ class Database:
 
 
 def _read_mode(path: Path) -> str:
-    """Reading makes the log's files where there are none; in a directory that is not ours nobody writes then."""
+    """A reader makes the log's files where there are none; where it may not, nobody writes: it reads without them."""
     logged = path.with_name(f"{path.name}-wal").exists()
     return "ro" if logged or os.access(path.parent, os.W_OK) else "ro&immutable=1"
 

@@ -83,7 +83,7 @@ def decode_group(payload: bytes) -> RolloutGroup:
 
 
 def encode_reject(payload: Any) -> bytes | None:
-    """JSON values, a RolloutGroup, or anything with a repr as compressed JSON; None when that is large or deep."""
+    """Returns JSON values, a RolloutGroup, or anything with a repr as compressed JSON; None: large or deep."""
     if _is_large(payload):
         return None
     try:
@@ -94,7 +94,7 @@ def encode_reject(payload: Any) -> bytes | None:
 
 
 def _is_large(payload: Any) -> bool:
-    """Found out before millions of numbers are written as text, which holds every other thread up."""
+    """Counts before anything is written as text: millions of numbers would hold up every other thread."""
     values, unseen = 0, [payload] if isinstance(payload, str | list | dict) else []
     while unseen:
         value = unseen.pop()

@@ -4,7 +4,7 @@ Who writes: `environments.RolloutManager` (in process), the `/atropos` routes th
 `rl_training.atropos_client`. Who reads: `rl_training.rollout_buffer`, which marks what it consumes. A group is on the
 disk (`database.py` says how) before `add` returns, so an acknowledgement after it is a promise.
 
-A group is `waiting`, then `taken` by a step or `dropped` with a reason; what may not be trained on lies in `rejects`.
+A group is `waiting`, then `taken` by a step or `dropped` with a reason. What cannot be trained on is in `rejects`.
 The checkpoint is the truth about what was consumed: `restore(step)` puts every group that a later step took or dropped
 back to waiting. `prune` deletes payloads (the tokens) of groups that no checkpoint can need; their rows stay for ever.
 """
@@ -75,7 +75,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class AccountLine:
-    """Groups of one environment, source and state that were sampled from one policy version on (None: not known)."""
+    """Groups of one environment, source and state whose oldest token is of one policy version (None: not known)."""
 
     environment: str
     source: str
@@ -90,7 +90,7 @@ class AccountLine:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """One row, and the group itself; None, with the reason in `lost`, when its tokens are pruned or damaged. Versions
+    """A row with its group. The group is None where its tokens are pruned or damaged, and `lost` says which. Versions
     are None in runs of older formats."""
 
     group_id: str
@@ -187,7 +187,7 @@ class RolloutStore:
             arrival.is_new = is_new
 
     def reject(self, payload: Any, *, source: str, reason: str) -> None:
-        """Puts what may not be trained on into quarantine: JSON values, a RolloutGroup, or anything with a repr."""
+        """Keeps in quarantine what cannot be trained on: JSON values, a RolloutGroup, or anything with a repr."""
         kept = encode_reject(payload)
         in_words = reason[:MAX_REASON].encode(errors="backslashreplace").decode()
         with self._transaction() as connection:
@@ -217,10 +217,10 @@ class RolloutStore:
             ).rowcount
 
     def restore(self, consumed_up_to_step: int, *, keep_drops_of: int | None = None) -> int:
-        """Puts groups that steps after the checkpoint's took or dropped back to waiting; returns how many.
+        """Lets groups wait again that steps after the checkpoint took or dropped; returns how many.
 
-        What step `keep_drops_of` (one that the checkpoint holds half-done, statistics included) dropped stays dropped.
-        So does what is pruned already, which the checkpoints of a run never need, with a warning.
+        Two kinds stay as they are: groups that step `keep_drops_of` dropped (the checkpoint holds that step half-done,
+        with its statistics), and groups that are pruned, which logs a warning since no checkpoint should need them.
         """
         consumed = "state != 'waiting' AND step > ? AND NOT (state = 'dropped' AND step = ?)"
         values = (consumed_up_to_step, -1 if keep_drops_of is None else keep_drops_of)
@@ -240,8 +240,8 @@ class RolloutStore:
 
         Args:
             up_to_step: the last step that no checkpoint can bring back.
-            always_up_to_step: these steps whatever the size; later ones only while the file's content is larger than
-            max_bytes: (0 = no bound).
+            always_up_to_step: steps that are pruned whatever the size of the file.
+            max_bytes: later steps are pruned only while the file's content is larger; 0 = no bound.
             seconds: about how long this may take, one slice at least; the next call goes on.
         """
         deadline = time.monotonic() + seconds
@@ -327,7 +327,7 @@ class RolloutStore:
                 self._wanted.remove(at_least)
 
     def starved(self) -> bool:
-        """True while a thread waits for more groups than there are: what lies here does not serve the trainer."""
+        """True while a thread waits for more groups than wait here: those that are here do not add up to its batch."""
         with self._changed:
             return bool(self._wanted) and self._waiting_groups() < max(self._wanted)
 

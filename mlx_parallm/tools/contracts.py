@@ -329,11 +329,13 @@ def bandwidth(subject: Subject) -> list[ContractResult]:
     subject.rate, eight = subject.decode_rate(1, 32), subject.decode_rate(8, 32)
     bound = subject.bandwidth / subject.weight_bytes
     measured = f"{subject.rate:.1f} tok/s = {subject.rate / bound:.2f} of the bound; 8 sequences {eight:.1f} tok/s"
-    said = f"{bound:.1f} tok/s ({subject.weight_bytes / 1e6:.0f} MB a token at {subject.bandwidth / 1e9:.1f} GB/s)"
+    expected = f"{bound:.1f} tok/s ({subject.weight_bytes / 1e6:.0f} MB a token at {subject.bandwidth / 1e9:.1f} GB/s)"
     if 1 / bound < LARGE_STEP_S:
-        return [ContractResult("tokens/s, one sequence", None, measured, f"{said}: weights too small to judge")]
+        return [ContractResult("tokens/s, one sequence", None, measured, f"{expected}: weights too small to judge")]
     return [
-        ContractResult("tokens/s, one sequence", subject.rate >= BANDWIDTH_SHARE * bound, measured, f"≥ half of {said}")
+        ContractResult(
+            "tokens/s, one sequence", subject.rate >= BANDWIDTH_SHARE * bound, measured, f"≥ half of {expected}"
+        )
     ]
 
 

@@ -32,8 +32,8 @@ from mlx_parallm.rl_training.monitor import health
 from mlx_parallm.rl_training.monitor.explain import explain
 from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.system.log import configure_logging
+from tests.integration.http_environment import HAS_ATROPOS, HttpEnvironment
 from tests.integration.processes import free_port
-from tests.integration.test_http_environments import HttpEnvironment
 
 Work = Callable[[TrainingRun, str, threading.Event], None]  # the run, its URL, its stop
 
@@ -168,6 +168,8 @@ PROVOCATIONS: dict[str, Provocation] = {
         "weights-not-published", training={"weight_updates": {"lock_timeout_ms": 1}}, beside=holds_the_lock
     ),
 }
+if not HAS_ATROPOS:
+    PROVOCATIONS = {name: one for name, one in PROVOCATIONS.items() if one.environment}
 
 
 def provoke(name: str, directory: Path, *, stalled_after_s: float) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 
 from mlx_parallm.rl_training.monitor import health
 from mlx_parallm.rl_training.monitor.explain import Explanation, explain
+from tests.integration.http_environment import needs_atropos
 from tests.integration.processes import BIN
 from tests.integration.provocations import ELSEWHERE, PROVOCATIONS, lead
 
@@ -73,6 +74,7 @@ def test_it_is_named(name: str, provoked: Any, explained: Any) -> None:
         assert found[expected].diagnosis.setting
 
 
+@needs_atropos
 def test_every_rule_is_provoked() -> None:
     diagnoses = {provocation.diagnosis for provocation in PROVOCATIONS.values()} - {None}
     assert {rule.name for rule in health.RULES} == diagnoses

@@ -16,6 +16,7 @@ import pytest
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.rollout_store.store import RolloutStore
+from tests.integration.http_environment import needs_atropos
 from tests.integration.processes import Daemon, free_port, metrics
 from tests.signals_reset import default_signals
 
@@ -77,6 +78,7 @@ def test_the_examples_configuration_is_valid() -> None:
     assert load_config(EXAMPLE / "letters.toml").rl_training.atropos.rollout_batch_size % 8 == 0
 
 
+@needs_atropos
 @needs_verifiers
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -106,6 +108,7 @@ def test_its_own_client_brings_exactly_what_was_sampled(kind: str, tmp_path: Pat
         assert compared >= 20
 
 
+@needs_atropos
 @needs_verifiers
 @pytest.mark.slow
 @pytest.mark.timeout(900)

@@ -26,7 +26,7 @@ class TrainerRegistration:
 
 @dataclass(frozen=True, slots=True)
 class BatchReply:
-    """One answer of /batch: `groups` is None for null; `registered` False asks for a registration."""
+    """One answer of /batch. `groups` is None where the API answered null; `registered` False: register first."""
 
     groups: list[dict[str, Any]] | None
     registered: bool = True
@@ -34,7 +34,7 @@ class BatchReply:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentReport:
-    """What /status-env says of one environment, and of the queue as a whole."""
+    """The answer of /status-env about one environment, and about the queue as a whole."""
 
     own_groups: int  # queued, in groups of its own size
     largest_group: int  # sequences of the largest group queued, whoever sent it; 1 when the queue is empty

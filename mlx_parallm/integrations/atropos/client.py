@@ -47,7 +47,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _ApiQueue:
-    """What /status said: so many groups, a number that has stood since `since`; last asked at `asked` (monotonic)."""
+    """The last answer of /status: `groups` wait, unchanged since `since`; it was asked at `asked` (monotonic)."""
 
     size: int
     since: float
@@ -106,7 +106,7 @@ class AtroposPoller:
         self._polling.add_done_callback(_log_failure)
 
     def wait_until_registered(self, timeout_s: float) -> bool:
-        """False when the time is up. Raises ConfigError when the API is registered for another run (what to do)."""
+        """Blocks; False when the time is up. Raises ConfigError: the API is registered for another run."""
         done = self._registered.wait(timeout_s)
         if self._fatal is not None:
             raise self._fatal
@@ -160,7 +160,7 @@ class AtroposPoller:
             self._registered.set()
 
     async def _persistently(self, action: Callable[[], Awaitable[T]]) -> T | None:
-        """Runs `action` until the API answers it; says in `health` what is in the way meanwhile."""
+        """Runs `action` until the API answers it; `health` gives the reason meanwhile."""
         pause = min(self._poll_interval_s, MAX_RETRY_PAUSE_S)
         while not self._stopping:
             try:
@@ -182,7 +182,7 @@ class AtroposPoller:
         return None
 
     async def _register(self) -> None:
-        """Registers and makes sure that it counted.
+        """Registers, and checks that the API took the registration.
 
         Raises ConfigError when another run's registration is in force, ValueError when data keeps coming first.
         """
@@ -244,7 +244,7 @@ class AtroposPoller:
         return forgotten or self._was_away
 
     async def _keep(self, data: dict[str, Any]) -> None:
-        """Into the store or into quarantine; a full disk is waited out, for the API has forgotten the group."""
+        """Puts a group into the store or into quarantine. Waits while the disk is full: the API forgot the group."""
         while True:
             try:
                 self._store_group(data)
@@ -283,7 +283,7 @@ class AtroposPoller:
             self.groups_received += 1
 
     async def _watch_queue(self) -> None:
-        """While /batch is null: how many groups wait at the API, since when that has not changed, and then why."""
+        """While /batch is null: looks how many groups wait at the API, and since when, and finds the reason."""
         now = time.monotonic()
         queue = self._queue = self._queue or _ApiQueue(size=0, since=now, asked=now)
         if now - queue.asked < self._status_every_s:
@@ -297,9 +297,9 @@ class AtroposPoller:
             self._stall = why_no_batch(self._client.url, self._registration.batch_size, size, environments, now - since)
 
     def _has_room(self) -> bool:
-        """False while a batch waits in the store: what stays at the API tells environments to slow down.
+        """False while a batch waits in the store: groups that stay at the API tell environments to slow down.
 
-        True all the same when the trainer waits for more: the sizes of what lies there do not add up to its batch.
+        True all the same while the trainer waits: the sizes of the groups in the store do not add up to its batch.
         """
         return self._store.waiting_sequences() < self._registration.batch_size or self._store.starved()
 

@@ -37,7 +37,7 @@ _ENV_ID = TypeAdapter(NonNegativeInt | None)
 
 @dataclass(frozen=True, slots=True)
 class AtroposSettings:
-    """Hold what environments are told, and what their groups are checked against. `batch_size` counts sequences."""
+    """Hold what environments ask for, and what their groups are checked against. `batch_size` counts sequences."""
 
     batch_size: int
     max_token_length: int
@@ -183,7 +183,7 @@ class AtroposQueue:
     def minimums(self) -> dict[str, tuple[int, int]]:
         """Return environment's name → (its least sequences of each batch, in whole groups; its group size).
 
-        Only environments with a `min_batch_allocation` count that are present and have sent a group within
+        These are the environments with a `min_batch_allocation` that are present and have sent a group within
         SILENT_AFTER_S: one that delivers nothing must not hold batches up.
         """
         now, found = self._clock(), {}
@@ -199,8 +199,8 @@ class AtroposQueue:
     def submit(self, data: Any) -> bool:
         """Stores one scored group from the wire; on the disk when this returns. False: it was sent before.
 
-        Raises RolloutRejectedError when it may not be trained on (it is in quarantine then, with the reason), and
-        StoreError when it cannot be stored: the sender should try again.
+        Raises RolloutRejectedError: it cannot be trained on, and is in quarantine with the reason. StoreError: it
+        cannot be stored now; the sender should try again.
         """
         env_id = _env_id(data)
         entry, source = self._sender(env_id), _source(env_id)

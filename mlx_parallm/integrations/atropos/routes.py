@@ -43,7 +43,7 @@ _DETAIL = {"type": "object", "required": ["detail"], "properties": {"detail": {}
 
 
 def _refusal(meaning: str) -> dict[str, Any]:
-    """run-api's shape for what these routes refuse themselves, OpenAI's for what the key or the gate refuses."""
+    """Both shapes of an error: run-api's from these routes, OpenAI's from the key and the gate before them."""
     schemas = [ERROR_CONTENT["application/json"]["schema"], _DETAIL]
     content = {"application/json": {"schema": {"anyOf": schemas}}, "text/plain": {}}
     return {"description": meaning, "content": content}
@@ -221,7 +221,7 @@ def _add_data_routes(router: APIRouter, queue: AtroposQueue) -> None:
         openapi_extra=_json_body({"type": "array", "items": ScoredData.model_json_schema()}),
     )
     def scored_data_list(groups: Annotated[Any, _JSON]) -> Response:
-        """Each group on its own: what is good is on the disk, what is not is named with its reason."""
+        """Takes each group on its own: good ones are on the disk, the others are named with the reason."""
         if not isinstance(groups, list):
             kind = {"type": "list_type", "loc": ("body",), "msg": "Input should be a valid list"}
             raise RequestValidationError([kind])
@@ -238,7 +238,7 @@ def _add_data_routes(router: APIRouter, queue: AtroposQueue) -> None:
 
 
 def _submit(queue: AtroposQueue, group: Any, location: list[str | int]) -> list[dict[str, Any]]:
-    """What is wrong with the group, as FastAPI says it; empty when it was kept."""
+    """Stores a group. Returns its faults in FastAPI's shape; none when it was kept."""
     try:
         queue.submit(group)
     except RolloutRejectedError as error:
@@ -251,7 +251,7 @@ def _submit(queue: AtroposQueue, group: Any, location: list[str | int]) -> list[
 
 
 def _details(entries: Any) -> list[dict[str, Any]]:
-    """FastAPI's, without what was sent: it may be large, or no JSON (NaN)."""
+    """FastAPI's details without the value that was sent: it may be large, or no JSON (NaN)."""
     return [{key: entry[key] for key in ("type", "loc", "msg")} for entry in entries]
 
 

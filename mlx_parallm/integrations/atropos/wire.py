@@ -82,7 +82,7 @@ class ScoredData(BaseModel):
     )
     @classmethod
     def _absent(cls, value: Any) -> Any:
-        """BaseEnv.collect_trajectories sends [] for what none of its items has."""
+        """Whether a field is missing. BaseEnv.collect_trajectories sends [] for a field that none of its items has."""
         return None if value == [] else value
 
 
@@ -142,7 +142,7 @@ def _joined(sequences: tuple[Rollout, ...], episodes: list[int]) -> tuple[Rollou
 
 
 def _versions(wire: ScoredData, number: int, mask: list[int], policy_version: int) -> tuple[int, ...]:
-    """As sent; else `policy_version` where a token was sampled, and unknown (-1) where it was given."""
+    """Returns the versions as sent; else `policy_version` where a token was sampled, and -1 (unknown) elsewhere."""
     if wire.policy_versions:
         return tuple(wire.policy_versions[number])
     return tuple(policy_version if sampled else -1 for sampled in mask)
@@ -217,7 +217,7 @@ def _other_than_text(wire: ScoredData) -> list[str]:
 
 
 def _require_rows(wire: ScoredData, size: int) -> None:
-    """Every field has G entries, and each row of a [G][T] field the length of its tokens."""
+    """Checks that every field has G entries, and that each row of a [G][T] field is as long as its tokens."""
     by_token: dict[str, Sequence[Sequence[Any]] | None] = {
         "masks": wire.masks,
         "inference_logprobs": wire.inference_logprobs,

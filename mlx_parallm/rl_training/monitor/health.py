@@ -31,7 +31,7 @@ policy reaches."""
 MOST_GROUPS = 0.8
 """Many groups without variance are normal (quickstart: up to 0.7 once most answers are right)."""
 SAME_REWARD = 1e-6
-ENDS = 0.05
+NO_ROOM = 0.05
 """A reward this close to 1 has no room to gain."""
 TRUNCATED, NEVER_ENDS = 0.2, 0.01
 """A truncated answer earns what a wrong one earns; a fifth of them is a visible part of the gradient."""
@@ -60,7 +60,7 @@ rates that work reach 1e-5 (all weights) to 1e-2 (a young adapter)."""
 FEW_MOVED = 1e-4
 """Share of the weights that an update changes in the model's own dtype. 1e-6 on bfloat16 weights, a usual rate for all
 weights, moves almost 1 % of them; the rest waits in the float32 copy."""
-AT_PEAK = 0.1
+JUDGED_RATE = 0.1
 """Share of the highest rate: smaller rates, in a warm-up or at the end of a schedule, are not judged."""
 NO_UPDATE = 0.4
 """Share of the steps; with max_staleness = 1 every second step has rollouts of an older policy."""
@@ -286,7 +286,7 @@ def _entropy(evidence: Evidence) -> Sign | None:
     reward = evidence.mean("reward_mean")
     if now is None or then is None or now > min(ENTROPY_LOW, ENTROPY_LEFT * then):
         return None
-    if evidence.gained or (reward is not None and reward >= 1 - ENDS):
+    if evidence.gained or (reward is not None and reward >= 1 - NO_ROOM):
         return None
     words = f"entropy collapse: from {then:.2g} to {now:.2g} nats a token, and the reward has not gained by it"
     return Sign(words, {"entropy_first": then, "entropy": now} | evidence.known("reward_mean"))
@@ -445,7 +445,7 @@ def _small_updates(evidence: Evidence) -> Sign | None:
         for line in evidence.window
         if line.get("update_norm") is not None and line.get("weight_norm")
     ]
-    if not norms or len(evidence.window) < FEWEST_STEPS or rate < AT_PEAK * peak:
+    if not norms or len(evidence.window) < FEWEST_STEPS or rate < JUDGED_RATE * peak:
         return None
     size = max(update / weight for update, weight in norms)
     moved = max(evidence.values("weights_moved"), default=1.0)

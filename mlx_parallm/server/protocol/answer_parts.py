@@ -2,10 +2,10 @@
 
     engine's text → AnswerSplitter.feed … finish → AnswerParts (what may be shown now) → api/chat.py
 
-An answer that is not streamed goes through the same code in one piece, and where the text is cut makes no difference.
-The markers and the parser of calls are the tokenizer's (mlx-lm's knowledge of the model). Nothing is lost: what stands
-between tool markers and is no call is shown as part of the text that it interrupted (what a parser leaves aside beside
-a call is the parser's business). Whitespace beside a marker belongs to it.
+An answer that is not streamed goes through the same code in one piece; where the text is cut makes no difference. The
+tokenizer brings the markers and the parser of calls (mlx-lm's knowledge of the model). Nothing is lost: text between
+tool markers that is no call becomes part of the text that it interrupted. (A parser may leave out text beside a call.)
+Whitespace beside a marker belongs to the marker.
 """
 
 import json
@@ -24,7 +24,7 @@ _INTERRUPTED: dict[State, State] = {"tool": "content", "tool in reasoning": "rea
 
 @dataclass(slots=True)
 class AnswerParts:
-    """What of one choice became showable. `tool_calls` as in an OpenAI message."""
+    """The parts of one choice that may be shown now. `tool_calls` as in an OpenAI message."""
 
     reasoning: str = ""
     content: str = ""
@@ -55,7 +55,7 @@ class AnswerParts:
         return shown
 
     def _reasoning(self) -> dict[str, Any]:
-        """Under both names that clients read: vLLM's new one, and DeepSeek's."""
+        """The reasoning under both names that clients read: vLLM's new one, and DeepSeek's."""
         return {"reasoning": self.reasoning, "reasoning_content": self.reasoning} if self.reasoning else {}
 
 
@@ -99,8 +99,8 @@ class AnswerFormat:
 
 
 class AnswerSplitter:
-    """Of one choice. Text that may be the beginning of a marker, whitespace that may belong to one, and a tool call
-    that has not ended are held back."""
+    """Splits the text of one choice. It keeps back text that may begin a marker, whitespace that may belong to one, and
+    a tool call that has not ended."""
 
     def __init__(self, form: AnswerFormat) -> None:
         self._form = form
@@ -174,7 +174,7 @@ class AnswerSplitter:
         self._state = after
 
     def _end_region(self, end: str, parts: AnswerParts, *, readable: bool = True) -> None:
-        """Back to the state that the region interrupted, which gets the text unless it is a call."""
+        """Goes back to the state that the region interrupted, which gets the text unless it is a call."""
         start, *body = self._region
         self._state = _INTERRUPTED[self._state]
         calls = _openai_calls(self._form, "".join(body)) if readable else []
@@ -202,7 +202,7 @@ def _pattern(markers: Mapping[str, State]) -> re.Pattern[str]:
 
 
 def _openai_calls(form: AnswerFormat, text: str) -> list[dict[str, Any]]:
-    """The calls that stand in a tool region; [] when it holds none, or something else too that cannot be read."""
+    """Returns the calls in a tool region; [] when there is none, or when part of it cannot be read."""
     assert form.parse is not None
     return [_openai_call(*call) for call in read_calls(form.parse, text, form.tools)]
 

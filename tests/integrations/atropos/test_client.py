@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from mlx_parallm.integrations.atropos.api import AtroposClient
 from mlx_parallm.integrations.atropos.client import AtroposPoller
+from mlx_parallm.rl_training import atropos_client
 from tests.integrations.atropos.fake_run_api import free_port, serving
 from tests.integrations.atropos.polling import (
     FAST,
@@ -21,6 +22,10 @@ from tests.integrations.atropos.polling import (
     register_environment,
 )
 from tests.rollout_store.groups import make_group
+
+
+def test_the_promised_path_of_the_client_is_kept():
+    assert (atropos_client.AtroposClient, atropos_client.AtroposPoller) == (AtroposClient, AtroposPoller)
 
 
 def test_registers_polls_and_stores(api, url, store):
