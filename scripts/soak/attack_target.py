@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         chosen = [f"server.adapter_roots=['{self.roots}']", *settings]
         sets = [part for setting in chosen for part in ("--set", setting)]
-        command = [str(Path(sys.executable).parent / "mlx_parallm_serve"), "--model", "builtin:tiny"]
+        command = [str(Path(sys.executable).parent / "mlx_parallm_serve"), "--model-path", "builtin:tiny"]
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 [*command, "--port", str(self.port), *sets], stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -80,9 +80,6 @@ class Server:
             options["json"] = body
         return httpx.post(f"{self.url}{path}", timeout=timeout_s, **options)
 
-    def rss_mb(self) -> int:
-        return int(psutil.Process(self.process.pid).memory_info().rss // MB)
-
     def connect(self, sent: bytes = b"") -> socket.socket:
         """An open connection that has sent this much."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
@@ -101,10 +98,12 @@ class Server:
 
 @dataclass
 class Target:
-    """Starts what is attacked. The server is shared by the attacks while it lives; a daemon is one attack's own."""
+    """Starts what is attacked. The server and the training are shared by the attacks while they live; a `daemon` is one
+    attack's own."""
 
     directory: Path
     _server: Server | None = field(default=None, init=False)
+    _training: TrainingDaemon | None = field(default=None, init=False)
 
     def server(self) -> Server:
         if self._server is None or self._server.process.poll() is not None or not self._server.answers():
@@ -112,9 +111,18 @@ class Target:
             self._server = Server(self.directory)
         return self._server
 
+    def training(self) -> TrainingDaemon:
+        """A training daemon with the Atropos queue and /v1/rewards, ready."""
+        if self._training is None or self._training.process.poll() is not None:
+            directory = self.directory / f"training{time.monotonic_ns()}"
+            directory.mkdir()
+            self._training = TrainingDaemon(directory)
+            self._training.wait_until_ready()
+        return self._training
+
     @contextmanager
     def daemon(self, name: str, *settings: str) -> Iterator[TrainingDaemon]:
-        """A training daemon with the Atropos queue and /v1/rewards, ready."""
+        """The same, fresh."""
         directory = self.directory / name
         directory.mkdir()
         daemon = TrainingDaemon(directory, *settings)
@@ -129,14 +137,16 @@ class Target:
         if self._server is not None:
             self._server.end()
             self._server = None
+        if self._training is not None and self._training.process.poll() is None:
+            self._training.kill()
 
 
 class Watch:
-    """While an attack runs: the longest time that /health took, and the most memory that the server held."""
+    """While an attack runs: the longest time that /health took, and the most memory that the process held."""
 
-    def __init__(self, server: Server) -> None:
-        self._server, self._done = server, threading.Event()
-        self.silence_s, self.peak_mb = 0.0, server.rss_mb()
+    def __init__(self, attacked: Server | TrainingDaemon) -> None:
+        self._url, self._process, self._done = attacked.url, psutil.Process(attacked.process.pid), threading.Event()
+        self.silence_s, self.peak_mb = 0.0, self._held_mb()
         self.before_mb = self.peak_mb
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._ask, self._weigh)]
 
@@ -160,13 +170,17 @@ class Watch:
     def _ask(self) -> None:
         while not self._done.is_set():
             started = time.monotonic()
-            self._server.answers(timeout_s=120.0)
+            with suppress(httpx.TransportError):
+                httpx.get(f"{self._url}/health", timeout=120)
             self.silence_s = max(self.silence_s, time.monotonic() - started)
             self._done.wait(0.05)
 
     def _weigh(self) -> None:
         while not self._done.wait(0.02):
-            self.peak_mb = max(self.peak_mb, self._server.rss_mb())
+            self.peak_mb = max(self.peak_mb, self._held_mb())
+
+    def _held_mb(self) -> int:
+        return int(self._process.memory_info().rss // MB)
 
 
 def open_files(pid: int) -> int:

@@ -93,7 +93,12 @@ def test_the_key_comes_from_environment_before_file_before_config(
     monkeypatch.setenv("MLX_PARALLM_API_KEY", "from-environment")
     assert config.resolve_api_key() == "from-environment"
     file.unlink()
+    monkeypatch.setenv("MLX_PARALLM_API_KEY", "  ")
+    with pytest.raises(ConfigError, match="MLX_PARALLM_API_KEY holds only white space"):
+        config.resolve_api_key()
     monkeypatch.delenv("MLX_PARALLM_API_KEY")
+    with pytest.raises(ConfigError, match=r"server\.api_key holds only white space"):
+        load_config(None, ["server.api_key='  '"]).resolve_api_key()
     with pytest.raises(ConfigError, match="api_key_file"):
         config.resolve_api_key()
 

@@ -1,5 +1,7 @@
 """Stop strings, held back text and incremental decoding; alone, then through the engine."""
 
+import random
+
 import pytest
 
 from mlx_parallm.engine.output_text import OutputText
@@ -48,6 +50,24 @@ def test_unchecked_tokens_do_not_stop_and_are_not_matched_later():
     assert text.add(ord("c")) is None
     assert text.add(ord("a")) is None
     assert text.add(ord("b")) == "ab"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_stop_strings_are_found_and_held_back_as_by_looking_everywhere(seed: int) -> None:
+    """The twin looks for each string in the whole text, and holds back the longest end that could begin one."""
+    draw = random.Random(seed)
+    stop = tuple({"".join(draw.choices("ab", k=draw.randint(1, 5))) for _ in range(4)})
+    text, shown, so_far = text_of(*stop), "", ""
+    for character in draw.choices("aabc", k=60):
+        so_far += character
+        matched = text.add(ord(character))
+        shown += text.take()
+        found = sorted((so_far.find(each), place, each) for place, each in enumerate(stop) if each in so_far)
+        if found:
+            assert matched == found[0][2] and shown == so_far[: found[0][0]]
+            return
+        held = max((n for each in stop for n in range(len(each)) if so_far.endswith(each[:n])), default=0)
+        assert matched is None and shown == so_far[: len(so_far) - held]
 
 
 def force(*tokens: int) -> dict[int, float]:

@@ -2,7 +2,10 @@
 
 import copy
 import json
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,6 +17,8 @@ from mlx_lm.tuner.utils import load_adapters
 
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError
+from mlx_parallm.models import lora
+from mlx_parallm.models.adapters import peft
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.linear import DoRALinear, LoRALinear
 from mlx_parallm.models.lora import (
@@ -144,6 +149,67 @@ def test_damaged_peft_adapters_are_refused(tmp_path: Path, shape: tuple[int, ...
     (tmp_path / "adapter_config.json").write_text(config)
     with pytest.raises(AdapterError, match=r"adapter_config\.json does not fit adapter_model\.safetensors"):
         load_adapter(tmp_path)
+
+
+SLOW = r"(\w|\.|[a-z])*[A-Z]"  # tries each letter in two ways: 2²⁰ of them
+
+
+def peft_adapter(directory: Path, *, rank: int = 2, fill: float = 0.0, **config: object) -> Path:
+    shapes = {"A": (rank, 4), "B": (4, rank)}
+    path = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{path}.lora_{name}.weight": mx.full(shape, fill) for name, shape in shapes.items()}
+    mx.save_safetensors(str(directory / "adapter_model.safetensors"), tensors)
+    (directory / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": 2, **config}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ({"alpha_pattern": {SLOW: 4}}, "regular expressions take more than"),
+        ({"alpha_pattern": {"(": 4}}, "alpha_pattern: missing"),
+        ({"fill": float("nan")}, "q_proj holds a number that is not finite"),
+        ({"fill": float("inf")}, "q_proj holds a number that is not finite"),
+        ({"lora_alpha": float("nan")}, "q_proj holds a number that is not finite"),
+        ({"rank": 5000}, "has rank 5000: the highest is 4096"),
+    ],
+    ids=str,
+)
+def test_an_adapter_from_anybody_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[str, Any], words: str
+) -> None:
+    """It hung the process, was a 500, or was loaded and made each request a 500."""
+    monkeypatch.setattr(peft, "PATTERN_SECONDS", 0.05)
+    with pytest.raises(AdapterError, match=words):
+        load_adapter(peft_adapter(tmp_path, **made))
+
+
+def test_all_patterns_share_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peft, "PATTERN_SECONDS", 0.05)
+    started = time.monotonic()
+    with pytest.raises(AdapterError, match=r"take more than 0\.05 s"):
+        load_adapter(peft_adapter(tmp_path, alpha_pattern={f"{SLOW}{n}": n for n in range(1000)}))
+    assert time.monotonic() - started < 30, "a thousand times the limit would be 50 s"
+
+
+def test_a_pipe_is_no_configuration(tmp_path: Path) -> None:
+    """A thread that opens it waits for ever."""
+    (peft_adapter(tmp_path) / "adapter_config.json").unlink()
+    os.mkfifo(tmp_path / "adapter_config.json")
+    with pytest.raises(AdapterError, match=r"needs adapter_config\.json"):
+        load_adapter(tmp_path)
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(path: str) -> dict[str, mx.array]:
+        tensors = loaded(path)
+        os.truncate(path, 300)
+        return tensors
+
+    loaded = mx.load
+    monkeypatch.setattr(lora.mx, "load", cut)
+    with pytest.raises(AdapterError, match="cannot be read"):
+        load_adapter(peft_adapter(tmp_path, rank=512))
 
 
 def test_a_rescaled_adapter_keeps_its_effect_in_the_trainer(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import mlx.nn as nn
 import openai
 import pytest
 
+from mlx_parallm.engine import adapter_loader
 from mlx_parallm.engine.adapter_loader import AdapterLoader
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.served_models import ServedModels
@@ -208,6 +209,26 @@ def test_names_of_the_server_are_not_given_away(served: Served, name: str) -> No
     path = served.save("named", 51)
     for answer in (served.load(name, path), served.post("/v1/unload_lora_adapter", lora_name=name)):
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "lora_name"
+
+
+@pytest.mark.parametrize("name", ["\\ud800", "x" * 257, "\\u001b[2J"])
+def test_a_name_can_be_shown(served: Served, name: str) -> None:
+    """Half a character in a name was a 500 of /v1/models for everybody."""
+    body = f'{{"lora_name": "{name}", "lora_path": "{served.save("named", 51)}"}}'
+    with served.server.http() as http:
+        answer = http.post("/v1/load_lora_adapter", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400 and "printable" in answer.json()["error"]["message"]
+        assert http.get("/v1/models").status_code == 200
+
+
+def test_the_number_of_adapters_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = served.save("counted", 52)
+    assert served.load("counted", path).status_code == 200
+    monkeypatch.setattr(adapter_loader, "MOST_ADAPTERS", 0)
+    refused = served.load("one_more", path)
+    assert refused.status_code == 400 and "unload one first" in refused.json()["error"]["message"]
+    assert served.load("counted", path, load_inplace=True).status_code == 200, "one that is there can be replaced"
+    assert served.post("/v1/unload_lora_adapter", lora_name="counted").status_code == 200
 
 
 def test_without_roots_the_routes_say_what_to_set(served: Served, server: RunningServer) -> None:
