@@ -302,7 +302,7 @@ def _same_answers(evidence: Evidence) -> Sign | None:
     if same is None or reward is None or same < SAME_ANSWERS or not evidence.has_enough_groups:
         return None
     room = max(_values(evidence.lines, "reward_max"), default=reward) - reward
-    if reward >= 1 - ENDS or (evidence.gained and room <= GAIN * (evidence.first("reward_std") or 0.0)):
+    if reward >= 1 - NO_ROOM or (evidence.gained and room <= GAIN * (evidence.first("reward_std") or 0.0)):
         return None
     began, entropy = evidence.first("groups_same_answer") or 0.0, evidence.first("rollout_entropy")
     numbers = {"groups_same_answer_first": began, "groups_same_answer": same}
