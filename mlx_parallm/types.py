@@ -374,6 +374,7 @@ class ChatTokenizer(Protocol):
 
     eos_token_ids: frozenset[int]
     special_ids: frozenset[int]
+    longest_token: int  # in characters, or bytes shown as such
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

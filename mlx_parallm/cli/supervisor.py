@@ -4,8 +4,9 @@
     a thread          passes SIGINT, SIGTERM and SIGHUP on to the child, each one
 
 Only death by a signal (SIGABRT of a GPU watchdog, SIGSEGV, the out-of-memory killer's SIGKILL) is answered by a new
-start from the newest checkpoint. An exit code is passed on: 0, 2 (an error in words), 1 (a bug). So is the end after a
-signal that was sent to the parent. stdout, stderr and the terminal are the child's.
+start from the newest checkpoint, and so is an exit code 0: a child that has done its work ends with `DONE`, so a reward
+function or environment has called `os._exit(0)`. Other exit codes are passed on: 2 (an error in words), 1 (a bug). So is
+the end after a signal that was sent to the parent. stdout, stderr and the terminal are the child's.
 """
 
 import json
@@ -32,7 +33,8 @@ REASONS = {
     signal.SIGSEGV: "a fault in native code",
     signal.SIGBUS: "a fault in native code, or a full disk under a memory map",
 }
-CHILD = "from mlx_parallm.cli import train; raise SystemExit(train())"
+DONE = 79
+CHILD = f"from mlx_parallm.cli import train; raise SystemExit(train() or {DONE})"
 
 log = get_logger("supervisor")
 
@@ -97,14 +99,16 @@ class Supervisor:
             if self._stopping.is_set():  # a signal that came while the child was being started
                 self._child.send_signal(self._asked)
             code = self._child.wait()
-            if code >= 0 or self._stopping.is_set():
-                return code if code >= 0 else 128 - code
+            if code == DONE:
+                return 0
+            if code > 0 or self._stopping.is_set():
+                return code if code > 0 else 128 - code if code else 1
             now = self._checkpoint()
             if now != before:
                 left, pause, before = self._restarts, self._pause_s, now
-            self._tell(signal.Signals(-code), now, left, pause)
+            self._tell(signal.Signals(-code) if code else None, now, left, pause)
             if left == 0:
-                return 128 - code
+                return 128 - code if code else 1
             left -= 1
             resume = self._resume(at_start, now)
             self._stopping.wait(pause)
@@ -133,11 +137,14 @@ class Supervisor:
             return ["--resume", "auto"]
         return [] if now == at_start else ["--resume", str(self._directory)]
 
-    def _tell(self, number: signal.Signals, checkpoint: str | None, left: int, pause: float) -> None:
+    def _tell(self, number: signal.Signals | None, checkpoint: str | None, left: int, pause: float) -> None:
         if sys.stderr.isatty():
             sys.stderr.write(SHOW_CURSOR)
-        reason = REASONS.get(number)
-        event = f"the daemon died of {number.name}" + (f" ({reason})" if reason else "")
+        reason = REASONS.get(number) if number else "does a reward function or environment call os._exit?"
+        event = (
+            f"the daemon died of {number.name}" if number else "the daemon ended with exit code 0 before it was done"
+        )
+        event += f" ({reason})" if reason else ""
         place = checkpoint or "the beginning: there is no checkpoint yet"
         say: Callable[..., None] = log.warning
         if left:

@@ -130,6 +130,8 @@ class EpisodePolicy:
     async def sample(
         self, turn: TurnRequest, sequences: list[SequenceRecorder], last: LastTurn | None
     ) -> Completion | None:
+        if sequences and self._too_long(turn.prompt) is not None:
+            return None
         sequence, added = self._follow(turn, sequences, last)
         token_ids = (*sequence.token_ids, *added)
         room = self.longest - len(token_ids)
@@ -144,11 +146,27 @@ class EpisodePolicy:
         return output.completions[0]
 
     def ids(self, prompt: Prompt, config: EnvironmentConfig, options: Mapping[str, Any]) -> list[int]:
-        """Return the tokens of a prompt on its own. Raises RequestError: the template refuses the messages."""
+        """Return the tokens of a prompt on its own.
+
+        Raises RolloutRejectedError: it is so long that it would take seconds, and has no room anyway. RequestError: the
+        template refuses the messages.
+        """
+        if (reason := self._too_long(prompt)) is not None:
+            raise RolloutRejectedError(reason)
         with self.tokenizer_lock:
             if isinstance(prompt, str):
                 return self.tokenizer.encode(prompt)
             return self.tokenizer.render_chat(prompt, template_kwargs=self._kwargs(config), **options)
+
+    def _too_long(self, prompt: Prompt) -> str | None:
+        """Return why a prompt cannot fit, as far as its size shows it, before the tokenizer spends seconds on it."""
+        if not isinstance(prompt, str) and len(prompt) > self.longest:
+            return f"the prompt has {len(prompt)} messages, and at most {self.longest} tokens are allowed"
+        texts = [prompt] if isinstance(prompt, str) else [str(message.get("content") or "") for message in prompt]
+        characters = sum(map(len, texts))
+        if characters <= self.longest * self.tokenizer.longest_token:
+            return None
+        return f"the prompt has {characters} characters, and at most {self.longest} tokens are allowed"
 
     def _request(self, turn: TurnRequest, token_ids: Sequence[int], room: int, n: int = 1) -> Request:
         overrides = dict(turn.overrides)

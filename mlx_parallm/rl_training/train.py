@@ -62,10 +62,12 @@ from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.files import reserve_bytes
 from mlx_parallm.system.log import FILE_ONLY, RunLog, get_logger
+from mlx_parallm.system.signals import EndLimit
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.weights import PublishReport, SharedWeights
 
+END_S = 60.0  # after the last checkpoint, beside the drain: trackers, pictures, joins
 log = get_logger("train")
 
 
@@ -141,6 +143,8 @@ class TrainingRun:
         self._evaluated = evaluation_sources(config, self.environments, self._progress)
         self._algorithm = make_algorithm(training)  # the user's code is checked before a model is loaded
         self._closing = ExitStack()
+        self._end = EndLimit()
+        self._closing.callback(self._end.cancel)
         self.serving = serve(config)
         self._closing.callback(self.serving.close)
         self._began = False
@@ -344,9 +348,18 @@ class TrainingRun:
             outcome = self._loop.run()
         finally:
             self._rollbacks.close()
+        if outcome == "stopped":
+            self._end_soon()
         evaluations.finish()
         events.emit(RunFinished(outcome))
+        self._end_soon()
         self._ranks.check()
+
+    def _end_soon(self) -> None:
+        """The last checkpoint is written: what is left may not take long."""
+        event, why = "ended at once", "the end took too long: does a reward function or environment not return?"
+        seconds = END_S + self.config.server.drain_timeout_s
+        self._end.start(seconds, 0, lambda: log.warning(event, reason=why, seconds=seconds))
 
     def _display(self, started: StartedRun, tokenizer: Tokenizer) -> None:
         def health() -> list[str | None]:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
+LAST_WORDS_S = 2.0
 SHUTDOWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -49,3 +50,32 @@ class ShutdownWatcher:
             again = signal.sigwait(self._signals)
             if time.monotonic() - first_at >= self._same_request_s:
                 os._exit(128 + again)
+
+
+class EndLimit:
+    """Ends the process with an exit code if what is left to do takes too long. Any thread.
+
+    Foreign code that spins (`while True: pass`) cannot be stopped, and leaves other threads so little time that an
+    orderly end takes minutes.
+    """
+
+    def __init__(self) -> None:
+        self._cancelled = threading.Event()
+        self._started = False
+
+    def start(self, seconds: float, code: int, on_end: Callable[[], None] = lambda: None) -> None:
+        """Call `on_end` and end the process after so many seconds, unless `cancel` is called before."""
+        if self._started:
+            return
+        self._started = True
+
+        def wait() -> None:
+            if not self._cancelled.wait(seconds):
+                threading.Thread(target=on_end, daemon=True).start()
+                self._cancelled.wait(LAST_WORDS_S)  # no longer, whatever it does
+                os._exit(code)
+
+        threading.Thread(target=wait, name="end-limit", daemon=True).start()
+
+    def cancel(self) -> None:
+        self._cancelled.set()

@@ -38,6 +38,8 @@ for word in deed.split():
                 print(signal.Signals(number).name, file=file)
     elif word.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, word))
+    elif word == "done":
+        sys.exit(79)
     else:
         sys.exit(int(word))
 """
@@ -68,7 +70,7 @@ def starts(here: Path) -> list[str]:
 
 
 def test_an_abort_is_answered_by_a_start_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    parent = start(tmp_path, "SIGABRT", "saves SIGSEGV", "0", restarts=2)
+    parent = start(tmp_path, "SIGABRT", "saves SIGSEGV", "done", restarts=2)
     _, said = parent.communicate(timeout=30)
     assert parent.returncode == 0, said
     assert starts(tmp_path) == ["", "--resume auto", "--resume auto"]
@@ -79,7 +81,7 @@ def test_an_abort_is_answered_by_a_start_from_the_newest_checkpoint(tmp_path: Pa
 
 
 def test_a_crash_loop_ends_and_an_exit_code_is_passed_on(tmp_path: Path) -> None:
-    deeds: list[tuple[str, ...]] = [("0",), ("1",), ("2",), ("saves SIGKILL", "SIGKILL", "SIGKILL", "0")]
+    deeds: list[tuple[str, ...]] = [("done",), ("1",), ("2",), ("saves SIGKILL", "SIGKILL", "SIGKILL", "done")]
     parents = []
     for number, what in enumerate(deeds):
         (tmp_path / str(number)).mkdir()
@@ -90,10 +92,23 @@ def test_a_crash_loop_ends_and_an_exit_code_is_passed_on(tmp_path: Path) -> None
     assert "not started again: 2 restarts brought no new checkpoint" in said[3]
 
 
+def test_an_exit_that_the_daemon_did_not_make_is_no_success(tmp_path: Path) -> None:
+    """os._exit(0) in a reward function looked like a finished run."""
+    assert supervisor.DONE == 79 and supervisor.CHILD.endswith("train() or 79)")
+    (tmp_path / "ends").mkdir()
+    parent = start(tmp_path, "saves 0", "done", restarts=1)
+    gives_up = start(tmp_path / "ends", "0", "0", restarts=1)
+    _, said = parent.communicate(timeout=30)
+    assert parent.returncode == 0 and starts(tmp_path) == ["", "--resume auto"]
+    assert "ended with exit code 0 before it was done (does a reward" in said
+    gives_up.communicate(timeout=30)
+    assert gives_up.returncode == 1 and len(starts(tmp_path / "ends")) == 2
+
+
 def test_the_older_step_that_was_asked_for_is_tried_again(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "latest").symlink_to("step_000009")
-    parent = start(tmp_path, "SIGABRT", "saves SIGABRT", "0", restarts=1, resume="run/step_000001")
+    parent = start(tmp_path, "SIGABRT", "saves SIGABRT", "done", restarts=1, resume="run/step_000001")
     parent.communicate(timeout=30)
     assert parent.returncode == 0
     first = "--resume run/step_000001"
@@ -101,7 +116,7 @@ def test_the_older_step_that_was_asked_for_is_tried_again(tmp_path: Path) -> Non
 
 
 def test_signals_are_passed_on_each_one_and_end_it(tmp_path: Path) -> None:
-    parent = start(tmp_path, "waits SIGKILL", "0", restarts=5)
+    parent = start(tmp_path, "waits SIGKILL", "done", restarts=5)
     for number, count in ((signal.SIGTERM, 0), (signal.SIGINT, 1)):
         wait_for(tmp_path / "got" if count else tmp_path / "ready")
         parent.send_signal(number)

@@ -6,9 +6,10 @@ import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import Environment, EnvironmentSource, Task
-from mlx_parallm.environments.episode import EpisodePolicy
+from mlx_parallm.environments.episode import EpisodePolicy, TurnRequest
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
-from mlx_parallm.errors import EngineUnavailableError
+from mlx_parallm.environments.trajectory import SequenceRecorder
+from mlx_parallm.errors import EngineUnavailableError, RolloutRejectedError
 from mlx_parallm.rewards.base import exact_match
 from mlx_parallm.rollout_store.checks import check_group
 from tests.environments.scripted_client import ScriptedClient, finished
@@ -91,6 +92,46 @@ async def test_the_answer_never_makes_the_sequence_longer_than_allowed(tokenizer
     client.max_model_len = prompt + 2
     await runner(tokenizer, client).run([plan(built)])
     assert client.requests[1].params.max_tokens == 2
+
+
+class Counting:
+    """A tokenizer that says how many characters it was asked to look at."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.characters = tokenizer, 0
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text, **options):
+        self.characters += len(text)
+        return self._tokenizer.encode(text, **options)
+
+    def render_chat(self, messages, **options):
+        self.characters += sum(len(message["content"]) for message in messages)
+        return self._tokenizer.render_chat(messages, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "failure"),
+    [
+        ("a " * 10**6, "the prompt has 2000000 characters, and at most 128 tokens are allowed"),
+        ([{"role": "user", "content": "a " * 10**6}], "has 2000000 characters"),
+        ([{"role": "user", "content": ""}] * 3000, "has 3000 messages"),
+    ],
+)
+async def test_a_prompt_that_cannot_fit_is_not_tokenised(tokenizer, prompt, failure):
+    """20 million tokens were made, and 6.5 GB taken, to find that out."""
+    counting = Counting(tokenizer)
+    policy = EpisodePolicy(ScriptedClient(tokenizer, lambda *_: "3"), counting, 1.0, max_token_length=128)
+    turn = TurnRequest("a", prompt, source().config, 0, {}, {})
+    for ask in (lambda: policy.open_group(turn, 2), lambda: policy.ids(prompt, turn.config, {})):
+        with pytest.raises(RolloutRejectedError, match=failure):
+            ask()
+    with pytest.raises(RolloutRejectedError, match=failure):
+        await policy.sample(turn, [], None)
+    assert await policy.sample(turn, [SequenceRecorder((1,))], None) is None, "in a later turn there is no room left"
+    assert counting.characters == 0
 
 
 async def test_several_turns_are_token_exact(tokenizer):

@@ -117,3 +117,35 @@ def test_what_the_command_line_loads_before_it_blocks_signals_starts_no_threads(
         "assert not {'numpy', 'mlx.core'} & set(sys.modules), 'loaded before block_shutdown_signals'"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+SPINNING = """
+import sys, threading
+from mlx_parallm.system.signals import EndLimit
+limit = EndLimit()
+def spin():
+    while True: pass
+for _ in range(4):
+    threading.Thread(target=spin, daemon=True).start()
+limit.start(0.2, 7, lambda: print("last words", flush=True))
+limit.start(0.0, 8)
+{then}
+spin()
+"""
+
+
+@pytest.mark.parametrize("then", ["", "limit.start(0.0, 9)"])
+def test_an_end_that_takes_too_long_is_made_one(then: str) -> None:
+    """Threads that spin leave the others so little time that an end in order took minutes."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SPINNING.format(then=then)], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (7, "last words\n"), ended.stderr
+
+
+def test_an_end_in_time_is_left_alone() -> None:
+    ends = SPINNING.format(
+        then="limit.cancel()\nthreading.Event().wait(0.5)\nsys.stdout.flush()\nimport os\nos._exit(3)"
+    )
+    ended = subprocess.run([sys.executable, "-c", ends], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (3, "")
