@@ -25,7 +25,7 @@ LINES: dict[str, int] = {
     "config": 1490,
     "distributed": 440,
     "engine": 3690,
-    "environments": 4340,
+    "environments": 4360,
     "execution": 1700,
     "experts": 1310,
     "inference": 950,
@@ -35,10 +35,10 @@ LINES: dict[str, int] = {
     "models": 3270,
     "primitives": 160,
     "rewards": 1950,
-    "rl_training": 9990,
+    "rl_training": 10000,
     "rollout_store": 1270,
     "server": 3910,
-    "system": 960,
+    "system": 990,
     "tools": 2390,
 }
 

@@ -4,9 +4,9 @@
     a thread          passes SIGINT, SIGTERM and SIGHUP on to the child, each one
 
 Only death by a signal (SIGABRT of a GPU watchdog, SIGSEGV, the out-of-memory killer's SIGKILL) is answered by a new
-start from the newest checkpoint, and so is an exit code 0: a child that has done its work ends with `DONE`, so a reward
-function or environment has called `os._exit(0)`. Other exit codes are passed on: 2 (an error in words), 1 (a bug). So is
-the end after a signal that was sent to the parent. stdout, stderr and the terminal are the child's.
+start from the newest checkpoint. So is an exit code 0: a child that has done its work ends with `DONE`, so a reward
+function or environment has called `os._exit(0)`. Other exit codes are passed on: 2 (an error in words), 1 (a bug). So
+is the end after a signal that was sent to the parent. stdout, stderr and the terminal are the child's.
 """
 
 import json
@@ -141,9 +141,7 @@ class Supervisor:
         if sys.stderr.isatty():
             sys.stderr.write(SHOW_CURSOR)
         reason = REASONS.get(number) if number else "does a reward function or environment call os._exit?"
-        event = (
-            f"the daemon died of {number.name}" if number else "the daemon ended with exit code 0 before it was done"
-        )
+        event = f"the daemon died of {number.name}" if number else "the daemon ended with exit code 0, but is not done"
         event += f" ({reason})" if reason else ""
         place = checkpoint or "the beginning: there is no checkpoint yet"
         say: Callable[..., None] = log.warning

@@ -100,7 +100,7 @@ def test_an_exit_that_the_daemon_did_not_make_is_no_success(tmp_path: Path) -> N
     gives_up = start(tmp_path / "ends", "0", "0", restarts=1)
     _, said = parent.communicate(timeout=30)
     assert parent.returncode == 0 and starts(tmp_path) == ["", "--resume auto"]
-    assert "ended with exit code 0 before it was done (does a reward" in said
+    assert "ended with exit code 0, but is not done (does a reward" in said
     gives_up.communicate(timeout=30)
     assert gives_up.returncode == 1 and len(starts(tmp_path / "ends")) == 2
 
