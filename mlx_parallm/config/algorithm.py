@@ -34,7 +34,7 @@ AlgorithmName = Literal[
     "sft",
 ]
 
-KLEstimator = Literal["k1", "abs", "k2", "k3"]
+KLEstimator = Literal["k1", "abs", "k2", "k3", "k3_ratio"]
 
 CLIP_RATIO = 0.2
 CLIP: dict[str, float | None] = {"clip_ratio": CLIP_RATIO, "clip_ratio_high": None}
@@ -113,7 +113,8 @@ class AlgorithmSection(Section):
     kl_beta: float = Field(0.0, ge=0)
     """Weight of the KL to the reference (adapter off) in the loss; 0 = not computed."""
     kl_estimator: KLEstimator = "k3"
-    """Schulman's estimators of KL(policy || reference), and the absolute difference."""
+    """Schulman's estimators of KL(policy || reference), the absolute difference, and "k3_ratio", k3 times the ratio of
+    the policy loss: DeepSeek-V3.2's unbiased estimator, TRL's default (docs/algorithms.md)."""
     entropy_weight: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     overlong_buffer: int = Field(0, ge=0)

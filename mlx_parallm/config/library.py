@@ -81,7 +81,7 @@ class BackpropConfig(Options):
     kl_coef: float = Field(DIFFERENT["kl_coef"], ge=0)
     """Weight of the KL to the reference in the loss; 0 = not computed."""
     kl_estimator: KLEstimator = DAEMON.kl_estimator
-    """Schulman's estimators of KL(policy || reference), and the absolute difference."""
+    """Schulman's estimators of KL(policy || reference), the absolute difference, and "k3_ratio", k3 times the ratio."""
     normalize_advantages: bool = True
     """PPO, REINFORCE: whitened over the batch. GRPO: (r - mean) / std of the group, else r - mean."""
     ppo_epochs: int = Field(DIFFERENT["ppo_epochs"], ge=1)

@@ -23,7 +23,7 @@ from mlx_parallm.config.data import DATA_ALGORITHMS, OPTIONS, ROLLOUT_KEYS, Data
 from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig, Section
 from mlx_parallm.config.evaluation import EvaluationConfig, check_evaluation, moved_keys
 from mlx_parallm.config.server import ModelConfig, ServerConfig
-from mlx_parallm.config.training import LoggingConfig, RLTrainingConfig, RolloutsConfig
+from mlx_parallm.config.training import LoggingConfig, RLTrainingConfig, RolloutsConfig, as_it_began
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import absolute, is_reference
 from mlx_parallm.system.hardware import GIB, Hardware
@@ -143,6 +143,8 @@ def load_config(
     if saved:
         for entry in _environments(data):
             entry.pop("min_share", None)  # 0.1 had it
+        if isinstance(data.get("rl_training"), dict):
+            data["rl_training"] = as_it_began(data["rl_training"])
     for override in overrides or []:
         _apply_override(data, override)
     moved_keys(data)

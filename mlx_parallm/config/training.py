@@ -4,8 +4,9 @@ Keys of the loss and the advantage are in `algorithm.py`, those of rows of a fil
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -22,7 +23,8 @@ class LoraConfig(Section):
     alpha: float = Field(32.0, gt=0)
     """The update is scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Accepted, and off in RL: every pass yields a compared log-probability. A value > 0 warns once."""
+    """Share of each adapted layer's inputs that the adapter does not see in an update, in training on rows of a file;
+    off in RL, where every pass yields a log-probability that is compared: there a value > 0 warns once."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Module names (last path component, or a dotted suffix) that get an adapter."""
     quantize_base: bool = False
@@ -150,10 +152,14 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     """Steps of linear warm-up from 0."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay, decoupled; Muon adds it to the gradient, as in MLX."""
+    decay_norms_and_biases: bool = False
+    """All weights: decay norm gains and biases too, which Hugging Face and TRL leave out; the embedding always is."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW's beta1."""
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     """AdamW's beta2."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon, added to the root of the second moment."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm; 0 = off."""
     batch_size: int = Field(32, ge=1)
@@ -184,8 +190,14 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     """Bit-equal repeats; needs max_staleness = 0; slower on CPU."""
     buffer_sampling: Literal["fifo", "uniform", "priority"] = "fifo"
     """Which waiting groups a step takes: oldest first, at random, or by |advantage|."""
+    dynamic_sampling: bool = True
+    """Drop groups whose rewards are all equal and sample others in their place (DAPO); false keeps them, as TRL does:
+    they teach nothing, and count in the means of the loss."""
+    max_oversampling: float = Field(4.0, ge=0)
+    """Sequences sampled for a step, in units of rollout_batch_size, after which it trains on what there is; at
+    least 1, 0 = no bound. Counts environments in this process."""
     max_empty_rounds: int = Field(8, ge=1)
-    """Refills without one trainable group after which a step is skipped with a message."""
+    """Refills in a row without one trainable group after which a step is skipped with a message."""
     total_steps: int = Field(100, ge=1)
     """Absolute number of steps, also after a resume."""
     checkpoint_interval: int = Field(50, ge=1)
@@ -211,6 +223,8 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> "RLTrainingConfig":
+        if 0 < self.max_oversampling < 1:
+            raise ValueError(f"max_oversampling ({self.max_oversampling:g}) has to be at least 1, or 0 for no bound")
         if self.deterministic and self.max_staleness != 0:
             raise ValueError("deterministic = true needs max_staleness = 0")
         self._check_read()
@@ -227,14 +241,33 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     def _check_read(self) -> None:
         """Raises ValueError: a key is set that the chosen optimizer, reference or KL does not read."""
         readers = {
-            'optimizer = "adamw" or "muon"': (self.optimizer in ("adamw", "muon"), ("adam_beta1", "adam_beta2")),
+            'optimizer = "adamw" or "muon"': (
+                self.optimizer in ("adamw", "muon"),
+                ("adam_beta1", "adam_beta2", "adam_eps"),
+            ),
             'reference = "ema"': (self.reference == "ema", ("reference_decay", "reference_update_every")),
             "kl_target": (self.kl_target is not None, ("kl_horizon",)),
+            "dynamic_sampling = true": (self.dynamic_sampling, ("max_oversampling",)),
         }
         changed = self.changed()
         for reader, (chosen, keys) in readers.items():
             if unread := [key for key in keys if key in changed and not chosen]:
                 raise ValueError(f"{unread[0]} is set, but only read with {reader}")
+
+
+def as_it_began(training: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved [rl_training] of a run with the keys that its version did not have yet.
+
+    Their values are those under which a resume goes on as the run began: no bound on oversampling, norms and biases
+    decayed, dropout off in training on rows.
+    """
+    if "decay_norms_and_biases" in training:
+        return dict(training)
+    values = dict(training) | {"decay_norms_and_biases": True}
+    if training.get("algorithm") not in DATA_ALGORITHMS:
+        return values | {"max_oversampling": 0.0}
+    lora = training.get("lora")
+    return values | {"lora": {**lora, "dropout": 0.0}} if isinstance(lora, Mapping) else values
 
 
 class RolloutsConfig(Section):

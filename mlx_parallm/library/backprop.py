@@ -29,10 +29,10 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.library.losses import Loss, Played, all_segments, sampled_tokens, segments_of, spread
 from mlx_parallm.losses.advantages import group_advantages, whiten
-from mlx_parallm.losses.kl import KL_ESTIMATORS
+from mlx_parallm.losses.kl import token_kl
 from mlx_parallm.losses.policy_gradient import policy_loss
 from mlx_parallm.losses.ppo import gae, value_loss
-from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
+from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model
 from mlx_parallm.models.threads import release_streams
 from mlx_parallm.rl_training.factory import build_policy
@@ -278,12 +278,9 @@ class BackpropModule:
 
     def compute_kl(self, trajectories: Sequence[Played]) -> Loss:
         """Return KL(policy || reference) in nats a token, by config.kl_estimator."""
-        estimator = KL_ESTIMATORS[self.config.kl_estimator]
 
         def kl(inputs: LossInputs) -> LossOutputs:
-            assert inputs.ref_logprobs is not None
-            values = estimator(masked(inputs.logprobs, inputs.mask), masked(inputs.ref_logprobs, inputs.mask))
-            mean = aggregate(values, inputs)
+            mean = aggregate(token_kl(inputs, self.config.kl_estimator), inputs)
             return LossOutputs(mean, {"kl": mean})
 
         return Loss(self, all_segments(trajectories), ((1.0, kl),), needs=frozenset(["reference"]))

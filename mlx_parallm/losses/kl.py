@@ -1,22 +1,27 @@
-"""Per-token estimators of KL(policy || reference) from the policy's own samples (Schulman, joschu.net/blog/kl-approx).
+"""Per-token estimators of KL(policy || reference) from sampled tokens (Schulman, joschu.net/blog/kl-approx.html).
 
 With d = ref_logprobs - logprobs:  k1 = -d  ·  abs = |d|  ·  k2 = d²/2  ·  k3 = exp(d) - 1 - d.
-k1 and k3 are unbiased *values*; as losses only k2's gradient is that of the true KL (joschu.net/blog/kl-approx.html).
+k1 and k3 are unbiased *values* of tokens that the policy itself sampled; as losses on such tokens only k2 and k3_ratio
+have the gradient of the true KL. k3_ratio is both, and on tokens of an older policy too: docs/algorithms.md.
 
 The loss takes them in `policy_gradient.policy_loss`; the KL in the reward (`kl_in = "reward"`) is
 `rl_training/step/prepare.py`'s.
 
 Worked: logprobs -1.0, ref_logprobs -1.2 → d = -0.2: k1 = 0.2, abs = 0.2, k2 = 0.02, k3 = e^-0.2 - 1 + 0.2 = 0.018731.
+Sampled at -1.5, the ratio is e^0.5 = 1.648721: k3_ratio = 0.030882, its slope by logprobs 1.648721 · 0.2 = 0.329744.
 """
 
 from collections.abc import Callable
 
 import mlx.core as mx
 
+from mlx_parallm.losses.types import LossInputs, masked
+
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8 still is a float32; as in verl
 K3_LIMIT = 10.0  # verl's cap: one absurd token must not be the whole gradient
 
-KLEstimator = Callable[[mx.array, mx.array], mx.array]
+KLEstimator = Callable[[mx.array, mx.array, LossInputs], mx.array]
+"""logprobs [B, T], ref_logprobs [B, T], the inputs that they are from → [B, T]."""
 
 
 def k1(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
@@ -43,4 +48,34 @@ def k3(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
     return mx.minimum(mx.expm1(d) - d, K3_LIMIT)
 
 
-KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
+def k3_ratio(logprobs: mx.array, ref_logprobs: mx.array, old_logprobs: mx.array) -> mx.array:
+    """ratio · k3 with ratio = exp(logprobs - old_logprobs) of each token. [...] → [...].
+
+    DeepSeek-V3.2 (arXiv:2512.02556), TRL's use_bias_correction_kl. Its slope by logprobs is ratio · k3 - ratio ·
+    (exp(d) - 1) = ratio · (logprobs - ref_logprobs), which is written out: the two exponentials would cancel, and the
+    cap of k3 turn the slope's sign.
+    """
+    log_ratio = mx.clip(logprobs - old_logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = mx.stop_gradient(mx.exp(log_ratio))
+    value = mx.stop_gradient(ratio * k3(logprobs, ref_logprobs))
+    slope = ratio * mx.stop_gradient(mx.clip(logprobs - ref_logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return value + slope * (logprobs - mx.stop_gradient(logprobs))
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {
+    "k1": lambda new, ref, _: k1(new, ref),
+    "abs": lambda new, ref, _: absolute(new, ref),
+    "k2": lambda new, ref, _: k2(new, ref),
+    "k3": lambda new, ref, _: k3(new, ref),
+    "k3_ratio": lambda new, ref, inputs: k3_ratio(new, ref, inputs.ratio_logprobs),
+}
+
+
+def token_kl(inputs: LossInputs, estimator: str) -> mx.array:
+    """The estimates of KL(policy || reference) at each token, [B, T]; finite where the mask is false.
+
+    Raises ValueError: the log-probabilities that "k3_ratio" divides by are not there.
+    """
+    assert inputs.ref_logprobs is not None
+    logprobs, ref_logprobs = masked(inputs.logprobs, inputs.mask), masked(inputs.ref_logprobs, inputs.mask)
+    return KL_ESTIMATORS[estimator](logprobs, ref_logprobs, inputs)

@@ -15,13 +15,13 @@ from typing import Literal
 
 import mlx.core as mx
 
-from mlx_parallm.losses.kl import KL_ESTIMATORS, LOG_RATIO_LIMIT
+from mlx_parallm.losses.kl import LOG_RATIO_LIMIT, token_kl
 from mlx_parallm.losses.types import Aggregation, LossInputs, LossOutputs, aggregate, masked
 
 SEQUENCE_LOG_RATIO_LIMIT = 10.0  # as in verl
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
-KLEstimatorName = Literal["k1", "abs", "k2", "k3"]
+KLEstimatorName = Literal["k1", "abs", "k2", "k3", "k3_ratio"]
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,7 @@ class Terms:
 
     @cached_property
     def old_logprobs(self) -> mx.array:
-        """Raises ValueError where there are none: against itself a policy has the ratio 1, and no clip ever acts."""
-        old = self.inputs.rollout_logprobs if self.inputs.old_logprobs is None else self.inputs.old_logprobs
-        if old is None:
-            raise ValueError("a ratio needs rollout_logprobs or old_logprobs: the policy against itself is always 1")
-        return masked(old, self.inputs.mask)
+        return self.inputs.ratio_logprobs
 
     @cached_property
     def ratio(self) -> mx.array:
@@ -231,7 +227,7 @@ def policy_loss(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     if token.penalty is not None:
         values = values + token.penalty
     if inputs.ref_logprobs is not None:
-        kl = KL_ESTIMATORS[options.kl_estimator](terms.logprobs, masked(inputs.ref_logprobs, inputs.mask))
+        kl = token_kl(inputs, options.kl_estimator)
         metrics["kl"] = aggregate(kl, inputs)
         if inputs.kl_beta:
             values = values + inputs.kl_beta * kl

@@ -39,6 +39,17 @@ class LossInputs:
     kl_beta: float = 0.0  # today's weight of the KL to the reference in the loss
     constants: Mapping[str, float] = field(default_factory=dict)  # of the batch, as far as its source knows some
 
+    @property
+    def ratio_logprobs(self) -> mx.array:
+        """[B, T], what the ratio is against: `old_logprobs`, else `rollout_logprobs`; 0 where `mask` is false.
+
+        Raises ValueError where there are none: against itself a policy has the ratio 1, and no clip ever acts.
+        """
+        old = self.rollout_logprobs if self.old_logprobs is None else self.old_logprobs
+        if old is None:
+            raise ValueError("a ratio needs rollout_logprobs or old_logprobs: the policy against itself is always 1")
+        return masked(old, self.mask)
+
 
 @dataclass(frozen=True)
 class LossOutputs:

@@ -24,7 +24,7 @@ from mlx.utils import tree_unflatten
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError
 from mlx_parallm.models.adapters.adapter import ADAPTER_CONFIG, PEFT_FILE, LoraPair
-from mlx_parallm.models.adapters.linear import DoRALinear, LoRALinear
+from mlx_parallm.models.adapters.linear import AdapterDropout, DoRALinear, LoRALinear
 from mlx_parallm.models.adapters.peft import is_peft, read_peft
 from mlx_parallm.models.adapters.served import LoraContext, ServedLinear
 from mlx_parallm.models.layer_stack import LayerStack
@@ -66,8 +66,11 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
     return in_features, out_features
 
 
-def inject_lora(model: nn.Module, config: LoraConfig) -> list[str]:
+def inject_lora(model: nn.Module, config: LoraConfig, dropout: AdapterDropout | None = None) -> list[str]:
     """Freezes the model and puts a LoRALinear or DoRALinear around the targets. Uses this thread's MLX random state.
+
+    Args:
+        dropout: what switches the layers' dropout on; default: none has any.
 
     Returns the paths of the adapted layers. Raises AdapterError when a target or a range of blocks matches nothing.
     """
@@ -76,7 +79,9 @@ def inject_lora(model: nn.Module, config: LoraConfig) -> list[str]:
     layers = linear_layers(model)
 
     kind = DoRALinear if config.use_dora else LoRALinear
-    adapted = [(path, kind(layers[path], linear_shape(layers[path]), config.rank, config.scale)) for path in paths]
+    adapted = [
+        (path, kind(layers[path], linear_shape(layers[path]), config.rank, config.scale, dropout)) for path in paths
+    ]
     model.update_modules(tree_unflatten(adapted))
     return paths
 

@@ -156,7 +156,7 @@ class TrainingLoop:
         """Return the step's batch; None when a stop was requested before it was complete."""
         if work is not None:
             batch = self._parts.buffer.resume(step, work.group_ids)
-            return replace(batch, statistics=BatchStatistics(**work.statistics))
+            return replace(batch, statistics=BatchStatistics(**work.statistics), gave_up=work.gave_up)
         started, requested = time.perf_counter(), False
         self._control.before_step()
         while not self._control.should_stop():
@@ -329,4 +329,5 @@ def _interrupted(batch: TrainBatch, result: StepResult, time_rollout_s: float) -
         statistics=batch.statistics.to_json(),
         time_rollout_s=time_rollout_s,
         time_train_s=result.seconds,
+        gave_up=batch.gave_up,
     )

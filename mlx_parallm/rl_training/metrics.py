@@ -20,12 +20,12 @@ METRICS_FILE = "metrics.jsonl"
 KEYS = (
     *("step", "policy_version", "reward_mean", "reward_std", "loss", "kl", "entropy", "clip_fraction", "ratio_mean"),
     *("grad_norm", "update_norm", "weight_norm", "weights_moved", "learning_rate"),
-    *("staleness", "staleness_max", "logprob_diff_max", "logprob_diff_mean", "mismatch_kl", "sampler_weights_cut"),
-    *("kl_coefficient", "tokens"),
+    *("staleness", "staleness_max", "logprob_diff_max", "logprob_diff_mean", "mismatch_kl", "mismatch_fresh"),
+    *("sampler_weights_cut", "kl_coefficient", "tokens"),
     *("groups", "sequences", "groups_without_variance", "groups_all_wrong", "groups_all_right"),
     *("reward_max", "groups_same_answer"),
     *("truncated_fraction", "out_of_room_fraction", "eos_fraction", "completion_tokens_mean", "rollout_entropy"),
-    *("dropped_misfit", "groups_without_logprobs", "extra_segments"),
+    *("dropped_misfit", "dropped_without_variance", "groups_without_logprobs", "extra_segments"),
     *("dropped_stale", "skipped_steps", "optimizer_updates", "stopped_at_kl", "publish_timeouts", "gave_up"),
     *("publishes_refused", "publish_kl", "rolled_back_to"),
     *("time_rollout_s", "time_train_s", "time_publish_s", "publish_ms", "serve_tok_s", "memory_gb"),
@@ -38,10 +38,13 @@ KEYS = (
 which every answer is the same, token for token. `rewards/NAME/mean`, `/std`: of a part of the reward.
 `extra_segments`: sequences beyond one an episode, because the chat template rewrote history.
 `dropped_misfit`: groups of another tokenizer or model.
+`dropped_without_variance`: groups in whose place others were sampled.
 `environments`: `batch.EnvironmentNumbers` of each.
 `kl`: mean estimate of KL(policy || reference), null unless kl_beta > 0. `kl_coefficient`: its weight in this step.
 `logprob_diff_*`: |trainer - engine| log-probability of tokens sampled by the weights that the step starts from, before
-its first update; null without such tokens. `mismatch_kl`: k3 estimate of KL(engine || trainer) over the same tokens.
+its first update; of all tokens that came with log-probabilities where none is of those weights (then the difference
+has what was learned since in it, and `mismatch_fresh` is false); null without log-probabilities. `mismatch_kl`: k3
+estimate of KL(engine || trainer) over the same tokens.
 `sampler_weights_cut`: share of the tokens whose sampler-correction weight was cut or dropped, null without correction.
 `skipped_steps`: mini-batches that were not finite. `stopped_at_kl`: the KL that ended the step's updates (PPO's
 target_kl). `update_norm`, `weight_norm`, `weights_moved`: `optimizer.Movement`, means over the step's updates.

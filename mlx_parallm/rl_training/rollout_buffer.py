@@ -3,9 +3,11 @@
     request(step)    allows the in-process source to start what the step still lacks (nothing, when groups come by HTTP)
     collect(step)    takes whole groups until `rollout_batch_size` sequences are together; None = not yet
 
-On the way it drops, in the store and with the reason, groups that are too old, groups whose rewards are all equal, and
-groups that an older version stored with numbers that overflow; and it asks for as many again. What it takes is marked
-`taken(step)`; a checkpoint older than that brings it back.
+On the way it drops, in the store and with the reason, groups that are too old, groups that an older version stored with
+numbers that overflow, and groups whose rewards are all equal. In their place it asks for others (`dynamic_sampling`):
+as many as should fill the step at the share of useful groups that it has seen in it, at most as many as came so far,
+and never more than `max_oversampling` allows. Where the bound ends it, the step trains on what there is and says why.
+What it takes is marked `taken(step)`; a checkpoint older than that brings it back.
 
 Order: "fifo" oldest first · "uniform" at random by (seed, step) · "priority" largest mean |advantage| first. In
 deterministic mode it waits until everything asked for has arrived, and goes by the groups' own index.
@@ -34,15 +36,13 @@ from mlx_parallm.types import Rollout, RolloutGroup
 
 log = get_logger("train")
 
-NOTHING_TO_LEARN = (
-    "{rounds} refills in a row brought no group with different rewards: the problems are all too easy or all too hard"
-    " for this policy, or the reward does not tell answers apart (docs/troubleshooting.md#no-variance)"
-)
 UNTRAINABLE = "refill after refill brought no group of it that can be trained on"
 NO_VARIANCE = "no variance: all rewards of the group are equal, or none of its answers is trained on"
 TOO_OLD = "too old: sampled more than max_staleness steps ago"
 
 Advantages = tuple[tuple[float, ...], ...]
+Chosen = tuple[RolloutGroup, Advantages | None, int]
+"""A group of the batch, its advantages (None: all its rewards are equal), and its age in steps."""
 
 
 class GroupStore(Protocol):
@@ -112,6 +112,7 @@ class RolloutBuffer:
         self._minimums: Mapping[str, Minimum] = {}
         self._sampling, self._max_staleness = config.buffer_sampling, config.max_staleness
         self._max_empty_rounds, self._deterministic = config.max_empty_rounds, config.deterministic
+        self._dynamic, self._max_oversampling = config.dynamic_sampling, config.max_oversampling or math.inf
         self._seed, self._misfit, self._shaping = config.seed, misfit, shaping
         self._held: dict[str, RolloutGroup] = {}  # waiting in the store, read already; in the store's order
         self._outstanding = 0  # in-process groups asked for and not seen yet
@@ -122,7 +123,8 @@ class RolloutBuffer:
         self._poll()
 
     def _begin(self) -> None:
-        self._chosen: list[tuple[RolloutGroup, Advantages, int]] = []
+        self._chosen: list[Chosen] = []
+        self._dropped = 0  # sequences of in-process groups without variance
         self._statistics = StatisticsCollector()
         self._empty_rounds = 0
         self._lifted: list[str] = []  # environments whose minimum this step does without
@@ -135,10 +137,9 @@ class RolloutBuffer:
         self._poll()
         waiting = sum(len(g.rollouts) for g in self._held.values() if self._age(g, step) <= self._max_staleness)
         wanted = self._target * ((last or step) - step + 1)
-        self._ask(wanted - waiting - self._outstanding * self._mean_size)
+        self._ask(math.ceil((wanted - waiting) / self._mean_size - self._outstanding))
 
-    def _ask(self, sequences: float) -> None:
-        groups = math.ceil(sequences / self._mean_size)
+    def _ask(self, groups: int) -> None:
         if self._request_groups is not None and groups > 0:
             self._outstanding += groups
             self._request_groups(groups)
@@ -184,14 +185,37 @@ class RolloutBuffer:
             self._lifted, self._empty_rounds = [*self._lifted, *reserved], 0
             log.warning("a minimum share is not kept", step=self._step, environments=list(reserved), reason=UNTRAINABLE)
             return ""
+        wanted = missing - sum(reserved.values())  # nobody can ask for groups that come over HTTP
+        bound = f"max_oversampling = {self._max_oversampling:g} ends the step {missing} sequences short"
+        if self._request_groups is not None and wanted and self._left(missing) <= 0:
+            return f"{bound}: {self._statistics.lost_in_words()}"
         if self._outstanding > 0 or self._request_groups is None:
             return ""
         if self._empty_rounds >= self._max_empty_rounds:
-            return no_mix if self._held else NOTHING_TO_LEARN.format(rounds=self._empty_rounds)
-        if wanted := missing - sum(reserved.values()):  # nobody can ask for groups that come over HTTP
+            rounds = f"{self._empty_rounds} refills in a row brought no group with different rewards"
+            return no_mix if self._held else f"{rounds}: {self._statistics.lost_in_words()}"
+        if wanted and not (groups := self._refill(wanted, missing)):
+            return f"{bound}: {self._statistics.lost_in_words()}"
+        if wanted:
             self._empty_rounds += 1
-            self._ask(wanted)
+            self._ask(groups)
         return ""
+
+    def _refill(self, wanted: int, missing: int) -> int:
+        """How many groups should fill `wanted` of the `missing` places, at the rate of this step; 0: the bound is near.
+
+        A refill brings at most as many as came before it, for a rate of a few groups says little. Worked: 16 groups
+        wanted, 4 of the first 16 useful: 12 / ¼ = 48, so 16 more; 8 of those 32 useful: 8 / ¼ = 32 more.
+        """
+        useful = self._target - missing + self._waiting_sequences()
+        sampled = useful + self._dropped
+        most = max(wanted, sampled)
+        sequences = min(most, wanted * sampled / useful) if useful else most
+        return int(min(math.ceil(sequences / self._mean_size), max(self._left(missing), 0.0) / self._mean_size))
+
+    def _left(self, missing: int) -> float:
+        """Sequences that may still be sampled for the step, which has so many open places."""
+        return self._max_oversampling * self._target - (self._target - missing) - self._dropped
 
     def _reserved(self, room: int) -> dict[str, int]:
         """Sequences among the last `room` that are kept for environments below their minimum: whole groups of each."""
@@ -239,17 +263,20 @@ class RolloutBuffer:
         sizes = self._nominal_sizes | {len(group.rollouts) for group in self._held.values()}
         stale: list[str] = []
         constant: list[str] = []
-        trainable: list[tuple[RolloutGroup, Advantages, int]] = []
+        trainable: list[Chosen] = []
         for group in self._ordered():
             if room == 0 and self._sampling == "fifo":
                 break
+            if group.index is not None and self._left(room - sum(len(g.rollouts) for g, _, _ in trainable)) <= 0:
+                continue  # it waits for the next step
             age = self._age(group, step)
             if age > self._max_staleness:
                 stale.append(group.group_id)
                 self._statistics.add_stale(group)
-            elif (advantages := token_advantages(group, self._estimate, self._shaping)) is None:
+            elif (advantages := self._advantages(group)) is None and self._dynamic:
                 constant.append(group.group_id)
                 self._statistics.add_without_variance(group)
+                self._dropped += len(group.rollouts) if group.index is not None else 0
             elif self._sampling != "fifo":
                 trainable.append((group, advantages, age))
             elif self._has_place(group, room, sizes) and self._fits(group, step):
@@ -260,9 +287,10 @@ class RolloutBuffer:
         if trainable:
             self._choose_among(trainable, room, sizes, step)
 
-    def _choose_among(
-        self, trainable: list[tuple[RolloutGroup, Advantages, int]], room: int, sizes: set[int], step: int
-    ) -> None:
+    def _advantages(self, group: RolloutGroup) -> Advantages | None:
+        return token_advantages(group, self._estimate, self._shaping)
+
+    def _choose_among(self, trainable: list[Chosen], room: int, sizes: set[int], step: int) -> None:
         """Chooses by another order than that of arrival: waits until there is enough to choose from."""
         if sum(len(group.rollouts) for group, _, _ in trainable) < room:
             return
@@ -290,7 +318,7 @@ class RolloutBuffer:
             groups.sort(key=lambda group: math.inf if group.index is None else group.index)
         return groups
 
-    def _take(self, group: RolloutGroup, advantages: Advantages, age: int) -> None:
+    def _take(self, group: RolloutGroup, advantages: Advantages | None, age: int) -> None:
         del self._held[group.group_id]
         self._chosen.append((group, advantages, age))
         self._empty_rounds = 0
@@ -306,8 +334,8 @@ class RolloutBuffer:
 
     def _finish(self, step: int, gave_up: str = "") -> TrainBatch:
         self._store.take([group.group_id for group, _, _ in self._chosen], step)
-        for group, _, age in self._chosen:
-            self._statistics.add_trained(group, age)
+        for group, advantages, age in self._chosen:
+            self._statistics.add_trained(group, age, varied=advantages is not None)
         batch = TrainBatch(
             step=step,
             groups=tuple(group for group, _, _ in self._chosen),
@@ -321,17 +349,17 @@ class RolloutBuffer:
     def resume(self, step: int, group_ids: Sequence[str]) -> TrainBatch:
         """The batch of a step that was interrupted. Its statistics are in the checkpoint. Raises StoreError."""
         groups = self._store.groups(group_ids)
-        chosen = [(group, token_advantages(group, self._estimate, self._shaping) or _zeros(group)) for group in groups]
+        chosen = [(group, self._advantages(group)) for group in groups]
         self._store.take(list(group_ids), step)
         for group_id in group_ids:
             self._held.pop(group_id, None)
         return TrainBatch(step, tuple(groups), self._sequences(chosen, step), StatisticsCollector().result())
 
-    def _sequences(self, chosen: list[tuple[RolloutGroup, Advantages]], step: int) -> tuple[TrainSequence, ...]:
+    def _sequences(self, chosen: list[tuple[RolloutGroup, Advantages | None]], step: int) -> tuple[TrainSequence, ...]:
         sequences = []
         for group, advantages in chosen:
             known = group.group_id not in self._restored or self._deterministic
-            for rollout, row in zip(group.rollouts, advantages, strict=True):
+            for rollout, row in zip(group.rollouts, advantages or _zeros(group), strict=True):
                 if self._shaping.leaves_out(rollout):
                     continue
                 for segment in rollout.segments:
@@ -355,8 +383,8 @@ def reachable(total: int, sizes: set[int]) -> bool:
     return total >= 0 and sums[total]
 
 
-def _weight(advantages: Advantages) -> float:
-    values = [abs(value) for row in advantages for value in row]
+def _weight(advantages: Advantages | None) -> float:
+    values = [abs(value) for row in advantages or () for value in row]
     return sum(values) / max(len(values), 1)
 
 

@@ -304,8 +304,9 @@ def test_an_optimizer_is_read_for_its_numbers() -> None:
         BackpropModule(model, optim.SGD(1e-3))
     with pytest.raises(ConfigError, match="schedule"):
         BackpropModule(model, optim.Adam(optim.cosine_decay(1e-3, 10)))
-    with pytest.raises(ConfigError, match="eps = 1e-05 would get lost"):
-        BackpropModule(model, optim.Adam(1e-3, eps=1e-5))
+    assert BackpropModule(model, optim.Adam(1e-3, eps=1e-5)).run_config.rl_training.adam_eps == 1e-5
+    with pytest.raises(ConfigError, match=r"betas = \[0.8, 0.9\] would get lost"):
+        BackpropModule(model, optim.Lion(1e-4, betas=[0.8, 0.9]))
 
 
 def test_an_entropy_bonus_raises_the_entropy() -> None:

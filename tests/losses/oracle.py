@@ -88,11 +88,12 @@ def token_values(
     return values, settings["dppo_kl"] * (new - old) ** 2 if loss == "dppo" else np.zeros_like(new)
 
 
-KL: dict[str, Callable[[Array], Array]] = {  # of d = ref - new
-    "k1": lambda d: -d,
-    "abs": np.abs,
-    "k2": lambda d: d**2 / 2,
-    "k3": lambda d: np.exp(d) - 1 - d,
+KL: dict[str, Callable[[Array, Array], Array]] = {  # of d = ref - new, and of new - old
+    "k1": lambda d, _: -d,
+    "abs": lambda d, _: np.abs(d),
+    "k2": lambda d, _: d**2 / 2,
+    "k3": lambda d, _: np.exp(d) - 1 - d,
+    "k3_ratio": lambda d, moved: np.exp(moved) * (np.exp(d) - 1 - d),
 }
 AGGREGATIONS: dict[str, Callable[[Array], float]] = {
     "token": lambda values: values.sum() / 20,
@@ -118,7 +119,8 @@ def loss_of(
 ) -> float:
     """`registry.policy_loss` on the fixtures' inputs."""
     values, unweighted = token_values(loss, level, settings, new, frozen, fixtures.rollout_logprobs(scale))
-    total = weights * values + unweighted + kl_beta * KL[kl_estimator](fixtures.REF - new)
+    kl = KL[kl_estimator](fixtures.REF - new, new - fixtures.rollout_logprobs(scale))
+    total = weights * values + unweighted + kl_beta * kl
     total = total - entropy_weight * fixtures.ENTROPY
     return float(AGGREGATIONS[aggregation](np.where(fixtures.MASK, total, 0)))
 

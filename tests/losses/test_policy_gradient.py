@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config.algorithm import LOSS_SETTINGS, WITHOUT_LEVEL
-from mlx_parallm.losses.kl import KL_ESTIMATORS, k3
+from mlx_parallm.losses.kl import KL_ESTIMATORS, k3, token_kl
 from mlx_parallm.losses.policy_gradient import LOSSES, Terms, policy_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from tests.losses import fixtures, oracle
@@ -300,7 +301,7 @@ def test_kl_of_other_trainers(name: str, value: float, norm: float) -> None:
     inputs = fixtures.inputs(0.1)
 
     def mean(logprobs: mx.array) -> mx.array:
-        return mx.where(inputs.mask, KL_ESTIMATORS[name](logprobs, inputs.ref_logprobs), 0.0).sum() / 20
+        return mx.where(inputs.mask, KL_ESTIMATORS[name](logprobs, inputs.ref_logprobs, inputs), 0.0).sum() / 20
 
     got, gradient = mx.value_and_grad(mean)(inputs.logprobs)
     assert got.item() == pytest.approx(value, abs=1e-6)
@@ -308,9 +309,59 @@ def test_kl_of_other_trainers(name: str, value: float, norm: float) -> None:
 
 
 def test_kl_worked() -> None:
-    new, ref = mx.array([-1.0]), mx.array([-1.2])
-    values = {name: estimator(new, ref).item() for name, estimator in KL_ESTIMATORS.items()}
-    assert values == pytest.approx({"k1": 0.2, "abs": 0.2, "k2": 0.02, "k3": 0.018731}, abs=1e-6)
+    """The numbers in the docstring of losses/kl.py."""
+    values = {name: kl_of_token(name, -1.0, -1.2, -1.5)[0] for name in KL_ESTIMATORS}
+    wanted = {"k1": 0.2, "abs": 0.2, "k2": 0.02, "k3": 0.018731, "k3_ratio": 0.030882}
+    assert values == pytest.approx(wanted, abs=1e-6)
+    assert kl_of_token("k3_ratio", -1.0, -1.2, -1.5)[1] == pytest.approx(0.329744, abs=1e-6)
+
+
+def kl_of_token(name: str, new: float, ref: float, old: float) -> tuple[float, float]:
+    """The estimate, and its slope by `new`."""
+    inputs = replace(one_token(1.0, 1.0), rollout_logprobs=mx.array([[old]]), ref_logprobs=mx.array([[ref]]))
+    estimate = lambda x: token_kl(replace(inputs, logprobs=x), name).sum()  # noqa: E731
+    value, slope = mx.value_and_grad(estimate)(mx.array([[new]]))
+    return value.item(), slope.item()
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_which_estimator_is_unbiased(stale: bool) -> None:
+    """Σ old(x) · estimate over all four tokens, and its gradient by the logits, against KL(π || ref) in float64. On the
+    policy's own tokens k2 and k3_ratio have its gradient, on an older policy's k3_ratio alone."""
+    logits, ref = np.array([0.3, -1.1, 0.8, 0.1]), np.array([-0.4, 0.2, 0.5, -0.9])
+    old = np.array([1.0, -0.2, -0.5, 0.4])
+    log = lambda z: z - np.log(np.exp(z).sum())  # noqa: E731
+    sampled_by = log(old if stale else logits)
+    kl = lambda z: float((np.exp(log(z)) * (log(z) - log(ref))).sum())  # noqa: E731
+    true_slope = oracle.gradient(kl, logits)
+
+    def mean(name: str, z: mx.array) -> mx.array:
+        row = (z - mx.logsumexp(z))[None]
+        inputs = LossInputs(row, mx.array(sampled_by[None], mx.float32), row, mx.ones((1, 4), mx.bool_), 4, 1)
+        inputs = replace(inputs, ref_logprobs=mx.array(log(ref)[None], mx.float32))
+        return (mx.array(np.exp(sampled_by), mx.float32) * token_kl(inputs, name)[0]).sum()
+
+    values, right = {}, set()
+    for name in KL_ESTIMATORS:
+        value, slope = mx.value_and_grad(partial(mean, name))(mx.array(logits, mx.float32))
+        values[name] = value.item() == pytest.approx(kl(logits), rel=1e-5)
+        right |= {name} if np.allclose(np.array(slope), true_slope, atol=1e-6) else set()
+    assert {name for name, exact in values.items() if exact} == ({"k3_ratio"} if stale else {"k1", "k3", "k3_ratio"})
+    assert right == ({"k3_ratio"} if stale else {"k2", "k3_ratio"})
+
+
+@pytest.mark.parametrize("d", [-1000.0, 5.0, 1000.0])
+def test_k3_ratio_of_an_absurd_token_pulls_the_right_way(d: float) -> None:
+    """A cap on the value must not turn the slope, ratio · (new - ref), whose logarithm is kept within ±20."""
+    value, slope = kl_of_token("k3_ratio", -1.0, -1.0 + d, -1.0)
+    assert value == pytest.approx(10.0)
+    assert slope == pytest.approx(-max(min(d, 20.0), -20.0))
+
+
+def test_k3_ratio_needs_the_log_probabilities_of_the_sampler() -> None:
+    bare = replace(one_token(1.0, 1.0), rollout_logprobs=None, ref_logprobs=mx.zeros((1, 1)), kl_beta=0.1)
+    with pytest.raises(ValueError, match="rollout_logprobs"):
+        made("reinforce", kl_estimator="k3_ratio")(bare)
 
 
 def test_k3_of_a_tiny_difference_is_not_rounding_noise() -> None:

@@ -64,7 +64,7 @@ def test_overlapping_order(tmp_path: Path) -> None:
         asks = [event for event in run.events if not (event.startswith("ask") and "ask 2" not in event)]
         assert asks == ["ask 2 of v0", "ask 2 of v0", "line 1", "ask 2 of v1", "line 2", "line 3", "saved step_000003"]
         assert [line["staleness"] for line in run.lines] == [0, 1, 1]
-        assert [line["logprob_diff_max"] is None for line in run.lines] == [False, True, True]
+        assert [line["mismatch_fresh"] for line in run.lines] == [True, False, False]
 
 
 def test_environments_run_as_many_steps_ahead_as_they_may_lag_behind(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_solved_task_does_not_hang(tmp_path: Path) -> None:
         warned = [entry for entry in logs if entry["event"] == "step with fewer rollouts"]
         assert [entry["step"] for entry in warned] == [1], "the same reason is told once"
         for line in run.lines:
-            assert "2 refills in a row" in line["gave_up"]
+            assert "16 sequences short: of 8 groups with one reward for all answers 8 were all right" in line["gave_up"]
             assert (line["loss"], line["reward_mean"], line["groups_without_variance"]) == (None, 1.0, 1.0)
         assert run.shared.version == 0
 
@@ -249,6 +249,22 @@ def test_scores_and_the_adaptive_coefficient_go_on_too(tmp_path: Path) -> None:
         assert run.loop.run() == "finished"
         assert [line["kl_coefficient"] for line in run.lines] == coefficients
         assert_same_training(weights(run.parts.trainer), weights(whole.parts.trainer))
+
+
+def test_a_step_that_goes_on_keeps_the_reason_why_it_is_small(tmp_path: Path) -> None:
+    """Its second group is dropped; stopped after the first of its two updates."""
+    values = {"total_steps": 2, "checkpoint_interval": 9, "update_epochs": 2, "max_oversampling": 1.0}
+    trainers: list[Trainer] = []
+    control = RunControl(should_stop=lambda: trainers[0].optimizer.updates == 5)
+    with running(tmp_path / "run", control=control, **values) as run:
+        trainers.append(run.parts.trainer)
+        run.bandit.reward = lambda token: 1.0 if run.bandit.next == 3 else float(token < 20)
+        assert run.loop.run() == "stopped"
+        assert (run.directory / "latest").resolve().name == "step_000001_mb0001"
+    with running(tmp_path / "run", resume=True, **values) as run:
+        assert run.loop.run() == "finished"
+        assert "of 1 groups with one reward for all answers 1 were all right" in run.lines[1]["gave_up"]
+        assert (run.lines[1]["groups"], run.lines[1]["dropped_without_variance"]) == (2, 1)
 
 
 def test_stopping_while_waiting_saves_the_last_step(tmp_path: Path) -> None:

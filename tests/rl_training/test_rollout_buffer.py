@@ -72,7 +72,7 @@ def test_groups_without_variance_are_dropped_counted_and_replaced(store: Rollout
     buffer.request(1)
     assert player.asked == [4]
     batch = buffer.collect(1, timeout_s=1)
-    assert player.asked == [4, 2]  # g0 and g3 say nothing
+    assert player.asked == [4, 4]  # g0 and g3 say nothing; at this rate 2 more need 4
     assert batch.group_ids == ("g1", "g2", "g4", "g5")
     assert store.drop_reasons() == {NO_VARIANCE: 2}
     statistics = batch.statistics
@@ -195,15 +195,64 @@ def test_sizes_from_outside_that_never_fit_end_in_a_smaller_batch(store: Rollout
 @pytest.mark.parametrize("useful", [0, 1])
 def test_a_step_is_given_up_after_refills_without_one_trainable_group(store: RolloutStore, useful: int) -> None:
     player = Player(store, lambda i: [0, 1] if i < useful else [1, 1])
-    buffer = make_buffer(store, request_groups=player, max_empty_rounds=3)
-    buffer.request(1)
-    batch = None
-    while batch is None:
-        batch = buffer.collect(1, timeout_s=1)
+    buffer = make_buffer(store, request_groups=player, max_empty_rounds=3, max_oversampling=0.0)
+    batch = requested(buffer)
     assert len(batch.sequences) == 2 * useful
-    assert "3 refills in a row" in batch.gave_up and "troubleshooting.md#no-variance" in batch.gave_up
-    assert len(player.asked) == 4
+    assert "3 refills in a row" in batch.gave_up and "troubleshooting.md#too-easy" in batch.gave_up
+    assert player.asked == [4, 4, 8, 16], "each refill at most doubles what was sampled"
     assert batch.statistics.groups == player.next
+
+
+@pytest.mark.parametrize(("bound", "asked"), [(1.0, [4]), (2.5, [4, 4, 2]), (4.0, [4, 4, 8])])
+def test_what_a_step_samples_is_bounded(store: RolloutStore, bound: float, asked: list[int]) -> None:
+    """One group of ten is useful: a step of 4 groups would sample 40."""
+    player = Player(store, lambda i: [0, 1] if i % 10 == 0 else [0, 0] if i % 10 < 3 else [1, 1])
+    batch = requested(make_buffer(store, request_groups=player, max_oversampling=bound))
+    assert player.asked == asked
+    useful = -(-sum(asked) // 10)
+    assert len(batch.sequences) == 2 * useful
+    assert f"max_oversampling = {bound:g} ends the step {8 - 2 * useful} sequences short" in batch.gave_up
+    wrong = {1.0: 2, 2.5: 2, 4.0: 4}[bound]
+    lost = sum(asked) - useful
+    assert f"of {lost} groups with one reward for all answers {lost - wrong} were all right and {wrong} all wrong" in (
+        batch.gave_up
+    )
+    assert batch.statistics.dropped_without_variance == lost
+
+
+def test_a_refill_is_sized_by_the_share_of_useful_groups(store: RolloutStore) -> None:
+    """3 of 12 were useful: 9 more need 36, of which the bound leaves 4 · 12 - 12."""
+    player = Player(store, lambda i: [0, 1] if i % 4 == 0 else [1, 1])
+    batch = requested(make_buffer(store, request_groups=player, rollout_batch_size=24, max_oversampling=100.0))
+    assert player.asked == [12, 12, 24]
+    assert len(batch.sequences) == 24 and not batch.gave_up
+
+
+def test_a_step_does_not_eat_the_groups_of_later_ones_beyond_its_bound(store: RolloutStore) -> None:
+    """With max_staleness = 4 five steps' groups are on their way: one step used to go through all of them."""
+    buffer = make_buffer(store, request_groups=lambda n: None, max_staleness=4, max_oversampling=2.0)
+    buffer.request(1, 5)
+    for i in range(12):
+        store.add(make_group(f"g{i}", [1, 1], index=i), source="test")
+    batch = buffer.collect(1, timeout_s=0)
+    assert batch is not None and not batch.sequences and "all right" in batch.gave_up
+    assert store.drop_reasons() == {NO_VARIANCE: 8}
+    assert store.counts().waiting == 4
+
+
+def test_groups_without_variance_are_kept_where_nothing_replaces_them(store: RolloutStore) -> None:
+    """As TRL does: they have the advantage 0, and count in the normalizers of the loss."""
+    player = Player(store, lambda i: [1, 1] if i % 2 else [0, 1])
+    batch = requested(make_buffer(store, request_groups=player, dynamic_sampling=False))
+    assert player.asked == [4]
+    assert [sequence.advantages[0] for sequence in batch.sequences] == pytest.approx([-1, 1, 0, 0] * 2)
+    assert not batch.gave_up and not store.drop_reasons()
+    statistics = batch.statistics
+    assert (statistics.groups_without_variance, statistics.dropped_without_variance) == (0.5, 0)
+    assert statistics.environments["test"]["trained_groups"] == 4
+    again = make_buffer(store, dynamic_sampling=False)
+    store.restore(0)
+    assert [s.advantages for s in again.resume(1, batch.group_ids).sequences] == [s.advantages for s in batch.sequences]
 
 
 def test_uniform_sampling_follows_the_seed(store: RolloutStore) -> None:
@@ -328,6 +377,11 @@ def collected(buffer: RolloutBuffer, step: int = 1) -> TrainBatch:
     """`collect` until there is a batch, at most fifty times."""
     batches = (buffer.collect(step, timeout_s=0) for _ in range(50))
     return next(batch for batch in batches if batch is not None)
+
+
+def requested(buffer: RolloutBuffer, step: int = 1) -> TrainBatch:
+    buffer.request(step)
+    return collected(buffer, step)
 
 
 def test_places_of_an_environment_that_stops_delivering_go_to_the_others(store: RolloutStore) -> None:

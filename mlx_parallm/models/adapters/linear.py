@@ -14,34 +14,82 @@ The rows' norms need neither W + s(AB)ᵀ nor a dequantised W:
 """
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+
+
+class AdapterDropout:
+    """Dropout of what the adapters of a tree read: a number is 0 with probability `rate`, else divided by 1 - rate.
+
+    Off but within `drawn_from`. What is dropped is a function of the seed and the layer, so the forward pass of a block
+    that is made again for its gradient drops the same numbers, and so does a step that is made again.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._layers = 0
+        self._seed: int | None = None
+
+    def next_layer(self) -> int:
+        """Return the number of a layer that is about to be made."""
+        self._layers += 1
+        return self._layers - 1
+
+    @contextmanager
+    def drawn_from(self, seed: Sequence[int]) -> Iterator[None]:
+        """Drop numbers for the length of the block."""
+        self._seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]) if self._rate else None
+        try:
+            yield
+        finally:
+            self._seed = None
+
+    def __call__(self, x: mx.array, layer: int) -> mx.array:
+        if self._seed is None:
+            return x
+        key = mx.random.key((self._seed + layer) % (1 << 64))
+        kept = mx.random.bernoulli(1.0 - self._rate, x.shape, key=key)
+        return mx.where(kept, x * (1.0 / (1.0 - self._rate)), 0.0).astype(x.dtype)
 
 
 class LoRALinear(nn.Module):
     """y = Wx + bias + (s · xA) B. A [in, r] ~ U(±1/√in) and B [r, out] = 0 are float32."""
 
-    def __init__(self, linear: nn.Module, shape: tuple[int, int], rank: int, scale: float) -> None:
+    def __init__(
+        self, linear: nn.Module, shape: tuple[int, int], rank: int, scale: float, dropout: AdapterDropout | None = None
+    ) -> None:
         """`shape` (in, out) of `linear`. Uses this thread's MLX random state."""
         super().__init__()
         self.linear = linear
         self.scale = scale
+        self._dropout = dropout
+        self._number = dropout.next_layer() if dropout else 0
         mx.random.uniform()  # mlx-lm's draws a layer first that it throws away: a seed gives the adapter it gave there
         bound = 1 / math.sqrt(shape[0])
         self.lora_a = mx.random.uniform(-bound, bound, (shape[0], rank))
         self.lora_b = mx.zeros((rank, shape[1]))
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.linear(x) + ((self.scale * (x @ self.lora_a)) @ self.lora_b).astype(x.dtype)
+        return self.linear(x) + self.update_of(x).astype(x.dtype)
+
+    def update_of(self, x: mx.array) -> mx.array:
+        """(s · xA) B, of what dropout leaves of x."""
+        read = x if self._dropout is None else self._dropout(x, self._number)
+        return (self.scale * (read @ self.lora_a)) @ self.lora_b
 
 
 class DoRALinear(LoRALinear):
     """In the place of mlx-lm's class of that name, which unpacks a quantised W in each forward, and 6 bits wrongly."""
 
-    def __init__(self, linear: nn.Module, shape: tuple[int, int], rank: int, scale: float) -> None:
-        super().__init__(linear, shape, rank, scale)
+    def __init__(
+        self, linear: nn.Module, shape: tuple[int, int], rank: int, scale: float, dropout: AdapterDropout | None = None
+    ) -> None:
+        super().__init__(linear, shape, rank, scale, dropout)
         self._squares = squared_norms(linear)  # of the frozen base; the underscore keeps it out of the parameters
         self.m = mx.sqrt(self._squares)
 
@@ -49,7 +97,7 @@ class DoRALinear(LoRALinear):
         y, bias = self.linear(x), _bias(self.linear)
         if bias is not None:
             y = y - bias
-        out = (self.gain() * (y + self.scale * ((x @ self.lora_a) @ self.lora_b))).astype(x.dtype)
+        out = (self.gain() * (y + self.update_of(x))).astype(x.dtype)
         return out if bias is None else out + bias
 
     def gain(self) -> mx.array:

@@ -97,12 +97,14 @@ MAY_CHANGE = (
         f"rl_training.{key}"
         for key in (
             *("learning_rate", "lr_schedule", "lr_final", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2"),
+            *("adam_eps", "decay_norms_and_biases"),
             *("max_grad_norm", "kl_beta", "entropy_weight", *SETTINGS, "overlong_buffer", "overlong_length"),
             *("sampler_correction*", "kl_in", "kl_target", "kl_horizon"),
             "temperature",
             *("token_budget", "packing", "blocks_per_eval", "max_eval_ms", "serve_priority", "deterministic"),
             *("ppo.*", "lora.dropout", "lora.loraplus_ratio", "reference_decay", "reference_update_every"),
-            *("max_staleness", "buffer_sampling", "max_empty_rounds", "weight_updates.*"),
+            *("max_staleness", "buffer_sampling", "dynamic_sampling", "max_oversampling", "max_empty_rounds"),
+            "weight_updates.*",
             *("total_steps", "checkpoint_interval", "keep_checkpoints", "keep_best"),
             *("checkpoint_dir", "run_name", "resume"),
             *("atropos.api_url", "atropos.poll_interval_s", "atropos.wandb_*", "atropos.max_token_length"),

@@ -25,6 +25,7 @@ class StepInProgress:
     statistics: dict[str, Any]
     time_rollout_s: float = 0.0
     time_train_s: float = 0.0
+    gave_up: str = ""  # the batch's
 
     @property
     def mini_batches(self) -> int:

@@ -28,6 +28,8 @@ FEWEST_STEPS, FEWEST_GROUPS = 3, 32
 GAIN = 0.5
 """In standard deviations of the first rewards: more than noise (0.1 over five small steps), and more than a collapsed
 policy reaches."""
+OVERSAMPLED = 0.75
+"""Share of the groups that were sampled and dropped: four for each one that is trained on."""
 MOST_GROUPS = 0.8
 """Many groups without variance are normal (quickstart: up to 0.7 once most answers are right)."""
 SAME_REWARD = 1e-6
@@ -54,6 +56,9 @@ CLIPPED = 0.3
 LOGPROB_MISMATCH, LOGPROB_MISMATCH_MEAN = 0.5, 0.06
 """|trainer - engine| on the same weights, one token and the mean. float32 keeps 1e-4 at most; bfloat16 on 4-bit weights
 has a mean of 0.033 (`step.prepare.MEASURED_MISMATCH`), which a correction takes care of; a mistake shows more."""
+STALE_MISMATCH_MEAN = 1.0
+"""The same mean where the weights have learned since: one step at the largest learning rate that works moves 0.9 nats a
+token (`publish.guard.MISMATCH_NATS`), usual ones a hundredth of it."""
 SMALL_UPDATE = 1e-6
 """An update's norm over the weights' norm. A thousand such updates in one direction move the weights by 0.1 %; learning
 rates that work reach 1e-5 (all weights) to 1e-2 (a young adapter)."""
@@ -238,15 +243,15 @@ def _misfits_waiting(arrivals: Arrivals) -> Sign | None:
     "send the log-probabilities that the server returned, with the temperature they were sampled at",
 )
 def _logprob_mismatch(evidence: Evidence) -> Sign | None:
-    largest = max(evidence.values("logprob_diff_max"), default=0.0)
-    mean = evidence.mean("logprob_diff_mean") or 0.0
-    if largest <= LOGPROB_MISMATCH and mean <= LOGPROB_MISMATCH_MEAN:
-        return None
-    return Sign(
-        f"log-probability mismatch: rollouts and trainer differ by {mean:.2g} on average, {largest:.2g} at most, on the"
-        " same weights",
-        {"logprob_diff_mean": mean, "logprob_diff_max": largest},
-    )
+    for fresh, weights in ((True, "the same weights"), (False, "weights a few steps apart")):
+        lines = [line for line in evidence.window if (line.get("mismatch_fresh") is not False) == fresh]
+        largest, mean = max(_values(lines, "logprob_diff_max"), default=0.0), _mean(lines, "logprob_diff_mean") or 0.0
+        bound = LOGPROB_MISMATCH_MEAN if fresh else STALE_MISMATCH_MEAN
+        if mean > bound or (fresh and largest > LOGPROB_MISMATCH):
+            words = f"rollouts and trainer differ by {mean:.2g} on average, {largest:.2g} at most, on {weights}"
+            numbers = {"logprob_diff_mean": mean, "logprob_diff_max": largest}
+            return Sign(f"log-probability mismatch: {words}", numbers)
+    return None
 
 
 @_rule("kl-running-away", "lower learning_rate or raise kl_beta")
@@ -356,6 +361,20 @@ def _no_variance(evidence: Evidence) -> Sign | None:
     share = numbers["groups_without_variance"]
     groups = "all groups" if share >= 1.0 else f"{share:.0%} of the groups"
     return Sign(f"no variance: in {groups} every answer to a prompt earns the same", numbers)
+
+
+@_rule("oversampling", "harder problems; or dynamic_sampling = false, or a smaller max_oversampling")
+def _oversampling(evidence: Evidence) -> Sign | None:
+    """What the steps cost, also in a run that gains: that it has learned the problems is one reason."""
+    groups, dropped = evidence.total("groups"), evidence.total("dropped_without_variance")
+    if not groups or dropped < OVERSAMPLED * groups or not evidence.has_enough_groups:
+        return None
+    trained, short = groups - dropped, sum(bool(line.get("gave_up")) for line in evidence.window)
+    right, wrong = evidence.mean("groups_all_right") or 0.0, evidence.mean("groups_all_wrong") or 0.0
+    numbers = {"groups": groups, "trained": trained, "steps_cut_short": short, "groups_all_right": right}
+    numbers |= {"groups_all_wrong": wrong} | evidence.known("time_rollout_s", "time_train_s")
+    words = f"oversampling: {groups} groups sampled, {trained} trained on; {right:.0%} all right, {wrong:.0%} all wrong"
+    return Sign(f"{words}; {short} of {evidence.steps} cut short" if short else words, numbers)
 
 
 @_rule(

@@ -49,6 +49,7 @@ class BatchStatistics:
     reward_std: float | None = None  # population, over sequences
     reward_max: float | None = None
     groups_without_variance: float = 0.0  # fraction
+    dropped_without_variance: int = 0  # groups; 0 with dynamic_sampling = false
     groups_all_wrong: float = 0.0  # fraction: no reward above 0
     groups_all_right: float = 0.0  # fraction: no reward below 1
     groups_same_answer: float = 0.0  # fraction: several answers, all of the same sampled tokens
@@ -130,12 +131,13 @@ class StatisticsCollector:
         self._ends: list[str | None] = []
         self._all_wrong = self._all_right = self._same_answer = 0
         self._groups = 0
-        self._without_variance = 0
+        self._without_variance = self._dropped_without_variance = 0
         self._staleness: list[int] = []
         self._stale = self._misfit = self._out_of_room = 0
         self._without_logprobs = self._extra_segments = 0
 
-    def add_trained(self, group: RolloutGroup, staleness: int) -> None:
+    def add_trained(self, group: RolloutGroup, staleness: int, *, varied: bool = True) -> None:
+        self._without_variance += not varied
         self._staleness.append(staleness)
         self._by_environment[group.environment].staleness.append(staleness)
         self._by_environment[group.environment].sequences += len(group.rollouts)
@@ -143,6 +145,7 @@ class StatisticsCollector:
 
     def add_without_variance(self, group: RolloutGroup) -> None:
         self._without_variance += 1
+        self._dropped_without_variance += 1
         self._add(group)
 
     def add_stale(self, group: RolloutGroup) -> None:
@@ -161,6 +164,22 @@ class StatisticsCollector:
     def misfit(self) -> int:
         """Groups of another tokenizer or model."""
         return self._misfit
+
+    def lost_in_words(self) -> str:
+        """What became of groups that are not trained on, and the section of the page about the most frequent reason."""
+        groups, right, wrong = self._dropped_without_variance, self._all_right, self._all_wrong
+        if not groups:
+            return f"{self._stale} groups were too old, {self._misfit} of another model"
+        why = (
+            (right, "too-easy", "the policy has learned these problems: harder ones would teach it more"),
+            (wrong, "too-hard", "the problems are too hard for this policy, or the reward never fires"),
+            (groups - right - wrong, "no-variance", "the reward does not tell answers apart"),
+        )
+        _, page, meaning = max(why, key=lambda entry: entry[0])
+        return (
+            f"of {groups} groups with one reward for all answers {right} were all right and {wrong} all wrong;"
+            f" {meaning} (docs/troubleshooting.md#{page})"
+        )
 
     def _add(self, group: RolloutGroup) -> None:
         self._groups += 1
@@ -200,6 +219,7 @@ class StatisticsCollector:
             reward_std=deviation,
             reward_max=max(self._rewards),
             groups_without_variance=self._without_variance / self._groups,
+            dropped_without_variance=self._dropped_without_variance,
             groups_all_wrong=self._all_wrong / self._groups,
             groups_all_right=self._all_right / self._groups,
             groups_same_answer=self._same_answer / self._groups,

@@ -165,12 +165,18 @@ class ParameterGroup:
     """
 
     def __init__(
-        self, kind: str, rate: float, slots: Sequence[int], arrays: Sequence[mx.array], config: RLTrainingConfig
+        self,
+        kind: str,
+        rate: float,
+        decay: float,
+        slots: Sequence[int],
+        arrays: Sequence[mx.array],
+        config: RLTrainingConfig,
     ) -> None:
         self.slots, self._rate, self._flat = list(slots), rate, kind in ELEMENTWISE
         self._shapes = [array.shape for array in arrays]
         self._bundles = bundles([array.size for array in arrays]) if self._flat else [[i] for i in range(len(arrays))]
-        self._optimizer = make_optimizer(kind, config)
+        self._optimizer = make_optimizer(kind, config, decay)
         self.masters = self.pack(arrays)
         self._optimizer.init(self.masters)
 
@@ -248,15 +254,16 @@ class ParameterGroup:
 def make_groups(
     names: Sequence[str], arrays: Sequence[mx.array], config: RLTrainingConfig
 ) -> tuple[ParameterGroup, ...]:
-    """One group for each (optimizer, rate) that the parameters have; a value head is one of its own."""
-    members: dict[tuple[str, float, bool], list[int]] = {}
+    """One group for each (optimizer, rate, decay) that the parameters have; a value head is one of its own."""
+    members: dict[tuple[str, float, float, bool], list[int]] = {}
     for slot, (name, array) in enumerate(zip(names, arrays, strict=True)):
-        key = optimizer_of(name, array.shape, config), rate_of(name, config), is_value_head(name)
+        decay = decay_of(name, array.shape, config)
+        key = optimizer_of(name, array.shape, config), rate_of(name, config), decay, is_value_head(name)
         members.setdefault(key, []).append(slot)
     wide = [array.astype(mx.float32) for array in arrays]
     return tuple(
-        ParameterGroup(kind, rate, slots, [wide[slot] for slot in slots], config)
-        for (kind, rate, _), slots in members.items()
+        ParameterGroup(kind, rate, decay, slots, [wide[slot] for slot in slots], config)
+        for (kind, rate, decay, _), slots in members.items()
     )
 
 
@@ -275,12 +282,21 @@ def rate_of(name: str, config: RLTrainingConfig) -> float:
     return config.lora.loraplus_ratio if name.endswith(".lora_b") else 1.0
 
 
-def make_optimizer(kind: str, config: RLTrainingConfig) -> optimizers.Optimizer:
+def decay_of(name: str, shape: Sequence[int], config: RLTrainingConfig) -> float:
+    """Arrays of one dimension are gains of norms and biases: pulled to 0 they turn their layer off. Hugging Face's
+    trainer, and so TRL, leaves them out too; a DoRA magnitude, which is no norm's, is decayed there and here."""
+    left_out = len(shape) < 2 and not name.endswith(".m")
+    return 0.0 if left_out and not config.decay_norms_and_biases else config.weight_decay
+
+
+def make_optimizer(kind: str, config: RLTrainingConfig, decay: float) -> optimizers.Optimizer:
     """MLX's; the learning rate is set at each update."""
-    rate, decay = config.learning_rate, config.weight_decay
+    rate = config.learning_rate
     if kind == "adamw":
         betas = [config.adam_beta1, config.adam_beta2]
-        return optimizers.AdamW(learning_rate=rate, betas=betas, weight_decay=decay, bias_correction=True)
+        return optimizers.AdamW(
+            learning_rate=rate, betas=betas, eps=config.adam_eps, weight_decay=decay, bias_correction=True
+        )
     if kind == "lion":
         return optimizers.Lion(learning_rate=rate, weight_decay=decay)
     if kind == "muon":
@@ -315,10 +331,12 @@ def optimizer_keys(optimizer: optimizers.Optimizer) -> dict[str, Any]:
     if optimizer._schedulers:
         raise ConfigError("the optimizer's learning rate is a schedule; give a number")
     keys = {"optimizer": kind, "learning_rate": scalar(optimizer.learning_rate)}
-    keys["weight_decay"] = float(getattr(optimizer, "weight_decay", 0.0))
+    decay = float(getattr(optimizer, "weight_decay", 0.0))
+    keys["weight_decay"] = decay
     if kind == "adamw":
         keys["adam_beta1"], keys["adam_beta2"] = (float(beta) for beta in optimizer.betas)
-    made = make_optimizer(kind, parse_config({"rl_training": keys}, "optimizer").rl_training)
+        keys["adam_eps"] = float(optimizer.eps)
+    made = make_optimizer(kind, parse_config({"rl_training": keys}, "optimizer").rl_training, decay)
     for name, value in vars(optimizer).items():
         if name.startswith("_") or name in ("bias_correction", "weight_decay"):
             continue

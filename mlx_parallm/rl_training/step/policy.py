@@ -23,6 +23,7 @@ from mlx.utils import tree_unflatten
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.adapters.linear import AdapterDropout
 from mlx_parallm.models.cpu_kernels import use_fast_swiglu
 from mlx_parallm.models.lora import (
     adapter_layers,
@@ -67,10 +68,11 @@ class TrainedPolicy:
     ) -> None:
         self.model, self._source, self._model_config = model, source, dict(model_config)
         self.lora = config.lora.enabled
+        self.dropout = AdapterDropout(config.lora.dropout)
         use_fast_swiglu(model)
         if self.lora:
             mx.random.seed(config.seed)
-            inject_lora(model, config.lora)
+            inject_lora(model, config.lora, self.dropout)
             for layer in trainer_lora_layers(model).values():
                 mx.eval(layer)  # one by one: DoRA's norms unpack a quantised layer
             if initial_adapter is not None:
@@ -81,7 +83,7 @@ class TrainedPolicy:
             model.unfreeze()
         if needs_values:
             attach_value_head(model)
-        model.train()  # gated-delta layers have a gradient in this mode only; every dropout is 0
+        model.train()  # gated-delta layers have a gradient in this mode only; its own dropouts are 0
         mx.eval(model.parameters())
         self.slots = ParameterSlots(model)
         self._value_slots = [slot for slot, name in enumerate(self.slots.names) if is_value_head(name)]

@@ -45,6 +45,9 @@ Scores = Mapping[str, np.ndarray]
 the weights that the step starts from) or only "stand_ins" (the same, of the sequences that came without
 log-probabilities; 0 elsewhere), "ref_logprobs", "old_values"."""
 
+Mismatch = tuple[float, float, float, bool]
+"""Largest and mean |trainer - engine| and KL(engine || trainer) in nats a token, and whether the tokens are fresh."""
+
 MISMATCH_BOUND = 1e-3
 """Mean |trainer - engine| in nats a token on the same weights, from which on "auto" corrects: a thousandth of the
 sampled tokens' probability on average, two orders below what the ratio's clipping (0.2) notices. It lies between
@@ -78,7 +81,7 @@ class StepPosition:
     left_out: int = 0  # mini-batches, because the policy had moved too far (Algorithm.stop_kl) …
     stopped_at_kl: float | None = None  # … and the KL at the first of them
     totals: dict[str, float] = field(default_factory=dict)
-    mismatch: tuple[float, float, float] | None = None  # `prepare.mismatch`, before the first update
+    mismatch: Mismatch | None = None  # before the first update
     tokens: int = 0
     scores: Scores = field(default_factory=dict)
 
@@ -87,13 +90,13 @@ class StepPosition:
         """Raises CheckpointError: an older version's, with scores in a form that is no longer read."""
         if "scores" not in data:
             data = _from_older_version(data)
-        mismatch = data["mismatch"]
+        mismatch = data["mismatch"]  # an older version compared fresh tokens only
         scores = {
             name: np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)
             for name, text in data["scores"].items()
         }
         read = {"order": tuple(data["order"]), "scores": scores}
-        return cls(**data | read | {"mismatch": None if mismatch is None else tuple(mismatch)})
+        return cls(**data | read | {"mismatch": None if mismatch is None else (*mismatch, True)[:4]})
 
     def to_json(self) -> dict[str, Any]:
         """Scores keep their bits: base64 of little-endian float32."""
@@ -114,7 +117,7 @@ def _from_older_version(data: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """Columns are [N] float32, `fresh` is [N] bool; None = this algorithm needs none. LossInputs has them by name.
+    """Columns are [N] float32, `fresh` and `known` [N] bool; None = not needed. LossInputs has them by name.
 
     `kl`: mean of log(policy / reference) over all tokens, before the step. `weights_cut`: share of the tokens whose
     sampler-correction weight was cut or dropped.
@@ -124,6 +127,7 @@ class PreparedBatch:
     rollout_logprobs: np.ndarray  # the sampler's; the trainer's own where the sender had none
     advantages: np.ndarray
     fresh: np.ndarray  # sampled by the very weights that the step starts from
+    known: np.ndarray  # the sender has sent a log-probability
     old_logprobs: np.ndarray | None = None  # what the ratio is against; None: rollout_logprobs
     weights: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
@@ -217,6 +221,7 @@ def prepare(
         rollout_logprobs=rollout_logprobs,
         advantages=_column([sequence.advantages for sequence in sequences], sequences),
         fresh=np.repeat([sequence.fresh for sequence in sequences], counts).astype(bool),
+        known=~missing,
         old_logprobs=scores["old_logprobs"] if correction else None,
         ref_logprobs=scores.get("ref_logprobs"),
         old_values=scores.get("old_values"),
@@ -287,7 +292,7 @@ class BatchLoss:
     metric_names: list[str] = field(default_factory=list)  # of the loss's metrics, once it was called
 
     def objective(self, micro_batch: MicroBatch) -> Objective:
-        """(logprobs, entropy, perhaps values; each [N]) → (loss, (metrics [K], parts of the mismatch [4]))."""
+        """(logprobs, entropy, perhaps values; each [N]) → (loss, (metrics [K], parts of the mismatch [8]))."""
         scatter, mask = mx.array(micro_batch.scatter), mx.array(micro_batch.mask)
 
         def spread(column: mx.array) -> mx.array:
@@ -295,7 +300,9 @@ class BatchLoss:
 
         own = micro_batch.columns
         columns = {name: spread(mx.array(c[own])) for name, c in self.prepared.loss_columns().items()}
-        fresh = spread(mx.array(self.prepared.fresh[own].astype(np.float32)))
+        fresh, known = (
+            spread(mx.array(column[own].astype(np.float32))) for column in (self.prepared.fresh, self.prepared.known)
+        )
 
         def objective(
             logprobs: mx.array, entropy: mx.array, *values: mx.array
@@ -317,24 +324,30 @@ class BatchLoss:
             self.metric_names[:] = sorted(outputs.metrics)
             numbers = [mx.stop_gradient(outputs.metrics[name]) for name in self.metric_names]
             metrics = mx.stack(numbers) if numbers else mx.zeros((0,))
-            return outputs.loss, (metrics, _mismatch_parts(mx.stop_gradient(rows), columns["rollout_logprobs"], fresh))
+            apart = mx.stop_gradient(rows) - columns["rollout_logprobs"]
+            return outputs.loss, (metrics, mx.concatenate([_mismatch_parts(apart, of) for of in (fresh, known)]))
 
         return objective
 
 
-def _mismatch_parts(logprobs: mx.array, rollout_logprobs: mx.array, fresh: mx.array) -> mx.array:
-    """[4]: largest and sum of |trainer - engine|, sum of k3 of KL(engine || trainer), number of fresh tokens."""
-    apart = mx.where(fresh > 0, logprobs - rollout_logprobs, 0.0)
+def _mismatch_parts(apart: mx.array, chosen: mx.array) -> mx.array:
+    """[4]: largest and sum of |trainer - engine|, sum of k3 of KL(engine || trainer), number of the chosen tokens.
+    `apart`: log-probabilities of the trainer - those of the engine."""
+    apart = mx.where(chosen > 0, apart, 0.0)
     bounded = mx.clip(apart, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     k3 = mx.expm1(bounded) - bounded
-    return mx.stack([mx.abs(apart).max(), mx.abs(apart).sum(), k3.sum(), fresh.sum()])
+    return mx.stack([mx.abs(apart).max(), mx.abs(apart).sum(), k3.sum(), chosen.sum()])
 
 
-def mismatch(parts: np.ndarray) -> tuple[float, float, float] | None:
-    """Parts of a mini-batch's micro-batches [M, 4] → max and mean of |trainer - engine| and the KL, in nats a token.
-    None: no token is fresh."""
-    absolute, k3, count = (float(total) for total in parts[:, 1:].sum(axis=0, dtype=np.float64))
-    return (float(parts[:, 0].max()), absolute / count, k3 / count) if count else None
+def mismatch(parts: np.ndarray) -> Mismatch | None:
+    """Parts of a mini-batch's micro-batches [M, 8] → what engine and trainer differ by. Fresh tokens count alone where
+    there are some; else all that came with log-probabilities, and what was learned since is in it. None: there are
+    none."""
+    for fresh, (largest, *sums) in ((True, parts[:, :4].T), (False, parts[:, 4:].T)):
+        absolute, k3, count = (float(total.sum(dtype=np.float64)) for total in sums)
+        if count:
+            return float(largest.max()), absolute / count, k3 / count, fresh
+    return None
 
 
 # ---------------------------------------------------------------------- sampler correction

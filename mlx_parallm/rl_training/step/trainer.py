@@ -26,6 +26,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, Update, lear
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.prepare import (
     BatchLoss,
+    Mismatch,
     PreparedBatch,
     Scores,
     StepPosition,
@@ -78,7 +80,7 @@ class Sums:
     the mini-batch has no trained token."""
 
     totals: dict[str, float]
-    mismatch: tuple[float, float, float] | None
+    mismatch: Mismatch | None
 
 
 class Trainer:
@@ -115,7 +117,7 @@ class Trainer:
         if self._correction is not None:
             fields = asdict(self._correction)
             log.info("sampler correction", weight_of=fields.pop("level"), **fields)  # a log line has a level already
-        if config.lora.dropout > 0:
+        if config.lora.dropout > 0 and not algorithm.on_data:
             log.warning("lora.dropout is off in RL: every pass yields a log-probability that is compared")
 
     def under(self, algorithm: Algorithm, *, sequences: int) -> "Trainer":
@@ -245,7 +247,7 @@ class Trainer:
         sums = self.accumulate(mini_batch, loss, should_stop)
         if sums is None or not sums.totals:
             return None if sums is None else at
-        first = at.updates == 0 and at.skipped == 0
+        first = at.updates == 0 and at.skipped == 0 and not self.algorithm.on_data
         skipped = replace(at, skipped=at.skipped + 1)
         if not math.isfinite(sums.totals["loss"]):
             log.warning("non-finite loss: mini-batch skipped", step=batch.step)
@@ -285,9 +287,10 @@ class Trainer:
                 continue
             self.model.longest_eval_ms = 0.0
             tokens = micro_batch.token_batch(entropy_slope=self.algorithm.entropy_slope)
-            value, extras, self._gradients = self.model.loss_and_gradients(
-                tokens, loss.objective(micro_batch), self._gradients
-            )
+            with self._dropout(micro_batch):
+                value, extras, self._gradients = self.model.loss_and_gradients(
+                    tokens, loss.objective(micro_batch), self._gradients
+                )
             parts.append((value, *extras))
             self._budget.observe(self.model.longest_eval_ms, tokens=micro_batch.tokens, rows=len(micro_batch.rows))
         numbers = [(list(loss.metric_names), *(np.array(number) for number in part)) for part in parts]
@@ -302,6 +305,12 @@ class Trainer:
         names, losses, values, mismatches = zip(*parts, strict=True)
         totals = {name: float(total) for name, total in zip(names[0], np.sum(values, 0), strict=True)}
         return Sums({"loss": math.fsum(losses)} | totals, mismatch(np.stack(mismatches)))
+
+    def _dropout(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """The adapter's dropout, in training on rows of a file: another one in each update and for each micro-batch."""
+        if not self.algorithm.on_data:
+            return nullcontext()
+        return self.policy.dropout.drawn_from([self.config.seed, self.optimizer.updates, *micro_batch.rows])
 
     def apply(self, learning_rate: float) -> Update | None:
         """One optimizer update with the accumulated gradients of all ranks, which are used up. None: a rank is gone."""
@@ -448,13 +457,14 @@ class Trainer:
         finished: bool,
     ) -> StepResult:
         means: dict[str, float | None] = {name: total / at.updates for name, total in at.totals.items()}
-        diff_max, diff_mean, mismatch_kl = at.mismatch or (None, None, None)
+        diff_max, diff_mean, mismatch_kl, fresh = at.mismatch or (None, None, None, None)
         metrics = dict.fromkeys(MEASURED) | means
         metrics |= {
             "learning_rate": learning_rate,
             "logprob_diff_max": diff_max,
             "logprob_diff_mean": diff_mean,
             "mismatch_kl": mismatch_kl,
+            "mismatch_fresh": fresh,
             **(prepared.metrics if prepared else {}),
             "sampler_weights_cut": prepared.weights_cut if prepared else None,
             "kl_coefficient": self._kl_coefficient if self.config.kl_beta > 0 else None,

@@ -105,6 +105,21 @@ def test_nothing_wrong_is_healthy():
             "log-probability-mismatch",
             "log-probability mismatch: rollouts and trainer differ by 0.3 on average, 0.4 at most, on the same weights",
         ),
+        (
+            {"logprob_diff_mean": 1.5, "logprob_diff_max": 9.0, "mismatch_fresh": False},
+            "log-probability-mismatch",
+            "log-probability mismatch: rollouts and trainer differ by 1.5 on average, 9 at most, on weights a few",
+        ),
+        (
+            {"dropped_without_variance": 13, "groups_all_right": 0.7, "groups_all_wrong": 0.1},
+            "oversampling",
+            "oversampling: 80 groups sampled, 15 trained on; 70% all right, 10% all wrong (harder problems",
+        ),
+        (
+            {"dropped_without_variance": 12, "gave_up": "the bound"},
+            "oversampling",
+            "oversampling: 80 groups sampled, 20 trained on; 15% all right, 10% all wrong; 5 of 5 steps cut short",
+        ),
         ({"kl": 1.3}, "kl-running-away", "KL running away: 1.3 nats a token from the reference (lower learning_rate"),
         (
             {"update_norm": 1e-9},
@@ -119,6 +134,7 @@ def test_nothing_wrong_is_healthy():
     ],
 )
 def test_what_lasts_is_told(changed, name, sentence):
+    """And what it costs, gained or not."""
     assert names(window(**changed)) == [name]
     assert diagnose(window(**changed)).startswith(sentence)
 
@@ -255,6 +271,13 @@ def test_one_stale_group_is_normal_many_are_not_and_one_of_another_model_is_not(
     assert diagnose(window(dropped_stale=8)).startswith("stale rollouts: 40 groups dropped")
     assert diagnose([*window(4), WELL | {"dropped_misfit": 1}]).startswith("another model's groups: 1 dropped in 5")
     assert diagnose(window(groups_without_logprobs=4)).startswith("no log-probabilities: 20 of 80 groups")
+
+
+def test_what_is_learned_between_sampling_and_training_is_no_mismatch():
+    assert names(window(logprob_diff_mean=0.3, logprob_diff_max=4.0, mismatch_fresh=False)) == []
+    one_fresh = [*window(4, logprob_diff_mean=0.3, mismatch_fresh=False), WELL | {"logprob_diff_mean": 0.1}]
+    assert names(one_fresh) == ["log-probability-mismatch"]
+    assert names(window(dropped_without_variance=11)) == []
 
 
 def test_a_long_wait_is_a_stall_unless_every_step_waits_so_or_it_gave_up():

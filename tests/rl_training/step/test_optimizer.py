@@ -42,13 +42,15 @@ def trained(config: Any, steps: list[Arrays], **policy: Any) -> tuple[Any, Polic
 class Adamw:
     """Loshchilov & Hutter 2019, bias-corrected, beta (0.9, 0.95)."""
 
+    epsilon = 1e-8
+
     def __init__(self, value: np.ndarray) -> None:
         self.m, self.v, self.t = np.zeros_like(value), np.zeros_like(value), 0
 
     def step(self, w: np.ndarray, g: np.ndarray, rate: float, decay: float) -> np.ndarray:
         self.t += 1
         self.m, self.v = 0.9 * self.m + 0.1 * g, 0.95 * self.v + 0.05 * g * g
-        change = self.m / (1 - 0.9**self.t) / (np.sqrt(self.v / (1 - 0.95**self.t)) + 1e-8)
+        change = self.m / (1 - 0.9**self.t) / (np.sqrt(self.v / (1 - 0.95**self.t)) + self.epsilon)
         return w * (1 - rate * decay) - rate * change
 
 
@@ -113,16 +115,26 @@ def by_twins(names: tuple[str, ...], before: Arrays, steps: list[Arrays], config
         norm = norm_of(gradients)
         for i, gradient in enumerate(gradients):
             own = rate * (config.lora.loraplus_ratio if names[i].endswith("lora_b") else 1.0)
-            values[i] = twins[i].step(values[i], gradient * min(1.0, clip / norm), own, config.weight_decay)
+            pulled = values[i].ndim > 1 or names[i].endswith(".m") or config.decay_norms_and_biases
+            values[i] = twins[i].step(values[i], gradient * min(1.0, clip / norm), own, config.weight_decay * pulled)
     return values
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "lion", "adafactor"])
 @pytest.mark.parametrize(
-    "lora", [{"enabled": False}, {"rank": 4, "loraplus_ratio": 4.0}, {"rank": 4, "use_dora": True}], ids=str
+    ("lora", "decay_all"),
+    [
+        ({"enabled": False}, False),
+        ({"enabled": False}, True),
+        ({"rank": 4, "loraplus_ratio": 4.0}, False),
+        ({"rank": 4, "use_dora": True}, False),
+    ],
+    ids=str,
 )
-def test_each_optimizer_equals_its_twin(kind: str, lora: dict[str, Any]) -> None:
-    config = make_config(optimizer=kind, weight_decay=0.1, max_grad_norm=3.0, lora=lora)
+def test_each_optimizer_equals_its_twin(kind: str, lora: dict[str, Any], decay_all: bool) -> None:
+    """Gains of norms are not decayed, unless all is."""
+    values = {"optimizer": kind, "weight_decay": 0.1, "decay_norms_and_biases": decay_all, "max_grad_norm": 3.0}
+    config = make_config(lora=lora, **values)
     steps = random_steps(make_policy(config))
     before = [np.array(array) for array in make_policy(config).slots.read()]
     policy, optimizer = trained(config, steps)
@@ -134,6 +146,17 @@ def test_each_optimizer_equals_its_twin(kind: str, lora: dict[str, Any]) -> None
         close = np.abs(np.array(array) - value) <= 2e-3 * moved + 1e-6
         # Lion takes a sign: where its argument is all but 0, float32 may take the other one.
         assert close.mean() > (0.999 if kind == "lion" else 0.9999999), name
+
+
+def test_adam_eps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Adamw, "epsilon", 0.3)
+    config = make_config(adam_eps=0.3)
+    steps = random_steps(make_policy(config))
+    before = [np.array(array) for array in make_policy(config).slots.read()]
+    policy, _ = trained(config, steps)
+    expected = by_twins(policy.slots.names, before, steps, config, clip=1.0)
+    for name, array, value in zip(policy.slots.names, policy.slots.read(), expected, strict=True):
+        assert np.allclose(np.array(array), value, atol=1e-5), name
 
 
 def test_muon_takes_matrices_of_the_blocks_only() -> None:

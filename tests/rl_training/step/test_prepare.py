@@ -141,11 +141,11 @@ def test_the_coefficient_finds_the_target() -> None:
 def test_scores_keep_their_bits_in_a_checkpoint() -> None:
     column = np.random.default_rng(0).normal(size=257).astype(np.float32) * np.float32(1e-3)
     column[:3] = np.nextafter(np.float32(-1), np.float32(0)), -np.inf, -0.0
-    position = StepPosition(updates=1, mismatch=(0.1, 0.2, 0.3), order=(1, 0), scores={"ref_logprobs": column})
+    position = StepPosition(updates=1, mismatch=(0.1, 0.2, 0.3, False), order=(1, 0), scores={"ref_logprobs": column})
     text = json.dumps(position.to_json())
     again = StepPosition.from_json(json.loads(text))
     assert again.scores["ref_logprobs"].tobytes() == column.tobytes()
-    assert (again.order, again.mismatch, again.updates) == ((1, 0), (0.1, 0.2, 0.3), 1)
+    assert (again.order, again.mismatch, again.updates) == ((1, 0), (0.1, 0.2, 0.3, False), 1)
     assert len(text) < 6 * len(column) + 500
 
 

@@ -119,9 +119,28 @@ def test_only_fresh_tokens_are_compared_with_the_engine() -> None:
         else s
         for i, s in enumerate(batch.sequences)
     )
-    assert trainer.train_step(replace(batch, sequences=stale)).metrics["logprob_diff_max"] < 1e-4
-    none = tuple(replace(s, fresh=False) for s in batch.sequences)
-    assert trainer.train_step(replace(batch, sequences=none)).metrics["logprob_diff_max"] is None
+    metrics = trainer.train_step(replace(batch, sequences=stale)).metrics
+    assert metrics["logprob_diff_max"] < 1e-4 and metrics["mismatch_fresh"] is True
+
+
+def test_stale_tokens_are_compared_where_there_are_no_others() -> None:
+    """Groups over HTTP of an unknown version too: what came without log-probabilities is left out."""
+    trainer = make_trainer(make_config(batch_size=16))
+    batch = on_policy(trainer, make_batch(random_groups(4)))
+    own = [np.array(s.rollout.logprobs)[np.array(s.rollout.mask) == 1] for s in batch.sequences]
+    sent = [replace(s.rollout, logprobs=tuple(v - 0.25 for v in s.rollout.logprobs)) for s in batch.sequences]
+    silent = len(sent) // 2
+    sequences = tuple(
+        replace(s, fresh=False, rollout=replace(r, logprobs=None) if i < silent else r)
+        for i, (s, r) in enumerate(zip(batch.sequences, sent, strict=True))
+    )
+    metrics = trainer.train_step(replace(batch, sequences=sequences)).metrics
+    assert metrics["mismatch_fresh"] is False and sum(map(len, own[silent:])) > 0
+    assert metrics["logprob_diff_mean"] == pytest.approx(0.25, rel=1e-3)
+    assert metrics["mismatch_kl"] == pytest.approx(math.exp(0.25) - 1 - 0.25, rel=1e-3)
+    none = tuple(replace(s, rollout=replace(s.rollout, logprobs=None)) for s in sequences)
+    metrics = trainer.train_step(replace(batch, sequences=none)).metrics
+    assert metrics["mismatch_kl"] is None and metrics["mismatch_fresh"] is None
 
 
 def without_logprobs(batch: TrainBatch, rows: Callable[[int], bool]) -> TrainBatch:
