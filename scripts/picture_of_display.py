@@ -10,9 +10,10 @@ from pathlib import Path
 from rich.console import Console
 
 from mlx_parallm.config.load import load_config
-from mlx_parallm.rl_training.events import RunInfo
+from mlx_parallm.rl_training.events import CheckpointSaved, RunInfo
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
+from mlx_parallm.system.log import configure_logging
 
 
 def main() -> None:
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, help="default: the last one")
     parser.add_argument("--prompt", default="Sort: hgfa", help="of the curl line")
     args = parser.parse_args()
+    configure_logging(level="error")
     config = load_config(str(args.run / "config.toml"), saved=True)
     lines = list(MetricsFile(args.run / METRICS_FILE).read())[: args.step]
     info = RunInfo(
@@ -30,6 +32,9 @@ def main() -> None:
         base_url="http://127.0.0.1:8000",
         total_steps=config.rl_training.total_steps,
         example_prompt=args.prompt,
+        checkpoint_every=config.rl_training.checkpoint_interval,
+        evaluate_every=config.evaluation.every,
+        evaluates_at_end=config.evaluation.problems > 0,
     )
     console, seconds = Console(width=100, file=io.StringIO(), record=True, color_system="truecolor"), 0.0
     display = TrainingDisplay(console, interactive=True, clock=lambda: seconds)
@@ -37,6 +42,8 @@ def main() -> None:
     for line in lines:
         seconds += line["time_rollout_s"] + line["time_train_s"]
         display.update(line)
+        if line["step"] % info.checkpoint_every == 0:
+            display.saved(CheckpointSaved(line["step"], args.run))
     panel = display._render()
     display.stop()
     console = Console(width=100, file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor")

@@ -73,7 +73,8 @@ class EnvironmentConfig(Section):
     """Reward functions with TRL's signature, reward computers, built-in parts, e.g. ["python:score.py:correct",
     "builtin:length"]; for every kind but "tasks" and "reasoning_gym" (docs/rewards.md)."""
     reward_weights: tuple[float, ...] = ()
-    """One weight for each of `rewards`; default: 1, or a built-in part's own."""
+    """One weight for each of `rewards`; default: 1 each, but 2 for builtin:code and tool_success, 1.5 for
+    task_completion, 0.5 for efficiency."""
     reward_method: Method = "absolute"
     """Number that is trained on: the weighted sum (absolute), its rank in the group (relative), or the rank of the
     rewards' Pareto front (pareto)."""

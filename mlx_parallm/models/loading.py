@@ -41,6 +41,7 @@ class LoadedModel:
     config: dict[str, Any]
     path: Path
     max_model_len: int
+    name: str = ""  # as the configuration or mlx-lm names it: a hub id or a directory
 
     @property
     def vocab_size(self) -> int:
@@ -89,7 +90,7 @@ def load_model(config: ModelConfig, *, quantize: bool = False) -> LoadedModel:
     ) as error:
         raise ModelError(f"{path} cannot be loaded: {error}") from error
     give_back_freed_memory()  # of the weights as they were on disk
-    return LoadedModel(model, model_config, path, _context_length(model_config))
+    return LoadedModel(model, model_config, path, _context_length(model_config), config.base_path)
 
 
 def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
@@ -110,7 +111,7 @@ def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
         )
     copied = copy.deepcopy(model)
     _make_ready(copied, "auto")
-    return LoadedModel(copied, config, path, _context_length(config))
+    return LoadedModel(copied, config, path, _context_length(config), name)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -205,9 +205,11 @@ def _evaluate(layers: Mapping[str, LoraPair], file: Path) -> None:
             raise AdapterError(f"{file}: {path} holds a number that is not finite")
 
 
-def save_adapter(directory: Path, layers: Mapping[str, LoraPair], *, num_layers: int, dropout: float = 0.0) -> None:
+def save_adapter(
+    directory: Path, layers: Mapping[str, LoraPair], *, num_layers: int, dropout: float = 0.0, base: str = ""
+) -> None:
     """Writes `adapters.safetensors` and `adapter_config.json` in mlx-lm's format into an existing directory."""
-    config = adapter_config(layers, num_layers=num_layers, dropout=dropout)
+    config = adapter_config(layers, num_layers=num_layers, dropout=dropout, base=base)
     mx.save_safetensors(str(directory / ADAPTER_FILE), adapter_tensors(layers), metadata={"format": "mlx"})
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -219,14 +221,19 @@ def adapter_tensors(layers: Mapping[str, LoraPair]) -> dict[str, mx.array]:
     return tensors | {f"{path}.m": pair.magnitude for path, pair in layers.items() if pair.magnitude is not None}
 
 
-def adapter_config(layers: Mapping[str, LoraPair], *, num_layers: int, dropout: float = 0.0) -> dict[str, Any]:
-    """mlx-lm's adapter_config.json. Raises AdapterError: its format has one rank, one scale and one kind for all."""
+def adapter_config(
+    layers: Mapping[str, LoraPair], *, num_layers: int, dropout: float = 0.0, base: str = ""
+) -> dict[str, Any]:
+    """mlx-lm's adapter_config.json; `base`: the model that it adapts, "" = not known.
+
+    Raises AdapterError: its format has one rank, one scale and one kind for all layers.
+    """
     kinds = {(int(pair.a.shape[-1]), pair.scale, pair.magnitude is not None) for pair in layers.values()}
     if len(kinds) != 1:
         shown = ", ".join(f"rank {rank} × {scale:g}{' DoRA' * dora}" for rank, scale, dora in sorted(kinds)[:3])
         raise AdapterError(f"mlx-lm's format has one rank and scale for all layers, this adapter has several: {shown}")
     [(rank, scale, dora)] = kinds
-    return {
+    return ({"model": base} if base else {}) | {
         "fine_tune_type": "dora" if dora else "lora",
         "num_layers": num_layers,
         "lora_parameters": {"rank": rank, "scale": scale, "dropout": dropout, "keys": _layer_keys(layers)},

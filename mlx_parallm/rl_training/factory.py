@@ -42,6 +42,7 @@ def build_policy(
         training,
         source=loaded.path,
         model_config=loaded.config,
+        base=loaded.name,
         initial_adapter=initial_adapter,
         needs_reference=keeps_reference or algorithm.needs_reference,
         needs_values=keeps_values or algorithm.needs_values,

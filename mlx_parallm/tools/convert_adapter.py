@@ -49,21 +49,22 @@ class StoredAdapter:
     layers: Mapping[str, LoraPair]
     num_layers: int  # -1: all; layers without arrays stay as they are
     dropout: float
+    base: str  # the model that it adapts; "" = its configuration does not say
 
 
 def _write_npz(directory: Path, adapter: StoredAdapter) -> None:
     arrays = {key: _for_numpy(array) for key, array in adapter_tensors(adapter.layers).items()}
     mx.savez(str(directory / NPZ_FILE), **arrays)
-    config = adapter_config(adapter.layers, num_layers=adapter.num_layers, dropout=adapter.dropout)
+    config = adapter_config(adapter.layers, num_layers=adapter.num_layers, dropout=adapter.dropout, base=adapter.base)
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_mlx_lm(directory: Path, adapter: StoredAdapter) -> None:
-    save_adapter(directory, adapter.layers, num_layers=adapter.num_layers, dropout=adapter.dropout)
+    save_adapter(directory, adapter.layers, num_layers=adapter.num_layers, dropout=adapter.dropout, base=adapter.base)
 
 
 def _write_peft(directory: Path, adapter: StoredAdapter) -> None:
-    save_peft(directory, adapter.layers, dropout=adapter.dropout)
+    save_peft(directory, adapter.layers, dropout=adapter.dropout, base=adapter.base)
 
 
 FORMATS: dict[str, Callable[[Path, StoredAdapter], None]] = {
@@ -89,7 +90,7 @@ def convert(source: str | Path, target: Path, layout: str, *, overwrite: bool = 
     loaded = load_adapter(source, as_stored=True)
     num_layers = loaded.config.get("num_layers")
     adapter = StoredAdapter(
-        loaded.layers, num_layers if isinstance(num_layers, int) else -1, dropout=_dropout(loaded.config)
+        loaded.layers, num_layers if isinstance(num_layers, int) else -1, _dropout(loaded.config), _base(loaded.config)
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -114,6 +115,11 @@ def _dropout(config: Mapping[str, Any]) -> float:
     """Return PEFT's or mlx-lm's dropout; 0 where there is none."""
     dropout = config.get("lora_dropout", config.get("lora_parameters", {}).get("dropout"))
     return float(dropout) if isinstance(dropout, int | float) else 0.0
+
+
+def _base(config: Mapping[str, Any]) -> str:
+    """Return the base's name in PEFT's or mlx-lm's configuration; "" where it has none."""
+    return str(config.get("base_model_name_or_path") or config.get("model") or "")
 
 
 def _for_numpy(array: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""What `mlx_parallm_train --dry-run` foretells against the run that follows: peak memory, seconds a step, disk.
+"""What `mlx_parallm_train --dry-run` predicts against the run that follows: peak memory, seconds a step, disk.
 
     python scripts/bench/dry_run.py                the shipped model; 29 M random parameters with a data set
     python scripts/bench/dry_run.py --case bench   (quickstart, bench, memory) one of them
@@ -8,7 +8,7 @@ The formula's figures are those that each run prints at its end: what the prefli
 the run saw. Of the 14 B shape: scripts/bench/step_14b.py.
 Memory is the peak resident set of the process on a CPU (both sides: the dry run's word, the run's rusage), MLX's own
 peak on a GPU. A run's seconds are waiting + training + publishing of its steps but the first, from metrics.jsonl. Disk
-is the size of the run directory, hard links counted once. Ratios are foretold / measured.
+is the size of the run directory, hard links counted once. Ratios are predicted / measured.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             measure_memory(Path(directory))
         return
-    table = Table(title="foretold / measured = ratio")
+    table = Table(title="predicted / measured = ratio")
     for column in ("case", "by formula, before loading", "peak memory", "seconds a step", "disk"):
         table.add_column(column, justify="left" if column == "case" else "right")
     with tempfile.TemporaryDirectory() as directory:
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def measure_memory(scratch: Path) -> None:
-    """A line for each of `CASES`: foretold / measured, of MLX's arrays and of the whole process."""
+    """A line for each of `CASES`: predicted / measured, of MLX's arrays and of the whole process."""
     console.print("memory by formula / measured = ratio: MLX's arrays; the process")
     files = {"quickstart": "quickstart", "DPO, LoRA": str(pairs_config(scratch))}
     config = str(bench_config(scratch))
@@ -94,10 +94,10 @@ def measure_memory(scratch: Path) -> None:
         command = [str(BIN / "mlx_parallm_train"), "--config", files.get(name, config)]
         output, resident = finished([*command, *(part for setting in settings for part in ("--set", setting))])
         sizes = re.findall(r"([\d.]+) (\wiB)", next(line for line in output.splitlines() if line.startswith("memory:")))
-        foretold = [float(number) * UNITS[unit] for number, unit in sizes][1]
+        predicted = [float(number) * UNITS[unit] for number, unit in sizes][1]
         lines = (scratch / str(number) / "run" / "metrics.jsonl").read_text().splitlines()
         arrays = max(json.loads(line)["memory_gb"] for line in lines) * 1e9
-        own = foretold if on_gpu() else foretold - PROCESS_BYTES
+        own = predicted if on_gpu() else predicted - PROCESS_BYTES
         cells = [(own, arrays), (own + PROCESS_BYTES, resident)]
         shown = [f"{a / 2**20:,.0f} / {b / 2**20:,.0f} MiB = {a / b:.2f}" for a, b in cells]
         console.print(f"{name}: {'; '.join(shown)}", highlight=False)
@@ -117,11 +117,11 @@ def measure(name: str, flags: list[str], directory: Path, table: Table) -> None:
         size(r"memory\s+│ needed ([\d.]+) (\wiB)", text.stdout),
         size(r"disk\s+│ needed ([\d.]+) (\wiB)", text.stdout),
     )
-    foretold = Numbers(memory, float(seconds[1]), disk)
+    predicted = Numbers(memory, float(seconds[1]), disk)
     real = run(command, directory / "run")
     cells = [f"{formula / 2**20:,.0f} MiB = {formula / real.memory:.2f}"]
     for field, scale, unit in (("memory", 2**20, "MiB"), ("seconds", 1, "s"), ("disk", 2**20, "MiB")):
-        before, after = getattr(foretold, field) / scale, getattr(real, field) / scale
+        before, after = getattr(predicted, field) / scale, getattr(real, field) / scale
         cells.append(f"{before:,.2f} / {after:,.2f} {unit} = {before / after:.2f}")
     table.add_row(name, *cells)
 

@@ -90,7 +90,7 @@ def main() -> None:
         make_checkpoint(path, arguments.layers)
     prompt, completion = lengths(arguments.tokens)
     config = configuration(path, arguments)
-    foretold = foretell(config, path, Lengths(prompt, completion))
+    predicted = predict(config, path, Lengths(prompt, completion))
     phases = Phases()
     report = step(config, phases, prompt, completion)
     table = Table("phase", "seconds", "peak so far, GB")
@@ -102,7 +102,7 @@ def main() -> None:
         f"loss {report['loss']:.4f}, gradient norm {report['grad_norm']:.3g}, {report['tokens']:,} tokens trained"
     )
     console.print(
-        f"mx.get_peak_memory {peak / 1e9:.2f} GB; the preflight said {foretold / 1e9:.2f}: {foretold / peak:.2f}"
+        f"mx.get_peak_memory {peak / 1e9:.2f} GB; the preflight said {predicted / 1e9:.2f}: {predicted / peak:.2f}"
     )
     console.print(f"resident set at most {resident / 1e9:.2f} GB")
 
@@ -141,7 +141,7 @@ def configuration(path: Path, arguments: argparse.Namespace) -> Config:
     )
 
 
-def foretell(config: Config, path: Path, longest: Lengths) -> int:
+def predict(config: Config, path: Path, longest: Lengths) -> int:
     shape = ModelShape.of(read_config(path), config)
     estimate = predict_memory(config, shape, longest)
     table = Table("the preflight's parts", "GB")

@@ -1,5 +1,6 @@
 """The training daemon as a whole: it serves while it learns, stops in order, and comes back where it was."""
 
+import json
 import shutil
 import signal
 import threading
@@ -60,6 +61,7 @@ def test_answers_all_through_a_run_under_rising_versions(tmp_path: Path) -> None
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert lines[-1]["policy_version"] == 8
     assert max(line["logprob_diff_max"] for line in lines) < 1e-4
+    assert json.loads((run / "final" / "adapter_config.json").read_text())["model"] == "builtin:tiny"
     for name in ("config.toml", "rollouts.sqlite", "latest", "final/adapters.safetensors", "reward.png"):
         assert (run / name).exists(), name
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +39,13 @@ def test_every_part_has_a_weight():
     assert {name: weight for name, weight in WEIGHTS.items() if weight != 1} == {
         **{"code": 2.0, "tool_success": 2.0, "task_completion": 1.5, "efficiency": 0.5}
     }
+
+
+def test_the_page_tells_every_weight():
+    page = (Path(__file__).parents[2] / "docs" / "reward_parts.md").read_text(encoding="utf-8")
+    parts = page.split("## The parts")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", parts, re.MULTILINE))
+    assert {name: float(weight) for name, weight in rows.items()} == dict(WEIGHTS)
 
 
 def test_to_binary():

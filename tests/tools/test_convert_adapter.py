@@ -27,7 +27,7 @@ FILES = {"npz": "adapters.npz", "mlx-lm": "adapters.safetensors", "peft": "adapt
 
 def adapter(directory: Path, spec: LoraConfig) -> Path:
     directory.mkdir(parents=True)
-    save_adapter(directory, adapter_layers(trained(make_model(), spec)), num_layers=2, dropout=0.05)
+    save_adapter(directory, adapter_layers(trained(make_model(), spec)), num_layers=2, dropout=0.05, base="some/base")
     return directory
 
 
@@ -57,6 +57,7 @@ def test_every_way_there_and_back_is_exact(spec: LoraConfig, tmp_path: Path) -> 
         assert_same(source, back)
         config = json.loads((back / "adapter_config.json").read_text())
         assert config.get("lora_dropout", config.get("lora_parameters", {}).get("dropout")) == 0.05
+        assert config.get("base_model_name_or_path", config.get("model")) == "some/base", "it was null in PEFT's"
     model = load_adapters(make_model(), str(tmp_path / "peft-mlx-lm"))
     model.eval()  # its dropout
     assert mx.allclose(model(TOKENS), trained(make_model(), spec)(TOKENS), rtol=1e-4, atol=1e-3)

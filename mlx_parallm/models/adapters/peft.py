@@ -58,9 +58,9 @@ def peft_tensors(layers: Mapping[str, LoraPair]) -> dict[str, mx.array]:
     return tensors | {f"{PREFIX}{path}{MAGNITUDE}": magnitude for path, magnitude in magnitudes.items()}
 
 
-def peft_config(layers: Mapping[str, LoraPair], *, dropout: float) -> dict[str, Any]:
-    """adapter_config.json. Raises AdapterError: layers with and without a magnitude, or a factor that no alpha gives
-    exactly (`use_rslora` is one setting for all layers)."""
+def peft_config(layers: Mapping[str, LoraPair], *, dropout: float, base: str = "") -> dict[str, Any]:
+    """adapter_config.json; `base`: the model that it adapts, "" = not known. Raises AdapterError: layers with and
+    without a magnitude, or a factor that no alpha gives exactly (`use_rslora` is one setting for all layers)."""
     dora = {pair.magnitude is not None for pair in layers.values()}
     if len(dora) != 1:
         raise AdapterError("PEFT's use_dora is one setting for all layers, this adapter has layers of both kinds")
@@ -77,7 +77,7 @@ def peft_config(layers: Mapping[str, LoraPair], *, dropout: float) -> dict[str, 
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": base or None,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
@@ -92,9 +92,9 @@ def peft_config(layers: Mapping[str, LoraPair], *, dropout: float) -> dict[str, 
     }
 
 
-def save_peft(directory: Path, layers: Mapping[str, LoraPair], *, dropout: float) -> None:
+def save_peft(directory: Path, layers: Mapping[str, LoraPair], *, dropout: float, base: str = "") -> None:
     """Write both files into `directory`. Raises AdapterError: PEFT's format cannot hold this adapter."""
-    config = peft_config(layers, dropout=dropout)
+    config = peft_config(layers, dropout=dropout, base=base)
     mx.save_safetensors(str(directory / PEFT_FILE), peft_tensors(layers), metadata={"format": "pt"})
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

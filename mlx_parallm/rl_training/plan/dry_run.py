@@ -32,6 +32,8 @@ from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import EnvironmentFailedError, RequestError
 from mlx_parallm.models.loading import read_config
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.rewards.functions import BUILTIN
+from mlx_parallm.rewards.parts import WEIGHTS
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter
 from mlx_parallm.rl_training.events import BatchReady
 from mlx_parallm.rl_training.loop import RunControl, TrainingLoop
@@ -432,6 +434,11 @@ def remarks(result: GroupResult, config_key: str) -> list[str]:
     if result.failure is not None or not rollouts:
         return []
     found = []
+    config = result.plan.source.config
+    uneven = [name for name in config.rewards if WEIGHTS.get(name.removeprefix(BUILTIN), 1.0) != 1.0]
+    if uneven and len(config.rewards) > 1 and not config.reward_weights:
+        counts = " and ".join(f"{name} counts {WEIGHTS[name.removeprefix(BUILTIN)]:g}" for name in uneven)
+        found.append(f"{counts} in the reward, the others 1: {config_key}.reward_weights changes that")
     rewards = {rollout.reward for rollout in rollouts}
     if len(rewards) == 1:
         found.append(

@@ -46,6 +46,7 @@ class TrainedPolicy:
     """Args:
         model: a tree of its own, frozen and evaluated.
         source: the base checkpoint's directory (tokenizer and configuration travel with saved full weights).
+        base: its name, for who finds a saved adapter.
         model_config: the base's config.json.
         initial_adapter: arrays to start the adapter from, as `models.lora.load_adapter` reads them.
         needs_reference: whether `reference` will be used; default: whether the loss has a KL to it.
@@ -62,11 +63,12 @@ class TrainedPolicy:
         *,
         source: Path,
         model_config: Mapping[str, Any],
+        base: str = "",
         initial_adapter: Mapping[str, LoraPair] | None = None,
         needs_reference: bool | None = None,
         needs_values: bool = False,
     ) -> None:
-        self.model, self._source, self._model_config = model, source, dict(model_config)
+        self.model, self._source, self._model_config, self._base = model, source, dict(model_config), base
         self.lora = config.lora.enabled
         self.dropout = AdapterDropout(config.lora.dropout)
         use_fast_swiglu(model)
@@ -203,7 +205,7 @@ class TrainedPolicy:
     def save(self, directory: Path) -> None:
         """Write an adapter in mlx-lm's format, or a Hugging Face model directory, into an existing directory."""
         if self.lora:
-            save_adapter(directory, self.adapter(), num_layers=len(self.model.layers))
+            save_adapter(directory, self.adapter(), num_layers=len(self.model.layers), base=self._base)
         else:
             with without_value_head(self.model):
                 save_model(directory, self.model)

@@ -1,4 +1,4 @@
-"""--dry-run: what it says of environments that are broken, of groups that teach nothing, and what it foretells."""
+"""--dry-run: what it says of environments that are broken, of groups that teach nothing, and what it predicts."""
 
 import io
 import threading
@@ -63,6 +63,36 @@ def test_remarks_on_a_group(rollouts: list[tuple[float, str]], words: list[str])
     found = remarks(group(*rollouts), KEY)
     assert len(found) == bool(words)
     assert all(word in found[0] for word in words)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "words"),
+    [
+        (("builtin:code", "builtin:length"), (), "builtin:code counts 2 in the reward, the others 1: environments.0"),
+        (("builtin:code", "builtin:length"), (1.0, 1.0), None),
+        (("builtin:code",), (), None),
+        (("builtin:format", "builtin:length"), (), None),
+    ],
+)
+def test_a_part_that_counts_more_than_others_by_default_is_told(
+    rewards: tuple[str, ...], weights: tuple[float, ...], words: str | None
+) -> None:
+    made = group((0.0, "stop"), (1.0, "stop"))
+    config = made.plan.source.config.model_copy(update={"rewards": rewards, "reward_weights": weights})
+    source = TasksSource(config, seed=0)
+    found = remarks(replace(made, plan=replace(made.plan, source=source)), KEY)
+    assert [text.startswith(words) for text in found] == [True] if words else found == []
+
+
+def test_at_80_columns_a_completion_has_half_of_the_width(tokenizer: Tokenizer) -> None:
+    """Its column was one letter wide beside a reward of three parts."""
+    made = group((0.7, "stop"))
+    scores = {"rewards/correct": 1.0, "rewards/near": 1.0, "rewards/used_tool": 0.0, "reward": 0.7}
+    answer = replace(made.trajectories[0], text="x" * 40)
+    shown = replace(answer, rollout=replace(answer.rollout, scores=scores))
+    out = io.StringIO()
+    Console(file=out, width=80).print(show_group(replace(made, trajectories=(shown,)), (5,), tokenizer))
+    assert "x" * 40 in out.getvalue() and "correct 1 · near 1 · used_tool 0" in out.getvalue()
 
 
 def test_all_turns_of_a_group_are_shown_and_the_limit_that_ended_them_is_named(tokenizer: Tokenizer) -> None:
