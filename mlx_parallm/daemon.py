@@ -19,10 +19,12 @@ Serving(config)        binds the port (a taken one fails before anything else is
 """
 
 import contextlib
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +130,10 @@ def run_training(config: Config, *, resume: str | None) -> int:
     return 0
 
 
-def training_run(config: Config, **options: Any) -> TrainingRun:
-    """Make a run that is served by this process and may use every kind of source. Arguments: `TrainingRun`."""
-    return TrainingRun(config, serve=Serving, source_kinds=SOURCES, **options)
+def training_run(config: Config, *, http: bool = True, **options: Any) -> TrainingRun:
+    """Make a run that is served by this process and may use every kind of source. `http`: false: nobody but the run
+    itself asks the engine. Further arguments: `TrainingRun`."""
+    return TrainingRun(config, serve=partial(Serving, http=http), source_kinds=SOURCES, **options)
 
 
 def run_dry_run(config: Config) -> int:
@@ -201,15 +204,21 @@ LAST_WORDS_S = 0.1  # after the drain: what has been computed is sent
 
 
 class Serving:
-    """Single use; every method is called from the main thread. Raises ConfigError: the port, the key."""
+    """Single use; every method is called from one thread. Raises ConfigError: the port, the key.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        http: false: no port is taken, and nobody can ask the engine but this process.
+    """
+
+    def __init__(self, config: Config, *, http: bool = True) -> None:
         self.config = config
         self.api_key = config.resolve_api_key()
-        check_bind(config.server.host, self.api_key)
-        check_origins(config.server.cors_origins, self.api_key)
-        self._listener = bind_socket(config.server.host, config.server.port)
-        self.port: int = self._listener.getsockname()[1]
+        self._listener: socket.socket | None = None
+        if http:
+            check_bind(config.server.host, self.api_key)
+            check_origins(config.server.cors_origins, self.api_key)
+            self._listener = bind_socket(config.server.host, config.server.port)
+        self.port: int = self._listener.getsockname()[1] if self._listener is not None else 0
         self.state = ServerState()
         self.turns = Turns(config.rl_training.serve_priority)
         self._http: ServerThread | None = None
@@ -218,6 +227,9 @@ class Serving:
 
     @property
     def url(self) -> str:
+        """Without /v1; empty without HTTP."""
+        if self._listener is None:
+            return ""
         host = self.config.server.host
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         return f"http://{shown}:{self.port}"
@@ -250,6 +262,8 @@ class Serving:
         routers: Iterable[AddedRouter] = (),
     ) -> None:
         """Starts HTTP with the server's own routes, those of the rollout sources, and `routers`."""
+        if self._listener is None:
+            return
         sources = list(sources)
         added = [source.router for source in sources if source.router is not None]
         completions = next((source.completions for source in sources if isinstance(source, RewardsById)), None)
@@ -327,7 +341,8 @@ class Serving:
                 deadline = time.monotonic() + self.config.server.drain_timeout_s
                 self.state.drain(self.config.server.drain_timeout_s)
                 self._http.stop(max(deadline - time.monotonic(), LAST_WORDS_S))
-            self._listener.close()
+            if self._listener is not None:
+                self._listener.close()
         finally:
             if self._engine is not None:
                 self._engine.stop()

@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations", "distributed", "experts"),
     ("daemon",),
     ("tools",),
-    ("cli",),
+    ("cli", "trl"),
     ("__init__", "__main__"),
 )
 # Within a layer only these; all others are independent of their neighbours.
@@ -83,7 +83,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/environments/runner.py:attempt": "a failed episode is a recorded result",
     "mlx_parallm/environments/scheduler.py:RolloutScheduler._run": "the thread's end is kept for health() and check()",
     "mlx_parallm/environments/state_source.py:StepThread.run.job": "what a step raises ends its episode",
-    "mlx_parallm/models/threads.py:in_mlx_thread.run": "what a thread's work raises is its caller's",
+    "mlx_parallm/models/threads.py:MLXThread.submit.run": "what a thread's work raises is its caller's",
     "mlx_parallm/models/loading.py:load_tokenizer": "the tokenizers library raises plain Exception",
     "mlx_parallm/distributed/ranks.py:CollectiveThread._main": "what a collective raises is its caller's",
     "mlx_parallm/rl_training/events.py:RunEvents.emit": "a subscriber that fails must not stop the training",

@@ -20,25 +20,25 @@ TINY_MODULE_LINES = 80
 
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
-    "(root)": 1240,
+    "(root)": 1290,
     "cli": 1190,
-    "config": 1530,
+    "config": 1890,
     "distributed": 440,
     "engine": 3690,
-    "environments": 4360,
-    "execution": 1700,
+    "environments": 4380,
+    "execution": 1710,
     "experts": 1310,
     "inference": 950,
     "integrations": 1470,
     "library": 960,
     "losses": 850,
-    "models": 3320,
+    "models": 3360,
     "primitives": 160,
     "rewards": 1950,
-    "rl_training": 10120,
+    "rl_training": 10140,
     "rollout_store": 1270,
     "server": 3910,
-    "system": 990,
+    "system": 1000,
     "tools": 2390,
 }
 
@@ -54,12 +54,14 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a fi
 VARIABLE_ATTRIBUTES: dict[
     str, str
 ] = {  # "module:function" with getattr(x, <expression>): neither grep nor mypy can follow it
+    "__init__:__getattr__": "names are imported when they are asked for",
     "cli.table:Command.parser": "a command's module is imported when it is called",
     "distributed.ranks:_watched": "socket options that not every system has",
     "environments.registry:_environment": "a kind's module is imported when it is asked for",
     "environments.state_source:check_environment": "which methods a user's class overrides",
     "execution.sandbox.sandbox_launcher:call": "system calls and limits by name, from a table",
     "execution.sandbox.sandbox_launcher:set_limits": "system calls and limits by name, from a table",
+    "execution.user_code:reference_to": "an object of the user's program, by its name",
     "execution.user_code:load": "a function that the configuration names",
     "models.adapters.served:ServedLinear.__getattr__": "a wrapper hands on what it does not know",
     "models.adapters.served:ServedLinear.__setattr__": "a wrapper hands on what it does not know",
@@ -70,6 +72,8 @@ VARIABLE_ATTRIBUTES: dict[
     "rl_training.plan.preflight:_dtype": "a dtype by the name in the configuration",
     "rl_training.step.optimizer:optimizer_keys": "an optimizer of mlx.optimizers, whatever it has",
     "server.metrics:_EngineCollector.collect": "the engine's counters, by their names in a table",
+    "trl.callbacks:Callbacks.add": "a callback has the methods that it wants",
+    "trl.callbacks:Callbacks.call": "a callback has the methods that it wants",
     "system.blas:share_blas_between": "a BLAS's own function that sets its threads",
 }
 
@@ -79,6 +83,7 @@ NEUTRAL = {  # values that change nothing, and names that every function with a 
     "timeout_s",
     "top_p",
 }
+TRLS = "config.trl"  # its fields are TRL's arguments, not keys
 # "module.function.parameter" or "module.Class.field": why it has a default beside the configuration's
 SECOND_DEFAULTS: dict[str, str] = {
     "engine.sequence.Sequence.rank": "its place among n completions; LoRA's rank is another",
@@ -227,7 +232,9 @@ def numeric_keys(source: Source) -> Iterator[str]:
 
 
 def test_a_number_has_one_default_the_configurations() -> None:
-    keys = {key for s in sources("mlx_parallm") if s.unit == "config" for key in numeric_keys(s)} - NEUTRAL
+    keys = {
+        key for s in sources("mlx_parallm") if s.unit == "config" and s.module != TRLS for key in numeric_keys(s)
+    } - NEUTRAL
     assert "clip_ratio" in keys
     elsewhere = {
         place

@@ -88,6 +88,8 @@ class AlgorithmSection(Section):
     """A ratio for each token, or for each sequence (GSPO; "sequence_token": with each token's own gradient)."""
     loss_aggregation: Literal["token", "sequence", "sequence_sum", "constant"] | None = None
     """Mean over tokens; over sequences of token means; of sums; of sums / atropos.max_token_length."""
+    constant_length: int | None = Field(None, ge=1)
+    """Length that loss_aggregation = "constant" divides by; default: atropos.max_token_length."""
     advantage: str | None = None
     """"std", "std_sample", "mean", "rloo", "none" (the reward itself), or "python:file.py:function"."""
     advantage_whiten: bool | None = None
@@ -141,6 +143,8 @@ class AlgorithmSection(Section):
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         if self.ratio_delta is not None and high is not None and self.ratio_delta <= 1 + high:
             raise ValueError(f"ratio_delta ({self.ratio_delta:g}) has to be above 1 + clip_ratio_high ({1 + high:g})")
+        if self.constant_length is not None and self.loss_aggregation != "constant":
+            raise ValueError('constant_length is set, but only read with loss_aggregation = "constant"')
         if (self.overlong_length is None) != (self.overlong_buffer == 0):
             raise ValueError("overlong_buffer and overlong_length belong together: set both, or neither")
         if self.overlong_length is not None and self.overlong_buffer > self.overlong_length:

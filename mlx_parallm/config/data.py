@@ -24,7 +24,7 @@ OPTIONS = {
 ROLLOUT_KEYS = (
     *PrepareConfig.model_fields,
     *("kl_beta", "kl_estimator", "entropy_weight", "overlong_buffer", "update_epochs", "temperature"),
-    *("buffer_sampling", "dynamic_sampling", "max_oversampling", "max_empty_rounds"),
+    *("constant_length", "buffer_sampling", "dynamic_sampling", "max_oversampling", "max_empty_rounds"),
 )
 """Keys of [rl_training] about rollouts and their rewards, besides `algorithm.PRESET_KEYS`."""
 

@@ -14,8 +14,12 @@ from mlx_parallm.config.algorithm import AlgorithmSection, PrepareConfig, check_
 from mlx_parallm.config.data import DATA_ALGORITHMS, PreferenceConfig
 from mlx_parallm.config.environment import Section
 
+PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"}
+
 
 class LoraConfig(Section):
+    """Takes PEFT's names of these keys too."""
+
     enabled: bool = True
     """Train an adapter; false trains all weights."""
     rank: int = Field(16, ge=1)
@@ -37,6 +41,16 @@ class LoraConfig(Section):
     """Learning rate of B in units of A's (LoRA+, arXiv:2402.12354, which suggests 16); 1 = the same."""
     layers: tuple[int, int] | str = "all"
     """Transformer blocks that get an adapter: "all", "last 8", or [start, end) counted from 0, e.g. [4, 12]."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_pefts_names(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        for name, own in PEFT_NAMES.items():
+            if name in data and own in data:
+                raise ValueError(f"{name} is PEFT's name of {own}: set one of them")
+        return {PEFT_NAMES.get(name, name): value for name, value in data.items()}
 
     @property
     def scale(self) -> float:

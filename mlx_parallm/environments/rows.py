@@ -1,6 +1,6 @@
 """Rows of a data set: read, checked one by one, divided into training and held-out rows. An error names file and line.
 
-rows_of       (place, row) of a JSONL file or of a data set of the hub: every reader of rows begins here
+rows_of       (place, row) of a JSONL file, of a data set of the hub, or of Python: every reader of rows begins here
 read_splits   both splits of anything that is made from rows: prompts here, `[data]`'s examples in rl_training
 read_prompts  rows with their prompts, in TRL's formats: a column `prompt` that holds a string or a list of messages
 read_tasks    rows of an environment's tasks, from a file or from Python
@@ -21,6 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig
 from mlx_parallm.environments.base import Split
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.user_code import is_reference, load, user_code
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("environments")
@@ -178,8 +179,22 @@ def prompt_key(prompt: Any) -> str:
 
 
 def rows_of(data: str, subset: str | None, split: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) of a JSONL file, or of a data set of the hub. Raises ConfigError, which begins with `key`."""
+    """Yield (place, row) of a JSONL file, of a data set of the hub, or of the user's own rows ("python:file.py:rows").
+    Raises ConfigError, which begins with `key`."""
+    if is_reference(data):
+        return _own(data, key)
     return _hub(data, subset, split, key) if data.startswith(HUB_PREFIX) else json_lines(Path(data), key)
+
+
+def _own(reference: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a list, or those that a function returns."""
+    value, name = load(reference, key), reference.rpartition(":")[2]
+    with user_code(f"{key}: {reference}"):
+        rows = list(value() if callable(value) else value)
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{key}: {name}, row {number}: expected a mapping, got {type(row).__name__}")
+        yield f"{name}, row {number}", dict(row)
 
 
 def json_lines(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import sysconfig
 import traceback
@@ -25,6 +26,8 @@ from mlx_parallm.errors import ConfigError, ParallmError
 
 PREFIX = "python:"
 FORM = '"python:file.py:name" or "python:package.module:name"'
+THIS_PROCESS = "this_process"
+"""The module of objects that a Python program handed over: they have no file that another process could load."""
 PACKAGE = str(Path(__file__).parents[1] / "_").removesuffix("_")  # with the separator: not mlx_parallm_rewards/
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
@@ -47,6 +50,15 @@ def absolute(text: str, directories: Sequence[Path]) -> str:
     return text if file is None else f"{prefix}{file.resolve()}{name}"
 
 
+def reference_to(value: Any, name: str) -> str:
+    """Return a reference by which `load` finds this object in this process, under `name` as far as it can be one. A
+    later object of the same name takes its place, so `load` comes soon after."""
+    word = re.sub(r"\W+", "", name)
+    word = word if word.isidentifier() else f"object{word}"
+    setattr(sys.modules.setdefault(THIS_PROCESS, ModuleType(THIS_PROCESS)), word, value)
+    return f"{PREFIX}{THIS_PROCESS}:{word}"
+
+
 def load(reference: str, key: str) -> Any:
     """Return the object that `reference` names. `key` is its configuration key, for error texts.
 
@@ -56,6 +68,11 @@ def load(reference: str, key: str) -> Any:
     if not is_reference(reference) or not where or not name.isidentifier():
         raise ConfigError(f"{key}: {reference!r} does not have the form {FORM}")
     module = _run_file(Path(where), f"{key}: {reference}") if where.endswith(".py") else _import(where, key, reference)
+    if module is None or (where == THIS_PROCESS and not hasattr(module, name)):
+        raise ConfigError(
+            f"{key}: {name} was an object of the Python program that began this run: only that program can go on with"
+            " it, by trainer.train(resume_from_checkpoint=True)"
+        )
     if not hasattr(module, name):
         public = [entry for entry, value in vars(module).items() if not entry.startswith("_") and callable(value)]
         raise ConfigError(f"{key}: {reference}: there is no {name!r} in {module.__file__}{did_you_mean(name, public)}")
@@ -139,7 +156,9 @@ def _run_file(path: Path, what: str) -> ModuleType:
     return module
 
 
-def _import(module: str, key: str, reference: str) -> ModuleType:
+def _import(module: str, key: str, reference: str) -> ModuleType | None:
+    if module == THIS_PROCESS:
+        return sys.modules.get(THIS_PROCESS)
     _search_in(Path.cwd())
     if "/" in module or not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(f"{key}: {reference!r} does not have the form {FORM}")

@@ -9,11 +9,9 @@ evaluates it. Trajectories are `rewards.base.Trajectory`s (or `types.Rollout`s):
 log-probabilities of the sampling policy, which the ratio is against.
 """
 
-import atexit
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +32,7 @@ from mlx_parallm.losses.policy_gradient import policy_loss
 from mlx_parallm.losses.ppo import gae, value_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model
-from mlx_parallm.models.threads import release_streams
+from mlx_parallm.models.threads import release_streams_at_exit
 from mlx_parallm.rl_training.factory import build_policy
 from mlx_parallm.rl_training.step.algorithms import loss_options, make_algorithm
 from mlx_parallm.rl_training.step.optimizer import optimizer_keys
@@ -157,7 +155,7 @@ class BackpropModule:
             self.policy.blend_reference(0.0)
 
     def _make_trainer(self) -> Trainer:
-        _release_streams_at_exit()
+        release_streams_at_exit()
         training, loaded = self._run.rl_training, self.loaded
         weights = self.inference.weights if self.inference is not None else None
         served = weights.adapters().get(weights.policy) if weights is not None and weights.policy else None
@@ -344,14 +342,3 @@ def _same(one: Any, other: Any) -> bool:
     """Return whether both are, or name, the same model."""
     paths = (str, Path)
     return one is other or (isinstance(one, paths) and isinstance(other, paths) and str(one) == str(other))
-
-
-@cache
-def _release_streams_at_exit() -> None:
-    """Release MLX's streams at exit, which a main thread with MLX needs (models/threads.py)."""
-
-    def release() -> None:
-        with suppress(RuntimeError):  # they are released already
-            release_streams()
-
-    atexit.register(release)

@@ -50,7 +50,7 @@ class RunInfo:
 
     run_name: str
     model: str
-    base_url: str  # of the server, without /v1
+    base_url: str  # of the server, without /v1; empty: there is none
     total_steps: int
     example_prompt: str
     start_step: int = 0

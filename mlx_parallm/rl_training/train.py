@@ -118,6 +118,7 @@ class TrainingRun:
     Args:
         serve: makes the serving half; it takes the port at once.
         source_kinds: where rollouts may come from, besides rows of a file.
+        wants_checkpoint: asked after each step, besides checkpoint_interval.
 
     Raises ConfigError, CheckpointError: before anything is started or written.
     """
@@ -133,8 +134,10 @@ class TrainingRun:
         source_kinds: Sequence[SourceKind],
         run_log: RunLog | None = None,
         ranks: Ranks = ALONE,
+        wants_checkpoint: Callable[[], bool] = lambda: False,
     ) -> None:
         self._stop, self._console, self._run_log = stop, console, run_log or RunLog()
+        self._wants_checkpoint = wants_checkpoint
         self._source_kinds, self._ranks = source_kinds, ranks
         check_installed(config.logging)
         config, self._checkpoint, self._start_over = what_to_resume(config, resume)
@@ -154,13 +157,14 @@ class TrainingRun:
         self._disk: DiskUse | None = None
         self.data: DataSource | None = None
         self._heldout: HeldOut | None = None
+        self._evaluations: Evaluations | None = None
         self._rollbacks = RollbackService()
 
     def execute(self) -> None:
         """Train to total_steps or to the stop; leave a checkpoint either way."""
         started = self.start()
         if started is not None:
-            self._train(started)
+            self.train(started)
 
     def start(self) -> StartedRun | None:
         """Build everything and start the sources; None: a stop was requested meanwhile."""
@@ -193,6 +197,12 @@ class TrainingRun:
             return None
         self._began = True
         return StartedRun(directory, store, sources, parts, state)
+
+    def evaluate(self, started: StartedRun) -> dict[str, float]:
+        """Measure the weights as they are now on what is held out, as keys of a metrics line; not while they train."""
+        if self._heldout is not None:
+            return self._heldout.numbers()
+        return self._evaluating(started).now(self._step())
 
     def close(self) -> None:
         """Ends what was started: sources, HTTP, engine, store. A start that failed leaves no directory."""
@@ -315,7 +325,8 @@ class TrainingRun:
 
     # ------------------------------------------------------------------ running
 
-    def _train(self, started: StartedRun) -> None:
+    def train(self, started: StartedRun) -> None:
+        """Train what `start` has built."""
         directory, parts, state = started.directory, started.parts, started.state
         tokenizer = self.serving.tokenizer()
         self._display(started, tokenizer)
@@ -328,7 +339,7 @@ class TrainingRun:
         self._trackers(directory, state).subscribe(events)
         if self._disk is not None:
             self._disk.subscribe(events)
-        evaluations = self._evaluations(started)
+        evaluations = self._evaluating(started)
         events.subscribe(EvaluationFinished, lambda event: parts.checkpointer and parts.checkpointer.point_at_best())
         events.subscribe(RunFinished, lambda event: self._report(metrics, directory, event.outcome))
         lines = list(metrics.read())
@@ -339,7 +350,7 @@ class TrainingRun:
             while_waiting=lambda: self.check(started.sources),
             training=self.serving.turns.training,
             measure=lambda step: (self._heldout.measure(step) if self._heldout else {}) | evaluations.measure(step),
-            after_step=lambda line: evaluations.wants_checkpoint(line["step"]),
+            after_step=lambda line: evaluations.wants_checkpoint(line["step"]) or self._wants_checkpoint(),
             served_tokens=lambda: self.serving.client.stats().generation_tokens,
         )
         evaluations.begin(state, lines)
@@ -404,9 +415,11 @@ class TrainingRun:
         self._check_disk()
         sources.check()
 
-    def _evaluations(self, started: StartedRun) -> Evaluations:
+    def _evaluating(self, started: StartedRun) -> Evaluations:
+        if self._evaluations is not None:
+            return self._evaluations
         assert self.weights is not None, "the engine serves by now"
-        evaluations = Evaluations(
+        self._evaluations = evaluations = Evaluations(
             self.config,
             started.directory.path,
             self._evaluation_log,

@@ -105,11 +105,17 @@ class RunLog:
 
 
 def configure_logging(
-    json: bool = False, level: str = "info", *, redactor: Redactor | None = None, run_log: RunLog | None = None
+    json: bool = False,
+    level: str = "info",
+    *,
+    redactor: Redactor | None = None,
+    run_log: RunLog | None = None,
+    libraries: bool = True,
 ) -> None:
     """Send events of at least `level` (debug, info, warning, error) to stderr, as JSON objects or aligned text.
 
-    Third-party `logging` records pass from "warning" on ("debug" shows all of them). May be called again.
+    Third-party `logging` records pass from "warning" on ("debug" shows all of them); with `libraries` false they go
+    where the program has sent them. May be called again.
     """
     threshold = LEVELS[level]
     shared: list[Any] = [
@@ -134,6 +140,8 @@ def configure_logging(
         logger_factory=structlog.WriteLoggerFactory(file=_StandardError()),  # type: ignore[arg-type]
         cache_logger_on_first_use=False,
     )
+    if not libraries:
+        return
     handler = logging.StreamHandler(_StandardError())
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

@@ -154,6 +154,15 @@ class Evaluations:
         ends before the evaluation does."""
         return self._log.running == step or any(line["step"] == step for line in self._log.done()[-1:])
 
+    def now(self, step: int) -> dict[str, float]:
+        """Evaluate the served weights, those after `step`, and return the numbers; empty without held-out problems."""
+        self._wait()
+        self._collect()
+        if self._problems:
+            self._start(step, self._versions.newest[0])
+            self._wait()
+        return self._collect()
+
     def finish(self) -> None:
         """Wait, after the loop, for an evaluation that `begin` has started, where no step followed."""
         self._wait()

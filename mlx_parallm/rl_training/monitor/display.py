@@ -149,7 +149,8 @@ class TrainingDisplay:
         if not info.start_step:  # the first step of a resume may be the rest of one
             self._pace.append((0, self._clock()))
         self._log("training", run=info.run_name, model=info.model, steps=info.total_steps)
-        self._log("talk to the model", command=curl_line(info))
+        if info.base_url:
+            self._log("talk to the model", command=curl_line(info))
         if not self._interactive:
             return
         self._live = Live(console=self._console, get_renderable=self._render, auto_refresh=False)
@@ -306,6 +307,8 @@ class TrainingDisplay:
         rows.add_row("checkpoint", Text(newest).append(after, style="dim"))
         rows.add_row("health", Text(health, style="green" if health == HEALTHY else "bold red"))
         title = Rule(Text(f"mlx_parallm · {info.run_name} · {info.model}"), align="left", style="cyan")
+        if not info.base_url:  # nobody can ask
+            return Group(title, rows)
         talk = Text(curl_line(info, self._console.width), style="cyan")
         return Group(title, rows, Text("talk to it while it learns:", style="dim"), talk)
 

@@ -443,7 +443,7 @@ class Trainer:
             token_normalizer=float(mini_batch.tokens),
             sequence_normalizer=float(mini_batch.sequences),
             kl_beta=self._kl_coefficient if self.config.kl_in == "loss" else 0.0,
-            max_length=float(self.config.atropos.max_token_length),
+            max_length=float(self.config.constant_length or self.config.atropos.max_token_length),
             constants=batch.constants,
         )
 

@@ -1,0 +1,323 @@
+"""TRL's arguments → the daemon's configuration, with worked numbers. `trl_1_16.json`: TRL's own names and defaults."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_parallm.config.load import Config
+from mlx_parallm.config.training import LoraConfig
+from mlx_parallm.config.trl import (
+    NOT_HERE,
+    SPEED_ONLY,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    SFTConfig,
+    TrainerConfig,
+)
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.trl.mapping import (
+    HOW,
+    SAME,
+    UpdateSchedule,
+    configuration,
+    grpo_schedule,
+    lora_settings,
+    rows_schedule,
+)
+from mlx_parallm.trl.rows import read_rows
+
+THEIRS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "trl_1_16.json").read_text())
+CLASSES: dict[str, type[TrainerConfig]] = {
+    kind.__name__: kind for kind in (GRPOConfig, SFTConfig, DPOConfig, KTOConfig)
+}
+OTHER_DEFAULTS = {
+    "output_dir": "there is always a run directory",
+    "save_total_limit": "checkpoints of all weights would fill a disk",
+    "optim": "another name of AdamW",
+    "bf16": "the dtype is the model's",
+    "project": "mlx_parallm's own",
+    "loss_type": "DPO's list of one is a name",
+    "train_sampling_strategy": "not a field",
+}
+
+
+def one(args: TrainerConfig, **options: Any) -> Config:
+    rows = read_rows([{"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "label": True}] * 64, "rows")
+    schedule = grpo_schedule(args, 64) if isinstance(args, GRPOConfig) else rows_schedule(args, 64)  # type: ignore[arg-type]
+    given = {"model": "builtin:tiny", "train": rows, "evaluated": None, "lora": {"enabled": False}} | options
+    if isinstance(args, GRPOConfig):
+        given = {"rewards": [len], "names": ["len"]} | given
+    return configuration(args, schedule, **given)
+
+
+# ---------------------------------------------------------------------- names and defaults
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_name_of_trl_is_known_and_its_default_accepted(name: str) -> None:
+    for argument, default in (THEIRS["all"] | THEIRS[name]).items():
+        CLASSES[name](**{argument: default})
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_defaults_are_trls(name: str) -> None:
+    ours = CLASSES[name]().model_dump()
+    theirs = THEIRS["all"] | THEIRS[name]
+    different = {key for key in ours if key in theirs and ours[key] != theirs[key] and ours[key] != (theirs[key] or {})}
+    assert different <= set(OTHER_DEFAULTS), different
+
+
+def test_every_field_is_in_one_table() -> None:
+    fields = {field for kind in CLASSES.values() for field in kind.model_fields}
+    assert fields == SAME.keys() | HOW.keys()
+    assert not SAME.keys() & HOW.keys()
+    assert not fields & (set(SPEED_ONLY) | set(NOT_HERE))
+
+
+def test_names_of_the_tables_are_trls() -> None:
+    theirs = {name for part in THEIRS.values() for name in part}
+    older = {"max_prompt_length", "logging_dir", "eval_packing", "completion_only_loss", "cast_lm_head_to_fp32"}
+    assert (set(SPEED_ONLY) | set(NOT_HERE)) - theirs <= older
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use_vllm": True}, "the engine of this process samples"),
+        ({"fp16": True}, "model_init_kwargs"),
+        ({"deepspeed": "zero3.json"}, "mlx.launch"),
+        ({"push_to_hub": True}, "--push-to-hub"),
+        ({"top_p": 0.9}, "the model's own distribution"),
+        ({"run_name": "x"}, "output_dir"),
+        ({"num_generation": 4}, "did you mean 'num_generations'"),
+        ({"lerning_rate": 1.0}, "did you mean 'learning_rate'"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"loss_type": "vespo"}, "loss_type"),
+        ({"loss_type": "cispo"}, "epsilon_high"),
+        ({"scale_rewards": "batch"}, "scale_rewards"),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "warmup_ratio"),
+    ],
+)
+def test_what_means_nothing_here_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match="GRPOConfig") as caught:
+        GRPOConfig(**options)
+    assert words in str(caught.value)
+
+
+def test_harmless_values_and_an_engine_that_is_off_are_accepted() -> None:
+    args = GRPOConfig("out", use_vllm=False, bf16=None, vllm_mode="server", dataloader_num_workers=4, fp16=False)
+    assert args.output_dir == "out"
+
+
+# ---------------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize(
+    ("options", "prompts", "expected"),
+    [
+        # 8 x 1 = 8 completions, 1 prompt of 8: 100 updates an epoch, 3 epochs
+        ({}, 100, UpdateSchedule(8, 8, 1, 100, 300)),
+        # 4 x 8 = 32 completions of one update, 4 prompts: 100 // 4 = 25
+        (
+            {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "num_train_epochs": 1},
+            100,
+            UpdateSchedule(32, 32, 1, 25, 25),
+        ),
+        # sampled: 16 x 4 = 64, 8 prompts; updates of 16 x 2 = 32, so two; twice over: 4 updates a step; 50 // 8 = 6
+        (
+            {
+                "per_device_train_batch_size": 16,
+                "gradient_accumulation_steps": 2,
+                "steps_per_generation": 4,
+                "num_iterations": 2,
+                "num_train_epochs": 2,
+            },
+            50,
+            UpdateSchedule(64, 32, 4, 6, 48),
+        ),
+        # generation_batch_size 24 = 8 x 3, 6 prompts of 4; three updates of 8
+        ({"generation_batch_size": 24, "num_generations": 4, "max_steps": 10}, 12, UpdateSchedule(24, 8, 3, 2, 10)),
+    ],
+)
+def test_grpo_counts_as_trl(options: dict[str, Any], prompts: int, expected: UpdateSchedule) -> None:
+    assert grpo_schedule(GRPOConfig(**options), prompts) == expected
+
+
+def test_ten_updates_of_three_a_step_are_four_steps() -> None:
+    schedule = UpdateSchedule(24, 8, 3, 2, 10)
+    assert (schedule.total_steps, schedule.steps(3), schedule.steps(4), schedule.epoch(4)) == (4, 1, 2, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"per_device_train_batch_size": 4}, "no whole groups of num_generations = 8"),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "not a multiple of gradient_accumulation"),
+        ({"generation_batch_size": 12, "num_generations": 4}, "not a multiple of per_device"),
+        ({"generation_batch_size": 8, "steps_per_generation": 1}, "say the same"),
+    ],
+)
+def test_batches_that_do_not_divide_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        grpo_schedule(GRPOConfig(**options), 100)
+
+
+def test_rows_count_as_trl() -> None:
+    args = SFTConfig(per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    assert rows_schedule(args, 100) == UpdateSchedule(16, 16, 1, 7, 21)  # 6 whole batches and a rest
+    assert rows_schedule(SFTConfig(max_steps=5), 3) == UpdateSchedule(3, 3, 1, 1, 5)  # fewer rows than one batch
+
+
+# ---------------------------------------------------------------------- the configuration
+
+
+def test_a_grpo_configuration() -> None:
+    args = GRPOConfig(
+        "runs/first",
+        per_device_train_batch_size=16,
+        num_generations=4,
+        learning_rate=2e-5,
+        warmup_ratio=0.1,
+        max_steps=50,
+        save_steps=20,
+        epsilon_high=0.28,
+        max_completion_length=32,
+        reward_weights=[0.5],
+        seed=7,
+        report_to=["tensorboard"],
+        overrides={"rl_training.token_budget": 999},
+    )
+    config = one(args)
+    training, [environment] = config.rl_training, config.environments
+    assert (training.checkpoint_dir, training.run_name) == (Path("runs").absolute(), "first")
+    assert (training.batch_size, training.atropos.rollout_batch_size, training.total_steps) == (16, 16, 50)
+    assert (training.warmup_steps, training.checkpoint_interval, training.lr_schedule) == (5, 20, "linear")
+    assert (training.loss, training.loss_aggregation, training.advantage) == ("clip", "token", "std_sample")
+    assert (training.clip_ratio, training.clip_ratio_high, training.max_staleness) == (0.2, 0.28, 0)
+    assert (training.learning_rate, training.seed, training.adam_beta2) == (2e-5, 7, 0.999)
+    assert (training.token_budget, training.blocks_per_eval) == (999, 1)
+    assert (environment.group_size, environment.max_tokens, environment.reward_weights) == (4, 32, (0.5,))
+    assert (environment.prompt_format, environment.heldout_fraction) == ("text", 0.0)
+    assert config.logging.trackers == ("tensorboard",)
+    assert not training.lora.enabled
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"loss_type": "grpo"}, {"loss": "clip", "loss_aggregation": "sequence"}),
+        ({"loss_type": "bnpo"}, {"loss": "clip", "loss_aggregation": "token"}),
+        ({"loss_type": "luspo"}, {"loss": "clip", "loss_aggregation": "sequence_sum"}),
+        (
+            {"loss_type": "dr_grpo", "scale_rewards": False, "max_completion_length": 77},
+            {"loss_aggregation": "constant", "constant_length": 77, "advantage": "mean"},
+        ),
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0},
+            {"loss": "cispo", "loss_aggregation": "token", "clip_ratio_high": 4.0},
+        ),
+        ({"loss_type": "sapo"}, {"loss": "sapo", "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}),
+        ({"delta": 2.5}, {"loss": "two_sided", "ratio_delta": 2.5}),
+        ({"importance_sampling_level": "sequence"}, {"ratio_level": "sequence"}),
+        (
+            {"beta": 0.04, "sync_ref_model": True, "ref_model_mixup_alpha": 0.25, "ref_model_sync_steps": 64},
+            {"kl_beta": 0.04, "reference": "ema", "reference_decay": 0.75, "reference_update_every": 64},
+        ),
+        ({"gradient_checkpointing": False}, {"blocks_per_eval": 0}),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 9}, {"lr_schedule": "constant", "warmup_steps": 0}),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}, {"warmup_steps": 9}),
+        ({"save_strategy": "no", "max_steps": 33}, {"checkpoint_interval": 33}),
+        ({"optim": "lion_32bit"}, {"optimizer": "lion"}),
+    ],
+)
+def test_arguments_of_the_loss_and_the_schedule(options: dict[str, Any], expected: dict[str, Any]) -> None:
+    values = one(GRPOConfig(**options)).rl_training.model_dump()
+    assert {key: values[key] for key in expected} == expected
+
+
+def test_a_loss_of_ones_own_takes_the_place_of_loss_type() -> None:
+    def own(inputs: Any) -> Any:
+        return inputs
+
+    training = one(GRPOConfig(), loss=own).rl_training
+    assert training.loss == "python:this_process:own" and training.clip_ratio is None
+
+
+def test_configurations_of_rows() -> None:
+    config = one(DPOConfig(beta=0.3, loss_type=["ipo"], max_length=None, max_steps=3))
+    assert (config.rl_training.algorithm, config.rl_training.preference.beta) == ("dpo", 0.3)
+    assert config.rl_training.preference.loss_type == "ipo"
+    assert (config.data.too_long, config.data.prompt_format, config.data.eval_fraction) == ("skip", "text", 0.0)
+    config = one(KTOConfig(desirable_weight=2.0, model_init_kwargs={"dtype": "float32"}))
+    assert (config.rl_training.preference.desirable_weight, config.model.dtype) == (2.0, "float32")
+    assert one(SFTConfig(max_length=12)).data.max_length == 12
+    with pytest.raises(ConfigError, match="one loss at a time"):
+        one(DPOConfig(loss_type=["ipo", "sigmoid"]))
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (GRPOConfig(overrides={"rl_training.lerning_rate": 1}), "did you mean 'rl_training.learning_rate'"),
+        (GRPOConfig(overrides={"environments.3.weight": 1}), "no entry of 1"),
+        (GRPOConfig(report_to="mlflow"), "mlflow"),
+        (GRPOConfig(optim="sgd"), "adamw_torch"),
+        (GRPOConfig(model_init_kwargs={"quantization_config": 1}), "quantization_config"),
+    ],
+)
+def test_values_that_do_not_fit(args: GRPOConfig, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        one(args)
+
+
+# ---------------------------------------------------------------------- adapters and rows
+
+
+def test_adapter_settings_come_as_pefts_object_a_dictionary_or_ours() -> None:
+    peft = SimpleNamespace(
+        **{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": None},
+        **{"use_rslora": True, "use_dora": False, "modules_to_save": None, "rank_pattern": {}},
+    )
+    found = LoraConfig(**lora_settings(peft))
+    assert (found.rank, found.alpha, found.dropout, found.use_rslora) == (8, 16.0, 0.1, True)
+    assert found.target_modules == ("q_proj", "v_proj")  # PEFT's own default
+    assert LoraConfig(**lora_settings({"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"})).rank == 4
+    assert LoraConfig(**lora_settings(LoraConfig(r=3))).rank == 3
+    assert not LoraConfig(**lora_settings(None)).enabled
+    peft.modules_to_save = ["lm_head"]
+    with pytest.raises(ConfigError, match="modules_to_save"):
+        lora_settings(peft)
+    with pytest.raises(ConfigError, match="neither PEFT's LoraConfig"):
+        lora_settings(17)
+    with pytest.raises(ValueError, match="PEFT's name of rank"):
+        LoraConfig(r=3, rank=4)
+
+
+def test_rows_come_as_lists_and_data_sets() -> None:
+    class Dataset:  # as datasets.Dataset
+        column_names = ("prompt",)
+
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Any:
+            return iter([{"prompt": "a"}, {"prompt": "b"}])
+
+    assert read_rows(Dataset(), "train_dataset").rows == ({"prompt": "a"}, {"prompt": "b"})
+    assert not read_rows([{"prompt": "a"}], "x").conversational
+    assert read_rows([{"prompt": [{"role": "user", "content": "a"}]}], "x").conversational
+    assert read_rows([{"body": "a"}], "x", text_field="body").rows == ({"text": "a"},)
+    assert read_rows([{"q": "a"}], "x", formatting=lambda row: row["q"] * 2).rows == ({"text": "aa"},)
+    for bad, words in (
+        (None, "train_dataset is missing"),
+        ({"train": [], "test": []}, r"choose one, such as train_dataset\['train'\]"),
+        (iter([{"prompt": "a"}]), "has no length"),
+        ([], "has no rows"),
+        (["a"], "row 0: expected a dictionary, got str"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read_rows(bad, "train_dataset")

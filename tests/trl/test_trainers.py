@@ -1,0 +1,244 @@
+"""The four trainers on the tiny model: real runs of a few steps, their directories, callbacks and answers."""
+
+import _thread
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import pytest
+
+import mlx_parallm
+from mlx_parallm import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    LoraConfig,
+    SFTConfig,
+    SFTTrainer,
+)
+from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
+from mlx_parallm.models.lora import load_adapter
+
+MODEL = "builtin:tiny"
+QUICK: dict[str, Any] = {"gradient_checkpointing": False, "disable_tqdm": True, "learning_rate": 1e-3}
+PROMPTS = [{"prompt": [{"role": "user", "content": f"Reverse: {word}"}], "answer": word[::-1]} for word in
+           ("abc", "dog", "cat", "xyz", "sun", "map", "red", "bit")]  # fmt: skip
+PAIRS = [{"prompt": f"Say {letter}", "chosen": letter, "rejected": f"z{letter}"} for letter in "abcdefgh"]
+
+
+def letters(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    return [float(len(set(c[0]["content"]) & set(a))) for c, a in zip(completions, answer, strict=True)]
+
+
+def sometimes(completions: list[Any], **columns: Any) -> list[float | None]:
+    return [None if number % 2 else 1.0 for number, _ in enumerate(completions)]
+
+
+class Heard:
+    """A callback with most of the methods; it keeps what it heard."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.logs: list[dict[str, float]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.calls.append("begin")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.calls.append(f"step {state.global_step}")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        self.calls.append("log")
+        self.logs.append(logs)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+        self.calls.append("evaluate")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.calls.append("save")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.calls.append("end")
+
+
+def grpo(directory: Path, **options: Any) -> GRPOTrainer:
+    given = {"num_generations": 4, "max_completion_length": 6, "max_steps": 4, "logging_steps": 2} | options
+    parts = {name: given.pop(name) for name in ("callbacks", "loss", "eval_dataset") if name in given}
+    rewards = given.pop("reward_funcs", [letters, sometimes])
+    args = GRPOConfig(str(directory), **QUICK | given)
+    return GRPOTrainer(MODEL, rewards, args, train_dataset=PROMPTS, peft_config=LoraConfig(r=4), **parts)
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_package_imports_no_mlx_until_a_name_is_asked_for() -> None:
+    assert set(mlx_parallm.__all__) <= set(dir(mlx_parallm))
+    with pytest.raises(AttributeError, match="GRPOTrainr"):
+        mlx_parallm.GRPOTrainr  # noqa: B018
+
+
+def test_grpo_trains_serves_evaluates_saves_and_goes_on(tmp_path: Path) -> None:
+    heard, run = Heard(), tmp_path / "run"
+    options: dict[str, Any] = {"reward_weights": [1.0, 0.5], "seed": 3}
+    trainer = grpo(run, serve=True, port=0, callbacks=[heard], eval_dataset=PROMPTS[:2], **options)
+    assert trainer.url is None
+    before = trainer.evaluate()["eval_reward"]
+    assert before >= 0 and not run.exists()
+    output = trainer.train()
+    assert (output.global_step, trainer.state.max_steps, trainer.state.epoch) == (4, 4, 1.0)  # 2 of 8 prompts a step
+    assert heard.calls == [
+        *("evaluate", "begin", "step 1", "step 2", "log", "step 3", "step 4", "log", "save", "end"),
+    ]
+    answer = httpx.post(
+        f"{trainer.url}/v1/chat/completions",
+        json={"model": "default", "messages": PROMPTS[0]["prompt"], "max_tokens": 4},
+    )
+    assert answer.status_code == 200
+    assert trainer.evaluate()["eval_reward"] >= 0
+
+    # two steps' means, by TRL's names, from the run's own lines
+    first = trainer.state.log_history[0]
+    two = lines(run)[:2]
+    assert first["step"] == 2 and first["reward"] == pytest.approx((two[0]["reward_mean"] + two[1]["reward_mean"]) / 2)
+    parts = [line["rewards/letters/mean"] for line in two]
+    assert first["rewards/letters/mean"] == pytest.approx(sum(parts) / 2)
+    assert heard.logs[0]["grad_norm"] == pytest.approx((two[0]["grad_norm"] + two[1]["grad_norm"]) / 2)
+
+    trainer.save_model(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "adapter_config.json").read_text())["r"] == 4
+    saved, own = load_adapter(tmp_path / "saved"), load_adapter(run / "final")
+    assert all(mx.array_equal(saved.layers[name].a, pair.a).item() for name, pair in own.layers.items())
+    trainer.close()
+    trainer.close()
+
+    with pytest.raises(ConfigError, match=r"holds a run already: train\(resume_from_checkpoint=True\)"):
+        grpo(run, eval_dataset=PROMPTS[:2], **options).train()
+    longer = grpo(run, max_steps=6, eval_dataset=PROMPTS[:2], **options)
+    with longer:
+        assert longer.train(resume_from_checkpoint=True).global_step == 6
+    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4, 5, 6]
+    assert [entry["step"] for entry in longer.state.log_history] == [2, 4, 6]
+    with grpo(run, max_steps=1, overwrite_output_dir=True) as again:
+        assert again.train().global_step == 1
+    assert len(lines(run)) == 1
+
+
+def test_rewards_are_trls_sum(tmp_path: Path) -> None:
+    """Two functions with weights 1 and 0.5; the second scores every other completion, so its mean is 1."""
+    with grpo(tmp_path / "run", max_steps=1, reward_weights=[1.0, 0.5]) as trainer:
+        trainer.train()
+        [line] = lines(tmp_path / "run")
+    assert line["rewards/sometimes/mean"] == 1.0
+    assert line["reward_mean"] == pytest.approx(line["rewards/letters/mean"] + 0.5 * 0.5)
+
+
+def test_a_callback_ends_the_training_and_one_that_fails_is_heard(tmp_path: Path) -> None:
+    class Stop:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    class Save:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save = state.global_step == 1
+
+    with grpo(tmp_path / "stopped", callbacks=[Stop, Save()]) as trainer:
+        assert trainer.train().global_step == 2
+    assert {path.name for path in (tmp_path / "stopped").glob("step_*")} == {"step_000001", "step_000002"}
+
+    class Fails:
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise ValueError("no such table")
+
+    with pytest.raises(ConfigError, match=r"Fails.on_log: .*test_trainers.py, line \d+: ValueError: no such table"):
+        grpo(tmp_path / "failed", callbacks=[Fails()], logging_steps=1).train()
+    with pytest.raises(ConfigError, match="int has none of the methods that are called"):
+        grpo(tmp_path / "none", callbacks=[7])
+
+
+def test_an_interrupt_saves_first(tmp_path: Path) -> None:
+    class Interrupt:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                _thread.interrupt_main()
+
+    trainer = grpo(tmp_path / "run", max_steps=400, callbacks=[Interrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    steps = len(lines(tmp_path / "run"))
+    assert 2 <= steps < 400
+    assert (tmp_path / "run" / "latest").resolve().name.startswith(f"step_{steps:06d}")
+
+
+def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+    def twice(inputs: LossInputs) -> LossOutputs:
+        ratio = mx.exp(masked(inputs.logprobs - inputs.rollout_logprobs, inputs.mask))
+        loss = aggregate(-2.0 * ratio * inputs.advantages, inputs)
+        return LossOutputs(loss, {"twice": loss})
+
+    with grpo(tmp_path / "run", max_steps=1, loss=twice) as trainer:
+        trainer.train()
+        assert trainer.state.log_history[-1]["twice"] == pytest.approx(trainer.state.log_history[-1]["loss"])
+    assert 'loss = "python:this_process:twice"' in (tmp_path / "run" / "config.toml").read_text()
+
+
+def test_dpo_with_all_weights(tmp_path: Path) -> None:
+    args = DPOConfig(str(tmp_path / "run"), **QUICK, per_device_train_batch_size=4, num_train_epochs=2, logging_steps=1)
+    trainer = DPOTrainer(model=MODEL, args=args, train_dataset=PAIRS, eval_dataset=PAIRS[:4])
+    before = trainer.evaluate()
+    assert before["eval_loss"] == pytest.approx(0.6931472, abs=1e-5)  # log 2: the policy is the reference
+    with trainer:
+        assert trainer.train().global_step == 4
+        assert trainer.evaluate()["eval_loss"] < before["eval_loss"]
+        trainer.save_model(tmp_path / "saved")
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["epoch"] for entry in entries] == [0.5, 1.0, 1.5, 2.0]
+    assert entries[-1]["rewards/margins"] > entries[0]["rewards/margins"]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {f.name for f in (tmp_path / "saved").iterdir()}
+    assert not list((tmp_path / "saved").glob("trainer_state*"))
+
+
+def test_sft_and_kto(tmp_path: Path) -> None:
+    args = SFTConfig(str(tmp_path / "sft"), **QUICK, max_steps=2, eval_strategy="steps", eval_steps=1, logging_steps=1)
+    rows = [{"body": f"{letter} is a letter"} for letter in "abcdefgh"]
+    with SFTTrainer(
+        MODEL, args, train_dataset=rows, eval_dataset=rows[:2], formatting_func=lambda row: row["body"] + "."
+    ) as trainer:
+        trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    labelled = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0} for i, row in enumerate(PAIRS)
+    ]
+    with KTOTrainer(MODEL, KTOConfig(str(tmp_path / "kto"), **QUICK, max_steps=2), train_dataset=labelled) as kto:
+        assert kto.train().global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: GRPOTrainer(MODEL, train_dataset=PROMPTS), "reward_funcs is missing"),
+        (lambda: GRPOTrainer(MODEL, "some/reward-model", train_dataset=PROMPTS), "reward models are not loaded"),
+        (lambda: GRPOTrainer(MODEL, letters), "train_dataset is missing"),
+        (lambda: GRPOTrainer(MODEL, letters, train_dataset=PROMPTS, tools=[letters]), "tools"),
+        (lambda: GRPOTrainer(MODEL, letters, train_dataset=PROMPTS, tool=1), "no argument 'tool'"),
+        (lambda: GRPOTrainer(object(), letters, train_dataset=PROMPTS), "model is a object"),  # type: ignore[arg-type]
+        (lambda: DPOTrainer(MODEL, SFTConfig(), train_dataset=PAIRS), "args is a SFTConfig, not a DPOConfig"),
+        (lambda: DPOTrainer(MODEL, ref_model=MODEL, train_dataset=PAIRS), "ref_model"),
+        (lambda: DPOTrainer(MODEL, processing_class=3, train_dataset=PAIRS), "no tokenizer"),
+        (lambda: SFTTrainer(MODEL, train_dataset=PAIRS).save_model("x"), "train first"),
+        (lambda: SFTTrainer(MODEL, train_dataset=PAIRS).evaluate(), "no eval_dataset"),
+    ],
+)
+def test_arguments_that_cannot_work(call: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigError, CheckpointError), match=words):
+        call()
+    assert list(tmp_path.iterdir()) == []
