@@ -58,7 +58,7 @@ HOW: Mapping[str, str] = {
     "optim": "`rl_training.optimizer`",
     "adam_beta1": "`rl_training.adam_beta1` (AdamW, Muon)",
     "adam_beta2": "`rl_training.adam_beta2` (AdamW, Muon)",
-    "adam_epsilon": "`rl_training.adam_eps` (AdamW, Muon)",
+    "adam_epsilon": "AdamW's own 1e-8, unless it is set",
     "per_device_train_batch_size": "× `gradient_accumulation_steps` = `rl_training.batch_size`",
     "gradient_accumulation_steps": "× `per_device_train_batch_size` = `rl_training.batch_size`",
     "num_train_epochs": "`rl_training.total_steps`",
@@ -87,7 +87,7 @@ HOW: Mapping[str, str] = {
     "delta": '`rl_training.loss = "two_sided"`, `rl_training.ratio_delta`',
     "sapo_temperature_pos": "`rl_training.sapo_tau_positive`",
     "sapo_temperature_neg": "`rl_training.sapo_tau_negative`",
-    "loss_type": "GRPO: `rl_training.loss`, `rl_training.loss_aggregation`; DPO: `rl_training.preference.loss_type`",
+    "loss_type": "`rl_training.loss`, `.loss_aggregation` (GRPO); `rl_training.preference.loss_type` (DPO)",
     "importance_sampling_level": "`rl_training.ratio_level`",
     "scale_rewards": '`rl_training.advantage`: `"std_sample"` or `"mean"`',
     "sync_ref_model": '`rl_training.reference = "ema"`',
@@ -260,6 +260,8 @@ def _shared(
         "blocks_per_eval": 1 if args.gradient_checkpointing else 0,
         "lora": dict(lora),
     }
+    if args.adam_epsilon != 1e-8:
+        raise ConfigError(f"adam_epsilon={args.adam_epsilon}: AdamW's own is 1e-8")
     if optimizer in ("adamw", "muon"):
         training |= {"adam_beta1": args.adam_beta1, "adam_beta2": args.adam_beta2}
     level = {"level": "warning"} if args.disable_tqdm else {}

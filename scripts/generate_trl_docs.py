@@ -1,0 +1,48 @@
+"""Writes the tables of docs/trl.md, of TRL's arguments here: `.venv/bin/python scripts/generate_trl_docs.py`.
+
+tests/trl/test_docs.py fails while the page differs from what this makes of it.
+"""
+
+from pathlib import Path
+
+from mlx_parallm.config.trl import DPOConfig, GRPOConfig, KTOConfig, RowsConfig, SFTConfig, TrainerConfig
+from mlx_parallm.trl.mapping import HOW, SAME
+
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "trl.md"
+MARK = "<!-- generated from here on by scripts/generate_trl_docs.py: edit config/trl.py or trl/mapping.py instead -->\n"
+TITLES: dict[str, type[TrainerConfig]] = {
+    "All four": TrainerConfig,
+    "`GRPOConfig`": GRPOConfig,
+    "`SFTConfig`, `DPOConfig` and `KTOConfig`": RowsConfig,
+    "`SFTConfig`": SFTConfig,
+    "`DPOConfig`": DPOConfig,
+    "`KTOConfig`": KTOConfig,
+}
+
+
+def render(page: str) -> str:
+    """Return the page with its tables made anew."""
+    abstract = (TrainerConfig, RowsConfig)  # each of the four has a learning rate of its own
+    parts, seen = [page.partition(MARK)[0], MARK], dict[type[TrainerConfig], set[str]]()
+    for title, kind in TITLES.items():
+        inherited = {name for base in kind.__mro__[1:] for name in seen.get(base, ())}
+        skipped = inherited | ({"learning_rate"} if kind in abstract else set())
+        own = [name for name in kind.model_fields if name not in skipped]
+        seen[kind] = set(own)
+        parts.append(f"\n### {title}\n\n| argument | default | here | |\n|---|---|---|---|\n")
+        parts += [_row(name, kind) for name in own]
+    return "".join(parts)
+
+
+def _row(name: str, kind: type[TrainerConfig]) -> str:
+    field = kind.model_fields[name]
+    value = field.get_default(call_default_factory=True)
+    here = "`rl_training.preference.beta`" if name == "beta" and kind is not GRPOConfig else ""
+    here = here or (f"`{SAME[name]}`" if name in SAME else HOW[name])
+    cells = (f"`{name}`", f"`{value!r}`", here, " ".join((field.description or "").split()))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(TARGET.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {TARGET}")
