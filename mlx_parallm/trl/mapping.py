@@ -17,7 +17,7 @@ from mlx_parallm.config.trl import DPOConfig, GRPOConfig, KTOConfig, RowsConfig,
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import reference_to
 from mlx_parallm.system.hardware import detect
-from mlx_parallm.trl.rows import Rows
+from mlx_parallm.trl.rows import DataRows
 
 TRAIN = "train"  # the environment's name in metrics
 PEFT_DEFAULT_MODULES = ("q_proj", "v_proj")  # PEFT's for Llama, Qwen and their like, where target_modules is None
@@ -199,8 +199,8 @@ def configuration(
     schedule: UpdateSchedule,
     *,
     model: str,
-    train: Rows,
-    evaluated: Rows | None,
+    train: DataRows,
+    evaluated: DataRows | None,
     rewards: Sequence[Any] = (),
     names: Iterable[str] = (),
     loss: Any = None,
@@ -277,8 +277,8 @@ def _add_grpo(
     data: dict[str, Any],
     args: GRPOConfig,
     schedule: UpdateSchedule,
-    train: Rows,
-    evaluated: Rows | None,
+    train: DataRows,
+    evaluated: DataRows | None,
     rewards: Sequence[str],
 ) -> None:
     data["rl_training"] |= _grpo_keys(args, schedule, own_loss="loss" in data["rl_training"]) | {
@@ -343,8 +343,8 @@ def _add_rows(
     data: dict[str, Any],
     args: RowsConfig,
     schedule: UpdateSchedule,
-    train: Rows,
-    evaluated: Rows | None,
+    train: DataRows,
+    evaluated: DataRows | None,
 ) -> None:
     training = data["rl_training"]
     training["algorithm"] = KINDS[type(args)]
@@ -381,7 +381,7 @@ def _evaluated_every(args: TrainerConfig, schedule: UpdateSchedule) -> int:
     return {"no": 0, "epoch": schedule.steps_per_epoch, "steps": schedule.steps(updates)}[args.eval_strategy]
 
 
-def _longest(args: GRPOConfig, *splits: Rows | None) -> int:
+def _longest(args: GRPOConfig, *splits: DataRows | None) -> int:
     """Return an upper bound of prompt and completion: a token is a character at least."""
     if args.max_token_length is not None:
         return args.max_token_length

@@ -13,7 +13,7 @@ TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages")
 
 
 @dataclass(frozen=True)
-class Rows:
+class DataRows:
     """`conversational`: prompts and completions are lists of messages, which go through the chat template; else texts,
     which go to the model as they are."""
 
@@ -23,7 +23,7 @@ class Rows:
 
 def read_rows(
     given: Any, what: str, *, text_field: str = "text", formatting: Callable[[Any], Any] | None = None
-) -> Rows:
+) -> DataRows:
     """Read a data set that has an end. `formatting`: row → text, of SFT.
 
     Raises ConfigError, which begins with `what`: none at all, several splits, a stream, no rows, or entries that are
@@ -54,7 +54,7 @@ def read_rows(
         rows.append(row)
     if not rows:
         raise ConfigError(f"{what} has no rows")
-    return Rows(tuple(rows), _conversational(rows[0]))
+    return DataRows(tuple(rows), _conversational(rows[0]))
 
 
 def _conversational(row: Mapping[str, Any]) -> bool:

@@ -36,7 +36,7 @@ from mlx_parallm.system.log import RunLog, configure_logging
 from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.trl.callbacks import Callbacks, TRLState, evaluation_numbers
 from mlx_parallm.trl.mapping import UpdateSchedule, configuration, grpo_schedule, lora_settings, rows_schedule
-from mlx_parallm.trl.rows import Rows, read_rows
+from mlx_parallm.trl.rows import DataRows, read_rows
 
 T = TypeVar("T")
 LISTEN_S = 0.5
@@ -120,7 +120,7 @@ class TRLTrainer:
 
     # ------------------------------------------------------------------ what each of the four adds
 
-    def _read(self, train: Any, evaluated: Any) -> tuple[Rows, Rows | None]:
+    def _read(self, train: Any, evaluated: Any) -> tuple[DataRows, DataRows | None]:
         return read_rows(train, "train_dataset"), None if evaluated is None else read_rows(evaluated, "eval_dataset")
 
     def _schedule(self) -> UpdateSchedule:
@@ -265,7 +265,7 @@ class SFTTrainer(TRLTrainer):
         self._formatting = others.pop("formatting_func", None)
         super().__init__(model, args, **others)
 
-    def _read(self, train: Any, evaluated: Any) -> tuple[Rows, Rows | None]:
+    def _read(self, train: Any, evaluated: Any) -> tuple[DataRows, DataRows | None]:
         assert isinstance(self.args, SFTConfig)
         column, formatting = self.args.dataset_text_field, self._formatting
         rows = read_rows(train, "train_dataset", text_field=column, formatting=formatting)
