@@ -58,7 +58,7 @@ HOW: Mapping[str, str] = {
     "optim": "`rl_training.optimizer`",
     "adam_beta1": "`rl_training.adam_beta1` (AdamW, Muon)",
     "adam_beta2": "`rl_training.adam_beta2` (AdamW, Muon)",
-    "adam_epsilon": "AdamW's own 1e-8, unless it is set",
+    "adam_epsilon": "`rl_training.adam_eps` (AdamW, Muon)",
     "per_device_train_batch_size": "× `gradient_accumulation_steps` = `rl_training.batch_size`",
     "gradient_accumulation_steps": "× `per_device_train_batch_size` = `rl_training.batch_size`",
     "num_train_epochs": "`rl_training.total_steps`",
@@ -260,10 +260,8 @@ def _shared(
         "blocks_per_eval": 1 if args.gradient_checkpointing else 0,
         "lora": dict(lora),
     }
-    if args.adam_epsilon != 1e-8:
-        raise ConfigError(f"adam_epsilon={args.adam_epsilon}: AdamW's own is 1e-8")
     if optimizer in ("adamw", "muon"):
-        training |= {"adam_beta1": args.adam_beta1, "adam_beta2": args.adam_beta2}
+        training |= {"adam_beta1": args.adam_beta1, "adam_beta2": args.adam_beta2, "adam_eps": args.adam_epsilon}
     level = {"level": "warning"} if args.disable_tqdm else {}
     return {
         "server": {},
@@ -331,7 +329,8 @@ def _grpo_keys(args: GRPOConfig, schedule: UpdateSchedule, *, own_loss: bool) ->
         bounds["constant_length"] = args.max_completion_length
     keys = ({} if own_loss else bounds) | {  # the user's own reads none of these
         "advantage": "mean" if args.scale_rewards in (False, "none") else "std_sample",
-        "kl_estimator": "k3",
+        "kl_estimator": "k3_ratio" if args.use_bias_correction_kl else "k3",
+        "dynamic_sampling": False,
         "max_staleness": 0,
     }
     if args.beta:

@@ -225,8 +225,16 @@ def test_a_grpo_configuration() -> None:
         ({"importance_sampling_level": "sequence"}, {"ratio_level": "sequence"}),
         (
             {"beta": 0.04, "sync_ref_model": True, "ref_model_mixup_alpha": 0.25, "ref_model_sync_steps": 64},
-            {"kl_beta": 0.04, "reference": "ema", "reference_decay": 0.75, "reference_update_every": 64},
+            {
+                "kl_beta": 0.04,
+                "kl_estimator": "k3_ratio",
+                "reference": "ema",
+                "reference_decay": 0.75,
+                "reference_update_every": 64,
+            },
         ),
+        ({"beta": 0.1, "use_bias_correction_kl": False}, {"kl_estimator": "k3", "dynamic_sampling": False}),
+        ({"adam_epsilon": 1e-6}, {"adam_eps": 1e-6}),
         ({"gradient_checkpointing": False}, {"blocks_per_eval": 0}),
         ({"lr_scheduler_type": "constant", "warmup_steps": 9}, {"lr_schedule": "constant", "warmup_steps": 0}),
         ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}, {"warmup_steps": 9}),
