@@ -1,0 +1,137 @@
+"""The same script text under TRL and here: only its import line and its model path differ. Prints both curves.
+
+    .venv/bin/python scripts/bench/trl_scripts.py --theirs PYTHON [--datasets DIR] [--only grpo sft dpo] [--seeds 3]
+
+`--theirs`: a Python that has TRL (scripts/bench/setup_peers trl makes build/peers-trl). `--datasets`: a directory with
+the package `datasets` for our side, where it is not installed. All weights of the tiny model are trained in float32, on
+the same rows; TRL's own random numbers differ from ours, so curves are compared by the means and the spread of seeds.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "mlx_parallm" / "assets" / "tiny"
+POINTS = 5  # of a curve that is printed: means over a fifth of the steps each
+
+HEAD = """\
+import itertools, json, random, sys
+from datasets import Dataset
+from trl import {config}, {trainer}
+
+MODEL = "tiny"
+SEED = int(sys.argv[1])
+rng = random.Random(1)
+words = ["".join(pair) for pair in itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=2)]
+pairs = [rng.sample(words, 2) for _ in range(600)]
+common = dict(output_dir="run", seed=SEED, logging_steps=1, report_to="none", gradient_checkpointing=False,
+              bf16=False, use_cpu=True, save_strategy="no", disable_tqdm=True, model_init_kwargs={{"dtype": "float32"}})
+"""
+TAIL = """
+trainer.train()
+json.dump(trainer.state.log_history, open("log.json", "w"))
+"""
+SCRIPTS = {
+    "grpo": (
+        "GRPOConfig",
+        "GRPOTrainer",
+        "reward",
+        """
+dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Which is first: {a} or {b}?"}], "right": a}
+                             for a, b in pairs])
+
+def letters(completions, right, **kwargs):
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(c in answer for c in text[:4]) / 4 for text, answer in zip(texts, right)]
+
+training_args = GRPOConfig(max_steps=60, per_device_train_batch_size=32, num_generations=8, max_completion_length=8,
+                           learning_rate=3e-4, **common)
+trainer = GRPOTrainer(model=MODEL, reward_funcs=letters, args=training_args, train_dataset=dataset)
+""",
+    ),
+    "sft": (
+        "SFTConfig",
+        "SFTTrainer",
+        "loss",
+        """
+dataset = Dataset.from_list([{"prompt": f"Which is first: {a} or {b}?", "completion": a} for a, b in pairs])
+training_args = SFTConfig(max_steps=60, per_device_train_batch_size=16, learning_rate=3e-4, **common)
+trainer = SFTTrainer(model=MODEL, args=training_args, train_dataset=dataset)
+""",
+    ),
+    "dpo": (
+        "DPOConfig",
+        "DPOTrainer",
+        "rewards/margins",
+        """
+dataset = Dataset.from_list([{"prompt": f"Which is first: {a} or {b}?", "chosen": a, "rejected": b} for a, b in pairs])
+training_args = DPOConfig(max_steps=60, per_device_train_batch_size=16, learning_rate=1e-4, **common)
+trainer = DPOTrainer(model=MODEL, args=training_args, train_dataset=dataset)
+""",
+    ),
+}
+
+
+def script(name: str, *, ours: bool) -> str:
+    """The text; for our side with another import line, for both with the model's path."""
+    config, trainer, _, body = SCRIPTS[name]
+    text = (HEAD.format(config=config, trainer=trainer) + body + TAIL).replace('"tiny"', repr(str(TINY)))
+    return text.replace("from trl import", "from mlx_parallm import") if ours else text
+
+
+def run(name: str, seed: int, python: str, *, ours: bool, datasets: str | None) -> list[float]:
+    """The curve of one run: the metric of each step."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "script.py").write_text(script(name, ours=ours))
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if ours and datasets:
+            environment["PYTHONPATH"] = datasets
+        done = subprocess.run(
+            [python, "script.py", str(seed)],
+            cwd=directory,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{name}, {'ours' if ours else 'TRL'}, ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        entries = json.loads((Path(directory) / "log.json").read_text())
+    return [entry[SCRIPTS[name][2]] for entry in entries if SCRIPTS[name][2] in entry]
+
+
+def fifths(curve: list[float]) -> list[float]:
+    size = len(curve) // POINTS
+    return [statistics.fmean(curve[i * size : (i + 1) * size]) for i in range(POINTS)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The same TRL script under TRL and here.")
+    parser.add_argument("--theirs", default=str(ROOT / "build" / "peers-trl" / "bin" / "python"), metavar="PYTHON")
+    parser.add_argument("--datasets", metavar="DIR")
+    parser.add_argument("--only", nargs="+", default=list(SCRIPTS), choices=list(SCRIPTS))
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    for name in args.only:
+        found: dict[str, list[list[float]]] = {"TRL": [], "here": []}
+        for seed in range(args.seeds):
+            for side, python in (("TRL", args.theirs), ("here", sys.executable)):
+                found[side].append(run(name, seed, python, ours=side == "here", datasets=args.datasets))
+                last = " ".join(f"{value:.4f}" for value in fifths(found[side][-1]))
+                print(f"{name} seed {seed} {side}: {last}", flush=True)
+        means = {side: [fifths(curve) for curve in curves] for side, curves in found.items()}
+        print(f"\n{name}: {SCRIPTS[name][2]}, {len(found['TRL'][0])} steps, mean of {args.seeds} seeds ± their std")
+        for side, rows in means.items():
+            columns = list(zip(*rows, strict=True))
+            print(f"  {side:5}", "  ".join(f"{statistics.fmean(c):.4f} ± {statistics.pstdev(c):.4f}" for c in columns))
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    main()
