@@ -7,7 +7,7 @@ export PATH := $(or $(PATH),/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/s
 help:
 	@echo "make install      make .venv and install what fits this machine"
 	@echo "make quickstart   install, then watch a tiny model learn (about two minutes)"
-	@echo "make test         install with the test tools, then run every test"
+	@echo "make test         install with the test tools, then run the tests (make check has the gates)"
 	@echo "make check        linter, formatter, types, architecture, documentation rows (under a minute)"
 
 install: .venv/.ready

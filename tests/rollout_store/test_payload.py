@@ -5,7 +5,7 @@ import struct
 import zlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rollout_store.payload import decode_group, encode_group, encode_reject
@@ -13,6 +13,7 @@ from mlx_parallm.types import RolloutGroup
 from tests.rollout_store.groups import float32, groups, make_group, make_rollout
 
 
+@settings(max_examples=40)
 @given(groups())
 def test_a_group_comes_back_equal_its_floats_to_the_last_bit(group: RolloutGroup) -> None:
     def bits(values: tuple[float, ...]) -> list[bytes]:  # -0.0 == 0.0, but not here

@@ -1,16 +1,16 @@
-"""`mlx_parallm_convert_adapter`: every format into every other, bit for bit, as a process of its own."""
+"""`mlx_parallm_convert_adapter`: every format into every other, bit for bit."""
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 
+from mlx_parallm import cli
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.adapters.adapter import LoraPair
@@ -19,8 +19,8 @@ from mlx_parallm.models.lora import adapter_layers, load_adapter, save_adapter
 from mlx_parallm.tools.convert_adapter import convert
 from tests.models.test_dora import TOKENS, trained
 from tests.tiny_models import lora_config, make_model
+from tests.tools.commands import call
 
-COMMAND = Path(sys.executable).with_name("mlx_parallm_convert_adapter")
 FORMATS = ("npz", "mlx-lm", "peft")
 FILES = {"npz": "adapters.npz", "mlx-lm": "adapters.safetensors", "peft": "adapter_model.safetensors"}
 
@@ -134,8 +134,8 @@ def test_half_precision_stays_where_the_format_has_it(tmp_path: Path) -> None:
     assert all(pair.a.dtype == mx.float32 for pair in load_adapter(tmp_path / "mlx").layers.values())
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([COMMAND, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=60)
+def run(*arguments: object) -> CompletedProcess[str]:
+    return call(cli.convert_adapter, *arguments)
 
 
 def test_as_a_command_it_never_writes_over_anything(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import mlx_lm
 import pytest
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
+from mlx_parallm import cli
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import AdapterError, ModelError
 from mlx_parallm.models.adapters.adapter import LoraPair
@@ -25,6 +26,7 @@ from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
 from mlx_parallm.tools.merge_lora import merge
 from tests.models.test_dora import trained
 from tests.tiny_models import QWEN3, TINY_ASSETS, lora_config, save_checkpoint
+from tests.tools.commands import call
 
 BIN = Path(sys.executable).parent
 TOKENS = mx.array([[5, 17, 250, 33, 8, 90, 121, 64, 2, 300, 41, 77]])
@@ -264,8 +266,7 @@ def test_the_command_takes_every_spelling_of_an_adapter(tmp_path: Path, adapter:
         "file": final / "adapters.safetensors",
         "specification": final / "lora_weights.safetensors",
     }[spelling]
-    command = [BIN / "mlx_parallm_merge_lora", "--base-model", base, "--lora-path", given, "--output-path"]
-    result = subprocess.run([*command, tmp_path / "merged"], capture_output=True, text=True, check=False)
+    result = call(cli.merge_lora, "--base-model", base, "--lora-path", given, "--output-path", tmp_path / "merged")
     assert result.returncode == 0, result.stderr
     assert "21 layers merged, float32" in result.stdout
     assert furthest(logits(tmp_path / "merged"), logits(base, adapter)) <= 1e-4

@@ -1,26 +1,26 @@
-"""`mlx_parallm_show_checkpoint`: what it says of whole and damaged checkpoints, as a process of its own."""
+"""`mlx_parallm_show_checkpoint`: what it says of whole and damaged checkpoints."""
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
+from mlx_parallm import cli
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.tools.show_checkpoint import as_text, describe
 from tests.rl_training.checkpoints.test_checkpoint import in_progress, state_at
 from tests.rl_training.making import make_config, make_trainer
+from tests.tools.commands import call
 
-COMMAND = Path(sys.executable).with_name("mlx_parallm_show_checkpoint")
 METRICS = {"step": 12, "reward_mean": 0.25, "loss": -0.5, "kl": None, "grad_norm": 1.5}
 
 
-def show(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=60)
+def show(*arguments: str) -> CompletedProcess[str]:
+    return call(cli.show_checkpoint, *arguments)
 
 
 def save(run: Path, step: int = 12, state: dict[str, Any] | None = None, **config: Any) -> Path:

@@ -3,7 +3,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.integrations.atropos.wire import from_scored_data
@@ -79,6 +79,7 @@ def test_turns_of_one_sequence_are_trained_on_where_the_labels_say_so() -> None:
     check_group(group, vocab_size=40, max_token_length=8)
 
 
+@settings(max_examples=40)
 @given(groups())
 def test_what_the_wire_can_carry_survives_it(group: RolloutGroup) -> None:
     group = replace(
