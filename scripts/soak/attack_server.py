@@ -26,7 +26,7 @@ from scripts.soak.training_daemon import GROUP_SIZE, TrainingDaemon, sampled_gro
 
 JSON = {"Content-Type": "application/json"}
 GZIP = JSON | {"Content-Encoding": "gzip"}
-LONGEST_SILENCE_S = 5.0
+MOST_CPU_S = 5.0  # whatever else the machine does
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -140,7 +140,7 @@ def costly(server: Server, path: str, body: bytes, *statuses: int) -> str:
     """Send it once; nobody may wait for long, and it may not cost a gigabyte."""
     with Watch(server) as watch:
         status = server.post(path, content=body, headers=JSON).status_code
-    assert status in statuses and watch.silence_s < LONGEST_SILENCE_S and watch.grown_mb < 1000, f"{status}, {watch}"
+    assert status in statuses and watch.cpu_s < MOST_CPU_S and watch.grown_mb < 1000, f"{status}, {watch}"
     return f"{status}, {watch}"
 
 
@@ -237,7 +237,7 @@ def refused(server: Server, name: str, path: Path, words: str) -> str:
     with Watch(server) as watch:
         answer = server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, timeout_s=30)
     assert answer.status_code == 400 and words in answer.text, f"{answer.status_code}: {answer.text[:200]}"
-    assert watch.silence_s < LONGEST_SILENCE_S, str(watch)
+    assert watch.cpu_s < MOST_CPU_S, str(watch)
     return f"400, {watch}"
 
 
@@ -245,7 +245,7 @@ def refused(server: Server, name: str, path: Path, words: str) -> str:
 def alpha_pattern(target: Target) -> str:
     server = target.server()
     refused(server, "p", adapter(server, "p", {"alpha_pattern": {"(([a-z._0-9]*)*)*!": 4}}), "no linear layer")
-    slow = {rf"(\w|\.|[a-z])*[A-Z]{n}": 4 for n in range(100)}
+    slow = {rf"(\w|\.|[a-z])*[A-Z]{{1,{n}}}": 4 for n in range(1, 100)}
     return refused(server, "p", adapter(server, "p", {"alpha_pattern": slow}), "take more than")
 
 
@@ -421,7 +421,7 @@ def packed_lists(target: Target) -> str:
 
     with Watch(daemon) as watch:
         together([send(body)] * 6 + [send(deep)] * 6)
-    assert watch.grown_mb < 1500 and watch.silence_s < LONGEST_SILENCE_S, str(watch)
+    assert watch.grown_mb < 1500, str(watch)
     return f"{watch}; step {trained(daemon, 2)}"
 
 

@@ -147,7 +147,7 @@ class Watch:
     def __init__(self, attacked: Server | TrainingDaemon) -> None:
         self._url, self._process, self._done = attacked.url, psutil.Process(attacked.process.pid), threading.Event()
         self.silence_s, self.peak_mb = 0.0, self._held_mb()
-        self.before_mb = self.peak_mb
+        self.before_mb, self._before_s = self.peak_mb, self._used_s()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._ask, self._weigh)]
 
     def __enter__(self) -> "Watch":
@@ -161,11 +161,16 @@ class Watch:
             thread.join()
 
     @property
+    def cpu_s(self) -> float:
+        """What the process has computed: the machine may be busy with something else."""
+        return self._used_s() - self._before_s
+
+    @property
     def grown_mb(self) -> int:
         return self.peak_mb - self.before_mb
 
     def __str__(self) -> str:
-        return f"/health at most {self.silence_s:.1f} s, +{self.grown_mb} MB"
+        return f"CPU {self.cpu_s:.1f} s, /health at most {self.silence_s:.1f} s, +{self.grown_mb} MB"
 
     def _ask(self) -> None:
         while not self._done.is_set():
@@ -178,6 +183,10 @@ class Watch:
     def _weigh(self) -> None:
         while not self._done.wait(0.02):
             self.peak_mb = max(self.peak_mb, self._held_mb())
+
+    def _used_s(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
 
     def _held_mb(self) -> int:
         return int(self._process.memory_info().rss // MB)

@@ -24,7 +24,15 @@ from mlx_parallm.server.connections import (
     connection_limit,
 )
 from mlx_parallm.server.errors import LONGEST_MESSAGE
-from mlx_parallm.server.protocol.openai import ChatBody, ChatTokensBody, CompletionBody, DetokenizeBody, TokenizeBody
+from mlx_parallm.server.protocol.openai import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatBody,
+    ChatTokensBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 from mlx_parallm.server.protocol.strict_json import MAX_CONTAINERS
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import RunningServer, running_server, until
@@ -319,6 +327,16 @@ def test_what_cannot_fit_is_refused_before_the_work(fake: RunningServer, http: h
     one = {"role": "user", "content": ""}
     many = http.post("/v1/chat/completions", json={"messages": [one] * (room + 1)})
     assert many.status_code == 400 and f"{room + 1} messages" in many.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("field", "most"), [("messages", MAX_MESSAGES), ("tools", MAX_TOOLS)])
+def test_messages_and_tools_are_counted_before_they_are_checked(http: httpx.Client, field: str, most: int) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], field: [0] * (most + 1)}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == f"{field}.0", "the first fault comes first"
+    valid = {"messages": {"role": "user", "content": ""}, "tools": {"type": "function", "function": {"name": "f"}}}
+    answer = http.post("/v1/chat/completions", json=body | {field: [valid[field]] * (most + 1)})
+    assert answer.status_code == 400 and f"at most {most} items" in answer.json()["error"]["message"]
 
 
 def test_a_conversation_is_measured_before_it_is_rendered(

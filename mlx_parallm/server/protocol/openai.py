@@ -19,6 +19,7 @@ from mlx_parallm.server.protocol.fields import (
 )
 from mlx_parallm.types import SamplingParams, Structure
 
+MAX_MESSAGES, MAX_TOOLS = 1 << 14, 1 << 10  # beyond it checking and rendering them takes seconds
 COMPLETION_MAX_TOKENS = 16  # OpenAI's and vLLM's default of the completions route
 
 Prompt = str | ListOf[TokenId] | ListOf[str] | ListOf[ListOf[TokenId]]
@@ -110,11 +111,11 @@ class Message(BaseModel):
 class Conversation(Body):
     """The part of a chat request that becomes the prompt."""
 
-    messages: ListOf[Message] = Field(min_length=1)
+    messages: ListOf[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    tools: ListOf[ToolDefinition] = Field(default_factory=list)
+    tools: ListOf[ToolDefinition] = Field(default_factory=list, max_length=MAX_TOOLS)
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
@@ -251,7 +252,7 @@ class TokenizeBody(Conversation):
 
     model: str | None = None
     prompt: str | None = None
-    messages: ListOf[Message] = Field(default_factory=list, min_length=1)
+    messages: ListOf[Message] = Field(default_factory=list, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None  # default: true for a prompt; a rendered chat has its special tokens
     return_token_strs: bool = False
 
