@@ -66,6 +66,7 @@ def rollouts(parser: ArgumentParser) -> Run:
 
 
 def _look(args: Namespace) -> None:
+    from mlx_parallm.system.terminal import as_text
     from mlx_parallm.tools import rollouts, rollouts_text
 
     with closing(rollouts.Answers(args.run_dir)) as answers:
@@ -93,12 +94,34 @@ def _look(args: Namespace) -> None:
             found = answers.rows(wanted)
             parts = rollouts_text.draw_rows(found, answers)
         if not args.json:
-            sys.stdout.write(rollouts_text.as_text(parts))
+            sys.stdout.write(as_text(parts))
             return
         for value in found:
             sys.stdout.write(json.dumps(value) + "\n")
         for note in answers.notes:
             sys.stderr.write(f"note: {note}\n")
+
+
+def compare(parser: ArgumentParser) -> Run:
+    """`mlx_parallm compare`: training runs side by side."""
+    parser.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="two run directories or more")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="also draw the curves of all runs over each other")
+
+    def run(args: Namespace) -> int:
+        if len(args.runs) < 2:
+            parser.error("one run cannot be compared: two run directories or more")
+        from mlx_parallm.system.terminal import as_text
+        from mlx_parallm.tools import compare
+
+        runs = compare.read_runs(args.runs)
+        if args.png is not None:
+            compare.write_png(runs, args.png)
+        sys.stdout.write(as_text(compare.draw(runs)))
+        if args.png is not None:
+            sys.stdout.write(f"curves: {args.png}\n")
+        return 0
+
+    return piped(run)
 
 
 def _range(text: str) -> tuple[float | None, float | None]:

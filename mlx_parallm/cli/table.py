@@ -100,6 +100,13 @@ COMMANDS = (
         " OpenAI-compatible endpoint. Or compare two such results.",
     ),
     Command(
+        "compare",
+        "evaluate",
+        "Show training runs side by side: settings that differ, curves, evaluations.",
+        "mlx_parallm.cli.existing:compare",
+        details="Says which differences on held-out problems are more than chance. Works while the runs go on, too.",
+    ),
+    Command(
         "replay",
         "evaluate",
         "Train again on the rollouts of a run, with other settings.",

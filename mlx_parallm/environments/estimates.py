@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 Z = 1.959964  # of a two-sided 95% interval
+CHANCE = 0.05
 RESAMPLES = 10_000
 RESAMPLED_AT_ONCE = 1_000_000  # draws: bounds the memory
 
@@ -31,6 +32,11 @@ class Difference:
     low: float
     high: float
     p: float | None
+
+    @property
+    def significant(self) -> bool:
+        """Whether chance alone makes such a difference less than once in twenty times: by p, else by the interval."""
+        return self.p < CHANCE if self.p is not None else self.low > 0 or self.high < 0
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:

@@ -13,6 +13,8 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+PLAIN_WIDTH = 1000
+"""Width of what is printed where there is no terminal."""
 _LINES = "\n\t"
 # ASCII's and Latin-1's control characters, marks that change the direction of text, other line ends, half characters
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -33,6 +35,18 @@ class Console(rich.console.Console):
         elif isinstance(renderable, Text):
             renderable = _escaped(renderable)
         return super().render(renderable, options)
+
+
+def as_text(parts: Iterable[RenderableType]) -> str:
+    """Return what a command prints; coloured on a terminal, elsewhere as wide as it needs to be."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part, highlight=False)
+    text = capture.get()
+    return text if console.is_terminal else "\n".join(line.rstrip() for line in text.split("\n"))
 
 
 def _escaped(text: Text) -> Text:

@@ -291,6 +291,7 @@ def compare(a: Path, b: Path, console: Console) -> None:
         raise ConfigError(f"{a} and {b} share no problem: were they made with the same environments?")
     title = f"A: {first['model']} ({a})\nB: {second['model']} ({b})"
     console.print(report.accuracy_table(comparisons, title, ("A", "B", "B - A")))
+    console.print(Text(report.verdict(comparisons, "A", "B")))
     console.print("interval: paired bootstrap over the problems; p: exact McNemar test", style="dim")
 
 

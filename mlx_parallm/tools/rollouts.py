@@ -22,6 +22,7 @@ from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ConfigError, ModelError, StoreError
 from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, token_advantages
+from mlx_parallm.rl_training.monitor.samples import Readable, without_template
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory, find_run
 from mlx_parallm.rollout_store.store import GroupRecord, RolloutStore
 from mlx_parallm.types import BETWEEN, Rollout, RolloutGroup
@@ -327,30 +328,17 @@ class _Texts:
         return self._tokenizer is not None
 
     @cached_property
-    def _opening(self) -> list[int]:
-        """The tokens with which the chat template begins an answer: no part of the question."""
-        if not self._tokenizer.has_chat_template:
-            return []
-        asked: list[Mapping[str, Any]] = [{"role": "user", "content": "?"}]
-        question, with_opening = (
-            self._tokenizer.render_chat_text(asked, add_generation_prompt=opening) for opening in (False, True)
-        )
-        return list(self._tokenizer.encode(with_opening.removeprefix(question), add_special_tokens=False))
+    def _readable(self) -> Readable:
+        config = _config(self._run)
+        return without_template(self._tokenizer, config.model.chat_template_kwargs if config else {})
 
     def of(self, rollout: Rollout) -> tuple[str, str]:
-        """Return prompt and answer as people read them, without special tokens. Between two turns, what the
+        """Return prompt and answer as people read them, without the chat template. Between two turns, what the
         environment said stands in ⟦ ⟧."""
         prompt, *turns = _turns(rollout)
-        answer = "".join(
-            self._readable(tokens) if sampled else BETWEEN.format(self._readable(tokens)) for sampled, tokens in turns
-        )
-        return self._readable(prompt[1]), answer
-
-    def _readable(self, tokens: Sequence[int]) -> str:
-        opening = self._opening
-        if opening and list(tokens[-len(opening) :]) == opening:
-            tokens = tokens[: -len(opening)]
-        return str(self._tokenizer.decode(tokens)).strip()
+        texts = ((sampled, self._decode(tokens)) for sampled, tokens in turns)
+        answer = "".join(text if sampled else BETWEEN.format(text) for sampled, text in texts)
+        return self._readable(self._decode(prompt[1])), self._readable(answer)
 
     def whole(self, rollout: Rollout) -> dict[str, Any]:
         """Return the turns of the conversation and the tokens of each segment, special tokens shown."""

@@ -1,4 +1,4 @@
-"""Print what `rollouts.py` returns: one function for each of its values, and `as_text` for a terminal or a pipe."""
+"""Print what `rollouts.py` returns: one function for each of its values."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mlx_parallm.system.terminal import Console
+from mlx_parallm.system.terminal import PLAIN_WIDTH, Console
 from mlx_parallm.tools.rollouts import STATES, Answers, Json
 
 SHOWN_ANSWERS = 10
@@ -18,20 +18,6 @@ TEXT_LINES = 3
 """Lines that a prompt or an answer may take on a terminal."""
 LABEL = 10
 """Width of the column of labels."""
-PLAIN_WIDTH = 1000
-"""Width where there is no terminal."""
-
-
-def as_text(parts: Iterable[RenderableType]) -> str:
-    """Return the text; coloured on a terminal, elsewhere as wide as it needs to be."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
-    with console.capture() as capture:
-        for part in parts:
-            console.print(part, highlight=False)
-    text = capture.get()
-    return text if console.is_terminal else "\n".join(line.rstrip() for line in text.split("\n"))
 
 
 def draw_rows(rows: Iterable[Json], answers: Answers) -> Iterator[RenderableType]:

@@ -69,3 +69,16 @@ def test_a_pairing_sees_what_two_intervals_do_not():
     found = difference(before, after)
     assert found.low > 0.015
     assert estimate(after).low < estimate(before).high
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "significant"),
+    [
+        ([0.0] * 8 + [1.0], [1.0] * 8 + [0.0], True),  # p = 0.039
+        ([0.0] * 7 + [1.0], [1.0] * 7 + [0.0], False),  # 2 · (1 + 8) / 2⁸ = 0.0703, though the interval leaves out 0
+        ([0.5] * 6, [0.4, 0.3] * 3, True),  # no p: every resample is below 0
+        ([0.5] * 6, [0.4, 0.6] * 3, False),
+    ],
+)
+def test_a_difference_is_significant_by_p_else_by_its_interval(a, b, significant):
+    assert difference(a, b).significant is significant

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
@@ -25,6 +26,8 @@ from mlx_parallm.types import BETWEEN
 SMOOTHING = 10  # steps on each side of a mean, fewer in a short run
 SHOWN_CHARACTERS = 60
 INK, RAW, SECOND, THIRD = "#1b3a57", "#9dbad5", "#b3541e", "#4b7f52"
+INKS = (INK, SECOND, THIRD, "#7a4b94", "#c49a1a", "#3a8c9e", "#a83250", "#6b6b6b")
+"""Of several runs, one each."""
 
 
 def write_reward_curve(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> Path:
@@ -32,32 +35,51 @@ def write_reward_curve(metrics: Sequence[Mapping[str, Any]], path: Path, *, titl
 
     Raises ValueError: no step has a reward. OSError: `path` cannot be written.
     """
-    steps, rewards = _series(metrics, "reward_mean")
-    if not steps:
+    return write_curves({"": metrics}, path, title=title)
+
+
+def write_curves(
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+    path: Path,
+    *,
+    title: str,
+    judged: str = "mean reward of the rollouts",
+) -> Path:
+    """Draw the same of several runs over each other, each in its colour. `judged`: what `reward_mean` is here."""
+    points = {name: _series(metrics, "reward_mean") for name, metrics in runs.items()}
+    rewards = [value for _, values in points.values() for value in values]
+    if not rewards:
         raise ValueError("no step has a reward_mean: nothing to draw")
     from matplotlib.figure import Figure  # here, because it takes a second and only this needs it
 
     figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(3, 1.2))
     top = figure.add_subplot(grid[0, :])
-    top.plot(steps, rewards, color=RAW, linewidth=1, label="each step")
-    window = min(SMOOTHING, max(1, len(steps) // 8))
-    top.plot(steps, smooth(rewards, window), color=INK, linewidth=2.4, label=f"mean of ±{window} steps")
-    top.set_title(title, loc="left", fontsize=13, fontweight="bold")
-    top.set_ylabel("mean reward of the rollouts")
+    window = min(SMOOTHING, max(1, max(len(steps) for steps, _ in points.values()) // 8))
+    alone = len(runs) == 1
+    inks = dict(zip(runs, itertools.cycle(INKS), strict=False))
+    for name, (steps, values) in points.items():
+        label = f"mean of ±{window} steps" if alone else name
+        raw = {"color": RAW, "label": "each step"} if alone else {"color": inks[name], "alpha": 0.25}
+        top.plot(steps, values, linewidth=1, **raw)
+        top.plot(steps, smooth(values, window), color=inks[name], linewidth=2.4, label=label)
+    top.set_title(title, loc="left", fontsize=13, fontweight="bold", parse_math=False)
+    top.set_ylabel(judged)
     top.set_xlabel("training step")
     if min(rewards) >= 0 and max(rewards) <= 1:
         top.set_ylim(-0.02, 1.02)
-    top.legend(frameon=False, loc="best")
+    for text in top.legend(frameon=False, loc="best").get_texts():
+        text.set_parse_math(False)
     for position, (key, label, color) in enumerate(
         (("kl", "KL to the reference\n(nats a token)", SECOND), ("entropy", "entropy\n(nats a token)", THIRD))
     ):
         small = figure.add_subplot(grid[1, position])
-        x, y = _series(metrics, key)
-        small.plot(x, y, color=color, linewidth=1.4)
+        curves = {name: _series(metrics, key) for name, metrics in runs.items()}
+        for name, (x, y) in curves.items():
+            small.plot(x, y, color=color if alone else inks[name], linewidth=1.4)
         small.set_ylabel(label, fontsize=9)
         small.set_xlabel("training step", fontsize=9)
-        if not x:
+        if not any(x for x, _ in curves.values()):
             small.text(0.5, 0.5, "not measured", ha="center", va="center", transform=small.transAxes, color="grey")
     for axes in figure.axes:
         axes.grid(alpha=0.25)
@@ -136,7 +158,7 @@ def accuracy_table(
     columns: tuple[str, str, str] = ("before", "after", "change"),
 ) -> Table:
     """Held-out accuracy of each environment, before and after, with the 95% interval and p of the difference."""
-    table = Table(title=Text(title), title_justify="left")
+    table = Table(title=Text(title), title_justify="left", box=SIMPLE, pad_edge=False)
     table.add_column("environment")
     for name in ("problems", *columns, "95% interval", "p"):
         table.add_column(name, justify="right")
@@ -148,6 +170,23 @@ def accuracy_table(
         means = (f"{_mean(values):.3f}" for values in (before, after))
         table.add_row(Text(name), str(len(before)), *means, change, interval, p)
     return table
+
+
+def verdict(comparisons: Sequence[Comparison], a: str, b: str) -> str:
+    """Say in a sentence which of the differences are significant, by `estimates.Difference.significant`."""
+    better: list[str] = []
+    worse: list[str] = []
+    unclear: list[str] = []
+    for name, before, after in (measure for row in comparisons for measure in row.measured):
+        found = difference(before, after)
+        (unclear if not found.significant else better if found.mean > 0 else worse).append(name)
+    parts = [
+        (better, f"{b} is better than {a}"),
+        (worse, f"{b} is worse than {a}"),
+        (unclear, "no significant difference"),
+    ]
+    told = "; ".join(f"{words}: {', '.join(names)}" for names, words in parts if names)
+    return f"{told} (at the 5% level each: of twenty such lines one differs by chance)"
 
 
 def answers_table(comparisons: Sequence[Comparison]) -> Table:

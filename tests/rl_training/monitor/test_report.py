@@ -1,5 +1,6 @@
 import io
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -118,7 +119,7 @@ def test_tables_show_prompt_expected_before_and_after(comparisons):
     [line] = [line for line in text.splitlines() if "Add 2 and 2." in line]
     assert [part.strip() for part in line.strip("│").split("│")] == ["Add 2 and 2.", "4", "✗ 5", "✓ 4"]
     [line] = [line for line in text.splitlines() if "0.333" in line]
-    cells = [part.strip() for part in line.strip("│").split("│")]
+    cells = re.split(r" {2,}", line.strip())
     assert cells == ["sum", "3", "0.333", "0.667", "+0.333", "+0.000 to +1.000", "1"]
 
 

@@ -1,0 +1,292 @@
+"""`mlx_parallm compare`: two training runs or more, side by side. Reads only, also while they go on. No MLX.
+
+    run directories → ComparedRun → one table (settings that differ, training, held-out problems), curves on common
+    axes, and how the held-out answers of each further run differ from the first one's
+
+The difference of two evaluations is that of `mlx_parallm eval --compare`: paired by problem, with its interval.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mlx_parallm.config.load import load_config
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl_training.evaluation.log import EvaluationLog
+from mlx_parallm.rl_training.monitor import report
+from mlx_parallm.rl_training.monitor.display import headline
+from mlx_parallm.rl_training.monitor.explain import Record, read_record
+from mlx_parallm.rl_training.monitor.terminal import BLOCKS, began_and_now
+from mlx_parallm.rl_training.run_directory import CONFIG_FILE
+from mlx_parallm.system.terminal import Console
+
+MOST = 26
+"""Runs in one comparison: each is a letter."""
+OF_THE_RUN = ("rl_training.run_name", "rl_training.checkpoint_dir", "server.port")
+"""Settings that differ and say nothing about a run."""
+THERE = "there"
+"""Value of an entry of a list of tables, such as one environment, beside its own settings."""
+CURVES = (("KL", "kl"), ("entropy", "entropy"))
+CURVE_ROOM = 32
+"""Characters of a line of curves besides the curve."""
+WIDEST_CURVE = 80
+UNKNOWN = "–"
+
+Metrics = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """`settings`: the resolved configuration, flat; None where it cannot be read, which `fault` explains."""
+
+    letter: str
+    record: Record
+    settings: Mapping[str, Any] | None
+    fault: str
+    evaluations: Sequence[Metrics]
+
+    @property
+    def name(self) -> str:
+        return self.record.path.name
+
+    def values(self, key: str) -> list[tuple[int, float]]:
+        """Return (step, value) of each step that has the number; "headline": what the run is judged by."""
+        found = (
+            (int(line["step"]), headline(line)[1] if key == "headline" else line.get(key)) for line in self.record.lines
+        )
+        return [(step, float(value)) for step, value in found if isinstance(value, int | float)]
+
+    @property
+    def headline(self) -> str:
+        return headline(self.record.lines[-1])[0] if self.record.lines else "reward"
+
+
+def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
+    """Raises ConfigError: no run directory, one that is named twice, too many. CheckpointError: a damaged file."""
+    if len(paths) > MOST:
+        raise ConfigError(f"{len(paths)} runs: at most {MOST} can be compared at once")
+    records = [read_record(path) for path in paths]
+    for number, record in enumerate(records):
+        if any(earlier.path == record.path for earlier in records[:number]):
+            raise ConfigError(f"{record.path} is named twice")
+    return [_read(chr(ord("A") + number), record) for number, record in enumerate(records)]
+
+
+def _read(letter: str, record: Record) -> ComparedRun:
+    evaluations = EvaluationLog(record.path).done()
+    try:
+        settings = dict(_flat(load_config(record.path / CONFIG_FILE, saved=True).redacted()))
+        return ComparedRun(letter, record, settings, "", evaluations)
+    except ConfigError as error:
+        return ComparedRun(letter, record, None, str(error), evaluations)
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield `section.key` and value; an entry of a list of tables is called by its name, else by its number."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
+        names = [entry.get("name") for entry in value]
+        for number, entry in enumerate(value):
+            own = names[number] if names[number] and names.count(names[number]) == 1 else number
+            yield f"{key}.{own}", THERE
+            yield from _flat(entry, f"{key}.{own}")
+    else:
+        yield key, value
+
+
+def differing(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
+    """Return the settings whose values are not the same in all runs that have a configuration."""
+    known = [run.settings for run in runs if run.settings is not None]
+    keys = dict.fromkeys(key for settings in known for key in settings if key not in OF_THE_RUN)
+    different = [key for key in keys if any(_shown(settings, key) != _shown(known[0], key) for settings in known)]
+    lacking = tuple(f"{key}." for key in different if any(settings.get(key) == THERE for settings in known))
+    different = [key for key in different if not key.startswith(lacking)]
+    return {key: [UNKNOWN if run.settings is None else _shown(run.settings, key) for run in runs] for key in different}
+
+
+def _shown(settings: Mapping[str, Any], key: str) -> str:
+    if settings.get(key) is None:
+        return UNKNOWN
+    return settings[key] if isinstance(settings[key], str) else json.dumps(settings[key], ensure_ascii=False)
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def draw(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
+    for run in runs:
+        yield Text(f"{run.letter}  ", style="bold").append(str(run.record.path), style="not bold")
+    yield _table(runs)
+    yield Text("\ncurves: the same axes for all runs", style="bold")
+    yield from _curves(runs)
+    yield from _differences(runs)
+    for run in runs:
+        if run.fault:
+            yield Text(f"{run.letter}: its settings are not known: {run.fault}", style="yellow")
+
+
+def _table(runs: Sequence[ComparedRun]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", overflow="fold")
+    for run in runs:
+        table.add_column(run.letter, overflow="fold")
+    settings = differing(runs)
+    known = sum(run.settings is not None for run in runs) > 1
+    _section(table, "settings that differ" if settings else "no setting differs" if known else "settings are not known")
+    for key, values in settings.items():
+        table.add_row(Text(key), *map(Text, values))
+    _section(table, "training")
+    judged = _judged_by(runs)
+    for label, value in ROWS.items():
+        table.add_row(Text(label.format(judged=judged)), *(value(run) for run in runs))
+    _section(table, "held out, at the last evaluation [95% interval]")
+    last = [run.evaluations[-1] if run.evaluations else None for run in runs]
+    table.add_row("step", *(UNKNOWN if line is None else str(line["step"]) for line in last))
+    for environment in dict.fromkeys(name for line in last if line for name in line["environments"]):
+        numbers = [(line or {}).get("environments", {}).get(environment, {}).get("numbers", {}) for line in last]
+        for metric in dict.fromkeys(key.removesuffix("_low") for own in numbers for key in own if key.endswith("_low")):
+            if metric != "reward" or any(own.get("reward") != own.get("accuracy") for own in numbers):
+                table.add_row(Text(f"{environment} {metric}"), *(_with_interval(own, metric) for own in numbers))
+    return table
+
+
+def _section(table: Table, title: str) -> None:
+    if table.row_count:
+        table.add_row("")
+    table.add_row(Text(title, style="bold"))
+
+
+def _with_interval(numbers: Metrics, metric: str) -> str:
+    if f"{metric}_low" not in numbers:
+        return UNKNOWN
+    value, low, high = (numbers[f"{metric}{end}"] for end in ("", "_low", "_high"))
+    return f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _steps(run: ComparedRun) -> str:
+    of = "" if run.record.total_steps is None else f" of {run.record.total_steps}"
+    return f"{run.record.steps}{of}, {run.record.state}"
+
+
+def _judged_by(runs: Sequence[ComparedRun]) -> str:
+    return " / ".join(dict.fromkeys(run.headline for run in runs))
+
+
+def _best(run: ComparedRun) -> str:
+    """Return the highest mean of as many steps as `began_and_now` takes together: a single step may be lucky."""
+    points = run.values("headline")
+    if not points:
+        return UNKNOWN
+    *_, count = began_and_now([value for _, value in points])
+    means = [
+        (math.fsum(value for _, value in points[end - count : end]) / count, points[end - 1][0])
+        for end in range(count, len(points) + 1)
+    ]
+    best, step = min(means) if run.headline == "loss" else max(means)
+    return f"{best:.3f} (to step {step})"
+
+
+def _began_to_now(points: Sequence[tuple[int, float]], form: str) -> str:
+    if not points:
+        return UNKNOWN
+    began, now, _ = began_and_now([value for _, value in points])
+    return f"{began:{form}} → {now:{form}}"
+
+
+def _total(run: ComparedRun, *keys: str) -> float:
+    return math.fsum(value for key in keys for _, value in run.values(key))
+
+
+def _wall_time(run: ComparedRun) -> str:
+    seconds = _total(run, "time_rollout_s", "time_train_s", "time_publish_s")
+    return f"{seconds:,.0f} s ({seconds / len(run.record.lines):.3g} a step)" if run.record.lines else UNKNOWN
+
+
+ROWS: Mapping[str, Callable[[ComparedRun], str]] = {
+    "steps": _steps,
+    "{judged}, began → now": lambda run: _began_to_now(run.values("headline"), ".3f"),
+    "{judged}, best": _best,
+    "KL, began → now": lambda run: _began_to_now(run.values("kl"), ".4f"),
+    "entropy, began → now": lambda run: _began_to_now(run.values("entropy"), ".3f"),
+    "tokens trained": lambda run: f"{_total(run, 'tokens'):,.0f}",
+    "updates": lambda run: f"{_total(run, 'optimizer_updates'):,.0f}",
+    "time of the steps": _wall_time,
+}
+
+
+# ---------------------------------------------------------------------- curves
+
+
+def _curves(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
+    width = max(10, min(Console().width - CURVE_ROOM, WIDEST_CURVE))
+    scores = [[(int(line["step"]), float(line["score"])) for line in run.evaluations] for run in runs]
+    drawn = [(_judged_by(runs), [run.values("headline") for run in runs]), ("held out", scores)]
+    drawn += [(label, [run.values(key) for run in runs]) for label, key in CURVES]
+    grid = Table.grid(padding=(0, 1))
+    for _ in range(5):
+        grid.add_column(no_wrap=True)
+    for label, series in drawn:
+        every = [point for points in series for point in points]
+        for number, (run, points) in enumerate(zip(runs, series, strict=True)):
+            if every:
+                values = [value for _, value in points]
+                began, now = (f"{end:.3f}" for end in began_and_now(values)[:2]) if values else ("", UNKNOWN)
+                grid.add_row(Text("" if number else label), run.letter, began, curve(points, every, width), now)
+    yield grid
+
+
+def curve(points: Sequence[tuple[int, float]], every: Sequence[tuple[int, float]], width: int) -> str:
+    """Draw (step, value) as `width` block characters on the axes that hold `every` point; a gap where no step is.
+
+    A character is the mean of its steps. [(1, 0), (2, 1)] of [(1, 0), (2, 1), (4, 1)] in 4 characters: "▁█  ".
+    """
+    first, last = min(step for step, _ in every), max(step for step, _ in every)
+    low, high = min(value for _, value in every), max(value for _, value in every)
+    columns: list[list[float]] = [[] for _ in range(width)]
+    for step, value in points:
+        columns[min(width - 1, (step - first) * width // (last - first + 1))].append(value)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    means = [math.fsum(values) / len(values) if values else None for values in columns]
+    return "".join(" " if mean is None else BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+def write_png(runs: Sequence[ComparedRun], path: Path) -> None:
+    """Draw the curves of all runs over each other. Raises ConfigError: nothing to draw; the file cannot be written."""
+    series = {
+        f"{run.letter}: {run.name}": [{**line, "reward_mean": headline(line)[1]} for line in run.record.lines]
+        for run in runs
+    }
+    try:
+        report.write_curves(series, path, title="runs compared", judged=_judged_by(runs))
+    except ValueError as error:
+        raise ConfigError(f"--png {path}: no run has made a step: nothing to draw") from error
+    except OSError as error:
+        raise ConfigError(f"--png {path}: {error.strerror or error}") from error
+
+
+# ---------------------------------------------------------------------- differences
+
+
+def _differences(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
+    """Compare the last evaluation of each run with that of the first run that has one."""
+    evaluated = [run for run in runs if run.evaluations]
+    for run in evaluated[1:]:
+        first = evaluated[0]
+        comparisons = report.compare(first.evaluations[-1], run.evaluations[-1])
+        yield Text("")
+        if not comparisons:
+            yield Text(f"{first.letter} and {run.letter} answered no held-out problem in common: not comparable")
+            continue
+        steps = ", ".join(f"{one.letter} after step {one.evaluations[-1]['step']}" for one in (first, run))
+        letters = (first.letter, run.letter, f"{run.letter} - {first.letter}")
+        yield report.accuracy_table(comparisons, f"held-out problems that both answered ({steps})", letters)
+        yield Text(report.verdict(comparisons, first.letter, run.letter))
