@@ -21,7 +21,7 @@ TINY_MODULE_LINES = 80
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
     "(root)": 1290,
-    "cli": 1190,
+    "cli": 1220,
     "config": 1890,
     "distributed": 440,
     "engine": 3690,
@@ -35,11 +35,11 @@ LINES: dict[str, int] = {
     "models": 3360,
     "primitives": 160,
     "rewards": 1950,
-    "rl_training": 10150,
+    "rl_training": 10190,
     "rollout_store": 1270,
     "server": 3910,
-    "system": 1000,
-    "tools": 2400,
+    "system": 1020,
+    "tools": 2660,
     "trl": 1170,
 }
 

@@ -22,8 +22,8 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog
 from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.monitor.display import headline
+from mlx_parallm.rl_training.monitor.drawing import BLOCKS, began_and_now
 from mlx_parallm.rl_training.monitor.explain import Record, read_record
-from mlx_parallm.rl_training.monitor.terminal import BLOCKS, began_and_now
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE
 from mlx_parallm.system.terminal import Console
 
