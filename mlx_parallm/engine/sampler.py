@@ -18,6 +18,7 @@ from mlx_parallm.engine.logit_edits import stack_edits
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.models.cpu_kernels import exp_minus
 from mlx_parallm.models.logprobs import token_logprobs
+from mlx_parallm.models.sums import logsumexp
 from mlx_parallm.types import SamplingParams, TopLogprob
 
 BLOCK = 128
@@ -211,7 +212,7 @@ def top_logprobs(logits: mx.array, count: int, normalizer: mx.array | None = Non
     count = min(count, logits.shape[-1])
     tokens = mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count]
     chosen = mx.take_along_axis(logits, tokens, axis=-1)
-    total = mx.logsumexp(logits, axis=-1) if normalizer is None else normalizer
+    total = logsumexp(logits) if normalizer is None else normalizer
     return tokens.astype(mx.int32), chosen - total[..., None]
 
 

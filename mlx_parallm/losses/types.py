@@ -78,13 +78,13 @@ def aggregate(values: mx.array, inputs: LossInputs, aggregation: Aggregation = "
     """
     chosen = masked(values, inputs.mask)
     if aggregation == "token":
-        return chosen.sum() / inputs.token_normalizer
+        return chosen.sum(axis=-1).sum() / inputs.token_normalizer
     if aggregation == "sequence_sum":
-        return chosen.sum() / inputs.sequence_normalizer
+        return chosen.sum(axis=-1).sum() / inputs.sequence_normalizer
     if aggregation == "constant":
         if inputs.max_length is None:
             raise ValueError('the aggregation "constant" needs max_length')
-        return chosen.sum() / (inputs.sequence_normalizer * inputs.max_length)
+        return chosen.sum(axis=-1).sum() / (inputs.sequence_normalizer * inputs.max_length)
     if aggregation != "sequence":
         raise ValueError(f"{aggregation!r} is not one of {get_args(Aggregation)}")
     lengths = mx.maximum(inputs.mask.sum(axis=-1), 1)

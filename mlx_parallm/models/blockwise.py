@@ -41,6 +41,7 @@ from mlx_parallm.models.layout import (
 )
 from mlx_parallm.models.logprobs import token_logprobs_and_entropy
 from mlx_parallm.models.parameters import ParameterSlots, scalar
+from mlx_parallm.models.sums import total
 from mlx_parallm.models.value_head import is_value_head, value_head_of
 
 WHOLE_HEAD = 1 << 22  # logits that are made at once where that is all of them: 16 MiB of float32
@@ -498,6 +499,6 @@ def compare_layouts(model: nn.Module, stack: LayerStack, score: Callable[[TokenB
 def distance(a: mx.array, b: mx.array | None) -> float:
     """‖a - b‖ / ‖b‖; infinite without a number. float32 models reach 1e-6 here, bfloat16 1e-3, wrong graphs 0.1."""
     assert b is not None
-    size = scalar(mx.sqrt(mx.square(b).sum()))
-    off = scalar(mx.sqrt(mx.square(a - b).sum()))
+    size = scalar(mx.sqrt(total(mx.square(b))))
+    off = scalar(mx.sqrt(total(mx.square(a - b))))
     return off / size if size > 0 else (0.0 if off == 0 else float("inf"))

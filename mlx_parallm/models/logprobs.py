@@ -9,6 +9,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlx_parallm.models.cpu_kernels import exp_minus
+from mlx_parallm.models.sums import logsumexp, row_sums
 
 
 def token_logprobs(
@@ -27,7 +28,7 @@ def token_logprobs(
     """
     scaled = _scale(logits, temperature)
     chosen = _of_tokens(scaled, tokens)
-    return chosen - (mx.logsumexp(scaled, axis=-1) if normalizer is None else normalizer)
+    return chosen - (logsumexp(scaled) if normalizer is None else normalizer)
 
 
 def token_logprobs_and_entropy(
@@ -47,10 +48,10 @@ def token_logprobs_and_entropy(
     def scores(z: mx.array) -> tuple[mx.array, ...]:
         peak = z.max(axis=-1, keepdims=True)
         masses = exp_minus(z, peak)
-        total = masses.sum(axis=-1, keepdims=True)
+        total = row_sums(masses)[..., None]
         normalizer = (peak + mx.log(total))[..., 0]
-        mean = (masses[..., None, :] @ z[..., :, None])[..., 0] / total
-        return _of_tokens(z, tokens) - normalizer, normalizer - mean[..., 0], masses, total
+        mean = row_sums(masses * z) / total[..., 0]
+        return _of_tokens(z, tokens) - normalizer, normalizer - mean, masses, total
 
     @scores.vjp
     def gradient(z: mx.array, slopes: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> mx.array:

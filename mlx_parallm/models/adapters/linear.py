@@ -22,6 +22,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.models.sums import row_sums
+
 
 class AdapterDropout:
     """Dropout of what the adapters of a tree read: a number is 0 with probability `rate`, else divided by 1 - rate.
@@ -129,7 +131,7 @@ def adapted_norms(linear: nn.Module, a: mx.array, b: mx.array, scale: float, squ
 
 def squared_norms(linear: nn.Module) -> mx.array:
     """‖W‖² of each output, [out] float32. Lazy."""
-    return mx.square(dense_weight(linear).astype(mx.float32)).sum(axis=1)
+    return row_sums(mx.square(dense_weight(linear).astype(mx.float32)))
 
 
 def dense_weight(linear: nn.Module) -> mx.array:

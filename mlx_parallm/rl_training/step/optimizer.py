@@ -24,6 +24,7 @@ from mlx_parallm.config.load import parse_config
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.models.parameters import ParameterSlots, scalar
+from mlx_parallm.models.sums import total
 from mlx_parallm.models.value_head import is_value_head
 
 MEASURED_ELEMENTS = 1 << 22
@@ -105,8 +106,8 @@ class PolicyOptimizer:
         squares, weights, moved = mx.array(0.0), mx.array(0.0), mx.array(0)
         for (slot, old), (_, new) in zip(before, self._sample(), strict=True):
             dtype = self._dtypes[slot]
-            squares = squares + mx.square(new - old).sum()
-            weights = weights + mx.square(old).sum()
+            squares = squares + total(mx.square(new - old))
+            weights = weights + total(mx.square(old))
             moved = moved + (new.astype(dtype) != old.astype(dtype)).sum()
         mx.eval(squares, weights, moved)
         count = sum(array.size for _, array in before)
@@ -192,7 +193,7 @@ class ParameterGroup:
     def square_sum(self, gradients: Sequence[mx.array]) -> tuple[mx.array, dict[str, mx.array]]:
         """Σ g² of this group's gradients (float32), and the gradients as `apply` takes them. Lazy."""
         packed = self.pack(gradients)
-        return sum((mx.square(part).sum() for part in packed.values()), mx.array(0.0)), packed
+        return sum((total(mx.square(part)) for part in packed.values()), mx.array(0.0)), packed
 
     def apply(self, gradients: Mapping[str, mx.array], learning_rate: float) -> None:
         """One update; masters and state are evaluated."""

@@ -336,7 +336,8 @@ def _mismatch_parts(apart: mx.array, chosen: mx.array) -> mx.array:
     apart = mx.where(chosen > 0, apart, 0.0)
     bounded = mx.clip(apart, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     k3 = mx.expm1(bounded) - bounded
-    return mx.stack([mx.abs(apart).max(), mx.abs(apart).sum(), k3.sum(), chosen.sum()])
+    sums = [part.sum(axis=-1).sum() for part in (mx.abs(apart), k3, chosen)]
+    return mx.stack([mx.abs(apart).max(), *sums])
 
 
 def mismatch(parts: np.ndarray) -> Mismatch | None:
