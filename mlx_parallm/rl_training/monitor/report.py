@@ -25,6 +25,8 @@ from mlx_parallm.types import BETWEEN
 
 SMOOTHING = 10  # steps on each side of a mean, fewer in a short run
 SHOWN_CHARACTERS = 60
+FEWER = 0.1
+"""A larger share of steps without all their rollouts is worth a word; one in quickstart's 180 is not."""
 INK, RAW, SECOND, THIRD = "#1b3a57", "#9dbad5", "#b3541e", "#4b7f52"
 INKS = (INK, SECOND, THIRD, "#7a4b94", "#c49a1a", "#3a8c9e", "#a83250", "#6b6b6b")
 """Of several runs, one each."""
@@ -219,7 +221,7 @@ def problems_of(lines: Sequence[Line], run: Path) -> list[str]:
     """Return what is wrong with a run that ends here, in its last steps or in how its steps were filled."""
     told = [f"{diagnosis}; see {diagnosis.page}" for diagnosis in find(lines, lines)]
     reasons = Counter(line["gave_up"] for line in lines if line.get("gave_up"))
-    for reason, count in reasons.most_common(1):
+    for reason, count in reasons.most_common(1) if reasons.total() > FEWER * len(lines) else ():
         told.append(f"{reasons.total()} of {len(lines)} steps had fewer rollouts, {count} because of: {reason}")
     if lines and not any(line.get("optimizer_updates") for line in lines):
         told.insert(0, f"nothing was learned: none of the {len(lines)} steps has changed the weights")

@@ -237,4 +237,6 @@ def test_a_run_that_learned_nothing_says_so_at_its_end(tmp_path):
     assert second.endswith("see docs/troubleshooting.md#reward-constant")
     assert third == "15 of 15 steps had fewer rollouts, 15 because of: 12 refills in a row"
     assert more.endswith(f"explain {tmp_path / 'run'}")
-    assert problems_of([{"step": 1, "optimizer_updates": 4}], tmp_path) == problems_of([], tmp_path) == []
+    well = [{"step": number, "optimizer_updates": 4} for number in range(1, 21)]
+    assert problems_of([well[0] | {"gave_up": "12 refills"}, *well[1:]], tmp_path) == [], "a run that learned"
+    assert problems_of(well[:1], tmp_path) == problems_of([], tmp_path) == []
