@@ -1,0 +1,233 @@
+"""Attacks of an answer's code, of reward functions, and by damaged files. attack.py runs them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from mlx_parallm.execution.sandbox import sandbox as module
+from mlx_parallm.execution.sandbox.sandbox import PROTECTIONS, Sandbox, SandboxRun
+from mlx_parallm.rewards.code import fenced
+from scripts.bench import sandbox as bench
+from scripts.soak.attack_target import Target, attack
+
+TRAIN = str(Path(sys.executable).parent / "mlx_parallm_train")
+SMALL = (
+    *("rl_training.batch_size=16", "rl_training.atropos.rollout_batch_size=16"),
+    *("rl_training.checkpoint_interval=2", "rl_training.atropos.max_token_length=64", "server.port=0"),
+    "environments.0.group_size=8",
+)
+SHARED_FOR_EVER = """
+import ctypes
+library = ctypes.CDLL(None)
+for _ in range(3):
+    place = library.shmget(0, 10 << 20, 0o1600)
+    print("made" if place >= 0 else "refused")
+"""
+KEYRING = "import ctypes\nprint(ctypes.CDLL(None).syscall(250, 0, -3, 0))\n"
+
+
+def runs(program: str) -> dict[str, SandboxRun]:
+    """Run a program in every way that this machine has."""
+    found, ways = {}, module.WAYS
+    try:
+        for way in bench.ways():
+            if set(PROTECTIONS) <= (module._trial(way)[0] or frozenset()):
+                bench.only(way)
+                found[way] = Sandbox(timeout_s=5.0, processes=64).run(program)
+    finally:
+        module.WAYS = ways
+    assert found, "the sandbox runs nothing here"
+    return found
+
+
+def told(found: dict[str, SandboxRun]) -> str:
+    return ", ".join(f"{way}: {run.outcome} {run.returncode}, {run.seconds:.1f} s" for way, run in found.items())
+
+
+@attack("3 GB in files of memory and in processes", found=True)
+def memory(target: Target) -> str:
+    for program in (bench.FILES_IN_MEMORY, bench.SHARED_MEMORY, bench.FORKED_MEMORY):
+        found = runs(program)
+        assert not any("held" in run.stdout for run in found.values()), told(found)
+    return told(found)
+
+
+@attack("0.5 GB in files, removed or not", found=True)
+def files(target: Target) -> str:
+    for program in (bench.MANY_FILES, bench.REMOVED_FILES):
+        found = runs(program)
+        assert not any("written" in run.stdout for run in found.values()), told(found)
+    return told(found)
+
+
+@attack("shared memory that outlives the run", found=True)
+def shared_memory(target: Target) -> str:
+    before = Path("/proc/sysvipc/shm").read_text()
+    found = runs(SHARED_FOR_EVER)
+    assert not any("made" in run.stdout for run in found.values()), told(found)
+    assert Path("/proc/sysvipc/shm").read_text() == before
+    return told(found)
+
+
+@attack("the session's keyring", found=True)
+def keyring(target: Target) -> str:
+    if os.uname().machine != "x86_64":
+        return "not tried: the number of the call is x86_64's"
+    found = runs(KEYRING)
+    assert {run.stdout for run in found.values()} == {"-1\n"}, told(found)
+    return told(found)
+
+
+@attack("1,200 nested directories; signals for what started the code", found=True)
+def raising(target: Target) -> str:
+    for program in (bench.DEEP_DIRECTORIES, bench.PARENT_ENDED):
+        found = runs(program)
+    assert all(run.stdout == "alive\n" for run in found.values()), told(found)
+    return told(found)
+
+
+@attack("60 kB of openings of code blocks", found=True)
+def blocks(target: Target) -> str:
+    longest, done = 0.0, threading.Event()
+
+    def tick() -> None:
+        nonlocal longest
+        while not done.is_set():
+            before = time.monotonic()
+            time.sleep(0.005)
+            longest = max(longest, time.monotonic() - before)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    for unit in ("```python\n", "```x\n"):
+        assert fenced(unit * 20_000) == []
+    done.set()
+    thread.join()
+    assert longest < 1, f"another thread stood still for {longest:.1f} s"
+    return f"another thread stood still for {longest:.2f} s at most"
+
+
+# ---------------------------------------------------------------------- trainings
+
+
+def training(directory: Path, reward: str, *settings: str, steps: int = 100_000) -> list[str]:
+    """The command of a training whose reward function has this body."""
+    directory.mkdir()
+    (directory / "reward.py").write_text(f"import os, time\ncalls = 0\ndef own(completions, **columns):\n{reward}\n")
+    (directory / "rows.jsonl").write_text("".join(f'{{"prompt": "{n} + 1 ="}}\n' for n in range(40)))
+    own = [*SMALL, f"rl_training.checkpoint_dir='{directory}'", f"rl_training.total_steps={steps}", *settings]
+    data = [
+        "--model",
+        "builtin:tiny",
+        "--data",
+        str(directory / "rows.jsonl"),
+        "--reward",
+        f"{directory}/reward.py:own",
+    ]
+    sets = [part for setting in [*own, "rl_training.run_name='run'"] for part in ("--set", setting)]
+    return [TRAIN, *data, *sets]
+
+
+FINE = "    return [float(len(set(text))) / 50 for text in completions]"
+SPINS = f"    if any(directory.startswith('step_') for directory in os.listdir(RUN)):\n        while True: pass\n{FINE}"
+ENDS = f"    global calls\n    calls += 1\n    if calls == 6: os._exit(0)\n{FINE}"
+
+
+def ended(command: list[str], seconds: float = 300) -> tuple[int, str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL)
+    return done.returncode, done.stderr
+
+
+@attack("SIGTERM while a reward function spins", found=True)
+def spinning(target: Target) -> str:
+    directory = target.directory / "spins"
+    command = training(directory, SPINS.replace("RUN", f"'{directory}/run'"), "environments.0.timeout_s=2")
+    with (target.directory / "spins.txt").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 200
+        while not list(directory.glob("run/step_*")) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        time.sleep(10)
+        process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        code = process.wait(timeout=120)
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError("it runs on after 120 s") from error
+    finally:
+        process.kill()
+        process.wait()
+    assert code == 0, (target.directory / "spins.txt").read_text()[-500:]
+    return f"ended after {time.monotonic() - started:.0f} s"
+
+
+@attack("os._exit(0) in a reward function, with --restarts 2", found=True)
+def exits(target: Target) -> str:
+    code, text = ended([*training(target.directory / "exits", ENDS), "--restarts", "2"])
+    assert code == 1 and "is not done" in text, f"exit code {code}: {text[-300:]}"
+    return f"exit code {code} after {text.count('ended with exit code 0')} such ends"
+
+
+@attack("a checkpoint with changed bytes, and one of step -5", found=True)
+def damaged(target: Target) -> str:
+    directory = target.directory / "damaged"
+    code, text = ended(training(directory, FINE, steps=2))
+    assert code == 0, text[-500:]
+    run, seen = directory / "run", []
+    resume = [TRAIN, "--resume", str(run), "--set", "rl_training.total_steps=4"]
+    lines = (run / "metrics.jsonl").read_text()
+    shutil.copytree(run, directory / "kept", symlinks=True)
+    for name in ("adapters.safetensors", "optimizer.safetensors"):
+        file = (run / "latest" / name).resolve()
+        content = bytearray(file.read_bytes())
+        content[-4000:] = bytes(byte ^ 255 for byte in content[-4000:])
+        file.write_bytes(content)
+        code, text = ended(resume)
+        assert code == 2 and name in text, f"exit code {code}: {text[-300:]}"
+        seen.append(code)
+        shutil.rmtree(run)
+        shutil.copytree(directory / "kept", run, symlinks=True)
+    state = (run / "latest" / "trainer_state.json").resolve()
+    (state.parent / "SHA256SUMS").unlink()
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"step": -5}))
+    code, text = ended(resume)
+    assert code == 2 and "Traceback" not in text, f"exit code {code}: {text[-300:]}"
+    assert (run / "metrics.jsonl").read_text() == lines, "metrics.jsonl was cut"
+    return f"exit codes {[*seen, code]}, nothing was cut"
+
+
+@attack("learning rates of 1e30 and inf", found=True)
+def learning_rates(target: Target) -> str:
+    code, text = ended(training(target.directory / "infinite", FINE, "rl_training.learning_rate=inf"))
+    assert code == 2 and "finite number" in text, f"exit code {code}: {text[-300:]}"
+    directory = target.directory / "large"
+    code, text = ended(training(directory, FINE, "rl_training.learning_rate=1e30", steps=4))
+    lines = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    refused = sum(line["publishes_refused"] for line in lines)
+    skipped = sum(line["skipped_steps"] or 0 for line in lines)
+    assert code == 0 and refused + skipped >= 4, (
+        f"exit code {code}, {refused} refused, {skipped} skipped: {text[-300:]}"
+    )
+    return f"inf: exit code 2; 1e30: {refused} publishes refused, {skipped} steps skipped"
+
+
+@attack("numbers in a config.json that no model has", found=True)
+def numbers(target: Target) -> str:
+    seen = []
+    tiny = Path(module.__file__).parents[2] / "assets" / "tiny"
+    for key, value in {"vocab_size": -1, "rope_theta": 0, "num_hidden_layers": 10**6}.items():
+        path = target.directory / key
+        shutil.copytree(tiny, path)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {key: value}))
+        serve = TRAIN.replace("_train", "_serve")
+        code, text = ended([serve, "--model-path", str(path), "--port", "0"], 60)
+        assert code == 2 and "Traceback" not in text, f"{key}: exit code {code}: {text[-300:]}"
+        seen.append(key)
+    return f"{', '.join(seen)}: exit code 2 in words"
