@@ -73,6 +73,10 @@ MAX_FUNCTION_LINES = 80
 LONG_FILES: dict[str, str] = {}  # "mlx_parallm/x.py": reason
 LONG_FUNCTIONS: dict[str, str] = {}  # "mlx_parallm/x.py:Class.method": reason
 BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boundary it is
+    "mlx_parallm/execution/tool_client.py:ToolClient._call_function": "a tool's failure is a result, which is read",
+    "mlx_parallm/execution/tool_client.py:_Connection._hold": "whoever waits for a server's start is told why",
+    "mlx_parallm/execution/tool_client.py:_Connection.ensure": "a start that failed is let go, whatever it was",
+    "mlx_parallm/execution/tool_client.py:_Connection.call": "a server may answer anything; it is a result",
     "mlx_parallm/engine/engine.py:Engine._advance_score": "a text is scored alone: what fails is its own",
     "mlx_parallm/engine/engine.py:Engine.recover": "who fails alone is told so; the others go on",
     "mlx_parallm/engine/live_requests.py:own_failure": "one request's text must not end the engine",

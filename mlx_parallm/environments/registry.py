@@ -29,6 +29,7 @@ ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
         "conversation": "conversation:ConversationEnvironment",
         "svrl": "svrl:SVRLEnvironment",
         "gymnasium": "gymnasium:GymnasiumEnvironment",
+        "tools": "tools:ToolsEnvironment",
     }
 )
 """Kinds that are a `BaseEnvironment`, imported on demand: some need further packages."""

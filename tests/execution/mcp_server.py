@@ -1,0 +1,76 @@
+"""An MCP server for tests: `python mcp_server.py [stdio | http PORT]`. Its tools fail in every way."""
+
+import os
+import sys
+import time
+
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp_types import ToolAnnotations
+
+server = MCPServer("tests")
+calls = 0
+
+
+@server.tool(annotations=ToolAnnotations(read_only_hint=True))
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@server.tool()
+def count() -> int:
+    """Count the calls of this tool."""
+    global calls
+    calls += 1
+    return calls
+
+
+@server.tool()
+def fail(reason: str) -> str:
+    """Fail."""
+    raise ToolError(reason)
+
+
+@server.tool()
+def sleep(seconds: float) -> str:
+    """Sleep."""
+    time.sleep(seconds)
+    return "slept"
+
+
+@server.tool()
+def end() -> str:
+    """End the server."""
+    os._exit(1)
+
+
+@server.tool()
+def garbage() -> str:
+    """Write what is no JSON-RPC to stdout."""
+    sys.stdout.buffer.write(b"\xff\xfe{]\n" * 3)
+    sys.stdout.flush()
+    return "written"
+
+
+@server.tool()
+def much(megabytes: int) -> str:
+    """Return much text."""
+    return "x" * (megabytes * 10**6)
+
+
+@server.tool()
+def pid() -> int:
+    """Return the process."""
+    return os.getpid()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["http"]:
+        server.run("streamable-http", port=int(sys.argv[2]))
+    elif sys.argv[1:2] == ["late"]:
+        time.sleep(60)
+    elif sys.argv[1:2] == ["ends"]:
+        sys.exit(3)
+    else:
+        server.run("stdio")

@@ -1,0 +1,166 @@
+"""Tools of real MCP servers, over stdio and HTTP, and functions: results, and every way to fail."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.tool_client import LONGEST_RESULT, MCPServer, ToolClient
+
+pytest.importorskip("mcp")
+PROGRAM = str(Path(__file__).with_name("mcp_server.py"))
+
+
+def stdio(*arguments: str, name: str = "tests", **changes: object) -> MCPServer:
+    return MCPServer(name, command=[sys.executable, PROGRAM, *arguments], **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[ToolClient]:
+    def greet(name: str, loud: bool = False) -> str:
+        """Greet somebody."""
+        if name == "nobody":
+            raise LookupError("nobody is there")
+        return f"hello {name}{'!' * loud}"
+
+    with ToolClient([stdio()], [greet]) as client:
+        yield client
+
+
+def test_functions_and_tools_are_called_alike(client: ToolClient) -> None:
+    definitions = {definition["name"]: definition for definition in client.definitions()}
+    assert definitions["add"]["description"] == "Add two numbers."
+    assert definitions["add"]["parameters"]["required"] == ["a", "b"]
+    assert definitions["greet"]["parameters"]["properties"]["loud"]["type"] == "boolean"
+    assert client.call("add", {"a": 2, "b": 40}).text == "42"
+    assert client.call("greet", {"name": "Ada", "loud": True}).text == "hello Ada!"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error", "words"),
+    [
+        ("multiply", {}, "unknown_tool", "there is no tool 'multiply'; there are: greet, add"),
+        ("fail", {"reason": "out of ink"}, "tool", "out of ink"),
+        ("greet", {"name": "nobody"}, "tool", "LookupError: nobody is there"),
+        ("greet", {"nam": "Ada"}, "arguments", "missing a required argument: 'name'"),
+    ],
+)
+def test_a_failure_is_a_result(
+    client: ToolClient, name: str, arguments: dict[str, object], error: str, words: str
+) -> None:
+    result = client.call(name, arguments)
+    assert result.error == error and words in result.text
+
+
+def test_wrong_arguments_of_a_server(client: ToolClient) -> None:
+    result = client.call("add", {"a": "two"})
+    assert result.error in ("tool", "arguments") and "add" in result.text
+
+
+def test_read_only_tools_are_cached_and_others_are_not() -> None:
+    with ToolClient([stdio()]) as client:
+        first, second = client.call("add", {"a": 1, "b": 2}), client.call("add", {"b": 2, "a": 1})
+        assert (first.cached, second.cached, second.text) == (False, True, "3")
+        assert [client.call("count").text for _ in range(3)] == ["1", "2", "3"]
+        metrics = client.metrics()
+        assert (metrics["calls"], metrics["cached"], metrics["restarts"]) == (5, 1, 0)
+    with ToolClient([stdio(cache=False)]) as client:
+        assert not any(client.call("add", {"a": 1, "b": 2}).cached for _ in range(2))
+
+
+def test_a_server_that_ends_is_started_again() -> None:
+    with ToolClient([stdio()]) as client:
+        first = client.call("pid").text
+        assert client.call("end").error == "server"
+        second = client.call("pid")
+        assert second.error is None and second.text != first
+        psutil.Process(int(second.text)).kill()
+        psutil.Process(int(second.text)).wait(10)
+        assert client.call("count").error in (None, "server")
+        assert client.call("add", {"a": 1, "b": 1}).text == "2"
+        assert client.metrics()["restarts"] == 2
+
+
+def test_a_server_that_hangs_costs_its_time_out_and_begins_anew() -> None:
+    with ToolClient([stdio(timeout_s=1.0)]) as client:
+        client.definitions()
+        hung = client.call("sleep", {"seconds": 30})
+        assert hung.error == "timeout" and "within 1 s" in hung.text
+        assert client.call("add", {"a": 1, "b": 1}).text == "2"
+
+
+def test_garbage_and_ten_megabytes(client: ToolClient) -> None:
+    garbage = client.call("garbage")
+    assert garbage.error in (None, "server")
+    much = client.call("much", {"megabytes": 10})
+    assert much.error is None and LONGEST_RESULT < len(much.text) < LONGEST_RESULT + 100
+    assert much.text.endswith("[… cut: 10,000,000 characters]")
+
+
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [
+        (stdio("ends"), "cannot be started"),
+        (stdio("late", start_timeout_s=0.5), r"no answer within 0\.5 s"),
+        (MCPServer("gone", command=["/nowhere/server"]), "cannot be started"),
+        (MCPServer("gone", url="http://127.0.0.1:9/mcp"), "cannot be started"),
+        (stdio(tools=["add", "divide"]), "has no tool 'divide'; it has: add, count"),
+    ],
+)
+def test_a_server_that_does_not_start(server: MCPServer, words: str) -> None:
+    with ToolClient([server]) as client:
+        with pytest.raises(ConfigError, match=words):
+            client.definitions()
+        assert client.call("add").error == "server"
+
+
+def test_what_cannot_be(client: ToolClient) -> None:
+    for changes in ({}, {"command": ["x"], "url": "http://x"}, {"url": "x"}, {"url": "http://x", "timeout_s": 0}):
+        with pytest.raises(ConfigError, match="MCP server 's'"):
+            MCPServer("s", **changes)
+    with pytest.raises(ConfigError, match="already"):
+        client.register_tool("greet", lambda: "")
+    with ToolClient([stdio(), stdio(name="again")]) as twice, pytest.raises(ConfigError, match="there is a tool 'add'"):
+        twice.definitions()
+
+
+def test_no_process_is_left() -> None:
+    with ToolClient([stdio(), stdio(name="more", tools=["pid"])]) as client, pytest.raises(ConfigError):
+        client.definitions()
+    children = [child for child in psutil.Process().children(recursive=True) if PROGRAM in " ".join(child.cmdline())]
+    with ToolClient([stdio()]) as client:
+        process = psutil.Process(int(client.call("pid").text))
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert len(children) <= 1  # the module's own
+
+
+def test_over_http() -> None:
+    port = _free_port()
+    process = subprocess.Popen(
+        [sys.executable, PROGRAM, "http", str(port)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "running on" in line:
+                break
+        with ToolClient([MCPServer("http", url=f"http://127.0.0.1:{port}/mcp", tools=["add", "fail"])]) as client:
+            assert [definition["name"] for definition in client.definitions()] == ["add", "fail"]
+            assert client.call("add", {"a": 2, "b": 3}).text == "5"
+            assert client.call("count").error == "unknown_tool"
+            process.kill()
+            process.wait(10)
+            assert client.call("add", {"a": 3, "b": 3}).error == "server"
+    finally:
+        process.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
