@@ -20,7 +20,7 @@ from mlx_parallm.errors import AdapterError
 from mlx_parallm.models import lora
 from mlx_parallm.models.adapters import peft
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.adapters.linear import DoRALinear, LoRALinear
+from mlx_parallm.models.adapters.linear import AdapterDropout, DoRALinear, LoRALinear
 from mlx_parallm.models.lora import (
     adapter_layers,
     check_adapter,
@@ -256,3 +256,23 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     inject_lora(tree, lora_config(2, 2, ("q_proj",)))
     with pytest.raises(AdapterError, match="adapts other layers"):
         load_into_trainer(tree, {})
+
+
+def test_dropout_leaves_the_mean_and_is_a_function_of_seed_and_layer() -> None:
+    """rate 0.25: a number is 0 or 4/3 of itself, in both passes over a block."""
+    dropout, x = AdapterDropout(0.25), mx.ones((200, 500))
+    assert dropout(x, 0) is x
+    with dropout.drawn_from([7, 1]):
+        first, same, other = (np.array(dropout(x, layer)) for layer in (0, 0, 1))
+        layer = LoRALinear(nn.Linear(4, 4), (4, 4), 2, 2.0, dropout)
+        layer.lora_b = mx.ones((2, 4))
+        row = mx.array([[1.0, 2.0, 3.0, 4.0]])
+        update = np.array(dropout(row, 0)) @ np.array(layer.lora_a) @ np.ones((2, 4))
+        expected = np.array(layer.linear(row)) + 2.0 * update
+        assert np.array(layer(row)) == pytest.approx(expected, rel=1e-5)
+    with dropout.drawn_from([7, 2]):
+        later = np.array(dropout(x, 0))
+    assert np.unique(first) == pytest.approx([0.0, 4 / 3])
+    assert (first == 0).mean() == pytest.approx(0.25, abs=0.006)  # four standard deviations
+    assert (first == same).all() and (first != other).any() and (first != later).any()
+    assert dropout(x, 0) is x

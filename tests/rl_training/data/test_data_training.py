@@ -230,6 +230,20 @@ def test_a_run_that_was_stopped_goes_on_exactly(algorithm: str, stop_at: int, tm
     assert [line["policy_version"] for line in again] == list(range(1, 6))
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+def test_dropout_acts_in_updates_only_and_goes_on_exactly_after_a_stop(algorithm: str, tmp_path: Path) -> None:
+    config, source = open_source(algorithm, tmp_path, total_steps=4, lora={"rank": 4, "alpha": 8, "dropout": 0.5})
+    whole = run(tmp_path / "whole", config, source)
+    run(tmp_path / "cut", config, source, stop_at=2)
+    assert run(tmp_path / "cut", config, source, resume=True) == whole
+    plain, other = open_source(algorithm, tmp_path, total_steps=4)
+    without = run(tmp_path / "plain", plain, other)
+    assert whole[0]["eval_before/loss"] == without[0]["eval_before/loss"]
+    assert whole[3]["grad_norm"] != without[3]["grad_norm"]
+    seeded, again = open_source(algorithm, tmp_path, total_steps=4, seed=1, lora=config.rl_training.lora.model_dump())
+    assert run(tmp_path / "seeded", seeded, again)[0]["grad_norm"] != whole[0]["grad_norm"]
+
+
 def test_one_pass_over_the_rows_is_the_default(tmp_path: Path) -> None:
     config, source = open_source("dpo", tmp_path)
     made = source.batches(make_trainer(config))
