@@ -16,8 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from rich.console import Console
-
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.trl import DPOConfig, GRPOConfig, KTOConfig, RowsConfig, SFTConfig, TrainerConfig
 from mlx_parallm.daemon import COMPUTING_THREADS, training_run
@@ -34,6 +32,7 @@ from mlx_parallm.system.files import write_directory
 from mlx_parallm.system.hardware import usable_cores
 from mlx_parallm.system.log import RunLog, configure_logging
 from mlx_parallm.system.redaction import Redactor, environment_secrets
+from mlx_parallm.system.terminal import Console
 from mlx_parallm.trl.callbacks import Callbacks, TRLState, evaluation_numbers
 from mlx_parallm.trl.mapping import UpdateSchedule, configuration, grpo_schedule, lora_settings, rows_schedule
 from mlx_parallm.trl.rows import DataRows, read_rows

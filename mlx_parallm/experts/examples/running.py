@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlx_parallm.errors import ParallmError
@@ -14,6 +13,7 @@ from mlx_parallm.experts.expert import ExpertConfig, RNNExpertBase, make_expert
 from mlx_parallm.experts.ppo import RecurrentPPO, RecurrentPPOConfig
 from mlx_parallm.experts.saving import save_expert
 from mlx_parallm.experts.tasks import VectorTask
+from mlx_parallm.system.terminal import Console
 
 SAVE_EVERY = 8  # updates
 BEST = "best.safetensors"
