@@ -244,8 +244,8 @@ def refused(server: Server, name: str, path: Path, words: str) -> str:
 @attack("an alpha_pattern that backtracks for ever", found=True)
 def alpha_pattern(target: Target) -> str:
     server = target.server()
-    refused(server, "p", adapter(server, "p", {"alpha_pattern": {"(([a-z._0-9]*)*)*!": 4}}), "no linear layer")
-    slow = {rf"(\w|\.|[a-z])*[A-Z]{{1,{n}}}": 4 for n in range(1, 100)}
+    refused(server, "p", adapter(server, "p", {"alpha_pattern": {"(([a-z._0-9]*)*)*!": 4}}), "the adapter's A is")
+    slow = {r"(\w|\.|[a-z])*[A-Z]": 4}  # tries each letter in two ways
     return refused(server, "p", adapter(server, "p", {"alpha_pattern": slow}), "take more than")
 
 
