@@ -24,7 +24,7 @@ from mlx_parallm.errors import CheckpointError, ParallmError
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import StepInProgress, TrainerState
 from mlx_parallm.rl_training.events import BatchReady, CheckpointSaved, Outcome, RunEvents, StepFinished, Waiting
-from mlx_parallm.rl_training.metrics import MetricsFile, complete
+from mlx_parallm.rl_training.metrics import MetricsFile, complete, words_of
 from mlx_parallm.rl_training.publish.rollback import Rollbacks
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch
@@ -202,12 +202,12 @@ class TrainingLoop:
         return step - 1 - steps <= self._config.max_staleness
 
     def _train(self, batch: TrainBatch, work: StepInProgress | None) -> StepResult:
-        if batch.gave_up and batch.gave_up != self._gave_up:  # the report of the run counts them
+        if batch.gave_up and words_of(batch.gave_up) != self._gave_up:  # the report of the run counts them
             trained = len(batch.sequences)
             self._events.warn(
                 "step with fewer rollouts", step=batch.step, trained_sequences=trained, reason=batch.gave_up
             )
-        self._gave_up = batch.gave_up
+        self._gave_up = words_of(batch.gave_up)
         position = StepPosition.from_json(work.position) if work else None
         with self._control.training():
             self._parts.trainer.lead(batch, position)

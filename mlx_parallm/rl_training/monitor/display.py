@@ -8,7 +8,6 @@ import functools
 import json
 import logging
 import math
-import re
 import threading
 import time
 from collections import deque
@@ -35,7 +34,7 @@ from mlx_parallm.rl_training.events import (
     StepFinished,
     Waiting,
 )
-from mlx_parallm.rl_training.metrics import of_rows
+from mlx_parallm.rl_training.metrics import of_rows, words_of
 from mlx_parallm.rl_training.monitor.drawing import CURVE_WIDTH, began_and_now, command_lines, sparkline
 from mlx_parallm.rl_training.monitor.health import HEALTHY, WINDOW, diagnose
 from mlx_parallm.rl_training.monitor.samples import Readable, Sample, merged, samples_table, shortened
@@ -180,7 +179,7 @@ class TrainingDisplay:
 
         Only the words are compared: the numbers may count seconds.
         """
-        if _words_of(health := self.health()) != _words_of(self._logged_health):
+        if words_of(health := self.health()) != words_of(self._logged_health):
             self._logged_health = health
             self._log("health", logging.INFO if health == HEALTHY else logging.WARNING, health=health)
 
@@ -357,10 +356,6 @@ def _duration(seconds: float) -> str:
     minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def _words_of(text: str) -> str:
-    return re.sub(r"[0-9.,]+", "", text)
 
 
 def _environment_text(numbers: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from mlx_parallm.environments.estimates import difference
 from mlx_parallm.environments.evaluate import SOLVED
+from mlx_parallm.rl_training.metrics import words_of
 from mlx_parallm.rl_training.monitor.drawing import by_option, command_lines
 from mlx_parallm.rl_training.monitor.health import find
 from mlx_parallm.system.terminal import Console
@@ -220,9 +221,10 @@ def plain_report(comparisons: Sequence[Comparison]) -> str:
 def problems_of(lines: Sequence[Line], run: Path) -> list[str]:
     """Return what is wrong with a run that ends here, in its last steps or in how its steps were filled."""
     told = [f"{diagnosis}; see {diagnosis.page}" for diagnosis in find(lines, lines)]
-    reasons = Counter(line["gave_up"] for line in lines if line.get("gave_up"))
+    given = {words_of(line["gave_up"]): line["gave_up"] for line in lines if line.get("gave_up")}
+    reasons = Counter(words_of(line["gave_up"]) for line in lines if line.get("gave_up"))
     for reason, count in reasons.most_common(1) if reasons.total() > FEWER * len(lines) else ():
-        told.append(f"{reasons.total()} of {len(lines)} steps had fewer rollouts, {count} because of: {reason}")
+        told.append(f"{reasons.total()} of {len(lines)} steps had fewer rollouts, {count} because of: {given[reason]}")
     if lines and not any(line.get("optimizer_updates") for line in lines):
         told.insert(0, f"nothing was learned: none of the {len(lines)} steps has changed the weights")
     return [*told, f"more: {our_command()} explain {shlex.quote(str(run))}"] if told else []

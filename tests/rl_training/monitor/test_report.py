@@ -230,12 +230,12 @@ def test_a_run_that_learned_nothing_says_so_at_its_end(tmp_path):
         "reward_mean": 0.5,
         "optimizer_updates": 0,
     }
-    steps = [{"step": number, "gave_up": "12 refills in a row", **shows} for number in range(1, 16)]
+    steps = [{"step": number, "gave_up": f"{number} refills in a row", **shows} for number in range(1, 16)]
     first, second, third, more = problems_of(steps, tmp_path / "run")
     assert first == "nothing was learned: none of the 15 steps has changed the weights"
     assert second.startswith("reward constant: every answer earned 0.5 in 5 steps (the reward function")
     assert second.endswith("see docs/troubleshooting.md#reward-constant")
-    assert third == "15 of 15 steps had fewer rollouts, 15 because of: 12 refills in a row"
+    assert third == "15 of 15 steps had fewer rollouts, 15 because of: 15 refills in a row"
     assert more.endswith(f"explain {tmp_path / 'run'}")
     well = [{"step": number, "optimizer_updates": 4} for number in range(1, 21)]
     assert problems_of([well[0] | {"gave_up": "12 refills"}, *well[1:]], tmp_path) == [], "a run that learned"
