@@ -104,6 +104,8 @@ class BackpropConfig(Options):
     """Adapter to train; LoraConfig(enabled=False) trains all weights."""
     token_budget: int = Field(DAEMON.token_budget, ge=1)
     """Tokens of one backward pass, padding included."""
+    blocks_per_eval: int = Field(DAEMON.blocks_per_eval, ge=0)
+    """Transformer blocks evaluated together; 1 = least memory, 0 = all at once, the fastest for a small model."""
     seed: int = DAEMON.seed
     """Seed of the adapter's initial weights and of the order of trajectories."""
 
@@ -162,18 +164,24 @@ class AlgorithmConfig(Options):
     """Iterations between checkpoints; `train` makes one at its end."""
     keep_checkpoints: int = Field(DAEMON.keep_checkpoints, ge=1)
     """Newest checkpoints to keep, besides the best."""
+    trackers: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
+    """Trackers that get every iteration; each needs the extra of its name."""
     use_wandb: bool = False
-    """Send every iteration to Weights & Biases (extra `wandb`)."""
+    """Another way to name "wandb" among the trackers."""
     wandb_project: str = LoggingConfig().project
-    """Project of the run there."""
+    """Project of the run in W&B and trackio."""
 
     @model_validator(mode="after")
     def _fits(self) -> "AlgorithmConfig":
         if (self.mini_batch_size or 1) > self.batch_size:
             raise ValueError(f"mini_batch_size ({self.mini_batch_size}) is larger than batch_size ({self.batch_size})")
-        if self.use_wandb and self.checkpoint_dir is None:
-            raise ValueError("use_wandb needs checkpoint_dir, where the run's id and files are kept")
+        if self.all_trackers and self.checkpoint_dir is None:
+            raise ValueError(f"{self.all_trackers[0]} needs checkpoint_dir, where the run's id and files are kept")
         return self
+
+    @property
+    def all_trackers(self) -> tuple[Literal["wandb", "tensorboard", "trackio"], ...]:
+        return (*self.trackers, *(("wandb",) if self.use_wandb and "wandb" not in self.trackers else ()))
 
     def over(self, backprop: BackpropConfig) -> BackpropConfig:
         """Return `backprop` with the keys that are set here too."""
@@ -209,6 +217,7 @@ def training_keys(algorithm: LibraryAlgorithm, config: BackpropConfig) -> dict[s
         "lora": config.lora.model_dump(),
         "seed": config.seed,
         "token_budget": config.token_budget,
+        "blocks_per_eval": config.blocks_per_eval,
         "max_staleness": 0,  # the newest weights sample the next trajectories
     }
     if algorithm == "reinforce":

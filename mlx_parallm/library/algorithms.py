@@ -28,8 +28,10 @@ from mlx_parallm.config.training import LoggingConfig
 from mlx_parallm.environments.manager import RolloutManager
 from mlx_parallm.environments.state import BaseEnvironment
 from mlx_parallm.errors import CheckpointError, ConfigError, EnvironmentFailedError, RolloutRejectedError
+from mlx_parallm.execution.user_code import name_of, reference_to
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.library.backprop import BackpropModule
+from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rewards.base import scored
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
@@ -159,9 +161,11 @@ Callback = Callable[["BaseAlgorithm", TrainingMetrics], None]
 
 class BaseAlgorithm(ABC):
     """Args:
+        env: the environment; None: the one that the rollout manager plays.
         rollout_manager: plays `env` with the InferenceModule whose weights `backprop` trains.
         reward_computer: sees all trajectories of a collection; those of one prompt have the same `group_id`.
         callbacks: called after every iteration; an error in one ends `train`.
+        loss: a loss of your own in the place of the algorithm's, LossInputs → LossOutputs.
 
     Raises ConfigError: the parts do not fit together.
     """
@@ -171,26 +175,28 @@ class BaseAlgorithm(ABC):
 
     def __init__(
         self,
-        env: BaseEnvironment,
+        env: BaseEnvironment | None,
         rollout_manager: RolloutManager,
         reward_computer: ComputesRewards,
         backprop: BackpropModule,
         config: AlgorithmConfig | None = None,
         *,
         callbacks: Sequence[Callback] = (),
+        loss: Callable[[LossInputs], LossOutputs] | None = None,
     ) -> None:
+        self._own_loss = {} if loss is None else {"loss": reference_to(loss, name_of(loss))}
         self.env, self.rollout_manager, self.reward_computer = env, rollout_manager, reward_computer
         self.backprop, self.config = backprop, config or AlgorithmConfig()
         self.callbacks = list(callbacks)
         self.group_size = self.config.group_size or self.usual_group_size
         self._check()
-        if not any(env is played for played in rollout_manager.environments):
+        if env is not None and not any(env is played for played in rollout_manager.environments):
             raise ConfigError("the rollout manager plays another environment than the argument env")
         inference = rollout_manager.inference
         if not isinstance(inference, InferenceModule):
             raise ConfigError("the environment has no InferenceModule: give one to its constructor")
         backprop.attach(inference)
-        self.inference, self._kind = inference, type(env).__name__
+        self.inference, self._kind = inference, type(env or rollout_manager.environments[0]).__name__
         self._loop: TrainingLoop | None = None
         self._directory: RunDirectory | None = None
         self._groups = 0  # collected so far
@@ -243,8 +249,7 @@ class BaseAlgorithm(ABC):
         config, size = self.config, self.group_size
         if config.batch_size % size:
             raise ConfigError(f"batch_size ({config.batch_size}) is not a multiple of group_size ({size})")
-        if config.use_wandb:
-            check_installed(LoggingConfig(trackers=("wandb",)))
+        check_installed(LoggingConfig(trackers=config.all_trackers))
 
     def _the_loop(self) -> TrainingLoop:
         if self._loop is None:
@@ -261,7 +266,9 @@ class BaseAlgorithm(ABC):
         config, backprop, weights = self.config, self.backprop, self.inference.weights
         assert weights is not None, "attach() checks it"
         self._trainer = trainer = backprop.configure(
-            self.name, config.over(backprop.config), config.training_keys(self.name, self.inference.max_model_len)
+            self.name,
+            config.over(backprop.config),
+            config.training_keys(self.name, self.inference.max_model_len) | self._own_loss,
         )
         training, store = backprop.run_config.rl_training, CollectedGroups(self._collect)
         checkpointer, metrics, state = None, None, None
@@ -275,7 +282,7 @@ class BaseAlgorithm(ABC):
             if checkpoint is not None:
                 backprop.expect_reference(checkpoint)
                 state = checkpointer.resume(checkpoint, store, metrics)
-                backprop.publish()
+                backprop.publish(at_least=state.policy_version)
             self._write_settings(self._directory)
         self._versions = versions = VersionSteps(weights.version, state.step if state else 0)
         collecting = {"max_staleness": config.max_staleness, "max_empty_rounds": REFILLS}
@@ -364,13 +371,13 @@ class BaseAlgorithm(ABC):
 
     @contextmanager
     def _tracked(self) -> Iterator[None]:
-        if not self.config.use_wandb or self._directory is None:
+        if not self.config.all_trackers or self._directory is None:
             yield
             return
         run = TrackedRun(
             self._directory.path, self.config.wandb_project, self.backprop.run_config.redacted(), step=self.iteration
         )
-        self._trackers = Trackers(("wandb",), run)
+        self._trackers = Trackers(self.config.all_trackers, run)
         try:
             yield
         finally:
@@ -431,7 +438,7 @@ def create_algorithm(name: str, *parts: Any, **options: Any) -> BaseAlgorithm:
 
 def load_algorithm_from_checkpoint(
     path: str | Path,
-    env: BaseEnvironment,
+    env: BaseEnvironment | None,
     rollout_manager: RolloutManager,
     reward_computer: ComputesRewards,
     backprop: BackpropModule,

@@ -9,7 +9,7 @@ evaluates it. Trajectories are `rewards.base.Trajectory`s (or `types.Rollout`s):
 log-probabilities of the sampling policy, which the ratio is against.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from mlx_parallm.config.library import BackpropConfig, LibraryAlgorithm, RefUpda
 from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.user_code import name_of, reference_to
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.library.losses import Loss, Played, all_segments, sampled_tokens, segments_of, spread
 from mlx_parallm.losses.advantages import group_advantages, whiten
@@ -34,11 +35,13 @@ from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.models.loading import LoadedModel, adopt_model, load_model
 from mlx_parallm.models.threads import release_streams_at_exit
 from mlx_parallm.rl_training.factory import build_policy
-from mlx_parallm.rl_training.step.algorithms import loss_options, make_algorithm
+from mlx_parallm.rl_training.step.algorithms import custom_loss, loss_options, make_algorithm
 from mlx_parallm.rl_training.step.optimizer import optimizer_keys
 from mlx_parallm.rl_training.step.policy import REFERENCE_FILE, TrainedPolicy
 from mlx_parallm.rl_training.step.prepare import StepPosition
 from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.system.blas import share_blas_between
+from mlx_parallm.system.hardware import usable_cores
 
 NO_VALUES = "this BackpropModule has no value head (value_head=False)"
 
@@ -120,20 +123,23 @@ class BackpropModule:
         if inference.weights is None or inference.loaded is None:
             raise ConfigError("an InferenceModule over another server has no weights to train")
         self.inference = inference
+        share_blas_between(2, usable_cores())  # the engine's thread and the caller's
         if self._trainer is not None:
             self.publish()
 
-    def publish(self) -> None:
-        """Let the attached InferenceModule, if there is one, answer with the trained weights."""
+    def publish(self, *, at_least: int = 0) -> None:
+        """Let the attached InferenceModule, if there is one, answer with the trained weights, under the next policy
+        version, or a higher one: that of a run that goes on."""
         if self.inference is None:
             return
         weights, policy = self.inference.weights, self.policy
         assert weights is not None and weights.policy is not None
+        version = max(weights.version + 1, at_least)
         if policy.lora:
-            weights.publish_adapter(policy.adapter())
+            weights.publish_adapter(policy.adapter(), version=version)
             self.inference.follow_training(weights.policy)
         else:
-            weights.publish_parameters(policy.full_parameters())
+            weights.publish_parameters(policy.full_parameters(), version=version)
 
     def configure(self, algorithm: LibraryAlgorithm, config: BackpropConfig, settings: Mapping[str, Any]) -> Trainer:
         """Return the trainer with one of the daemon's algorithms and more keys of [rl_training]. Weights and the
@@ -179,6 +185,8 @@ class BackpropModule:
 
     def _run_config(self, algorithm: LibraryAlgorithm, config: BackpropConfig, settings: Mapping[str, Any]) -> Config:
         training = training_keys(algorithm, config) | self._optimizer_keys | dict(settings)
+        if "loss" in settings:  # a loss of the user's own has no bounds of the ratio
+            training.pop("clip_ratio", None)
         return parse_config({"rl_training": training}, type(self).__name__)
 
     # ------------------------------------------------------------------ numbers from rewards and values
@@ -228,7 +236,14 @@ class BackpropModule:
 
         Raises ConfigError: the rewards are not whole groups.
         """
-        values = [float(reward) for reward in rewards]
+        try:
+            values = [float(reward) for reward in rewards]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"rewards are {rewards!r}: expected a list of numbers, the groups one after another"
+            ) from error
+        if not isinstance(group_size, int):
+            raise ConfigError(f"group_size is {group_size!r}: expected the number of answers to one prompt")
         if group_size < 1 or len(values) % group_size:
             raise ConfigError(f"{len(values)} rewards are not whole groups of {group_size}")
         kind: Literal["std", "mean"] = "std" if self.config.normalize_advantages else "mean"
@@ -266,6 +281,28 @@ class BackpropModule:
     def compute_loss(self, trajectories: Sequence[Played], advantages: Sequence[Any]) -> Loss:
         """Return -E[log π · A] + kl_coef · KL - entropy_coef · entropy, mean over tokens (Williams 1992)."""
         return self._policy_loss(trajectories, advantages, "reinforce")
+
+    def compute_custom_loss(
+        self,
+        trajectories: Sequence[Played],
+        advantages: Sequence[Any],
+        loss: Callable[[LossInputs], LossOutputs],
+        *,
+        needs_reference: bool = False,
+    ) -> Loss:
+        """Return a loss of your own, a pure function of `LossInputs`; what it returns is checked when it is called.
+
+        Args:
+            advantages: a number for each trajectory, or one for each of its sampled tokens.
+            needs_reference: score the reference, so that `inputs.ref_logprobs` is there.
+
+        Raises ConfigError: trajectories, advantages or loss are none.
+        """
+        if not callable(loss):
+            raise ConfigError(f"loss is {loss!r}: expected a function, LossInputs → LossOutputs")
+        rollouts, rows = spread(trajectories, advantages, "advantages")
+        term = custom_loss(reference_to(loss, name_of(loss)))
+        return Loss(self, rollouts, ((1.0, term),), rows, needs=frozenset(["reference"] if needs_reference else []))
 
     def _policy_loss(self, played: Sequence[Played], advantages: Sequence[Any], loss: str) -> Loss:
         options = loss_options(self._run_config("ppo", self.config, {}).rl_training)

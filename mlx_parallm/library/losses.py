@@ -89,7 +89,10 @@ class Loss:
 
 def segments_of(played: Played) -> tuple[Rollout, ...]:
     """Return the sequences of a trajectory, oldest first."""
-    return (played.rollout if isinstance(played, Trajectory) else played).segments
+    rollout = played.rollout if isinstance(played, Trajectory) else played
+    if not isinstance(rollout, Rollout):
+        raise ConfigError(f"{played!r} is no trajectory: expected those of RolloutManager.collect_rollouts")
+    return rollout.segments
 
 
 def all_segments(trajectories: Sequence[Played]) -> tuple[Rollout, ...]:
@@ -104,13 +107,19 @@ def spread(
     `numbers`: one for each trajectory, or for each of its sampled tokens (without the first token of a sequence).
     Raises ConfigError: they do not fit.
     """
+    for value, word in ((trajectories, "trajectories"), (numbers, what)):
+        if not hasattr(value, "__len__") or isinstance(value, str):
+            raise ConfigError(f"{word} is {value!r}: expected a list")
     if len(numbers) != len(trajectories):
         raise ConfigError(f"{len(numbers)} {what} for {len(trajectories)} trajectories")
     rows = []
     for place, (played, entry) in enumerate(zip(trajectories, numbers, strict=True)):
         sampled = [sampled_tokens(segment) for segment in segments_of(played)]
         counts = [int(mask.sum()) for mask in sampled]
-        values = np.asarray(entry, np.float64)
+        try:
+            values = np.asarray(entry, np.float64)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{what}[{place}] is {entry!r}: expected a number, or one for each token") from error
         values = np.full(sum(counts), values) if values.ndim == 0 else values
         if values.shape != (sum(counts),) or not np.isfinite(values).all():
             raise ConfigError(f"{what}[{place}] is not one finite number, or {sum(counts)}, one for each sampled token")

@@ -1,10 +1,11 @@
 """Reward computers with parts from functions or references: weighted and Pareto. No MLX."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
-from mlx_parallm.execution.user_code import did_you_mean, name_of, user_code
+from mlx_parallm.execution.user_code import did_you_mean, name_of, reference_to, user_code
 from mlx_parallm.rewards import threads
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress, is_reward_reference
 from mlx_parallm.rewards.methods import Method, Objective, Parts, RewardComputer, objectives_of, pareto_ranks
@@ -16,8 +17,9 @@ class WeightedRewardComputer(RewardComputer):
     """A weighted sum of parts.
 
     A part is a function of one trajectory, which returns a number (soft), a bool (binary) or None (it does not apply);
-    or a reference as in a configuration's `rewards` ("builtin:math", "python:score.py:correct"), which is called once
-    for a group, with the metadata of its trajectories as columns.
+    or a reference as in a configuration's `rewards` ("builtin:math", "python:score.py:correct"), or a function with a
+    parameter `completions` (TRL's signature), which are called once for a group, with the metadata of its trajectories
+    as columns.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class WeightedRewardComputer(RewardComputer):
         what = type(self).__name__
         if bool(objective_functions) == bool(objectives):
             raise ConfigError(f"{what}: pass its parts as objective_functions, or as objectives")
-        parts = tuple(objective_functions or objectives)
+        parts = tuple(
+            reference_to(part, name_of(part)) if _is_trls(part) else part for part in objective_functions or objectives
+        )
         references = [part for part in parts if isinstance(part, str)]
         if wrong := [reference for reference in references if not is_reward_reference(reference)]:
             raise ConfigError(f'{what}: {wrong[0]!r} is neither a function nor "builtin:NAME" or "python:file.py:name"')
@@ -96,6 +100,16 @@ class ParetoRewardComputer(WeightedRewardComputer):
         objectives = objectives_of(self._checked_parts(trajectories), self.weights)
         ranks = pareto_ranks(list(objectives.values()))
         return [position for position, rank in zip(objectives, ranks, strict=True) if rank == 0]
+
+
+def _is_trls(part: Objective | str) -> bool:
+    """Return whether a part is a function with TRL's signature, which sees the completions of a group."""
+    if isinstance(part, str):
+        return False
+    try:
+        return "completions" in inspect.signature(part).parameters
+    except (TypeError, ValueError):  # a builtin: len
+        return False
 
 
 def _value(function: Objective, name: str, trajectory: Trajectory) -> float | None:

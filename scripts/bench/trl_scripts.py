@@ -1,10 +1,10 @@
 """The same script text under TRL and here: only its import line and its model path differ. Prints both curves.
 
-    .venv/bin/python scripts/bench/trl_scripts.py --theirs PYTHON [--datasets DIR] [--only grpo sft dpo] [--seeds 3]
+    .venv/bin/python scripts/bench/trl_scripts.py --theirs PYTHON [--only grpo sft dpo] [--seeds 3]
 
-`--theirs`: a Python that has TRL (scripts/bench/setup_peers trl makes build/peers-trl). `--datasets`: a directory with
-the package `datasets` for our side, where it is not installed. All weights of the tiny model are trained in float32, on
-the same rows; TRL's own random numbers differ from ours, so curves are compared by the means and the spread of seeds.
+`--theirs`: a Python that has TRL (`setup_peers trl` makes build/peers-trl). All weights of the tiny model are
+trained in float32, on the same rows; TRL's random numbers differ from ours, so curves are compared by the means and the
+spread of seeds. Our environment has no package `datasets`: a module of that name makes a data set a list there.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def letters(completions, right, **kwargs):
     texts = [completion[0]["content"] for completion in completions]
     return [sum(c in answer for c in text[:4]) / 4 for text, answer in zip(texts, right)]
 
-training_args = GRPOConfig(max_steps=60, per_device_train_batch_size=32, num_generations=8, max_completion_length=8,
+training_args = GRPOConfig(max_steps=40, per_device_train_batch_size=32, num_generations=8, max_completion_length=8,
                            learning_rate=3e-4, **common)
 trainer = GRPOTrainer(model=MODEL, reward_funcs=letters, args=training_args, train_dataset=dataset)
 """,
@@ -61,7 +61,7 @@ trainer = GRPOTrainer(model=MODEL, reward_funcs=letters, args=training_args, tra
         "loss",
         """
 dataset = Dataset.from_list([{"prompt": f"Which is first: {a} or {b}?", "completion": a} for a, b in pairs])
-training_args = SFTConfig(max_steps=60, per_device_train_batch_size=16, learning_rate=3e-4, **common)
+training_args = SFTConfig(max_steps=50, per_device_train_batch_size=16, learning_rate=3e-4, **common)
 trainer = SFTTrainer(model=MODEL, args=training_args, train_dataset=dataset)
 """,
     ),
@@ -71,7 +71,7 @@ trainer = SFTTrainer(model=MODEL, args=training_args, train_dataset=dataset)
         "rewards/margins",
         """
 dataset = Dataset.from_list([{"prompt": f"Which is first: {a} or {b}?", "chosen": a, "rejected": b} for a, b in pairs])
-training_args = DPOConfig(max_steps=60, per_device_train_batch_size=16, learning_rate=1e-4, **common)
+training_args = DPOConfig(max_steps=50, per_device_train_batch_size=16, learning_rate=1e-4, **common)
 trainer = DPOTrainer(model=MODEL, args=training_args, train_dataset=dataset)
 """,
     ),
@@ -85,25 +85,36 @@ def script(name: str, *, ours: bool) -> str:
     return text.replace("from trl import", "from mlx_parallm import") if ours else text
 
 
-def run(name: str, seed: int, python: str, *, ours: bool, datasets: str | None) -> list[float]:
-    """The curve of one run: the metric of each step."""
+DATASETS = """
+class Dataset:
+    from_list = staticmethod(list)
+"""
+DRIVER = """
+import os, pathlib, runpy, sys
+for seed in sys.argv[1:]:  # one process: importing torch takes longer than the runs
+    pathlib.Path(seed).mkdir()
+    os.chdir(seed)
+    sys.argv = ["script.py", seed]
+    runpy.run_path("../script.py", run_name="__main__")
+    os.chdir("..")
+"""
+
+
+def run(name: str, seeds: int, python: str, *, ours: bool) -> list[list[float]]:
+    """The curves of one side: the metric of each step, for each seed."""
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "script.py").write_text(script(name, ours=ours))
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if ours and datasets:
-            environment["PYTHONPATH"] = datasets
-        done = subprocess.run(
-            [python, "script.py", str(seed)],
-            cwd=directory,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        place = Path(directory)
+        (place / "script.py").write_text(script(name, ours=ours))
+        (place / "driver.py").write_text(DRIVER)
+        if ours:
+            (place / "datasets.py").write_text(DATASETS)
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(place)}
+        command = [python, "driver.py", *map(str, range(seeds))]
+        done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"{name}, {'ours' if ours else 'TRL'}, ended with {done.returncode}:\n{done.stderr[-3000:]}")
-        entries = json.loads((Path(directory) / "log.json").read_text())
-    return [entry[SCRIPTS[name][2]] for entry in entries if SCRIPTS[name][2] in entry]
+        logs = [json.loads((place / str(seed) / "log.json").read_text()) for seed in range(seeds)]
+    return [[entry[SCRIPTS[name][2]] for entry in log if SCRIPTS[name][2] in entry] for log in logs]
 
 
 def fifths(curve: list[float]) -> list[float]:
@@ -114,17 +125,12 @@ def fifths(curve: list[float]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The same TRL script under TRL and here.")
     parser.add_argument("--theirs", default=str(ROOT / "build" / "peers-trl" / "bin" / "python"), metavar="PYTHON")
-    parser.add_argument("--datasets", metavar="DIR")
     parser.add_argument("--only", nargs="+", default=list(SCRIPTS), choices=list(SCRIPTS))
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     for name in args.only:
-        found: dict[str, list[list[float]]] = {"TRL": [], "here": []}
-        for seed in range(args.seeds):
-            for side, python in (("TRL", args.theirs), ("here", sys.executable)):
-                found[side].append(run(name, seed, python, ours=side == "here", datasets=args.datasets))
-                last = " ".join(f"{value:.4f}" for value in fifths(found[side][-1]))
-                print(f"{name} seed {seed} {side}: {last}", flush=True)
+        sides = (("TRL", args.theirs), ("here", sys.executable))
+        found = {side: run(name, args.seeds, python, ours=side == "here") for side, python in sides}
         means = {side: [fifths(curve) for curve in curves] for side, curves in found.items()}
         print(f"\n{name}: {SCRIPTS[name][2]}, {len(found['TRL'][0])} steps, mean of {args.seeds} seeds ± their std")
         for side, rows in means.items():

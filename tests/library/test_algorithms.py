@@ -11,7 +11,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig
+from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig, training_keys
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
@@ -28,6 +28,7 @@ from mlx_parallm.library.algorithms import (
     load_algorithm_from_checkpoint,
 )
 from mlx_parallm.library.backprop import BackpropModule
+from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.tools.show_checkpoint import describe
 from mlx_parallm.types import Trajectory
@@ -200,7 +201,7 @@ def test_what_does_not_fit_is_refused(inference: InferenceModule) -> None:
         PPOAlgorithm(*parts, BackpropModule("some/other-model"))
     with pytest.raises(ConfigError, match="value_head=False"):
         PPOAlgorithm(*parts, BackpropModule("builtin:tiny", value_head=False)).train(1)
-    with pytest.raises(ConfigError, match="use_wandb needs"):
+    with pytest.raises(ConfigError, match="wandb needs"):
         AlgorithmConfig(use_wandb=True)
 
 
@@ -230,6 +231,8 @@ def test_a_checkpoint_is_the_daemons_and_training_goes_on_from_it(tmp_path: Path
         with pytest.raises(ConfigError, match="after iteration 3, not 7"):
             algorithm.save_checkpoint(iteration=7)
         kept, updates = arrays(algorithm), algorithm.backprop.trainer.optimizer.updates
+        assert inference.weights is not None
+        version = inference.weights.version
         run = tmp_path / "run"
         assert {"step_000003", "latest", "final", "best", "config.toml", "metrics.jsonl"} <= {
             p.name for p in run.iterdir()
@@ -244,6 +247,7 @@ def test_a_checkpoint_is_the_daemons_and_training_goes_on_from_it(tmp_path: Path
         algorithm.close()
     with InferenceModule("builtin:tiny") as inference:
         again = load_algorithm_from_checkpoint(run, *_parts(inference))
+        assert inference.weights is not None and inference.weights.version >= version > 1  # it fell to 1
         assert type(again) is GRPOAlgorithm and again.iteration == 3 and again.group_size == 4
         for old, new in zip(kept, arrays(again), strict=True):
             np.testing.assert_array_equal(old, new)
@@ -265,6 +269,31 @@ def _parts(inference: InferenceModule) -> tuple[Any, ...]:
         inference, optim.AdamW(3e-3), config=BackpropConfig(kl_coef=0.0, lora=LoraConfig(rank=4, alpha=8.0))
     )
     return env, RolloutManager(env, RolloutConfig(max_tokens=4)), Length(), backprop
+
+
+def test_a_loss_of_ones_own_and_no_environment_twice(inference: InferenceModule) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def own(inputs: LossInputs) -> LossOutputs:
+        seen.append(inputs.logprobs.shape)
+        loss = aggregate(-inputs.logprobs * inputs.advantages, inputs)
+        return LossOutputs(loss, {"own": loss})
+
+    env, manager, computer, backprop = _parts(inference)
+    config = AlgorithmConfig(batch_size=4, group_size=4, ppo_epochs=1)
+    [metrics] = GRPOAlgorithm(None, manager, computer, backprop, config, loss=own).train(1, progress_bar=False)
+    assert seen and metrics.line["own"] == pytest.approx(metrics.loss)
+    assert manager.environments[0] is env
+
+
+def test_trackers_need_a_place() -> None:
+    with pytest.raises(ConfigError, match="tensorboard needs checkpoint_dir"):
+        AlgorithmConfig(trackers=("tensorboard",))
+    assert AlgorithmConfig(use_wandb=True, checkpoint_dir="x", trackers=("trackio",)).all_trackers == (
+        "trackio",
+        "wandb",
+    )
+    assert training_keys("grpo", BackpropConfig(blocks_per_eval=0))["blocks_per_eval"] == 0
 
 
 # ---------------------------------------------------------------------- learning, and the examples

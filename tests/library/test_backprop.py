@@ -13,6 +13,7 @@ from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.library.backprop import BackpropModule
 from mlx_parallm.library.losses import Loss
+from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.types import Rollout, Trajectory
 from tests.rl_training.rollouts import random_groups
 from tests.rl_training.tiny_models import make_model
@@ -92,6 +93,10 @@ def test_relative_advantages_compare_with_the_own_group_alone() -> None:
     np.testing.assert_allclose(std, [1.414214, -0.707107, -0.707107, 0, 0, 0], atol=1e-6)
     with pytest.raises(ConfigError, match="6 rewards are not whole groups of 4"):
         make().compute_relative_advantages(rewards, group_size=4)
+    with pytest.raises(ConfigError, match="expected a list of numbers"):
+        make().compute_relative_advantages(["good", "bad"], group_size=2)  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="the number of answers to one prompt"):
+        make().compute_relative_advantages(rewards, group_size=None)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- losses
@@ -144,6 +149,30 @@ def test_what_does_not_fit_is_refused() -> None:
         backprop.compute_loss(trajectories, [np.zeros(99), 0.0, 0.0, 0.0])
     with pytest.raises(ConfigError, match=r"advantages\[1\]"):
         backprop.compute_loss(trajectories, [0.0, math.nan, 0.0, 0.0])
+    with pytest.raises(ConfigError, match="'an answer' is no trajectory"):
+        backprop.compute_loss(["an answer"], [1.0])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="advantages is None: expected a list"):
+        backprop.compute_loss(trajectories, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"advantages\[0\] is 'good'"):
+        backprop.compute_loss(trajectories, ["good", 0.0, 0.0, 0.0])
+    with pytest.raises(ConfigError, match="expected a function, LossInputs"):
+        backprop.compute_custom_loss(trajectories, [0.0] * 4, None)  # type: ignore[arg-type]
+
+
+def test_a_loss_of_ones_own_is_a_loss() -> None:
+    """−log π · A twice, by the module and by hand."""
+    backprop, trajectories = make(**PLAIN), played(1)
+
+    def reinforce(inputs: LossInputs) -> LossOutputs:
+        return LossOutputs(aggregate(-inputs.logprobs * inputs.advantages, inputs))
+
+    advantages = [1.0, -1.0, 0.5, 2.0]
+    own = backprop.compute_custom_loss(trajectories, advantages, reinforce)
+    assert own.item() == pytest.approx(backprop.compute_loss(trajectories, advantages).item(), abs=1e-6)
+    assert backprop.update(own)["grad_norm"] > 0
+    wrong = backprop.compute_custom_loss(trajectories, advantages, lambda inputs: 3.0)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigError, match="expected LossOutputs"):
+        wrong.item()
 
 
 def test_an_update_goes_down_the_gradient() -> None:

@@ -31,6 +31,17 @@ def test_a_weighted_sum_of_binary_and_soft_parts():
     assert statistics["brevity"]["mean"] == pytest.approx(-8 / 3)
 
 
+def test_a_function_with_trls_signature_is_a_part():
+    """It is called once for a group: 1 for the longest answer of its own group."""
+
+    def longest(completions, **columns):
+        return [float(len(text) == max(map(len, completions))) for text in completions]
+
+    computer = WeightedRewardComputer([right, longest], weights=[1.0, 0.5])
+    answers = [trajectory("4", group="a"), trajectory("44", group="a"), trajectory("4", group="b")]
+    assert computer.compute_rewards(answers) == [1.0, 0.5, 1.5]
+
+
 def test_weights_are_uniform_where_none_are_given():
     assert WeightedRewardComputer([right, brevity]).compute_rewards([trajectory("4")]) == [0.0]
 
