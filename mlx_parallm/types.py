@@ -373,6 +373,7 @@ class ChatTokenizer(Protocol):
     """What environments, rewards and data readers need of `models.tokenizer.Tokenizer`, without its imports."""
 
     eos_token_ids: frozenset[int]
+    eos_token_id: int | None  # the tokenizer's own
     special_ids: frozenset[int]
     longest_token: int  # in characters, or bytes shown as such
 

@@ -53,6 +53,10 @@ class DataConfig(Section):
     prompt_format: Literal["chat", "text"] = "chat"
     """Strings become messages of the chat template (chat), or are trained on as they are, EOS at the end (text)."""
 
+    end_token: Literal["document", "tokenizer"] = "document"
+    """Token that closes a text, and a turn without one: the model's end of a document, or the tokenizer's own eos_token
+    (TRL's choice), which in many chat models ends a turn."""
+
     @model_validator(mode="after")
     def _consistent(self) -> "DataConfig":
         if self.eval_path is not None and self.eval_split is not None:

@@ -28,6 +28,7 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset([*self._hf.all_special_ids, *marked])
         self._byte_of = _byte_level_alphabet() if _is_byte_level(self._hf) else None
         self.eos_token_ids: frozenset[int] = frozenset(wrapper.eos_token_ids)
+        self.eos_token_id: int | None = wrapper.eos_token_id
         self.has_chat_template: bool = bool(wrapper.has_chat_template)
         self.vocab_size: int = len(self._hf)
         self.longest_token = max(len(token) for token in self._hf.get_vocab())  # in characters, or bytes shown as such

@@ -352,6 +352,7 @@ def _add_rows(
         "eval_fraction": 0.0,
         "max_length": args.max_length or NO_BOUND,
         "too_long": "skip",
+        "end_token": "tokenizer",
         "prompt_format": "chat" if train.conversational else "text",
     }
     if evaluated is not None:

@@ -79,7 +79,8 @@ def encode_all(
     render = partial(tokenizer.render_chat_text, template_kwargs=template_kwargs)
     units, skipped, first = [], 0, ""
     for example in examples:
-        sides = [_encode(example, completion, tokenizer, render) for completion in example.completions]
+        own = config.end_token == "tokenizer"
+        sides = [_encode(example, text, tokenizer, render, own_end=own) for text in example.completions]
         if not segments and any(len(side) > 1 for side in sides):
             raise ConfigError(
                 f"{SECTION}: {example.where}: the chat template rewrites earlier turns of a completion, so it is no one"
@@ -102,16 +103,18 @@ def encode_all(
     return units
 
 
-def _encode(example: Example, completion: Text, tokenizer: ChatTokenizer, render: Any) -> list[Encoded]:
+def _encode(
+    example: Example, completion: Text, tokenizer: ChatTokenizer, render: Any, *, own_end: bool
+) -> list[Encoded]:
     if isinstance(completion, str):
         assert isinstance(example.prompt, str)
         prompt = tokenizer.encode(example.prompt) if example.prompt else []
         answer = tokenizer.encode(completion, add_special_tokens=not prompt)
-        end = [] if answer and answer[-1] in tokenizer.eos_token_ids else _end_token(tokenizer, example)
+        end = [] if answer and answer[-1] in tokenizer.eos_token_ids else _end_token(tokenizer, example, own=own_end)
         return [_joined([(prompt, False), (answer + end, True)], example)]
     assert not isinstance(example.prompt, str)
     try:
-        return _turns(example, example.prompt, completion, tokenizer, render)
+        return _turns(example, example.prompt, completion, tokenizer, render, own_end=own_end)
     except RequestError as error:
         raise ConfigError(f"{SECTION}: {example.where}: {error}") from error
 
@@ -122,6 +125,8 @@ def _turns(
     completion: Sequence[Mapping[str, Any]],
     tokenizer: ChatTokenizer,
     render: Any,
+    *,
+    own_end: bool,
 ) -> list[Encoded]:
     """Every assistant turn of the completion. One sequence, or more where the template rewrites history."""
     encode = partial(tokenizer.encode, add_special_tokens=False)
@@ -140,7 +145,7 @@ def _turns(
                 " model.chat_template, or model.chat_template_kwargs, may"
             )
         answer, closed = _without_tail(after[len(before) :], tokenizer)
-        closing = [] if closed else _end_token(tokenizer, example)
+        closing = [] if closed else _end_token(tokenizer, example, own=own_end)
         if shown is not None and before.startswith(shown):
             sequences[-1].append((encode(before[len(shown) :]), False))
         else:
@@ -161,9 +166,11 @@ def _without_tail(answer: str, tokenizer: ChatTokenizer) -> tuple[str, bool]:
     return (answer[:end], True) if end and not answer[end:].strip() else (answer, False)
 
 
-def _end_token(tokenizer: ChatTokenizer, example: Example) -> list[int]:
+def _end_token(tokenizer: ChatTokenizer, example: Example, *, own: bool) -> list[int]:
     if not tokenizer.eos_token_ids:
         raise ConfigError(f"{SECTION}: {example.where}: this model has no end token to close a text with")
+    if own and tokenizer.eos_token_id is not None:
+        return [tokenizer.eos_token_id]
     return [min(tokenizer.eos_token_ids)]  # of several, the end of a document comes before those of turns
 
 

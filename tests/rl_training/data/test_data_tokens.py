@@ -118,6 +118,13 @@ def test_text_gets_the_servers_opening_and_an_end() -> None:
     assert texts(unit.sequences[0]) == ("^so$", "^so$")  # its own end is not doubled
 
 
+def test_a_text_may_end_as_trl_ends_it(tiny_tokenizer: Tokenizer) -> None:
+    """The tiny model ends a document with token 0, and a turn with 2, its tokenizer's own eos_token."""
+    for choice, last in (("document", 0), ("tokenizer", 2)):
+        [unit] = encode(tiny_tokenizer, Example("x:1", "2+2=", ("4",), "k"), end_token=choice)
+        assert unit.sequences[0].tokens[-1] == last
+
+
 def test_rows_that_are_too_long() -> None:
     rows = [Example(f"x:{length}", "p", ("c" * length, "d"), "k") for length in (3, 9)]
     with pytest.raises(ConfigError, match=r"^data: x:9: 12 tokens are more than data\.max_length = 8: raise it"):
