@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_answers_all_through_a_run_under_rising_versions(tmp_path: Path) -> None:
-    config = write_config(tmp_path, steps=8)
+    config = write_config(tmp_path, steps=20)
     versions: list[int] = []
     failures: list[str] = []
     with train(config) as daemon:
@@ -58,8 +58,8 @@ def test_answers_all_through_a_run_under_rising_versions(tmp_path: Path) -> None
     assert versions[-1] > versions[0]
     run = tmp_path / "checkpoints" / "run"
     lines = metrics(run)
-    assert [line["step"] for line in lines] == list(range(1, 9))
-    assert lines[-1]["policy_version"] == 8
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert lines[-1]["policy_version"] == 20
     assert max(line["logprob_diff_max"] for line in lines) < 1e-4
     assert json.loads((run / "final" / "adapter_config.json").read_text())["model"] == "builtin:tiny"
     for name in ("config.toml", "rollouts.sqlite", "latest", "final/adapters.safetensors", "reward.png"):
