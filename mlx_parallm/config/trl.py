@@ -21,7 +21,7 @@ Interval = Literal["no", "steps", "epoch"]
 SPEED_ONLY = (
     *("accelerator_config", "average_tokens_across_devices", "cast_lm_head_to_fp32", "dataloader_num_workers"),
     *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataset_num_proc"),
-    *("dataloader_multiprocessing_context", "dataloader_in_order", "disable_dropout", "do_eval", "do_predict"),
+    *("dataloader_multiprocessing_context", "dataloader_in_order", "do_eval", "do_predict"),
     *("do_train", "ds3_gather_for_generation", "eval_accumulation_steps", "eval_do_concat_batches", "eval_packing"),
     *("eval_use_gather_object", "gradient_checkpointing_kwargs", "include_num_input_tokens_seen", "length_column_name"),
     *("log_level", "log_level_replica", "log_multimodal", "log_on_each_node", "logging_nan_inf_filter"),
@@ -232,6 +232,8 @@ class GRPOConfig(TrainerConfig):
     """Completions of each prompt in an evaluation; default: num_generations."""
     max_completion_length: int = Field(512, ge=1)
     """Longest completion in tokens."""
+    disable_dropout: bool = False
+    """Without effect: the adapter's dropout is always off in RL."""
     max_token_length: int | None = Field(None, ge=2)
     """Not TRL's: longest prompt and completion together; default: what the longest prompt can need."""
     generation_batch_size: int | None = Field(None, ge=1)
@@ -313,6 +315,8 @@ class SFTConfig(RowsConfig):
 
 
 class DPOConfig(RowsConfig):
+    disable_dropout: bool = True
+    """The adapter's dropout is off."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate. For a LoRA adapter 1e-5 is usual."""
     beta: float = Field(BETAS["dpo"], gt=0)
@@ -330,6 +334,8 @@ class DPOConfig(RowsConfig):
 
 
 class KTOConfig(RowsConfig):
+    disable_dropout: bool = True
+    """The adapter's dropout is off."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate. For a LoRA adapter 1e-5 is usual."""
     beta: float = Field(BETAS["kto"], gt=0)

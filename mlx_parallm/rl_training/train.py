@@ -146,7 +146,7 @@ class TrainingRun:
         self._evaluated = evaluation_sources(config, self.environments, self._progress)
         self._algorithm = make_algorithm(training)  # the user's code is checked before a model is loaded
         self._closing = ExitStack()
-        self._end = EndLimit()
+        self._end, self._ends_process = EndLimit(), False
         self._closing.callback(self._end.cancel)
         self.serving = serve(config)
         self._closing.callback(self.serving.close)
@@ -161,7 +161,8 @@ class TrainingRun:
         self._rollbacks = RollbackService()
 
     def execute(self) -> None:
-        """Train to total_steps or to the stop; leave a checkpoint either way."""
+        """Train to total_steps or to the stop; leave a checkpoint either way. The process should end after it."""
+        self._ends_process = True
         started = self.start()
         if started is not None:
             self.train(started)
@@ -367,7 +368,9 @@ class TrainingRun:
         self._ranks.check()
 
     def _end_soon(self) -> None:
-        """The last checkpoint is written: what is left may not take long."""
+        """The last checkpoint is written: what is left may not take long, where the process has nothing else to do."""
+        if not self._ends_process:
+            return
         event, why = "ended at once", "the end took too long: does a reward function or environment not return?"
         seconds = END_S + self.config.server.drain_timeout_s
         self._end.start(seconds, 0, lambda: log.warning(event, reason=why, seconds=seconds))

@@ -234,7 +234,8 @@ class Answers:
             return f"used by step {record.step}"
         if record.state != "waiting":
             return f"dropped by step {record.step}: {record.reason}"
-        constant = record.group is not None and self._advantages(record) is None and not self._fault
+        keeps = self._config is not None and not self._config.rl_training.dynamic_sampling
+        constant = record.group is not None and self._advantages(record) is None and not self._fault and not keeps
         return self._waits + (", which will drop it: nothing can be learned from it (no variance)" if constant else "")
 
     @cached_property

@@ -30,7 +30,7 @@ LOGGED: Mapping[str, str] = {
     "grad_norm": "grad_norm",
     "learning_rate": "learning_rate",
     "reward_mean": "reward",
-    "reward_std": "reward_std",
+    "reward_std_in_groups": "reward_std",
     "groups_without_variance": "frac_reward_zero_std",
     "completion_tokens_mean": "completions/mean_length",
     "truncated_fraction": "completions/clipped_ratio",
@@ -71,9 +71,10 @@ class TRLState:
     is_local_process_zero: bool = True
 
 
-@dataclass
+@dataclass(slots=True)
 class TrainerControl:
-    """A callback sets these: to end the training in order, or to have a checkpoint after this step."""
+    """A callback sets these: to end the training in order, or to have a checkpoint after this step. Another name
+    (`should_evaluate`) is an error, not an assignment that nobody reads."""
 
     should_training_stop: bool = False
     should_save: bool = False
@@ -92,12 +93,7 @@ def logged(line: Mapping[str, Any]) -> dict[str, float]:
         for key, value in line.items()
         if key not in KEYS and isinstance(value, int | float) and not key.startswith((PREFIX, "eval_before/", "held"))
     }
-    count = line.get("sequences") or 0
-    if rows:
-        return {name: value for name, value in numbers.items() if name not in ABOUT_ROLLOUTS}
-    if count > 1 and "reward_std" in numbers:  # TRL divides by n - 1
-        numbers["reward_std"] *= math.sqrt(count / (count - 1))
-    return numbers
+    return {name: value for name, value in numbers.items() if not rows or name not in ABOUT_ROLLOUTS}
 
 
 def evaluation_numbers(numbers: Mapping[str, Any]) -> dict[str, float]:
@@ -173,7 +169,9 @@ class Callbacks:
             self.evaluated(evaluation_numbers(flat(dict(line))))
 
     def _begin(self, schedule: UpdateSchedule, lines: Sequence[Mapping[str, Any]]) -> None:
-        self.state.max_steps, self.state.logging_steps = schedule.max_steps, self.args.logging_steps
+        state = self.state
+        state.max_steps, state.logging_steps = schedule.max_steps, self.args.logging_steps
+        state.global_step, state.epoch, state.num_input_tokens_seen, self._lines = 0, 0.0, 0, []  # of an earlier run
         self._silent = True
         for line in lines:
             self._step(schedule, line)

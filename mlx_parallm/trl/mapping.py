@@ -21,6 +21,14 @@ from mlx_parallm.trl.rows import DataRows
 
 TRAIN = "train"  # the environment's name in metrics
 PEFT_DEFAULT_MODULES = ("q_proj", "v_proj")  # PEFT's for Llama, Qwen and their like, where target_modules is None
+PEFT_NOT_HERE: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"), ()),
+    **dict.fromkeys(("trainable_token_indices", "exclude_modules", "target_parameters", "layer_replication"), ()),
+    **dict.fromkeys(("lora_bias", "use_qalora", "alora_invocation_tokens"), (False,)),
+    "bias": ("none",),
+    "init_lora_weights": (True,),
+}
+"""PEFT's settings of an adapter → the values, beside None and empty ones, that mean what is done here."""
 NO_BOUND = 1 << 30
 SPARE_TOKENS = 256  # of a chat template around a prompt
 
@@ -81,6 +89,7 @@ HOW: Mapping[str, str] = {
     "generation_batch_size": "`rl_training.atropos.rollout_batch_size`",
     "steps_per_generation": "× `per_device_train_batch_size` = `rl_training.atropos.rollout_batch_size`",
     "shuffle_dataset": "always so",
+    "disable_dropout": "`rl_training.lora.dropout = 0` (DPO, KTO)",
     "use_bias_correction_kl": '`rl_training.kl_estimator = "k3_ratio"`, else `"k3"`',
     "epsilon": "`rl_training.clip_ratio`",
     "epsilon_high": "`rl_training.clip_ratio_high`; cispo: less 1",
@@ -176,13 +185,11 @@ def lora_settings(given: Any) -> dict[str, Any]:
     if isinstance(given, LoraConfig):
         return given.model_dump()
     if isinstance(given, Mapping):
-        return {name: value for name, value in given.items() if name not in ("task_type", "bias")}
+        _check_peft(given)
+        return {name: value for name, value in given.items() if name not in ("task_type", *PEFT_NOT_HERE)}
     if getattr(given, "peft_type", None) is None or not hasattr(given, "lora_alpha"):
         raise ConfigError(f"peft_config: {type(given).__name__} is neither PEFT's LoraConfig, nor a dictionary of r, …")
-    unknown = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "trainable_token_indices")
-    for name, value in vars(given).items():
-        if name in unknown and value:
-            raise ConfigError(f"peft_config: {name} means nothing here: all layers have one rank and alpha")
+    _check_peft(vars(given))
     modules = given.target_modules
     return {
         "rank": given.r,
@@ -192,6 +199,16 @@ def lora_settings(given: Any) -> dict[str, Any]:
         "use_rslora": bool(given.use_rslora),
         "use_dora": bool(given.use_dora),
     }
+
+
+def _check_peft(settings: Mapping[str, Any]) -> None:
+    for name, off in PEFT_NOT_HERE.items():
+        value = settings.get(name)
+        if value is not None and value not in off and value not in ([], (), {}):
+            raise ConfigError(
+                f"peft_config: {name}={value!r} is not done here: every adapted layer has the same rank and alpha,"
+                " the usual initial values, and nothing else is trained"
+            )
 
 
 def configuration(
@@ -361,6 +378,9 @@ def _add_rows(
         rows["eval_rows"] = NO_BOUND
     data["data"] = rows
     if isinstance(args, DPOConfig | KTOConfig):
+        if args.disable_dropout:
+            settings = {name: value for name, value in training["lora"].items() if name != "lora_dropout"}
+            training["lora"] = settings | {"dropout": 0.0}
         training["preference"] = {"beta": args.beta}
         training |= _reference(args.sync_ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps, schedule)
     if isinstance(args, DPOConfig):
@@ -382,11 +402,12 @@ def _evaluated_every(args: TrainerConfig, schedule: UpdateSchedule) -> int:
 
 
 def _longest(args: GRPOConfig, *splits: DataRows | None) -> int:
-    """Return an upper bound of prompt and completion: a token is a character at least."""
+    """Return an upper bound of prompt and completion: a token is a byte at least."""
     if args.max_token_length is not None:
         return args.max_token_length
     prompts = (str(row.get("prompt", "")) for split in splits if split is not None for row in split.rows)
-    return args.max_completion_length + max(map(len, prompts), default=0) + SPARE_TOKENS
+    longest = max((len(prompt.encode(errors="replace")) for prompt in prompts), default=0)
+    return args.max_completion_length + longest + SPARE_TOKENS
 
 
 def _optimizer(name: str) -> str:

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from mlx_parallm.config.load import Config
+from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.config.trl import DPOConfig, GRPOConfig, KTOConfig, RowsConfig, SFTConfig, TrainerConfig
 from mlx_parallm.daemon import COMPUTING_THREADS, training_run
 from mlx_parallm.errors import CheckpointError, ConfigError
@@ -25,6 +26,7 @@ from mlx_parallm.models.adapters.peft import save_peft
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.rewards.functions import is_reward_reference
+from mlx_parallm.rl_training.checkpoint import CHECKSUMS_FILE
 from mlx_parallm.rl_training.run_directory import FINAL, USED_BY
 from mlx_parallm.rl_training.train import StartedRun, TrainingRun
 from mlx_parallm.system.blas import share_blas_between
@@ -185,7 +187,8 @@ class TRLTrainer:
         target = Path(output_dir).expanduser() if output_dir is not None else run
         target.mkdir(parents=True, exist_ok=True)
         thread = MLXThread("save")
-        work = thread.submit(lambda: _save(checkpoint, target, lora=self._lora.get("enabled", True)))
+        lora = self._configuration().rl_training.lora
+        work = thread.submit(lambda: _save(checkpoint, target, lora=lora, base=self.model))
         thread.close()
         work.result()
 
@@ -354,11 +357,12 @@ def _chat_template(tokenizer: Any, model: str) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _save(checkpoint: Path, target: Path, *, lora: bool) -> None:
-    if lora:
-        write_into(target, lambda directory: save_peft(directory, load_adapter(checkpoint).layers, dropout=0.0))
+def _save(checkpoint: Path, target: Path, *, lora: LoraConfig, base: str) -> None:
+    if lora.enabled:
+        layers = load_adapter(checkpoint).layers
+        write_into(target, lambda directory: save_peft(directory, layers, dropout=lora.dropout, base=base))
         return
-    skipped = ("trainer_state", "optimizer")
+    skipped = ("trainer_state", "optimizer", CHECKSUMS_FILE)
 
     def copy(directory: Path) -> None:
         for file in checkpoint.iterdir():

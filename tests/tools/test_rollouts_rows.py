@@ -178,6 +178,16 @@ def test_left_out_and_hopeless_ones_say_so(tmp_path: Path, tokenizer: Tokenizer,
     assert equal["advantage"] is None and "which will drop it" in equal["why"]
 
 
+def test_where_equal_groups_are_kept_none_is_said_to_be_dropped(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: Any
+) -> None:
+    run = make_run(tmp_path / "run", "dynamic_sampling = false")
+    store = RolloutStore(run / "rollouts.sqlite")
+    store.add(RolloutGroup("equal", "sums", (answered(tokenizer, "Sum", "5"),) * 2), source="environments")
+    store.close()
+    assert {row["why"] for row in rows(capsys, run)} == {"waits: the run is stopped; --resume takes it to a step"}
+
+
 def test_own_advantages_of_each_token_are_a_range(tmp_path: Path, tokenizer: Tokenizer, capsys: Any) -> None:
     run = make_run(tmp_path / "run", "")
     rollout = answered(tokenizer, "Sum", "123")

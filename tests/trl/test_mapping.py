@@ -57,6 +57,14 @@ def one(args: TrainerConfig, **options: Any) -> Config:
 # ---------------------------------------------------------------------- names and defaults
 
 
+def test_dpo_and_kto_have_no_dropout_unless_it_is_asked_for() -> None:
+    lora = lora_settings({"r": 4, "lora_dropout": 0.1})
+    for kind in (DPOConfig, KTOConfig):
+        assert one(kind(), lora=lora).rl_training.lora.dropout == 0.0
+        assert one(kind(disable_dropout=False), lora=lora).rl_training.lora.dropout == 0.1
+    assert one(SFTConfig(), lora=lora).rl_training.lora.dropout == 0.1
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_name_of_trl_is_known_and_its_default_accepted(name: str) -> None:
     for argument, default in (THEIRS["all"] | THEIRS[name]).items():
@@ -203,6 +211,8 @@ def test_a_grpo_configuration() -> None:
     assert (environment.group_size, environment.max_tokens, environment.reward_weights) == (4, 32, (0.5,))
     assert (environment.prompt_format, environment.heldout_fraction) == ("text", 0.0)
     assert config.logging.trackers == ("tensorboard",)
+    three_bytes = read_rows([{"prompt": "日" * 300}], "rows")  # as many tokens, where the vocabulary lacks it
+    assert one(args, train=three_bytes).rl_training.atropos.max_token_length >= 900 + 32
     assert not training.lora.enabled
 
 
@@ -299,6 +309,9 @@ def test_adapter_settings_come_as_pefts_object_a_dictionary_or_ours() -> None:
     peft.modules_to_save = ["lm_head"]
     with pytest.raises(ConfigError, match="modules_to_save"):
         lora_settings(peft)
+    for ignored in ({"bias": "all"}, {"init_lora_weights": "pissa"}, {"exclude_modules": ["q_proj"]}):
+        with pytest.raises(ConfigError, match=next(iter(ignored))):
+            lora_settings({"r": 4} | ignored)
     with pytest.raises(ConfigError, match="neither PEFT's LoraConfig"):
         lora_settings(17)
     with pytest.raises(ValueError, match="PEFT's name of rank"):

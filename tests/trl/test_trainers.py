@@ -2,6 +2,7 @@
 
 import _thread
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,14 @@ from mlx_parallm import (
     SFTConfig,
     SFTTrainer,
 )
+from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
 from mlx_parallm.models.lora import load_adapter
+from mlx_parallm.models.threads import in_mlx_thread
+from mlx_parallm.rl_training.train import END_S
+from mlx_parallm.system.signals import EndLimit
+from mlx_parallm.system.terminal import Console
 
 MODEL = "builtin:tiny"
 QUICK: dict[str, Any] = {"gradient_checkpointing": False, "disable_tqdm": True, "learning_rate": 1e-3}
@@ -107,13 +113,16 @@ def test_grpo_trains_serves_evaluates_saves_and_goes_on(tmp_path: Path) -> None:
     # two steps' means, by TRL's names, from the run's own lines
     first = trainer.state.log_history[0]
     two = lines(run)[:2]
+    assert first["reward_std"] == pytest.approx(sum(line["reward_std_in_groups"] for line in two) / 2)
+    assert first["num_tokens"] == sum(line["tokens"] for line in two)
     assert first["step"] == 2 and first["reward"] == pytest.approx((two[0]["reward_mean"] + two[1]["reward_mean"]) / 2)
     parts = [line["rewards/letters/mean"] for line in two]
     assert first["rewards/letters/mean"] == pytest.approx(sum(parts) / 2)
     assert heard.logs[0]["grad_norm"] == pytest.approx((two[0]["grad_norm"] + two[1]["grad_norm"]) / 2)
 
     trainer.save_model(tmp_path / "saved")
-    assert json.loads((tmp_path / "saved" / "adapter_config.json").read_text())["r"] == 4
+    peft = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert (peft["r"], peft["base_model_name_or_path"]) == (4, MODEL)  # AutoPeftModelForCausalLM loads the base by it
     saved, own = load_adapter(tmp_path / "saved"), load_adapter(run / "final")
     assert all(mx.array_equal(saved.layers[name].a, pair.a).item() for name, pair in own.layers.items())
     trainer.close()
@@ -159,6 +168,13 @@ def test_a_callback_ends_the_training_and_one_that_fails_is_heard(tmp_path: Path
 
     with pytest.raises(ConfigError, match=r"Fails.on_log: .*test_trainers.py, line \d+: ValueError: no such table"):
         grpo(tmp_path / "failed", callbacks=[Fails()], logging_steps=1).train()
+
+    class Evaluates:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_evaluate = True  # nothing would read it
+
+    with pytest.raises(ConfigError, match=r"Evaluates\.on_step_end: .*should_evaluate"):
+        grpo(tmp_path / "evaluates", callbacks=[Evaluates()]).train()
     with pytest.raises(ConfigError, match="int has none of the methods that are called"):
         grpo(tmp_path / "none", callbacks=[7])
 
@@ -175,6 +191,29 @@ def test_an_interrupt_saves_first(tmp_path: Path) -> None:
     steps = len(lines(tmp_path / "run"))
     assert 2 <= steps < 400
     assert (tmp_path / "run" / "latest").resolve().name.startswith(f"step_{steps:06d}")
+
+
+def test_the_program_outlives_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mlx_parallm train` ends its process a minute after the last checkpoint; a program goes on."""
+    limits: list[float] = []
+    monkeypatch.setattr(EndLimit, "start", lambda limit, seconds, *rest: limits.append(seconds))
+    args = SFTConfig(str(tmp_path / "run"), **QUICK, max_steps=2, per_device_train_batch_size=2)
+    with SFTTrainer(MODEL, args, train_dataset=[{"text": f"{letter} is a letter"} for letter in "abcd"]) as trainer:
+        trainer.train()
+        tokens = trainer.state.num_input_tokens_seen
+        assert trainer.train(resume_from_checkpoint=True).global_step == 2
+        assert trainer.state.num_input_tokens_seen == tokens  # counted once
+    assert not limits
+    args = args.model_copy(update={"output_dir": str(tmp_path / "daemon")})
+    config = SFTTrainer(MODEL, args, train_dataset=[{"text": "a"}, {"text": "b"}]).config
+
+    def run_and_end() -> None:
+        run = training_run(config, http=False, resume=None, stop=threading.Event(), console=Console(quiet=True))
+        run.execute()
+        run.close()
+
+    in_mlx_thread(run_and_end)
+    assert limits == [END_S + config.server.drain_timeout_s]
 
 
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
@@ -202,7 +241,7 @@ def test_dpo_with_all_weights(tmp_path: Path) -> None:
     assert [entry["epoch"] for entry in entries] == [0.5, 1.0, 1.5, 2.0]
     assert entries[-1]["rewards/margins"] > entries[0]["rewards/margins"]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {f.name for f in (tmp_path / "saved").iterdir()}
-    assert not list((tmp_path / "saved").glob("trainer_state*"))
+    assert not [*(tmp_path / "saved").glob("trainer_state*"), *(tmp_path / "saved").glob("SHA256SUMS")]
 
 
 def test_sft_and_kto(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ class BatchStatistics:
     sequences: int = 0
     reward_mean: float | None = None
     reward_std: float | None = None  # population, over sequences
+    reward_std_in_groups: float | None = None  # mean over groups of the sample standard deviation, divided by n - 1
     reward_max: float | None = None
     groups_without_variance: float = 0.0  # fraction
     dropped_without_variance: int = 0  # groups; 0 with dynamic_sampling = false
@@ -129,6 +130,7 @@ class StatisticsCollector:
         self._lengths: list[int] = []
         self._surprise, self._surprising = 0.0, 0  # sum of -logprobs, and over how many tokens
         self._ends: list[str | None] = []
+        self._stds: list[float] = []  # of the rewards of each group
         self._all_wrong = self._all_right = self._same_answer = 0
         self._groups = 0
         self._without_variance = self._dropped_without_variance = 0
@@ -200,6 +202,8 @@ class StatisticsCollector:
                 self._surprise -= math.fsum(segment.logprobs)  # 0 where not sampled
                 self._surprising += sum(segment.mask)
         self._ends += [rollout.stop_reason for rollout in group.rollouts]
+        if len(rewards) > 1:
+            self._stds.append(_mean_and_deviation(rewards)[1] * math.sqrt(len(rewards) / (len(rewards) - 1)))
         self._all_wrong += max(rewards) <= WRONG + ROUNDING
         self._all_right += min(rewards) >= RIGHT - ROUNDING
         self._same_answer += len(rewards) > 1 and len(set(map(_sampled, group.rollouts))) == 1
@@ -217,6 +221,7 @@ class StatisticsCollector:
             sequences=count,
             reward_mean=mean,
             reward_std=deviation,
+            reward_std_in_groups=math.fsum(self._stds) / len(self._stds) if self._stds else None,
             reward_max=max(self._rewards),
             groups_without_variance=self._without_variance / self._groups,
             dropped_without_variance=self._dropped_without_variance,

@@ -107,3 +107,9 @@ def test_parts_of_the_reward_have_a_mean_and_a_deviation():
     assert (line["rewards/near/mean"], line["rewards/near/std"]) == (0.75, 0.25)  # of the two that have one
     assert statistics.reward_max == statistics.environments["test"]["reward_max"] == 0.7
     assert BatchStatistics(**statistics.to_json()) == statistics, "a checkpoint keeps them"
+
+
+def test_the_deviation_in_groups_is_the_mean_of_their_own():
+    """Rewards 0, 1 and 5, 9: sqrt(1/2) and sqrt(8), each by n - 1; a group of one has none."""
+    found = collected(make_group("a", [0.0, 1.0]), make_group("b", [5.0, 9.0]), make_group("c", [7.0]))
+    assert found.reward_std_in_groups == pytest.approx((0.5**0.5 + 8**0.5) / 2)
