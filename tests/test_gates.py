@@ -35,7 +35,7 @@ LINES: dict[str, int] = {
     "models": 3410,
     "primitives": 160,
     "rewards": 1960,
-    "rl_training": 10210,
+    "rl_training": 10220,
     "rollout_store": 1270,
     "server": 3910,
     "system": 1020,

@@ -299,7 +299,7 @@ def _entropy(evidence: Evidence) -> Sign | None:
 
 @_rule(
     "same-answers",
-    "go back to an earlier checkpoint, with a lower learning_rate, a higher entropy_weight or kl_beta, or temperature 1",
+    "go back to an earlier checkpoint, with a lower learning_rate, higher entropy_weight or kl_beta, or temperature 1",
 )
 def _same_answers(evidence: Evidence) -> Sign | None:
     """One answer to each problem is what learning ends in, too: then no answer earns visibly more than the others."""
