@@ -37,7 +37,7 @@ KEYS = (
 `groups*`, `sequences`, `reward*`: all groups the step consumed, also those without variance. `reward_std_in_groups`:
 mean over groups of the sample standard deviation (n - 1), which TRL calls reward_std. `groups_all_wrong`,
 `_all_right`: share of the groups in which no reward is above 0, or none below 1. `groups_same_answer`: of those in
-which every answer is the same, token for token. `rewards/NAME/mean`, `/std`: of a part of the reward.
+which every answer is the same, token for token. `rewards/NAME/mean`, `/std` (n - 1): of a part of the reward.
 `extra_segments`: sequences beyond one an episode, because the chat template rewrote history.
 `dropped_misfit`: groups of another tokenizer or model.
 `dropped_without_variance`: groups in whose place others were sampled.

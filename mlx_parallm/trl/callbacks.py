@@ -117,6 +117,7 @@ class Callbacks:
         self.callbacks: list[Any] = []
         self.args, self.state, self.control = args, state, TrainerControl()
         self.failed: ParallmError | None = None
+        self.losses: list[float] = []  # of each step
         self._lines: list[Mapping[str, float]] = []  # since the last entry of log_history
         self._logged_at = 0
         self._silent = False
@@ -172,6 +173,7 @@ class Callbacks:
         state = self.state
         state.max_steps, state.logging_steps = schedule.max_steps, self.args.logging_steps
         state.global_step, state.epoch, state.num_input_tokens_seen, self._lines = 0, 0.0, 0, []  # of an earlier run
+        self.losses = []
         self._silent = True
         for line in lines:
             self._step(schedule, line)
@@ -185,6 +187,7 @@ class Callbacks:
         state.epoch = schedule.epoch(step)
         state.num_input_tokens_seen += int(line.get("tokens") or 0)
         self._lines.append(logged(line))
+        self.losses += [line["loss"]] if line.get("loss") is not None else []
         self.call("on_step_end")
         due = state.global_step // self.args.logging_steps > self._logged_at // self.args.logging_steps
         if due or (self.args.logging_first_step and step == 1):

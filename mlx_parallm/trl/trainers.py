@@ -154,7 +154,7 @@ class TRLTrainer:
                 raise failed
             unless_finished.pop_all()
         self._callbacks.call("on_train_end")
-        losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
+        losses = self._callbacks.losses
         mean = sum(losses) / len(losses) if losses else float("nan")
         return TrainOutput(self.state.global_step, mean, {"train_loss": mean, "epoch": self.state.epoch})
 

@@ -251,6 +251,17 @@ def test_sft_and_kto(tmp_path: Path) -> None:
         MODEL, args, train_dataset=rows, eval_dataset=rows[:2], formatting_func=lambda row: row["body"] + "."
     ) as trainer:
         trainer.train()
+    with SFTTrainer(
+        MODEL,
+        args.model_copy(
+            update={"output_dir": str(tmp_path / "uneven"), "max_steps": 3}
+            | {"logging_steps": 2, "eval_strategy": "no"}
+        ),
+        train_dataset=[{"text": row["body"]} for row in rows],
+    ) as uneven:
+        found = uneven.train().training_loss
+    three = [line["loss"] for line in lines(tmp_path / "uneven")]
+    assert found == pytest.approx(sum(three) / 3, rel=1e-6)  # not of two entries: of steps 1 and 2, and of 3
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(losses) == 2 and losses[1] < losses[0]
     labelled = [

@@ -68,7 +68,7 @@ class BatchStatistics:
     reward_by_environment: dict[str, float | None] = field(default_factory=dict)
     environments: dict[str, EnvironmentNumbers] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)  # further scores by name: means over who has them
-    parts_std: dict[str, float] = field(default_factory=dict)  # and their population standard deviations
+    parts_std: dict[str, float] = field(default_factory=dict)  # and their sample standard deviations
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -203,7 +203,7 @@ class StatisticsCollector:
                 self._surprising += sum(segment.mask)
         self._ends += [rollout.stop_reason for rollout in group.rollouts]
         if len(rewards) > 1:
-            self._stds.append(_mean_and_deviation(rewards)[1] * math.sqrt(len(rewards) / (len(rewards) - 1)))
+            self._stds.append(_sample_deviation(rewards))
         self._all_wrong += max(rewards) <= WRONG + ROUNDING
         self._all_right += min(rewards) >= RIGHT - ROUNDING
         self._same_answer += len(rewards) > 1 and len(set(map(_sampled, group.rollouts))) == 1
@@ -213,14 +213,13 @@ class StatisticsCollector:
         environments = {name: environment.result() for name, environment in sorted(self._by_environment.items())}
         if count == 0:
             return BatchStatistics(dropped_stale=self._stale, dropped_misfit=self._misfit, environments=environments)
-        mean, deviation = _mean_and_deviation(self._rewards)
-        parts = {name: _mean_and_deviation(scores) for name, scores in sorted(self._parts.items())}
+        parts = {name: (_mean(scores), _sample_deviation(scores)) for name, scores in sorted(self._parts.items())}
         known = [end for end in self._ends if end is not None]
         return BatchStatistics(
             groups=self._groups,
             sequences=count,
-            reward_mean=mean,
-            reward_std=deviation,
+            reward_mean=_mean(self._rewards),
+            reward_std=_deviation(self._rewards),
             reward_std_in_groups=math.fsum(self._stds) / len(self._stds) if self._stds else None,
             reward_max=max(self._rewards),
             groups_without_variance=self._without_variance / self._groups,
@@ -248,10 +247,19 @@ class StatisticsCollector:
         )
 
 
-def _mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _deviation(values: Sequence[float]) -> float:
     """The population's."""
-    mean = math.fsum(values) / len(values)
-    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+    mean = _mean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+
+
+def _sample_deviation(values: Sequence[float]) -> float:
+    """Divided by n - 1; 0 of one value."""
+    return _deviation(values) * math.sqrt(len(values) / max(len(values) - 1, 1))
 
 
 def _sampled(rollout: Rollout) -> tuple[int, ...]:
