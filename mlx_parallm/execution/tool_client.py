@@ -157,7 +157,7 @@ class ToolClient:
             return served
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        key = (name, json.dumps(arguments, sort_keys=True, default=repr))
+        key = (name, repr(sorted(arguments.items())))
         if (kept := self._cache.get(key)) is not None:
             self._count(kept)
             return kept
@@ -189,12 +189,15 @@ class ToolClient:
             return ToolResult(f"{name}: {error}", error="arguments")
         loop = asyncio.get_running_loop()
         try:
-            value = await loop.run_in_executor(self._threads, lambda: function(**arguments))
+            value, raised = await loop.run_in_executor(self._threads, _outcome, function, arguments)
+            if raised is not None:
+                raise raised
             if inspect.isawaitable(value):
                 value = await value
-        except Exception as error:  # noqa: BLE001 - boundary: the policy reads why
+            text = value if isinstance(value, str) else _json(value)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - boundary: the policy reads why
             return ToolResult(f"{name} failed: {type(error).__name__}: {error}", error="tool")
-        return ToolResult(value if isinstance(value, str) else _json(value), None if isinstance(value, str) else value)
+        return ToolResult(text, None if isinstance(value, str) else value)
 
     def _count(self, result: ToolResult) -> None:
         with self._lock:
@@ -351,6 +354,14 @@ class _Connection:
             for holder in waiting:  # a start that hangs
                 holder.cancel()
                 await asyncio.wait({holder}, timeout=STOP_TIMEOUT_S / 2)
+
+
+def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
+    """Return what a function returns, and what it raises if asyncio would wait for that for ever, or end with it."""
+    try:
+        return function(**arguments), None
+    except (StopIteration, SystemExit) as error:
+        return None, error
 
 
 def _nowhere() -> TextIO:

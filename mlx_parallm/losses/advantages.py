@@ -6,7 +6,7 @@ rewards of a group → one number per rollout, or None when there is nothing to 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -17,6 +17,7 @@ LARGEST_SUMMED = 1e100  # squares and sums of larger rewards leave float64
 EQUAL_TOLERANCE = 1e-6  # of the largest reward (at least 1): rounding noise divided by its own size is noise amplified
 
 AdvantageKind = Literal["std", "std_sample", "mean", "rloo", "none"]
+KINDS = get_args(AdvantageKind)
 Estimator = Callable[[Sequence[float]], tuple[float, ...] | None]
 
 
@@ -31,11 +32,13 @@ def group_advantages(
     rloo         r - mean of the others = G / (G - 1) · (r - mean) (arXiv:2402.14740)
     none         r itself (REINFORCE)
 
-    None: all are equal up to rounding ("none": all are 0).
+    None: all are equal up to rounding ("none": all are 0). Raises ValueError: another kind.
 
     Worked: [1, 0, 0] has mean 1/3 and population std 0.471405 → std: [1.414214, -0.707107, -0.707107],
     std_sample: [1.154701, -0.577350, -0.577350], mean: [0.666667, -0.333333, -0.333333], rloo: [1, -0.5, -0.5].
     """
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is no kind of advantage; there are {', '.join(KINDS)}")
     if kind == "none":
         return tuple(rewards) if any(rewards) else None
     largest = max(abs(reward) for reward in rewards)

@@ -89,6 +89,25 @@ def test_memory_is_that_of_all_processes_together(sandbox):
     assert bench.left_over() == 0
 
 
+NAMED = "import ctypes\nctypes.CDLL(None).prctl(15, {!r}, 0, 0, 0)\n"
+
+
+@pytest.mark.parametrize("name", [b"\x0cVmSwap: -99999", b"\rVmSwap: -99999"], ids=["form feed", "return"])
+def test_a_processs_name_says_nothing_about_its_memory(name):
+    if module.MACOS:
+        pytest.skip("Python may not fork there")
+    program = bench.FORKED_MEMORY.replace("200 << 20", "64 << 20").replace("(9)", "(2)")
+    run = Sandbox(memory_mb=256, processes=256, concurrency=1).run(NAMED.format(name) + program)
+    assert run.outcome == "memory", run
+
+
+def test_a_processs_name_may_be_no_text(sandbox):
+    if module.MACOS:
+        pytest.skip("its processes have no such name")
+    run = sandbox.run(NAMED.format(b"\xff") + "import time\ntime.sleep(0.3)\nprint('done')")
+    assert (run.outcome, run.returncode, run.stdout) == ("ended", 0, "done\n"), run
+
+
 def test_pages_that_forked_processes_share_count_once(sandbox):
     if module.MACOS:
         pytest.skip("Python may not fork there")
@@ -144,6 +163,21 @@ def test_a_deep_tree_with_links_and_closed_directories_is_removed(tmp_path):
     (tree / "a").chmod(0)
     module._remove(str(tree))
     assert [path.name for path in tmp_path.iterdir()] == ["kept"] and (kept / "file").exists()
+
+
+def test_a_directory_that_its_owner_closed_is_removed():
+    made = Path(tempfile.mkdtemp())
+    (made / "file").touch()
+    user = os.geteuid()
+    if user == 0:  # whom no mode stops
+        os.chown(made, launcher.FIRST_UID, -1)
+        os.seteuid(launcher.FIRST_UID)
+    try:
+        made.chmod(0)
+        module._remove(str(made))
+    finally:
+        os.seteuid(user)
+    assert not made.exists()
 
 
 def test_what_started_the_program_cannot_be_ended_by_it(sandbox):

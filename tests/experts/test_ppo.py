@@ -15,6 +15,7 @@ from mlx_parallm.experts import ExpertConfig, RecurrentPPO, RecurrentPPOConfig, 
 from mlx_parallm.experts.examples.running import exit_in_words
 from mlx_parallm.experts.expert import make_expert
 from mlx_parallm.experts.ppo import Columns, cut
+from mlx_parallm.experts.saving import save_expert
 from mlx_parallm.experts.tasks import (
     ConstantTask,
     GymnasiumTask,
@@ -258,6 +259,16 @@ def test_an_example_trains_saves_and_goes_on(
         assert "best.safetensors" in capsys.readouterr().out
         assert json.loads((tmp_path / "latest" / "state.json").read_text())["steps"] == timesteps
     assert load_expert(tmp_path / "best.npz").config.obs_dim in (4, 10)
+    best = load_expert(tmp_path / "best.safetensors")
+    best.encoder.bias = best.encoder.bias + 1.0  # another expert than the latest
+    save_expert(tmp_path / "best.safetensors", best)
+    before = (tmp_path / "best.safetensors").read_bytes()
+    name = "mean_error" if example == "train_simple_expert" else "hit_rates"
+    worse = iter([0.0, 1.0] if name == "mean_error" else [(1.0, 1.0), (0.0, 0.0)])
+    with monkeypatch.context() as scored:
+        scored.setattr(module, name, lambda *_, **__: next(worse, (0.0, 0.0) if name == "hit_rates" else 0.0))
+        module.main()
+    assert (tmp_path / "best.safetensors").read_bytes() == before, "a resumed run keeps the best of the run before"
     monkeypatch.setattr("sys.argv", [example, "--resume", "--kind", "lstm", "--checkpoint-dir", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         exit_in_words(module.main)

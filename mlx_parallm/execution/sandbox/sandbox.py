@@ -198,6 +198,7 @@ def _remove(directory: str) -> None:
     top = Path(directory)
     token, number, waiting = secrets.token_hex(8), 0, [top]
     with suppress(OSError):  # what cannot be removed stays
+        top.chmod(0o700)  # the code may have closed it
         while waiting:
             here = waiting.pop()
             for entry in list(here.iterdir()):

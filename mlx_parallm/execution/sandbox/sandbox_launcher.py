@@ -486,7 +486,8 @@ class Processes:
 
     def _memory(self, pids: Iterable[int], file: str, names: Collection[str]) -> int:
         """Return the sum of the lines of these names, in bytes."""
-        lines = (line.split() for pid in pids for line in self._text(f"{pid}/{file}").splitlines())
+        # Not splitlines(): a process may have a form feed and a line of its own in its name.
+        lines = (line.split() for pid in pids for line in self._text(f"{pid}/{file}").split("\n"))
         return sum(int(line[1]) << 10 for line in lines if line and line[0].rstrip(":") in names)
 
     def _written(self, directory: str, pids: Iterable[int]) -> float:
@@ -530,7 +531,7 @@ class Processes:
     def _text(self, path: str, needed: str = "") -> str:
         """Return a file; "" if the process has ended, or may not be looked at. Raises OSError: it is `needed`."""
         try:
-            with open(os.open(path, os.O_RDONLY, dir_fd=self._proc)) as file:
+            with open(os.open(path, os.O_RDONLY, dir_fd=self._proc), errors="replace", newline="\n") as file:
                 return file.read()
         except (FileNotFoundError, ProcessLookupError, PermissionError) as error:
             if needed:

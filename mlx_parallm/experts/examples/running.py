@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.experts.expert import ExpertConfig, RNNExpertBase, make_expert
 from mlx_parallm.experts.ppo import RecurrentPPO, RecurrentPPOConfig
-from mlx_parallm.experts.saving import save_expert
+from mlx_parallm.experts.saving import load_expert, save_expert
 from mlx_parallm.experts.tasks import VectorTask
 from mlx_parallm.system.terminal import Console
 
@@ -62,9 +62,10 @@ def train_expert(
     mx.random.seed(arguments.seed)
     trainer = RecurrentPPO(make_expert(arguments.kind, config), task, ppo, seed=arguments.seed)
     directory: Path = arguments.checkpoint_dir
+    best = -float("inf")
     if arguments.resume:
         trainer.load(directory / LATEST)
-    best = -float("inf")
+        best = score(load_expert(directory / BEST))  # a worse one does not take its place
 
     def keep() -> None:
         nonlocal best
