@@ -40,7 +40,7 @@ LINES: dict[str, int] = {
     "server": 3910,
     "system": 1020,
     "tools": 2660,
-    "trl": 1190,
+    "trl": 1200,
 }
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own

@@ -126,7 +126,7 @@ class TrainerConfig(Options):
     output_dir: str = "trainer_output"
     """Directory of the run: checkpoints, metrics.jsonl, samples, run.log."""
     overwrite_output_dir: bool = False
-    """Remove a run that lies in output_dir; otherwise that is an error."""
+    """Remove the files of a run that lies in output_dir; otherwise that is an error."""
     learning_rate: float = Field(gt=0)
     """Peak learning rate of the first step."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"

@@ -27,7 +27,7 @@ from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.rewards.functions import is_reward_reference
 from mlx_parallm.rl_training.checkpoint import CHECKSUMS_FILE
-from mlx_parallm.rl_training.run_directory import FINAL, USED_BY
+from mlx_parallm.rl_training.run_directory import BEST, CONFIG_FILE, FINAL, LATEST, USED_BY, RunDirectory
 from mlx_parallm.rl_training.train import StartedRun, TrainingRun
 from mlx_parallm.system.blas import share_blas_between
 from mlx_parallm.system.files import write_directory
@@ -41,6 +41,11 @@ from mlx_parallm.trl.rows import DataRows, read_rows
 
 T = TypeVar("T")
 LISTEN_S = 0.5
+OF_A_RUN = (
+    *("step_*", "superseded_*", FINAL, BEST, LATEST, CONFIG_FILE, "metrics.jsonl", "evaluations.jsonl", "samples.*"),
+    *("rollouts.sqlite*", "run.log*", "reward.png", "trackers.json", "tensorboard", "wandb"),
+)
+"""What overwrite_output_dir removes: output_dir may hold the user's own files, too."""
 
 NOT_ARGUMENTS: Mapping[str, str] = {
     "reward_processing_classes": "a reward model is a function that calls it",
@@ -254,7 +259,10 @@ class TRLTrainer:
                 f"{directory} holds a run already: train(resume_from_checkpoint=True) goes on with it,"
                 " overwrite_output_dir=True starts anew, or choose another output_dir"
             )
-        shutil.rmtree(directory)
+        if RunDirectory.in_use(directory):
+            raise ConfigError(f"{directory} cannot be overwritten: another run is open in it")
+        for path in [path for pattern in OF_A_RUN for path in directory.glob(pattern)]:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return None
 
 

@@ -135,9 +135,13 @@ def test_grpo_trains_serves_evaluates_saves_and_goes_on(tmp_path: Path) -> None:
         assert longer.train(resume_from_checkpoint=True).global_step == 6
     assert [line["step"] for line in lines(run)] == [1, 2, 3, 4, 5, 6]
     assert [entry["step"] for entry in longer.state.log_history] == [2, 4, 6]
+    (run / "my_rewards.py").touch()
     with grpo(run, max_steps=1, overwrite_output_dir=True) as again:
         assert again.train().global_step == 1
-    assert len(lines(run)) == 1
+        with pytest.raises(ConfigError, match="another run is open in it"):
+            grpo(run, max_steps=1, overwrite_output_dir=True).train()
+    assert len(lines(run)) == 1 and (run / "my_rewards.py").exists()
+    assert [path.name for path in run.glob("step_*")] == ["step_000001"]
 
 
 def test_rewards_are_trls_sum(tmp_path: Path) -> None:
