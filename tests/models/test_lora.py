@@ -184,6 +184,11 @@ def test_an_adapter_from_anybody_is_refused_in_words(
         load_adapter(peft_adapter(tmp_path, **made))
 
 
+def test_a_pattern_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="alpha_pattern: maximum recursion"):
+        load_adapter(peft_adapter(tmp_path, alpha_pattern={"(" * 3000 + "a" + ")" * 3000: 4}))
+
+
 def test_all_patterns_share_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peft, "PATTERN_SECONDS", 0.05)
     started = time.monotonic()

@@ -109,7 +109,7 @@ class _Pattern:
         self._file, self._left_s = file, PATTERN_SECONDS
         try:
             self._entries = [(regex.compile(rf"(.*\.)?({key})$"), value) for key, value in pattern.items()]
-        except regex.error as error:
+        except (regex.error, RecursionError) as error:
             raise AdapterError(f"{file.parent / ADAPTER_CONFIG}: alpha_pattern: {error}") from error
 
     def of(self, path: str, default: Any) -> Any:
