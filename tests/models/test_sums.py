@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.models import sums
 from mlx_parallm.models.logprobs import token_logprobs, token_logprobs_and_entropy
 from mlx_parallm.models.sums import logsumexp, row_sums, total
 from mlx_parallm.rl_training.step.optimizer import ParameterGroup
@@ -46,3 +47,12 @@ def test_rows_of_any_width() -> None:
         values = RNG.random((3, width)).astype(np.float32)
         assert np.array(row_sums(mx.array(values))) == pytest.approx(values.astype(np.float64).sum(-1), rel=3e-6)
     assert logsumexp(mx.full((1, 2048), -mx.inf)).item() == -np.inf
+
+
+def test_a_gpu_keeps_its_own_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the CPU adds in order: elsewhere the results are MLX's to the bit."""
+    x = mx.random.normal((2, 5000), key=mx.random.key(0))
+    assert mx.default_device().type != mx.cpu or sums.adds_in_order()
+    monkeypatch.setattr(sums, "adds_in_order", lambda: False)
+    assert mx.array_equal(sums.logsumexp(x), mx.logsumexp(x, axis=-1))
+    assert mx.array_equal(sums.row_sums(x), x.sum(axis=-1)) and sums.total(x).item() == x.sum().item()
