@@ -22,7 +22,7 @@ TINY_MODULE_LINES = 80
 LINES: dict[str, int] = {
     "(root)": 1290,
     "cli": 1220,
-    "config": 1910,
+    "config": 1930,
     "distributed": 440,
     "engine": 3690,
     "environments": 4520,
@@ -35,12 +35,12 @@ LINES: dict[str, int] = {
     "models": 3420,
     "primitives": 160,
     "rewards": 1960,
-    "rl_training": 10220,
+    "rl_training": 10230,
     "rollout_store": 1270,
     "server": 3910,
     "system": 1020,
     "tools": 2660,
-    "trl": 1200,
+    "trl": 1230,
 }
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own

@@ -1,10 +1,11 @@
 """GRPOConfig, SFTConfig, DPOConfig, KTOConfig: the arguments of TRL 1.16's trainers, by TRL's names and defaults.
 
 A field's docstring says what it does here. `trl/mapping.py` turns them into the daemon's configuration. Names of TRL
-and transformers that mean nothing here are in two tables: `SPEED_ONLY` changes no result there and is accepted;
-`NOT_HERE` is refused, unless its value switches it off. Imports no MLX.
+and transformers that mean nothing here are in three tables: `SPEED_ONLY` changes no result there and is accepted;
+`WITHOUT_EFFECT` is accepted with a warning; `NOT_HERE` is refused, unless its value switches it off. Imports no MLX.
 """
 
+import warnings
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar, Literal
@@ -36,8 +37,19 @@ ONE_PROCESS = "several machines train by mlx.launch, not by these (docs/distribu
 COMPUTED_BY_MLX = "MLX computes here; a step's memory follows from gradient_checkpointing and rl_training.token_budget"
 DTYPE = 'the dtype is the model\'s: model_init_kwargs={"dtype": "bfloat16"}; the optimizer works on float32 copies'
 ROUTES = 'the engine of this process samples; set its keys with overrides={"server.batch_size": 64}'
-OWN_ENVIRONMENT = "episodes with tools or several turns are environments: docs/your_environment.md"
+OWN_ENVIRONMENT = (
+    "episodes with tools or several turns are an environment of your own (docs/your_environment.md), which"
+    " primitives.GRPOAlgorithm trains, with a loss of your own too (docs/trl.md)"
+)
 OFF_SAMPLER = "rollouts are sampled from the model's own distribution at `temperature`, which the loss assumes"
+WITHOUT_EFFECT: Mapping[str, str] = {
+    **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), DTYPE),
+    **dict.fromkeys(("torch_compile", "use_liger_kernel"), COMPUTED_BY_MLX),
+    "max_prompt_length": "prompts are not cut, as in TRL 1.16: shorten them, or leave out the long ones",
+    "run_name": "the last part of output_dir names the run, in its directory and in trackers",
+    "logging_dir": "TensorBoard files lie in output_dir",
+}
+"""Names that would change no result here: accepted, with a warning unless they are off. name → what is so instead."""
 NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("push_to_hub", "hub_always_push"), ((False,), HUB)),
     **dict.fromkeys(("hub_token", "hub_model_id", "hub_private_repo", "hub_revision"), ((), HUB)),
@@ -49,23 +61,19 @@ NOT_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("ddp_broadcast_buffers", "ddp_static_graph"), ((), ONE_PROCESS)),
     "ddp_timeout": ((1800,), ONE_PROCESS),
     "local_rank": ((-1,), ONE_PROCESS),
-    **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), ((False,), DTYPE)),
-    **dict.fromkeys(("torch_compile", "use_liger_kernel", "activation_offloading"), ((False,), COMPUTED_BY_MLX)),
     **dict.fromkeys(("activation_checkpointing", "auto_find_batch_size"), ((False,), COMPUTED_BY_MLX)),
+    "activation_offloading": ((False,), COMPUTED_BY_MLX),
     **dict.fromkeys(("torch_compile_backend", "torch_compile_mode", "liger_kernel_config"), ((), COMPUTED_BY_MLX)),
     "activation_checkpointing_kwargs": ((), COMPUTED_BY_MLX),
     **dict.fromkeys(("use_vllm", "use_transformers_paged", "use_transformers_continuous_batching"), ((False,), ROUTES)),
     **dict.fromkeys(("transformers_continuous_batching_config", "cache_implementation"), ((), ROUTES)),
     **dict.fromkeys(("top_p", "repetition_penalty"), ((1.0,), OFF_SAMPLER)),
-    "top_k": ((0,), OFF_SAMPLER),
-    **dict.fromkeys(("min_p", "generation_kwargs"), ((), OFF_SAMPLER)),
+    "top_k": ((0, -1), OFF_SAMPLER),
+    "min_p": ((0.0,), OFF_SAMPLER),
+    "generation_kwargs": (({},), OFF_SAMPLER),
     "max_tool_calling_iterations": ((), OWN_ENVIRONMENT),
-    "max_prompt_length": ((), "prompts are not cut: shorten them, or leave out the long ones"),
-    "run_name": ((), "the last part of output_dir names the run, in its directory and in trackers"),
     "logging_strategy": (("steps",), "set logging_steps; metrics.jsonl has every step"),
-    "logging_dir": ((), 'TensorBoard files lie in output_dir: report_to="tensorboard"'),
     "save_only_model": ((False,), "a checkpoint is a whole one, so that a run can go on from it"),
-    "load_best_model_at_end": ((False,), 'the best checkpoint is output_dir/best: trainer.save_model(DIR, of="best")'),
     **dict.fromkeys(
         ("metric_for_best_model", "greater_is_better"),
         ((), 'name a metric of the evaluation: overrides={"rl_training.keep_best": "eval/score"}'),
@@ -176,6 +184,8 @@ class TrainerConfig(Options):
     """Seed of everything random."""
     full_determinism: bool = False
     """Bit-equal repeats."""
+    load_best_model_at_end: bool = False
+    """save_model writes the best checkpoint; evaluate() and the server keep the last weights. Needs eval_strategy."""
     gradient_checkpointing: bool = True
     """Compute each transformer block again in the backward pass: least memory; False is faster for a small model."""
     report_to: str | tuple[str, ...] = "none"
@@ -201,12 +211,14 @@ class TrainerConfig(Options):
         kind = type(self).__name__
         if output_dir is not None:
             values = {"output_dir": str(output_dir), **values}
-        kept = {}
+        kept, ignored = {}, []
         for name, value in values.items():
             if name in type(self).model_fields:
                 kept[name] = value.value if isinstance(value, Enum) else value
             elif name in SPEED_ONLY or name.startswith("vllm_"):
                 continue  # vllm_…: of an engine that use_vllm has not switched on
+            elif name in WITHOUT_EFFECT:
+                ignored += [f"{name}={value!r} ({WITHOUT_EFFECT[name]})"] if value else []
             elif name in NOT_HERE:
                 off, instead = NOT_HERE[name]
                 if value is not None and value not in off:
@@ -215,11 +227,15 @@ class TrainerConfig(Options):
                 kept[name] = value  # Options has no such name, and says which is near
         unset = [name for name, value in kept.items() if value is None and name in type(self).model_fields]
         super().__init__(**{name: value for name, value in kept.items() if name not in unset or name == "max_length"})
+        if ignored:
+            warnings.warn(f"{kind}: without effect: {'; '.join(ignored)}", stacklevel=2)
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> "TrainerConfig":
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("warmup_steps and warmup_ratio contradict each other: set one of them")
+        if self.load_best_model_at_end and self.eval_strategy == "no":
+            raise ValueError("load_best_model_at_end needs eval_strategy: evaluations decide which checkpoint is best")
         return self
 
 

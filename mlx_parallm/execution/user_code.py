@@ -70,8 +70,9 @@ def load(reference: str, key: str) -> Any:
     module = _run_file(Path(where), f"{key}: {reference}") if where.endswith(".py") else _import(where, key, reference)
     if module is None or (where == THIS_PROCESS and not hasattr(module, name)):
         raise ConfigError(
-            f"{key}: {name} was an object of the Python program that began this run: only that program can go on with"
-            " it, by trainer.train(resume_from_checkpoint=True)"
+            f"{key}: {name} was an object of the Python program that began this run: only that program can evaluate, by"
+            " trainer.evaluate(), or go on, by trainer.train(resume_from_checkpoint=True); `mlx_parallm eval` needs"
+            " [[evaluation.environments]] made of files"
         )
     if not hasattr(module, name):
         public = [entry for entry, value in vars(module).items() if not entry.startswith("_") and callable(value)]

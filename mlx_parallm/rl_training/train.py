@@ -458,7 +458,9 @@ class TrainingRun:
         problems = report.problems_of(lines, directory.path)
         for problem in problems:
             log.warning(problem, **{FILE_ONLY: True})  # the report shows them
-        report.print_report(self._console, found, commands, curve, samples if samples.is_file() else None, problems)
+        first = f"after step {evaluations[0]['step']}" if found and evaluations[0]["step"] else report.BEFORE
+        shown = samples if samples.is_file() else None
+        report.print_report(self._console, found, commands, curve, shown, problems, first=first)
 
     def _run_info(self, directory: RunDirectory, state: TrainerState | None) -> RunInfo:
         evaluation, rows = self.config.evaluation, self._heldout is not None and self._heldout.measures

@@ -14,6 +14,7 @@ SHORTEST = 6  # characters of a value that is hidden wherever it occurs; a short
 _NAMES = re.compile(
     r"(^|_)(token|(api|access|secret|private)_?key|secret|password|passwd|credentials?)$", re.IGNORECASE
 )
+NOT_SECRETS = ("end_token",)  # keys of the configuration that are named like a secret
 _FORMS = (
     (re.compile(r"(://)[^/\s@'\"]+@"), rf"\1{REDACTED}@"),
     (re.compile(r"([?&](?:api_?key|key|token|access_token)=)[^&\s'\"]+", re.IGNORECASE), rf"\1{REDACTED}"),
@@ -55,6 +56,6 @@ class Redactor:
 
     def named(self, name: str, value: Any) -> Any:
         """Do the same for `value` under the key `name`."""
-        if _NAMES.search(name) and isinstance(value, str | list | tuple) and value:
+        if name not in NOT_SECRETS and _NAMES.search(name) and isinstance(value, str | list | tuple) and value:
             return REDACTED
         return self.value(value)

@@ -23,7 +23,7 @@ from mlx_parallm.rl_training.events import (
     StepFinished,
 )
 from mlx_parallm.rl_training.metrics import KEYS, of_rows
-from mlx_parallm.trl.mapping import TRAIN, UpdateSchedule
+from mlx_parallm.trl.mapping import EVALUATED_AS, UpdateSchedule
 
 LOGGED: Mapping[str, str] = {
     "loss": "loss",
@@ -105,7 +105,7 @@ def evaluation_numbers(numbers: Mapping[str, Any]) -> dict[str, float]:
             continue
         if f"{PREFIX}version" not in numbers:  # of rows
             found[f"eval_{name}"] = value
-        elif (own := name.removeprefix(f"{TRAIN}/")) in EVALUATED:
+        elif (own := name.removeprefix(f"{EVALUATED_AS}/")) in EVALUATED:
             found[EVALUATED[own]] = value
     return found
 
@@ -120,6 +120,7 @@ class Callbacks:
         self.losses: list[float] = []  # of each step
         self._lines: list[Mapping[str, float]] = []  # since the last entry of log_history
         self._logged_at = 0
+        self._early: list[Mapping[str, Any]] = []  # evaluations that came before the line of their step
         self._silent = False
         self.asked = False  # the program has asked for an evaluation, and records it itself
         self._stop = threading.Event()
@@ -138,10 +139,10 @@ class Callbacks:
     def subscribe(self, events: RunEvents, schedule: UpdateSchedule, *, stop: threading.Event) -> None:
         """Follow a run. The lines of one that is resumed fill `log_history` without a call. `stop`: ends it."""
         self._stop = stop
-        self.failed, self.control.should_training_stop, self._logged_at = None, False, 0
+        self.failed, self.control.should_training_stop, self._logged_at, self._early = None, False, 0, []
         events.subscribe(RunStarted, lambda event: self._begin(schedule, event.lines))
         events.subscribe(StepFinished, lambda event: self._step(schedule, event.line))
-        events.subscribe(EvaluationFinished, lambda event: self._evaluated(event.line))
+        events.subscribe(EvaluationFinished, lambda event: self._evaluated(schedule, event.line))
         events.subscribe(CheckpointSaved, lambda event: self.call("on_save", checkpoint=str(event.path)))
         events.subscribe(RunFinished, lambda event: self._log() if self._lines else None)
 
@@ -158,16 +159,27 @@ class Callbacks:
             if self.control.should_training_stop:
                 self._stop.set()
 
-    def evaluated(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Record the result of an evaluation, and return it."""
-        entry = dict(numbers) | {"epoch": self.state.epoch}
-        self.state.log_history.append(entry | {"step": self.state.global_step})
+    def evaluated(self, numbers: Mapping[str, float], *, at: tuple[int, float] | None = None) -> dict[str, float]:
+        """Record the result of an evaluation, and return it. `at`: the update and epoch of its weights, if not now."""
+        update, epoch = at or (self.state.global_step, self.state.epoch)
+        entry = dict(numbers) | {"epoch": epoch}
+        self.state.log_history.append(entry | {"step": update})
         self.call("on_evaluate", metrics=entry)
         return entry
 
-    def _evaluated(self, line: Mapping[str, Any]) -> None:
-        if not self.asked:
-            self.evaluated(evaluation_numbers(flat(dict(line))))
+    def _evaluated(self, schedule: UpdateSchedule, line: Mapping[str, Any]) -> None:
+        step = int(line["step"])
+        if self.asked:
+            return
+        if (update := schedule.update(step)) > self.state.global_step:  # the loop measures before it ends the step
+            self._early.append(line)
+            return
+        self.evaluated(evaluation_numbers(flat(dict(line))), at=(update, schedule.epoch(step)))
+
+    def _deliver(self, schedule: UpdateSchedule) -> None:
+        waiting, self._early = self._early, []
+        for line in waiting:
+            self._evaluated(schedule, line)
 
     def _begin(self, schedule: UpdateSchedule, lines: Sequence[Mapping[str, Any]]) -> None:
         state = self.state
@@ -179,11 +191,12 @@ class Callbacks:
             self._step(schedule, line)
         self._silent = False
         self.call("on_train_begin")
+        self._deliver(schedule)
         self.call("on_step_begin")
 
     def _step(self, schedule: UpdateSchedule, line: Mapping[str, Any]) -> None:
         state, step = self.state, int(line["step"])
-        state.global_step = min(step * schedule.updates_per_step, schedule.max_steps)
+        state.global_step = schedule.update(step)
         state.epoch = schedule.epoch(step)
         state.num_input_tokens_seen += int(line.get("tokens") or 0)
         self._lines.append(logged(line))
@@ -194,6 +207,8 @@ class Callbacks:
             self._log()
         if of_rows(line) and self.args.eval_strategy != "no" and (numbers := evaluation_numbers(line)):
             self.evaluated(numbers)
+        if not self._silent:
+            self._deliver(schedule)
         if state.global_step < schedule.max_steps:
             self.call("on_step_begin")
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.config.evaluation import ABOUT_TRAINING
 from mlx_parallm.config.load import Config, hardware_defaults, parse_config
 from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.config.trl import DPOConfig, GRPOConfig, KTOConfig, RowsConfig, SFTConfig, TrainerConfig
@@ -19,7 +20,7 @@ from mlx_parallm.execution.user_code import reference_to
 from mlx_parallm.system.hardware import detect
 from mlx_parallm.trl.rows import DataRows
 
-TRAIN = "train"  # the environment's name in metrics
+TRAIN, EVALUATED_AS = "train", "eval_dataset"  # the environments' names in metrics
 PEFT_DEFAULT_MODULES = ("q_proj", "v_proj")  # PEFT's for Llama, Qwen and their like, where target_modules is None
 PEFT_NOT_HERE: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform"), ()),
@@ -78,6 +79,7 @@ HOW: Mapping[str, str] = {
     "eval_on_start": "`evaluation.at_start` (GRPO)",
     "save_strategy": "`rl_training.checkpoint_interval`",
     "save_steps": "`rl_training.checkpoint_interval`, in steps",
+    "load_best_model_at_end": "`trainer.save_model` writes `best`, not `final`",
     "gradient_checkpointing": "`rl_training.blocks_per_eval`: 1 for True, 0 for False",
     "report_to": "`logging.trackers`",
     "disable_tqdm": '`logging.level = "warning"`, and no display',
@@ -133,6 +135,10 @@ class UpdateSchedule:
     def steps(self, updates: float) -> int:
         """Return the steps that hold so many updates: the last one is whole."""
         return max(1, math.ceil(updates / self.updates_per_step))
+
+    def update(self, step: int) -> int:
+        """Return the updates after so many steps, as TRL counts them."""
+        return min(step * self.updates_per_step, self.max_steps)
 
     def epoch(self, step: int) -> float:
         return step / self.steps_per_epoch
@@ -251,6 +257,8 @@ def configuration(
         data[section].setdefault(leaf, value)
     for key, value in args.overrides.items():
         _put(data, key, value)
+    if isinstance(args, GRPOConfig) and evaluated is not None:
+        data["evaluation"].setdefault("environments", [_evaluation_environment(data["environments"][0], evaluated)])
     return parse_config(data, type(args).__name__)
 
 
@@ -314,7 +322,6 @@ def _add_grpo(
     if evaluated is not None:
         if evaluated.conversational != chat:
             raise ConfigError("eval_dataset: its prompts are of another kind (text or messages) than train_dataset's")
-        data["environments"][0]["heldout_data"] = reference_to(evaluated.rows, "eval_dataset")
         every = _evaluated_every(args, schedule)
         data["evaluation"] = {
             "problems": len(evaluated.rows),
@@ -328,6 +335,13 @@ def _add_grpo(
     if args.log_completions:
         data["logging"]["sample_every"] = schedule.steps(args.logging_steps)
     data["server"]["batch_size"] = max(32, min(schedule.rollouts, 256))
+
+
+def _evaluation_environment(training: Mapping[str, Any], evaluated: DataRows) -> dict[str, Any]:
+    """Return the environment of training with the rows of eval_dataset."""
+    other = (*ABOUT_TRAINING, "heldout_fraction")
+    rows = {"name": EVALUATED_AS, "data": reference_to(evaluated.rows, EVALUATED_AS)}
+    return {key: value for key, value in training.items() if key not in other} | rows
 
 
 def _grpo_keys(args: GRPOConfig, schedule: UpdateSchedule, *, own_loss: bool) -> dict[str, Any]:

@@ -18,7 +18,15 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import LoraConfig
-from mlx_parallm.config.trl import DPOConfig, GRPOConfig, KTOConfig, RowsConfig, SFTConfig, TrainerConfig
+from mlx_parallm.config.trl import (
+    OWN_ENVIRONMENT,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    RowsConfig,
+    SFTConfig,
+    TrainerConfig,
+)
 from mlx_parallm.daemon import COMPUTING_THREADS, training_run
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.user_code import is_reference, name_of
@@ -52,9 +60,7 @@ NOT_ARGUMENTS: Mapping[str, str] = {
     "optimizers": "optim and learning_rate choose the optimizer",
     "optimizer_cls_and_kwargs": "optim and learning_rate choose the optimizer",
     "quantization_config": "a 4-bit base: peft_config=LoraConfig(quantize_base=True)",
-    "tools": "episodes with tools are environments (docs/your_environment.md)",
-    "rollout_func": "an environment of your own plays its episodes (docs/your_environment.md)",
-    "environment_factory": "an environment of your own plays its episodes (docs/your_environment.md)",
+    **dict.fromkeys(("tools", "rollout_func", "environment_factory"), OWN_ENVIRONMENT),
     "data_collator": "batches are made of rows without padding",
     "compute_metrics": "trainer.evaluate() returns the loss and its metrics; a callback's on_evaluate gets them",
     "preprocess_logits_for_metrics": "trainer.evaluate() returns the loss and its metrics",
@@ -179,14 +185,15 @@ class TRLTrainer:
         finally:
             self._callbacks.asked = False
 
-    def save_model(self, output_dir: str | Path | None = None, *, of: str = FINAL) -> None:
+    def save_model(self, output_dir: str | Path | None = None, *, of: str | None = None) -> None:
         """Write the trained model into a directory (default: output_dir): a LoRA adapter in PEFT's files, all weights
-        as a Hugging Face model. `of`: "final", "best", or a step_… directory of the run.
+        as a Hugging Face model. `of`: "final", "best", or a step_… directory of the run; default: "final", with
+        load_best_model_at_end "best".
 
         Raises CheckpointError: nothing has been trained.
         """
         run = self._directory
-        checkpoint = run / of
+        checkpoint = run / (of or (BEST if self.args.load_best_model_at_end else FINAL))
         if not checkpoint.is_dir():
             raise CheckpointError(f"{checkpoint} is not there: train first, or name one of its step_… directories")
         target = Path(output_dir).expanduser() if output_dir is not None else run

@@ -43,6 +43,13 @@ def test_nested_values_go_by_their_names_too() -> None:
     }
 
 
+def test_a_configuration_without_secrets_is_saved_as_it_is() -> None:
+    saved = parse_config(
+        {"data": {"path": "a.jsonl", "end_token": "tokenizer"}, "rl_training": {"algorithm": "sft"}}, "x"
+    )
+    assert REDACTED not in saved.to_toml() and 'end_token = "tokenizer"' in saved.to_toml()
+
+
 def test_variables_that_are_named_like_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "WANDB_API_KEY", "MLX_PARALLM_API_KEY", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, f"value of {name}")

@@ -12,6 +12,7 @@ from mlx_parallm.config.training import LoraConfig
 from mlx_parallm.config.trl import (
     NOT_HERE,
     SPEED_ONLY,
+    WITHOUT_EFFECT,
     DPOConfig,
     GRPOConfig,
     KTOConfig,
@@ -83,24 +84,25 @@ def test_every_field_is_in_one_table() -> None:
     fields = {field for kind in CLASSES.values() for field in kind.model_fields}
     assert fields == SAME.keys() | HOW.keys()
     assert not SAME.keys() & HOW.keys()
-    assert not fields & (set(SPEED_ONLY) | set(NOT_HERE))
+    others = (SPEED_ONLY, WITHOUT_EFFECT, NOT_HERE)
+    assert len(fields.union(*others)) == len(fields) + sum(map(len, others))
 
 
 def test_names_of_the_tables_are_trls() -> None:
     theirs = {name for part in THEIRS.values() for name in part}
     older = {"max_prompt_length", "logging_dir", "eval_packing", "completion_only_loss", "cast_lm_head_to_fp32"}
-    assert (set(SPEED_ONLY) | set(NOT_HERE)) - theirs <= older
+    assert (set(SPEED_ONLY) | WITHOUT_EFFECT.keys() | NOT_HERE.keys()) - theirs <= older
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"use_vllm": True}, "the engine of this process samples"),
-        ({"fp16": True}, "model_init_kwargs"),
+        ({"load_best_model_at_end": True}, "eval_strategy"),
+        ({"top_k": 20}, "the model's own distribution"),
         ({"deepspeed": "zero3.json"}, "mlx.launch"),
         ({"push_to_hub": True}, "--push-to-hub"),
         ({"top_p": 0.9}, "the model's own distribution"),
-        ({"run_name": "x"}, "output_dir"),
         ({"num_generation": 4}, "did you mean 'num_generations'"),
         ({"lerning_rate": 1.0}, "did you mean 'learning_rate'"),
         ({"temperature": -1.0}, "temperature"),
@@ -114,6 +116,14 @@ def test_what_means_nothing_here_is_refused_by_name(options: dict[str, Any], wor
     with pytest.raises(ConfigError, match="GRPOConfig") as caught:
         GRPOConfig(**options)
     assert words in str(caught.value)
+
+
+def test_what_changes_no_result_is_accepted_with_one_warning() -> None:
+    given = {"bf16": True, "fp16": False, "run_name": "x", "max_prompt_length": 512, "top_p": 1.0, "top_k": -1}
+    with pytest.warns(UserWarning, match=r"GRPOConfig: without effect: bf16=True \(.*run_name='x' \(.*=512") as heard:
+        args = GRPOConfig("out", **given, min_p=0.0)
+    assert len(heard) == 1 and heard[0].filename == __file__ and "fp16=False" not in str(heard[0].message)
+    assert one(args) == one(GRPOConfig("out"))
 
 
 def test_harmless_values_and_an_engine_that_is_off_are_accepted() -> None:
@@ -255,6 +265,17 @@ def test_a_grpo_configuration() -> None:
 def test_arguments_of_the_loss_and_the_schedule(options: dict[str, Any], expected: dict[str, Any]) -> None:
     values = one(GRPOConfig(**options)).rl_training.model_dump()
     assert {key: values[key] for key in expected} == expected
+
+
+def test_the_rows_of_eval_dataset_are_an_environment_of_their_own() -> None:
+    rows = read_rows([{"prompt": "b"}, {"prompt": "a"}], "rows")
+    overrides = {"environments.0.system_prompt": None, "environments.0.max_tokens": 9, "environments.0.weight": 2.0}
+    args = GRPOConfig(reward_weights=[0.5], num_generations=4, overrides=overrides)
+    [training], [held] = (config := one(args, evaluated=rows)).environments, config.evaluation.environments
+    assert (training.name, training.max_tokens, training.group_size) == ("train", 9, 4)
+    assert (held.name, held.max_tokens, held.reward_weights, held.heldout_fraction) == ("eval_dataset", 9, (0.5,), 1.0)
+    assert (held.rewards, held.data) == (training.rewards, "python:this_process:eval_dataset")
+    assert (config.evaluation.problems, config.evaluation.samples) == (2, 4)
 
 
 def test_a_loss_of_ones_own_takes_the_place_of_loss_type() -> None:

@@ -2,6 +2,7 @@
 
 import _thread
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mlx_parallm import (
     SFTConfig,
     SFTTrainer,
 )
+from mlx_parallm.cli.table import main
 from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
@@ -52,6 +54,7 @@ class Heard:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.logs: list[dict[str, float]] = []
+        self.evaluated: list[int] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.calls.append("begin")
@@ -65,6 +68,7 @@ class Heard:
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
         self.calls.append("evaluate")
+        self.evaluated.append(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.calls.append("save")
@@ -142,6 +146,33 @@ def test_grpo_trains_serves_evaluates_saves_and_goes_on(tmp_path: Path) -> None:
             grpo(run, max_steps=1, overwrite_output_dir=True).train()
     assert len(lines(run)) == 1 and (run / "my_rewards.py").exists()
     assert [path.name for path in run.glob("step_*")] == ["step_000001"]
+
+
+def test_evaluations_come_after_their_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, run = Heard(), tmp_path / "run"
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 1, "disable_tqdm": None}
+    options |= {"load_best_model_at_end": True, "overrides": {"rl_training.deterministic": True}}
+    with grpo(run, max_steps=4, logging_steps=1, callbacks=[heard], eval_dataset=PROMPTS[:2], **options) as trainer:
+        trainer.train()
+        trainer.save_model(tmp_path / "saved")
+    first_two = ["step 1", "log", "step 2", "log", "evaluate"]
+    last_two = ["step 3", "log", "step 4", "log", "evaluate"]
+    assert [call for call in heard.calls if call != "save"] == ["begin", *first_two, *last_two, "end"]
+    assert heard.evaluated == [2, 4]
+    evaluated = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert [(entry["step"], entry["epoch"]) for entry in evaluated] == [(2, 0.5), (4, 1.0)]
+    written = [json.loads(text) for text in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in written] == [2, 4] and set(written[0]["environments"]) == {"eval_dataset"}
+    report = capsys.readouterr().err
+    assert "after step 2 -> at the end" in report and "eval_dataset (mean reward):" in report
+    saved, best = load_adapter(tmp_path / "saved"), load_adapter(run / "best")
+    assert all(mx.array_equal(saved.layers[name].a, pair.a).item() for name, pair in best.layers.items())
+
+    monkeypatch.delattr(sys.modules["this_process"], "eval_dataset")  # as in another program
+    assert main(["eval", "--config", str(run / "config.toml"), "--lora-path", str(run / "final")]) == 2
+    assert "trainer.evaluate()" in capsys.readouterr().err
 
 
 def test_rewards_are_trls_sum(tmp_path: Path) -> None:

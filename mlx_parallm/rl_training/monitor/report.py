@@ -105,6 +105,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 Line = Mapping[str, Any]  # of evaluations.jsonl
+BEFORE = "before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def reward_of(problem: Line) -> float:
 def accuracy_table(
     comparisons: Sequence[Comparison],
     title: str = "answers to held-out problems",
-    columns: tuple[str, str, str] = ("before", "after", "change"),
+    columns: tuple[str, str, str] = (BEFORE, "after", "change"),
 ) -> Table:
     """Held-out accuracy of each environment, before and after, with the 95% interval and p of the difference."""
     table = Table(title=Text(title), title_justify="left", box=SIMPLE, pad_edge=False)
@@ -192,10 +193,11 @@ def verdict(comparisons: Sequence[Comparison], a: str, b: str) -> str:
     return f"{told} (at the 5% level each: of twenty such lines one differs by chance)"
 
 
-def answers_table(comparisons: Sequence[Comparison]) -> Table:
-    """Return the first answers of each environment, not selected ones."""
-    table = Table(title="the same prompts, before and after", title_justify="left")
-    for name in ("prompt", "expected", "before", "after"):
+def answers_table(comparisons: Sequence[Comparison], first: str = BEFORE) -> Table:
+    """Return the first answers of each environment, not selected ones. `first`: when the earlier ones were given."""
+    last = "after" if first == BEFORE else "at the end"
+    table = Table(title=f"the same prompts, {first} and {last}", title_justify="left")
+    for name in ("prompt", "expected", first, last):
         table.add_column(name, overflow="fold")
     for row in comparisons:
         for before, after in row.examples:
@@ -204,9 +206,9 @@ def answers_table(comparisons: Sequence[Comparison]) -> Table:
     return table
 
 
-def plain_report(comparisons: Sequence[Comparison]) -> str:
+def plain_report(comparisons: Sequence[Comparison], first: str = BEFORE) -> str:
     """Return both tables as plain text, for logs and files."""
-    lines = []
+    lines = [] if first == BEFORE else [f"the same prompts, {first} -> at the end:"]
     for row in comparisons:
         for name, before, after in row.measured:
             found = difference(before, after)
@@ -256,18 +258,22 @@ def print_report(
     curve: Path | None,
     samples: Path | None = None,
     problems: Sequence[str] = (),
+    *,
+    first: str = BEFORE,
 ) -> None:
     """Print the report. In a terminal no line breaks inside a word, and a command in several lines can be pasted.
 
     Args:
         problems: what is wrong with the run, a sentence each.
+        first: when the earlier answers of `comparisons` were given.
     """
     if comparisons:
         if console.is_terminal:
-            console.print(answers_table(comparisons))
-            console.print(accuracy_table(comparisons))
+            console.print(answers_table(comparisons, first))
+            columns = (first, "after" if first == BEFORE else "at the end", "change")
+            console.print(accuracy_table(comparisons, columns=columns))
         else:
-            console.print(plain_report(comparisons), soft_wrap=True, markup=False, highlight=False)
+            console.print(plain_report(comparisons, first), soft_wrap=True, markup=False, highlight=False)
     for problem in problems:
         console.print(Text(problem, style="bold red"), soft_wrap=not console.is_terminal)
     for name, file in (("reward curve", curve), ("samples", samples)):

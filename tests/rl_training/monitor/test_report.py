@@ -123,6 +123,14 @@ def test_tables_show_prompt_expected_before_and_after(comparisons):
     assert cells == ["sum", "3", "0.333", "0.667", "+0.333", "+0.000 to +1.000", "1"]
 
 
+def test_a_first_evaluation_in_the_midst_is_not_called_before(comparisons):
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
+        print_report(console, comparisons, [], None, first="after step 2")
+        text = console.file.getvalue()
+        assert "the same prompts, after step 2" in text and "at the end" in text and "before" not in text
+
+
 def test_an_answer_cannot_smuggle_in_markup():
     row = compare(record(("[red]", "[/]", "x" * 500)), record(("3", "4", "18")))
     console = Console(file=io.StringIO(), width=160)
