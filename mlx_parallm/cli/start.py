@@ -39,7 +39,9 @@ def train(parser: ArgumentParser) -> Run:
 
     def run(args: Namespace) -> int:
         if args.dry_run and args.resume:
-            parser.error("--dry-run starts anew: it takes no --resume")
+            raise ConfigError(
+                "--dry-run starts anew: leave out --resume to try the configuration, or --dry-run to continue the run"
+            )
         if args.restarts < 0:
             parser.error("--restarts: at least 0")
         if args.write_config:

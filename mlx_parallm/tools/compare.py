@@ -22,7 +22,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog
 from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.monitor.display import headline
-from mlx_parallm.rl_training.monitor.drawing import BLOCKS, began_and_now
+from mlx_parallm.rl_training.monitor.drawing import BLOCKS, began_and_now, scale_of
 from mlx_parallm.rl_training.monitor.explain import Record, read_record
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE
 from mlx_parallm.system.terminal import Console
@@ -34,7 +34,7 @@ OF_THE_RUN = ("rl_training.run_name", "rl_training.checkpoint_dir", "server.port
 THERE = "there"
 """Value of an entry of a list of tables, such as one environment, beside its own settings."""
 CURVES = (("KL", "kl"), ("entropy", "entropy"))
-CURVE_ROOM = 32
+CURVE_ROOM = 36
 """Characters of a line of curves besides the curve."""
 WIDEST_CURVE = 80
 UNKNOWN = "–"
@@ -126,7 +126,7 @@ def draw(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
     for run in runs:
         yield Text(f"{run.letter}  ", style="bold").append(str(run.record.path), style="not bold")
     yield _table(runs)
-    yield Text("\ncurves: the same axes for all runs", style="bold")
+    yield Text("\ncurves: the same axes for all runs; the scale is beside them, from ▁ to █", style="bold")
     yield from _curves(runs)
     yield from _differences(runs)
     for run in runs:
@@ -236,27 +236,38 @@ def _curves(runs: Sequence[ComparedRun]) -> Iterator[RenderableType]:
         grid.add_column(no_wrap=True)
     for label, series in drawn:
         every = [point for points in series for point in points]
+        values = [value for _, value in every]
+        ends = (min(values, default=0.0), max(values, default=0.0)) if label in dict(CURVES) else scale_of(values)
+        names = (label, f"{ends[0]:.2g} to {ends[1]:.2g}")
         for number, (run, points) in enumerate(zip(runs, series, strict=True)):
             if every:
                 values = [value for _, value in points]
                 began, now = (f"{end:.3f}" for end in began_and_now(values)[:2]) if values else ("", UNKNOWN)
-                grid.add_row(Text("" if number else label), run.letter, began, curve(points, every, width), now)
+                name = names[number] if number < len(names) else ""
+                grid.add_row(Text(name), run.letter, began, curve(points, every, ends, width), now)
     yield grid
 
 
-def curve(points: Sequence[tuple[int, float]], every: Sequence[tuple[int, float]], width: int) -> str:
-    """Draw (step, value) as `width` block characters on the axes that hold `every` point; a gap where no step is.
+def curve(
+    points: Sequence[tuple[int, float]], every: Sequence[tuple[int, float]], ends: tuple[float, float], width: int
+) -> str:
+    """Draw (step, value) as block characters between the `ends`, ▁ and █, in the steps of `every` point.
 
-    A character is the mean of its steps. [(1, 0), (2, 1)] of [(1, 0), (2, 1), (4, 1)] in 4 characters: "▁█  ".
+    A character is the mean of its steps, or the one before where the run has none there: one for each step, at most
+    `width`. [(1, 0), (3, 1)] of [(1, 0), (3, 1), (4, 1)] from 0 to 1 in 4 characters: "▁▁█ ".
     """
     first, last = min(step for step, _ in every), max(step for step, _ in every)
-    low, high = min(value for _, value in every), max(value for _, value in every)
+    low, high = ends
+    width = min(width, last - first + 1)
     columns: list[list[float]] = [[] for _ in range(width)]
     for step, value in points:
         columns[min(width - 1, (step - first) * width // (last - first + 1))].append(value)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
     means = [math.fsum(values) / len(values) if values else None for values in columns]
-    return "".join(" " if mean is None else BLOCKS[round((mean - low) * scale)] for mean in means)
+    drawn = [" " if mean is None else BLOCKS[round((mean - low) * scale)] for mean in means]
+    for column in range(1, len("".join(drawn).rstrip())):
+        drawn[column] = drawn[column - 1] if means[column] is None else drawn[column]
+    return "".join(drawn)
 
 
 def write_png(runs: Sequence[ComparedRun], path: Path) -> None:

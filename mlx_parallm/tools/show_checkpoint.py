@@ -16,15 +16,20 @@ from mlx_parallm.rl_training.run_directory import BEST, FINAL, LATEST, checkpoin
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 ADAPTER_FILE, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
+PEFT_FILE = "adapter_model.safetensors"
 METRICS = ("reward_mean", "loss", "kl", "grad_norm", "learning_rate", "heldout_score", "eval/loss")
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Describe a step_* directory, a link to one, or the newest of a run directory. `problems`: what is damaged.
+    """Describe a step_* directory, a link to one, the newest of a run directory, or an adapter in PEFT's files.
+
+    `problems`: what is damaged.
 
     Raises CheckpointError: there is no checkpoint.
     """
     checkpoint = _find(path.expanduser())
+    if (checkpoint / PEFT_FILE).is_file() and not (checkpoint / ADAPTER_FILE).exists():
+        return _peft(checkpoint)
     problems: list[str] = []
     headers = dict(_headers(checkpoint, problems))
     found: dict[str, Any] = {"path": str(checkpoint), "links": list(_links(checkpoint)), "problems": problems}
@@ -42,7 +47,10 @@ def as_text(found: Mapping[str, Any]) -> str:
 
 
 def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "checkpoint", found["path"] + (f"  ({', '.join(found['links'])})" if found["links"] else "")
+    yield (
+        "checkpoint" if found["optimizer"] else "PEFT adapter",
+        found["path"] + (f"  ({', '.join(found['links'])})" if found["links"] else ""),
+    )
     yield "state", "complete" if found["complete"] else "damaged: " + "; ".join(found["problems"])
     if found["step"] is not None:
         partial = f" and {found['mini_batches']} mini-batches of the next" if found["mini_batches"] else ""
@@ -51,8 +59,9 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "trained", f"{found['kind']}, {found['parameters']:,} numbers"
     if found["adapter"]:
         yield "adapter", ", ".join(f"{key} {value}" for key, value in found["adapter"].items())
-    optimizer = found["optimizer"]
-    yield "optimizer", f"{optimizer['name'] or 'unknown'}, {optimizer['updates']} updates, {optimizer['bytes']:,} bytes"
+    if optimizer := found["optimizer"]:
+        name = optimizer["name"] or "unknown"
+        yield "optimizer", f"{name}, {optimizer['updates']} updates, {optimizer['bytes']:,} bytes"
     if found["score"] is not None:
         yield "score", f"{found['score']:.4g}"
     for name, value in found["metrics"].items():
@@ -64,10 +73,34 @@ def _find(path: Path) -> Path:
     """Return the checkpoint at `path`, also a step_* whose state is missing."""
     if found := checkpoint_at(path):
         return found
-    if path.is_dir() and moment(path.resolve())[0] >= 0:
+    if path.is_dir() and (moment(path.resolve())[0] >= 0 or (path / PEFT_FILE).is_file()):
         return path.resolve()
     hint = "" if path.exists() else ": no such directory"
     raise CheckpointError(f"{path} is no checkpoint and no run directory with one{hint}")
+
+
+def _peft(directory: Path) -> dict[str, Any]:
+    """Describe an adapter in PEFT's files: it has weights and settings, and nothing that a run continues from."""
+    problems: list[str] = []
+    header = dict(_headers(directory, problems)).get(PEFT_FILE, {})
+    kind, settings = "adapter", dict[str, Any]()
+    try:
+        config = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        modules = config["target_modules"]
+        last = modules if isinstance(modules, str) else " ".join(sorted({name.rpartition(".")[2] for name in modules}))
+        base = config.get("base_model_name_or_path") or "unknown"
+        settings = {"rank": config["r"], "alpha": config["lora_alpha"], "modules": last, "base": base}
+        kind = "DoRA" if config.get("use_dora") else "LoRA"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problems.append(f"{ADAPTER_CONFIG} cannot be read: {error!r}")
+    settings["layers"] = sum(".lora_A." in name for name in header)
+    files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
+    found: dict[str, Any] = dict.fromkeys(
+        ("step", "mini_batches", "policy_version", "unpublished", "score", "optimizer")
+    )
+    found |= {"path": str(directory), "links": [], "problems": problems, "metrics": {}, "complete": not problems}
+    found |= {"kind": f"{kind} in PEFT's format", "adapter": settings, "parameters": _numbers(header)}
+    return found | {"files": files, "bytes": sum(files.values())}
 
 
 def _headers(checkpoint: Path, problems: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -133,6 +133,8 @@ PROVOCATIONS: dict[str, Provocation] = {
     "rewards by prompt": Provocation("no-variance", "by_prompt"),
     "all wrong": Provocation("too-hard", "all_wrong"),
     "all right": Provocation("too-easy", "all_right"),
+    "all right in the end": Provocation("solved", "solved"),
+    "most groups dropped": Provocation("oversampling", "solved"),
     "a part for nothing": Provocation("reward-part-constant", "unused_part"),
     "at most 0.7": Provocation("reward-below-1", "up_to_0.7", evaluation={"problems": 2}),
     "temperature 0.01": Provocation("same-answers", training={"temperature": 0.01}),

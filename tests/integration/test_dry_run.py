@@ -62,4 +62,4 @@ def test_a_dry_run_takes_no_resume(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=3)
     with train(config, "--dry-run", "--resume", "auto") as daemon:
         assert daemon.wait() == 2
-    assert "--dry-run starts anew" in daemon.output
+    assert "error: --dry-run starts anew: leave out --resume" in daemon.output and "usage:" not in daemon.output

@@ -149,11 +149,34 @@ def test_evaluations_that_share_no_problem(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_curves_share_their_axes() -> None:
-    every = [(1, 0.0), (2, 1.0), (4, 1.0)]
-    assert curve([(1, 0.0), (2, 1.0)], every, 4) == "▁█  "
-    assert curve([(4, 0.5)], every, 4) == "   ▅"  # round(0.5 · 7) = 4: the fifth of eight
-    assert curve([(1, 0.0), (2, 1.0), (4, 1.0)], every, 2) == "▅█"
-    assert curve([(1, 3.0)], [(1, 3.0)], 3) == "▁  "
+    every, ends = [(1, 0.0), (2, 1.0), (4, 1.0)], (0.0, 1.0)
+    assert curve([(1, 0.0), (2, 1.0)], every, ends, 4) == "▁█  "
+    assert curve([(4, 0.5)], every, ends, 4) == "   ▅"  # round(0.5 · 7) = 4: the fifth of eight
+    assert curve([(1, 0.0), (2, 1.0), (4, 1.0)], every, ends, 2) == "▅█"
+    assert curve([(1, 3.0)], [(1, 3.0)], (3.0, 3.0), 3) == "▁"
+
+
+def test_a_curve_has_no_gaps() -> None:
+    """30 steps were spread over 48 columns, with spaces in between."""
+    steps = [(step, step % 2) for step in range(1, 31)]
+    assert curve(steps, steps, (0.0, 1.0), 48) == "█▁" * 15
+    evaluations = [(0, 0.0), (2, 1.0), (4, 0.0)]
+    assert curve(evaluations, [*evaluations, (5, 1.0)], (0.0, 1.0), 48) == "▁▁██▁ "
+
+
+def test_the_scale_of_a_curve_is_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A reward is drawn from 0 to 1, as in the panel: 0.433 was ▁."""
+    a, b = make_run(tmp_path / "a", (0.433, 1.0)), make_run(tmp_path / "b", (0.433, 0.433))
+    lines = compare(capsys, a, b).partition("curves: ")[2].splitlines()
+    # 0.433 · 7 = 3.03: the fourth of eight
+    assert [line.split() for line in lines[1:3]] == [
+        ["reward", "A", "0.433", "▄█", "1.000"],
+        ["0", "to", "1", "B", "0.433", "▄▄", "0.433"],
+    ]
+    assert [line.split() for line in lines[3:5]] == [
+        ["KL", "A", "0.010", "▁█", "0.020"],
+        ["0.01", "to", "0.02", "B", "0.010", "▁█", "0.020"],
+    ]
 
 
 def test_the_curves_of_all_runs_are_in_one_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

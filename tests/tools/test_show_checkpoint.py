@@ -6,6 +6,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_parallm import cli
@@ -118,6 +119,26 @@ def test_a_header_that_is_json_and_no_safetensors(run: Path, header: Any, tmp_pa
     text = json.dumps(header).encode()
     (copy / "optimizer.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     assert describe(copy)["problems"] == ["optimizer.safetensors is cut short or no safetensors file"]
+
+
+def test_an_adapter_in_pefts_files_is_described(tmp_path: Path) -> None:
+    """It was "no checkpoint and no run directory with one"."""
+    a, b = mx.zeros((4, 16)), mx.zeros((32, 4))
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    tensors = {name.format(layer, half): array for layer in (0, 1) for half, array in (("A", a), ("B", b))}
+    mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), tensors)
+    modules = [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
+    config = {"r": 4, "lora_alpha": 8, "target_modules": modules, "base_model_name_or_path": "some/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    shown = show(str(tmp_path))
+    assert shown.returncode == 0, shown.stderr
+    assert f"PEFT adapter  {tmp_path}\nstate         complete\n" in shown.stdout
+    assert "trained       LoRA in PEFT's format, 384 numbers\n" in shown.stdout  # 2 · (4 · 16 + 32 · 4)
+    assert "rank 4, alpha 8, modules q_proj, base some/base, layers 2\n" in shown.stdout
+    assert "optimizer" not in shown.stdout
+    (tmp_path / "adapter_config.json").write_text("[]")
+    assert show(str(tmp_path)).returncode == 1
+    assert "adapter_config.json cannot be read" in show(str(tmp_path)).stdout
 
 
 def test_a_run_of_the_first_version() -> None:

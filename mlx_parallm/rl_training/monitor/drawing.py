@@ -23,11 +23,15 @@ def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
     count = min(width, len(finite))
     edges = [round(position * len(finite) / count) for position in range(count + 1)]
     means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    if low >= 0.0 and high <= 1.0:
-        low, high = 0.0, 1.0
+    low, high = scale_of(means)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(BLOCKS[round((value - low) * scale)] for value in means)
+
+
+def scale_of(values: Sequence[float]) -> tuple[float, float]:
+    """Return what ▁ and █ stand for: 0 and 1 where all values lie between them, else the lowest and the highest."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    return (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, high)
 
 
 def began_and_now(values: Sequence[float]) -> tuple[float, float, int]:

@@ -9,6 +9,7 @@ A run that learns well shows some of these signs too: little entropy, groups wit
 reference. They count only while the reward has not gained (`Evidence.gained`).
 """
 
+import itertools
 import math
 import re
 import statistics
@@ -324,7 +325,10 @@ def _uniform(evidence: Evidence, name: str) -> dict[str, float]:
     wrong, right = evidence.mean("groups_all_wrong") or 0.0, evidence.mean("groups_all_right") or 0.0
     spreads = [*evidence.values("reward_std"), max(means, default=math.inf) - min(means, default=0.0)]
     constant = len(spreads) > 1 and max(spreads) <= SAME_REWARD * max(1.0, abs(evidence.mean("reward_mean") or 0.0))
-    fits = {"too-hard": wrong >= MOST_GROUPS, "too-easy": right >= MOST_GROUPS, "reward-constant": constant}
+    began = (evidence.start or evidence.window)[0].get("groups_all_right") or 0.0
+    solved = _solved_steps(evidence) >= FEWEST_STEPS and min(began, right) < MOST_GROUPS
+    fits = {"too-hard": wrong >= MOST_GROUPS, "solved": solved, "too-easy": right >= MOST_GROUPS}
+    fits["reward-constant"] = constant
     if name != next((kind for kind, true in fits.items() if true), "no-variance"):
         return {}
     numbers = {"groups_without_variance": share, "groups_all_wrong": wrong, "groups_all_right": right}
@@ -345,6 +349,23 @@ def _too_easy(evidence: Evidence) -> Sign | None:
         return None
     share = _share(numbers["groups_all_right"])
     return Sign(f"too easy: every answer earned 1 in {share} of the groups from the start", numbers)
+
+
+def _solved_steps(evidence: Evidence) -> int:
+    """How many of the newest steps had no answer that earned less than 1."""
+    shares = (line.get("groups_all_right") for line in reversed(evidence.window))
+    return sum(1 for _ in itertools.takewhile(lambda share: share == 1, shares))
+
+
+@_rule("solved", "stop here, or use harder problems")
+def _solved(evidence: Evidence) -> Sign | None:
+    """What a run ends in that learns well; one that begins so is too easy."""
+    steps = _solved_steps(evidence)
+    if steps < FEWEST_STEPS or _uniform(evidence, "too-easy"):
+        return None
+    words = f"solved: every answer of {steps} steps in a row earned 1, the best reward; nothing is left to learn"
+    solved = Evidence(evidence.window[-steps:])
+    return Sign(words, {"steps_solved": steps} | solved.known("reward_mean", "groups_all_right", "grad_norm"))
 
 
 @_rule("reward-constant", "the reward function: it must tell answers apart")

@@ -308,7 +308,7 @@ def _one_line(answer: Line) -> str:
 
 def _mark(answer: Line) -> Text:
     style = "green" if answer["reward"] >= SOLVED else "red" if answer["reward"] == 0 else ""
-    sign = {"right": "✓", "wrong": "✗"}.get(_verdict(answer), _verdict(answer))
+    sign = {"right": "✓", "wrong": "✗"}.get(_verdict(answer), f"reward {_verdict(answer)}:")
     return Text(f"{sign} {_one_line(answer)}", style=style)
 
 

@@ -465,8 +465,8 @@ class MemoryWatch:
         if not self._peak:
             return
         peak, predicted = in_words(self._peak), in_words(self.predicted)
-        if abs(self.predicted - self._peak) > OFF * self._peak + SMALL:
-            log.warning("the preflight was off", peak=peak, predicted=predicted)
+        if self.health():
+            log.warning("the preflight predicted too little", peak=peak, predicted=predicted)
         lengths = f"the longest prompt ({self._seen.prompt} tokens) and completion ({self._seen.completion}) of the run"
         ratio = self.predicted / self._peak
         text = f"memory: {peak} at the peak; {predicted} ({ratio:.2f}) were predicted for {lengths}"

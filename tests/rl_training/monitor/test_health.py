@@ -155,11 +155,32 @@ def test_an_event_is_told_while_it_is_in_the_window(key, sentence):
 def test_a_run_that_has_learned_is_not_ill():
     """Little entropy, groups without variance, a policy far from the reference: all of it is success, too."""
     start = window()
-    for line in (LEARNED, SOLVED):
+    for line, found in ((LEARNED, []), (SOLVED, ["solved"])):
         end = [line | {"rollout_entropy": 0.01, "kl": 1.5}] * WINDOW
-        assert names(end, start) == []
-        assert names([*start, *end], start) == []
+        assert names(end, start) == found
+        assert names([*start, *end], start) == found
     assert "too-easy" in names([SOLVED] * WINDOW, [SOLVED] * WINDOW)
+
+
+def test_a_task_that_is_solved_is_said_to_be_so():
+    """Five steps at reward 1, with a gradient of 0, were called healthy."""
+    [found] = find([SOLVED | {"grad_norm": 0.0}] * WINDOW, window())
+    assert found.sentence == (
+        "solved: every answer of 5 steps in a row earned 1, the best reward; nothing is left to learn"
+    )
+    assert found.setting == "stop here, or use harder problems"
+    assert found.numbers == {"steps_solved": 5, "reward_mean": 1.0, "groups_all_right": 1.0, "grad_norm": 0.0}
+
+
+def test_the_last_three_steps_are_enough_to_be_solved():
+    """A run of five steps that ends so, and nothing but "no variance" was found in it."""
+    before = WELL | {"groups_without_variance": 0.75, "groups_all_right": 0.5}
+    lines = [before, before, SOLVED, SOLVED, SOLVED]
+    assert names(lines, lines) == ["solved"]
+    assert find(lines, lines)[0].numbers["steps_solved"] == 3
+    assert names([*window(3), SOLVED, SOLVED], window()) == []
+    assert names([SOLVED, SOLVED, SOLVED, SOLVED, WELL], window()) == []
+    assert names([WELL, WELL, *[SOLVED | {"groups_all_right": 0.99}] * 3], window()) == []
 
 
 def test_entropy_that_is_gone_without_a_gain_is_a_collapse():
@@ -305,7 +326,7 @@ def test_a_resumed_run_knows_how_it_began():
             display.update(SOLVED)
         return display.health()
 
-    assert shown(*window()) == HEALTHY
+    assert shown(*window()).startswith("solved")
     assert shown().startswith("too easy")
 
 

@@ -131,6 +131,14 @@ def test_a_first_evaluation_in_the_midst_is_not_called_before(comparisons):
         assert "the same prompts, after step 2" in text and "at the end" in text and "before" not in text
 
 
+def test_a_reward_in_between_is_not_part_of_the_answer():
+    """The cell was "0.2 44": the answer 44 earned 0.2."""
+    row = compare(record(("44", "4", "18"), rewards=(0.2, 0.0, 1.0)), record(("3", "4", "18"), rewards=(1.0, 0.0, 1.0)))
+    console = Console(file=io.StringIO(), width=160)
+    console.print(answers_table(row))
+    assert "│ reward 0.2: 44 " in console.file.getvalue()
+
+
 def test_an_answer_cannot_smuggle_in_markup():
     row = compare(record(("[red]", "[/]", "x" * 500)), record(("3", "4", "18")))
     console = Console(file=io.StringIO(), width=160)
