@@ -13,6 +13,7 @@ import contextlib
 import copy
 import io
 import json
+import math
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from rich.console import Console
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import ParallmError
+from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate
 from mlx_parallm.models.threads import release_streams
 from mlx_parallm.rl_training.monitor import health
 from mlx_parallm.rl_training.monitor.explain import explain
@@ -88,8 +90,6 @@ class Sender(HttpEnvironment):
             data["inference_logprobs"] = [
                 [1.0 if value == 1.0 else value - 0.3 for value in row] for row in data["inference_logprobs"]
             ]
-        if self._fault == "advantages":  # a float64 that no float32 can hold
-            data["advantages"] = [[1e39] * len(row) for row in data["tokens"]]
         if self._fault == "no_logprobs":
             data["inference_logprobs"] = None
         if self._fault == "all_other" or (self._fault == "other" and len(self.replies) % 2):
@@ -122,6 +122,11 @@ def holds_the_lock(run: TrainingRun, url: str, stop: threading.Event) -> None:
         with run.weights.lock.read():
             stop.wait(0.3)
         stop.wait(0.05)
+
+
+def unbounded(inputs: LossInputs) -> LossOutputs:
+    """A loss of the user's whose gradient is no number."""
+    return LossOutputs(aggregate(inputs.logprobs, inputs) * math.inf, {})
 
 
 HTTP = {"total_steps": 12}
@@ -159,7 +164,7 @@ PROVOCATIONS: dict[str, Provocation] = {
     "one late group": Provocation("environment-stalled", "late"),
     "sends nothing": Provocation("environment-stalled", "", HTTP, beside=registers_only),
     "reward raises": Provocation("groups-refused", "raises"),
-    "advantages 1e39": Provocation("not-finite", "", HTTP, beside=sends("advantages")),
+    "loss without bound": Provocation("not-finite", training={"loss": f"python:{__file__}:unbounded"}),
     "tight KL bound": Provocation(
         "update-refused", training={"learning_rate": 1e-2, "weight_updates": {"max_publish_kl": 1e-6}}
     ),

@@ -244,7 +244,10 @@ def _misfits_waiting(arrivals: Arrivals) -> Sign | None:
     "send the log-probabilities that the server returned, with the temperature they were sampled at",
 )
 def _logprob_mismatch(evidence: Evidence) -> Sign | None:
+    runs_away = (evidence.mean("kl") or 0.0) > KL_HIGH  # then weights a few steps apart have to differ
     for fresh, weights in ((True, "the same weights"), (False, "weights a few steps apart")):
+        if runs_away and not fresh:
+            continue
         lines = [line for line in evidence.window if (line.get("mismatch_fresh") is not False) == fresh]
         largest, mean = max(_values(lines, "logprob_diff_max"), default=0.0), _mean(lines, "logprob_diff_mean") or 0.0
         bound = LOGPROB_MISMATCH_MEAN if fresh else STALE_MISMATCH_MEAN

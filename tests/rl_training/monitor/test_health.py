@@ -296,6 +296,8 @@ def test_one_stale_group_is_normal_many_are_not_and_one_of_another_model_is_not(
 
 def test_what_is_learned_between_sampling_and_training_is_no_mismatch():
     assert names(window(logprob_diff_mean=0.3, logprob_diff_max=4.0, mismatch_fresh=False)) == []
+    apart = {"logprob_diff_mean": 1.5, "logprob_diff_max": 9.0, "mismatch_fresh": False}
+    assert names(window(**apart, kl=2.0)) == ["kl-running-away"]  # its cause is named, not what follows from it
     one_fresh = [*window(4, logprob_diff_mean=0.3, mismatch_fresh=False), WELL | {"logprob_diff_mean": 0.1}]
     assert names(one_fresh) == ["log-probability-mismatch"]
     assert names(window(dropped_without_variance=11)) == []
