@@ -346,14 +346,16 @@ class _Connection:
         await self._let_go()
 
     async def _let_go(self) -> None:
-        """Close the session; the SDK ends the process."""
-        self._session = None
+        """Close the session; the SDK ends the process. A start that is not over is cancelled."""
+        is_open, self._session = self._session is not None, None
         self._end.set()
-        if self._holder is not None and not self._holder.done():
-            _, waiting = await asyncio.wait({self._holder}, timeout=STOP_TIMEOUT_S / 2)
-            for holder in waiting:  # a start that hangs
-                holder.cancel()
-                await asyncio.wait({holder}, timeout=STOP_TIMEOUT_S / 2)
+        if self._holder is None or self._holder.done():
+            return
+        if not is_open:
+            self._holder.cancel()
+        _, waiting = await asyncio.wait({self._holder}, timeout=STOP_TIMEOUT_S)
+        for holder in waiting:
+            holder.cancel()
 
 
 def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, BaseException | None]:

@@ -2,8 +2,10 @@
 
 import _thread
 import json
+import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +216,15 @@ def test_a_callback_ends_the_training_and_one_that_fails_is_heard(tmp_path: Path
         grpo(tmp_path / "none", callbacks=[7])
 
 
+@pytest.fixture
+def heeded_interrupt() -> Iterator[None]:
+    """A job in a shell's background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded_interrupt")
 def test_an_interrupt_saves_first(tmp_path: Path) -> None:
     class Interrupt:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
