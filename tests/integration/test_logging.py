@@ -117,7 +117,7 @@ def test_a_run_and_its_resume_elsewhere(tmp_path: Path) -> None:
     assert [line["step"] for line in tables] == [2, 4]
     assert saved["rl_training"]["total_steps"] == 5
     for line in lines:
-        numbers = {key: value for key, value in expected(line).items() if isinstance(value, int | float)}
+        numbers = {key: float(value) for key, value in expected(line).items() if isinstance(value, int | float)}
         found = {name: value for step, name, value in scalars(moved / "tensorboard") if step == line["step"]}
         assert found == pytest.approx(numbers, rel=1e-6)
 
