@@ -79,8 +79,9 @@ def test_a_server_that_ends_is_started_again() -> None:
         assert client.call("end").error == "server"
         second = client.call("pid")
         assert second.error is None and second.text != first
-        psutil.Process(int(second.text)).kill()
-        psutil.Process(int(second.text)).wait(10)
+        process = psutil.Process(int(second.text))
+        process.kill()
+        process.wait(10)
         assert client.call("count").error in (None, "server")
         assert client.call("add", {"a": 1, "b": 1}).text == "2"
         assert client.metrics()["restarts"] == 2
