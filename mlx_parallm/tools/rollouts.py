@@ -409,7 +409,7 @@ def _open(path: Path) -> tuple[Path, RolloutStore]:
     if config is not None and config.rl_training.algorithm in DATA_ALGORITHMS:
         raise StoreError(f"{run}: {config.rl_training.algorithm} learns from rows of a file: there are no rollouts")
     if not (run / STORE_FILE).is_file():
-        raise StoreError(f"{run}: no {STORE_FILE}: the run has received nothing yet")
+        raise StoreError(f"{run}: no {STORE_FILE}: nothing has arrived yet, or a run in Python, which keeps none")
     return run, RolloutStore(run / STORE_FILE, read_only=True)
 
 
