@@ -26,7 +26,7 @@ LINES: dict[str, int] = {
     "distributed": 440,
     "engine": 3690,
     "environments": 4520,
-    "execution": 2110,
+    "execution": 2240,
     "experts": 1310,
     "inference": 950,
     "integrations": 1470,

@@ -4,13 +4,13 @@
     "xml"       <invoke name="search"><parameter name="query">MLX</parameter></invoke>
     "json"      ```json {"tool": "search", "arguments": {"query": "MLX"}} ```, a list of them, or only JSON
     "use_tool"  USE_TOOL[search](MLX)
+    "tool_line" TOOL: search(query="MLX"), on a line of its own (action_grammar.py)
     "function"  search(query="MLX"), for the names in `tools`
 
 A model may write anything: a text that begins as a call and cannot be read is a `MalformedCall` beside the calls, never
 an exception. Formats are tried in this order; a format does not see text that an earlier one has read.
 """
 
-import ast
 import html
 import inspect
 import json
@@ -24,11 +24,20 @@ from typing import Any, Literal, get_args
 from pydantic import PydanticUserError, TypeAdapter
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.action_grammar import Action, parse_actions
+from mlx_parallm.execution.call_arguments import (
+    UnreadableError,
+    checked_object,
+    closing_bracket,
+    read_arguments,
+    read_json,
+    read_object,
+)
 
-Format = Literal["own", "xml", "json", "use_tool", "function"]
+Format = Literal["own", "xml", "json", "use_tool", "tool_line", "function"]
 Call = tuple[str, dict[str, Any]]
 Place = tuple[int, int, Callable[[], list[Call]]]
-"""Start, end, and a function that reads the calls there: [] = there is no call; raises _UnreadableError."""
+"""Start, end, and a function that reads the calls there: [] = there is no call; raises UnreadableError."""
 Tools = Mapping[str, Mapping[str, Any]]  # definitions by name
 ToolLike = str | Mapping[str, Any] | Callable[..., Any]
 
@@ -47,8 +56,6 @@ _INVOKE = re.compile(r"<invoke\b([^>]*?)(?:/>|>(.*?)</invoke\s*>)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter\b([^>]*)>(.*?)</parameter\s*>", re.DOTALL)
 _NAME = re.compile(r"""\bname\s*=\s*(?:"([^"]*)"|'([^']*)')""")
 _USE_TOOL = re.compile(r"USE_TOOL\[\s*+([^\[\]\n]*+)\s*+\]\s*+\(")
-_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
-_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +102,6 @@ class OwnFormat:
     parse: Callable[[str, Any], Any]
 
 
-class _UnreadableError(Exception):
-    """A malformed call; the text is the reason."""
-
-
 def parse_tool_calls(
     text: str,
     tools: Sequence[ToolLike] = (),
@@ -126,7 +129,7 @@ def parse_tool_calls(
                 continue
             try:
                 calls += [ToolCall(*call, text[start:end], start, end) for call in read()]
-            except _UnreadableError as error:
+            except UnreadableError as error:
                 malformed.append(MalformedCall(str(error), text[start:end], start, end))
     calls.sort(key=lambda call: call.start_pos)
     malformed.sort(key=lambda call: call.start_pos)
@@ -208,27 +211,39 @@ def _use_tool_places(text: str, tools: Tools) -> Iterator[Place]:
         name, inside = match[1].rstrip(), match.end()
         parameters = _parameters(tools, name)
         # In plain words an apostrophe is no quotation mark; in a list of arguments it is.
-        plain = _closing(text, inside - 1, "\"'", words=True)
+        plain = closing_bracket(text, inside - 1, "\"'", words=True)
         if plain is not None and _USE_TOOL.search(text, inside, plain):  # a mark here, its pair in the next call
             plain = None
-        ends = [end for quotes in ("\"'", "") if (end := _closing(text, inside - 1, quotes)) is not None]
+        ends = [end for quotes in ("\"'", "") if (end := closing_bracket(text, inside - 1, quotes)) is not None]
         if plain is None and not ends:
             yield match.start(), len(text), partial(_unclosed, "the parenthesis")
             return
         at = plain or ends[-1]
         arguments: dict[str, Any] = {(parameters or [RAW_INPUT])[0]: text[inside : at - 1].strip()}
         for end in reversed(ends):
-            with suppress(_UnreadableError):
-                arguments = _arguments(text[inside : end - 1], parameters)
+            with suppress(UnreadableError):
+                arguments = read_arguments(text[inside : end - 1], parameters)
                 at = end
         yield match.start(), at, partial(_use_tool_call, name, arguments)
+
+
+def _line_places(text: str, tools: Tools) -> Iterator[Place]:
+    for action in parse_actions(text, {name: _parameters(tools, name) for name in tools}):
+        if action.kind == "tool":
+            yield action.start, action.end, partial(_line_call, action)
+
+
+def _line_call(action: Action) -> list[Call]:
+    if action.error is not None:
+        raise UnreadableError(action.error)
+    return [(action.name, dict(action.arguments))]
 
 
 def _function_places(text: str, tools: Tools) -> Iterator[Place]:
     names = "|".join(re.escape(name) for name in sorted(tools, key=len, reverse=True)) or r"[^\W\d]\w*"
     pattern, at = re.compile(rf"(?<![\w.])({names})\s*\("), 0
     while (match := pattern.search(text, at)) is not None:
-        end = _closing(text, match.end() - 1, "\"'")
+        end = closing_bracket(text, match.end() - 1, "\"'")
         at = len(text) if end is None else end
         call = partial(_function_call, match[1], text[match.end() : at - 1], tools)
         yield match.start(), at, partial(_unclosed, "the parenthesis") if end is None else call
@@ -238,6 +253,7 @@ _PLACES: Mapping[Format, Callable[[str, Tools], Iterator[Place]]] = {
     "xml": _xml_places,
     "json": _json_places,
     "use_tool": _use_tool_places,
+    "tool_line": _line_places,
     "function": _function_places,
 }
 
@@ -246,27 +262,27 @@ _PLACES: Mapping[Format, Callable[[str, Tools], Iterator[Place]]] = {
 
 
 def _unclosed(what: str) -> list[Call]:
-    raise _UnreadableError(f"{what} is not closed")
+    raise UnreadableError(f"{what} is not closed")
 
 
 def _own_calls(own: OwnFormat, text: str, tools: Tools) -> list[Call]:
     calls = read_calls(own.parse, text, openai_tools(tools.values()))
     if not calls:
-        raise _UnreadableError("the model's own format cannot be read")
+        raise UnreadableError("the model's own format cannot be read")
     return [(name, arguments) for name, arguments, _ in calls]
 
 
 def _xml_call(match: re.Match[str], tools: Tools) -> list[Call]:
     name, body = _attribute(match[1]), match[2] or ""
     if not name:
-        raise _UnreadableError("<invoke> has no name")
+        raise UnreadableError("<invoke> has no name")
     if rest := _PARAMETER.sub("", body).strip():
-        raise _UnreadableError(f"there is {rest[:40]!r} between the parameters")
+        raise UnreadableError(f"there is {rest[:40]!r} between the parameters")
     properties, arguments = tools.get(name, {}).get("parameters", {}).get("properties", {}), {}
     for parameter in _PARAMETER.finditer(body):
         key, value = _attribute(parameter[1]), html.unescape(parameter[2]).strip()
         if not key or key in arguments:
-            raise _UnreadableError("a parameter has no name, or is repeated")
+            raise UnreadableError("a parameter has no name, or is repeated")
         schema = properties.get(key)
         wants_text = isinstance(schema, Mapping) and schema.get("type") == "string"
         arguments[key] = value if wants_text else _json_or_text(value)
@@ -275,15 +291,15 @@ def _xml_call(match: re.Match[str], tools: Tools) -> list[Call]:
 
 def _json_calls(body: str) -> list[Call]:
     try:
-        value = _json(body)
-    except _UnreadableError:
+        value = read_json(body)
+    except UnreadableError:
         if _NAMES_A_TOOL.search(body):
             raise
         return []
     entries = [_json_call(entry) for entry in (value if isinstance(value, list) else [value])]
     calls = [call for call in entries if call is not None]
     if calls and len(calls) < len(entries):
-        raise _UnreadableError("a list of calls contains something else")
+        raise UnreadableError("a list of calls contains something else")
     return calls
 
 
@@ -295,102 +311,26 @@ def _json_call(value: Any) -> Call | None:
     if name is None or not (keys or "tool" in value):  # {"name": "Ada"} is no call
         return None
     if not isinstance(name, str) or not name:
-        raise _UnreadableError(f"the tool's name is {name!r}")
+        raise UnreadableError(f"the tool's name is {name!r}")
     arguments = (value[keys[0]] if keys else None) or {}
-    return name, _object(arguments) if isinstance(arguments, str) else _checked_object(arguments)
+    return name, read_object(arguments) if isinstance(arguments, str) else checked_object(arguments)
 
 
 def _use_tool_call(name: str, arguments: dict[str, Any]) -> list[Call]:
     if not name:
-        raise _UnreadableError("USE_TOOL[] names no tool")
+        raise UnreadableError("USE_TOOL[] names no tool")
     return [(name, arguments)]
 
 
 def _function_call(name: str, source: str, tools: Tools) -> list[Call]:
-    return [(name, _arguments(source, _parameters(tools, name)))]
-
-
-def _arguments(source: str, parameters: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments between the parentheses of a call: nothing, a JSON object, or Python's syntax. An argument
-    that is no literal (2 + 3, north) stays text. Positional ones are named by `parameters`. Raises _UnreadableError."""
-    if source.lstrip().startswith("{"):
-        return _object(source)
-    # Unknown escapes ("\d") mean themselves; doubled, they give no warning of Python's.
-    written = "f(" + _ESCAPE.sub(lambda m: m[0] if m[1] in "\\'\"abfnrtvxuU\n" else "\\" + m[0], source) + "\n)"
-    try:
-        call = ast.parse(written, "<tool call>", mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _UnreadableError(f"no arguments: {error}") from error
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-        raise _UnreadableError("no arguments")
-    if len(call.args) > len(parameters):
-        raise _UnreadableError(f"{len(call.args)} arguments without a name, {len(parameters)} parameters")
-    pairs = [*zip(parameters, call.args, strict=False), *((keyword.arg, keyword.value) for keyword in call.keywords)]
-    arguments = {key: _literal(node, written) for key, node in pairs if key is not None}
-    if len(arguments) < len(pairs) or any(isinstance(node, ast.Starred) for node in call.args):
-        raise _UnreadableError("an argument is repeated, or has a star")
-    return arguments
-
-
-def _literal(node: ast.expr, source: str) -> Any:
-    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
-        return _JSON_NAMES[node.id]
-    try:
-        return json.loads(json.dumps(ast.literal_eval(node), allow_nan=False))
-    except (ValueError, TypeError, RecursionError, MemoryError):
-        return (ast.get_source_segment(source, node) or "").strip()
-
-
-def _closing(text: str, opening: int, quotes: str, *, words: bool = False) -> int | None:
-    """Return the place after the bracket that closes the one at `opening`, or None. Brackets between `quotes` do not
-    count. With `words`, a mark after a letter or digit (Newton's, 5\") opens no quotation, one before a letter or digit
-    ends none, and no quotation crosses the end of a line."""
-    depth, quote, at = 0, "", opening
-    while at < len(text):
-        character = text[at]
-        if quote:
-            if words and character == "\n":
-                return None
-            at += character == "\\"
-            quote = "" if character == quote and not (words and text[at + 1 : at + 2].isalnum()) else quote
-        elif character in quotes and not (words and text[at - 1].isalnum()):
-            quote = character
-        elif character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-            if depth == 0:
-                return at + 1
-        at += 1
-    return None
-
-
-def _json(source: str) -> Any:
-    try:
-        return json.loads(source, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise _UnreadableError(f"not JSON: {error}") from error
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+    return [(name, read_arguments(source, _parameters(tools, name)))]
 
 
 def _json_or_text(source: str) -> Any:
     try:
-        return _json(source)
-    except _UnreadableError:
+        return read_json(source)
+    except UnreadableError:
         return source
-
-
-def _object(source: str) -> dict[str, Any]:
-    return _checked_object(_json(source))
-
-
-def _checked_object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _UnreadableError("the arguments are not an object")
-    return value
 
 
 def _attribute(head: str) -> str:
