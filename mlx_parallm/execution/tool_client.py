@@ -114,13 +114,39 @@ class ToolClient:
         own = [definition for _, definition in self._functions.values()]
         return own + [connection.definitions[name] for name, connection in served.items()]
 
-    def call(self, name: str, arguments: Mapping[str, Any] | None = None) -> ToolResult:
-        """Call a tool and wait. `timeout_s` of its server bounds it; a function of the process has no bound."""
-        return self._loop.run(self._call(name, dict(arguments or {})))
+    def call(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        cached: bool = True,
+    ) -> ToolResult:
+        """Call a tool and wait. `timeout_s` of its server bounds it; a function of the process has no bound.
+
+        Args:
+            timeout_s: bounds this call too, of a function as well; its thread may go on.
+            cached: false: the tool is called even where an earlier result is kept.
+        """
+        return self._loop.run(self._bounded_call(name, dict(arguments or {}), timeout_s, cached))
 
     async def acall(self, name: str, arguments: Mapping[str, Any] | None = None) -> ToolResult:
         """Do the same for the code of another loop."""
         return await self._loop.arun(self._call(name, dict(arguments or {})))
+
+    async def _bounded_call(
+        self, name: str, arguments: dict[str, Any], timeout_s: float | None, cached: bool
+    ) -> ToolResult:
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                return await self._call(name, arguments, cached=cached)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            result = ToolResult(f"{name}: no answer within {timeout_s:g} s", error="timeout", seconds=timeout_s or 0.0)
+            self._count(result)
+            return result
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the start: calls, cached, each failure, restarts, and the mean seconds of a call."""
@@ -156,9 +182,9 @@ class ToolClient:
             self._served = served
             return served
 
-    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+    async def _call(self, name: str, arguments: dict[str, Any], *, cached: bool = True) -> ToolResult:
         key = (name, repr(sorted(arguments.items())))
-        if (kept := self._cache.get(key)) is not None:
+        if cached and (kept := self._cache.get(key)) is not None:
             self._count(kept)
             return kept
         began, connection = time.perf_counter(), None
