@@ -21,27 +21,27 @@ TINY_MODULE_LINES = 80
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
     "(root)": 1290,
-    "cli": 1220,
+    "cli": 1230,
     "config": 1930,
     "distributed": 440,
     "engine": 3690,
     "environments": 4520,
-    "execution": 2270,
+    "execution": 2290,
     "experts": 1310,
     "inference": 950,
     "integrations": 1470,
-    "library": 990,
+    "library": 1010,
     "losses": 860,
     "models": 3420,
     "orchestrator": 1230,
     "primitives": 160,
     "rewards": 1960,
-    "rl_training": 10260,
+    "rl_training": 10300,
     "rollout_store": 1270,
     "server": 3910,
     "system": 1020,
-    "tools": 2710,
-    "trl": 1230,
+    "tools": 2730,
+    "trl": 1250,
 }
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own

@@ -34,7 +34,12 @@ REASONS = {
     signal.SIGBUS: "a fault in native code, or a full disk under a memory map",
 }
 DONE = 79
-CHILD = f"from mlx_parallm.cli import train; raise SystemExit(train() or {DONE})"
+CHILD = f"""
+from mlx_parallm.cli import train
+from mlx_parallm.system.signals import EndLimit
+EndLimit.exit_code = {DONE}
+raise SystemExit(train() or {DONE})
+"""
 
 log = get_logger("supervisor")
 

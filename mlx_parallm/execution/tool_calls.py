@@ -54,6 +54,7 @@ _FENCE = re.compile(r"```[ \t]*+(?:json|tool_call|tool)?(\s*+[{\[].*?)```", re.D
 _NAMES_A_TOOL = re.compile(r'"(?:tool|name)"\s*:')
 _INVOKE = re.compile(r"<invoke\b([^>]*?)(?:/>|>(.*?)</invoke\s*>)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter\b([^>]*)>(.*?)</parameter\s*>", re.DOTALL)
+_SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"""\bname\s*=\s*(?:"([^"]*)"|'([^']*)')""")
 _USE_TOOL = re.compile(r"USE_TOOL\[\s*+([^\[\]\n]*+)\s*+\]\s*+\(")
 
@@ -273,13 +274,14 @@ def _own_calls(own: OwnFormat, text: str, tools: Tools) -> list[Call]:
 
 
 def _xml_call(match: re.Match[str], tools: Tools) -> list[Call]:
-    name, body = _attribute(match[1]), match[2] or ""
+    name = _attribute(match[1])
     if not name:
         raise UnreadableError("<invoke> has no name")
-    if rest := _PARAMETER.sub("", body).strip():
+    parameters, rest = _xml_parameters(match[2] or "")
+    if rest:
         raise UnreadableError(f"there is {rest[:40]!r} between the parameters")
     properties, arguments = tools.get(name, {}).get("parameters", {}).get("properties", {}), {}
-    for parameter in _PARAMETER.finditer(body):
+    for parameter in parameters:
         key, value = _attribute(parameter[1]), html.unescape(parameter[2]).strip()
         if not key or key in arguments:
             raise UnreadableError("a parameter has no name, or is repeated")
@@ -287,6 +289,27 @@ def _xml_call(match: re.Match[str], tools: Tools) -> list[Call]:
         wants_text = isinstance(schema, Mapping) and schema.get("type") == "string"
         arguments[key] = value if wants_text else _json_or_text(value)
     return [(name, arguments)]
+
+
+def _xml_parameters(body: str) -> tuple[list[re.Match[str]], str]:
+    """Return the <parameter> elements of a call, and the first text between or after them ("": none).
+
+    It stops at the first text that is no parameter: a search behind an unclosed one would read to the end each time.
+    """
+    parameters, at = list[re.Match[str]](), _end_of_space(body, 0)
+    while at < len(body):
+        parameter = _PARAMETER.match(body, at)
+        if parameter is None:
+            following = body.find("<parameter", at + 1)
+            return parameters, body[at : following if following > 0 else len(body)].strip()
+        parameters.append(parameter)
+        at = _end_of_space(body, parameter.end())
+    return parameters, ""
+
+
+def _end_of_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return match.end() if match else at
 
 
 def _json_calls(body: str) -> list[Call]:

@@ -220,6 +220,7 @@ class BaseAlgorithm(ABC):
         if count < 1:
             raise ConfigError(f"num_iterations = {count}: at least 1")
         loop, self._metrics, self._collected = self._the_loop(), [], []
+        self._write_settings(loop.step + count)
         with self._tracked(), self._shown(count, progress_bar):
             loop.run(loop.step + count)
         return self._metrics
@@ -283,7 +284,7 @@ class BaseAlgorithm(ABC):
                 backprop.expect_reference(checkpoint)
                 state = checkpointer.resume(checkpoint, store, metrics)
                 backprop.publish(at_least=state.policy_version)
-            self._write_settings(self._directory)
+            self._write_settings(state.step if state else 0)
         self._versions = versions = VersionSteps(weights.version, state.step if state else 0)
         collecting = {"max_staleness": config.max_staleness, "max_empty_rounds": REFILLS}
         buffer = build_buffer(
@@ -300,11 +301,16 @@ class BaseAlgorithm(ABC):
             parts, training, control=RunControl(after_step=self._after_step), state=_between_steps(state)
         )
 
-    def _write_settings(self, directory: RunDirectory) -> None:
-        """Write the files that the commands and `load_algorithm_from_checkpoint` read."""
-        source = self.backprop.source
+    def _write_settings(self, total_steps: int) -> None:
+        """Write the files that the commands and `load_algorithm_from_checkpoint` read. `total_steps`: at the end of
+        this call of `train`."""
+        directory, source, config = self._directory, self.backprop.source, self.backprop.run_config
+        if directory is None:
+            return
         base = source if isinstance(source, str) else self.backprop.loaded.path
-        directory.write_config(self.backprop.run_config.model_copy(update={"model": ModelConfig(base_path=str(base))}))
+        training = config.rl_training.model_copy(update={"total_steps": max(1, total_steps)})
+        known = {"model": ModelConfig(base_path=str(base)), "rl_training": training}
+        directory.write_config(config.model_copy(update=known))
         settings = {"name": self.name, "config": self.config.model_dump(mode="json")}
         write_atomically(directory.path / ALGORITHM_FILE, (json.dumps(settings, indent=1) + "\n").encode())
 

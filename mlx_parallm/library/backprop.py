@@ -312,13 +312,22 @@ class BackpropModule:
         return Loss(self, rollouts, ((1.0, term),), rows, needs=needs)
 
     def compute_kl(self, trajectories: Sequence[Played]) -> Loss:
-        """Return KL(policy || reference) in nats a token, by config.kl_estimator."""
+        """Return KL(policy || reference) in nats a token, by config.kl_estimator.
+
+        Raises ConfigError: "k3_ratio", and trajectories without the log-probabilities that the ratio is against.
+        """
+        estimator, segments = self.config.kl_estimator, all_segments(trajectories)
+        if estimator == "k3_ratio" and any(segment.logprobs is None for segment in segments):
+            raise ConfigError(
+                'kl_estimator = "k3_ratio" divides by the log-probabilities of the policy that sampled, and these'
+                ' trajectories have none: keep those that the sampler returned, or choose kl_estimator = "k3"'
+            )
 
         def kl(inputs: LossInputs) -> LossOutputs:
-            mean = aggregate(token_kl(inputs, self.config.kl_estimator), inputs)
+            mean = aggregate(token_kl(inputs, estimator), inputs)
             return LossOutputs(mean, {"kl": mean})
 
-        return Loss(self, all_segments(trajectories), ((1.0, kl),), needs=frozenset(["reference"]))
+        return Loss(self, segments, ((1.0, kl),), needs=frozenset(["reference"]))
 
     def compute_entropy(self, trajectories: Sequence[Played]) -> Loss:
         """Return the entropy of the whole distribution in nats a token. Subtract a bonus: `loss + -0.01 * entropy`."""

@@ -12,7 +12,6 @@ before it as they were. `find_checkpoint` says what `--resume` means. `Checkpoin
 weights, optimizer, random states, consumed groups to waiting, metrics lines cut. The rest is in `TrainerState`.
 """
 
-import hashlib
 import math
 import os
 import random
@@ -29,6 +28,7 @@ import structlog
 from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import load_adapter
+from mlx_parallm.rl_training.checkpoints.checksums import CHECKSUMS_FILE, damaged_files, write_checksums
 from mlx_parallm.rl_training.checkpoints.trainer_state import STATE_FILE, TrainerState
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.run_directory import BEST, FINAL, LATEST, checkpoint_at, checkpoints, moment
@@ -37,7 +37,6 @@ from mlx_parallm.rl_training.step.policy import TrainedPolicy, read_tensors
 from mlx_parallm.system.files import GB, free_bytes, point, remove_leftovers, write_directory
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-CHECKSUMS_FILE = "SHA256SUMS"  # as `sha256sum -c` reads it
 SUPERSEDED = "superseded_"
 STATE_BYTES = 64 << 10  # of a checkpoint's small files: configuration, random states, the last blocks of each file
 SCORED_STEPS = 10
@@ -155,8 +154,7 @@ class Checkpointer:
         kind = {"optimizer": self._optimizer.kind}
         mx.save_safetensors(str(directory / OPTIMIZER_FILE), self._optimizer.state(), metadata=kind)
         (directory / STATE_FILE).write_text(state.to_text(), encoding="utf-8")
-        sums = [f"{_checksum(file)}  {file.name}\n" for file in sorted(directory.iterdir())]
-        (directory / CHECKSUMS_FILE).write_text("".join(sums), encoding="utf-8")
+        write_checksums(directory)
 
     def _same(self, path: Path, state: TrainerState) -> bool:
         """A checkpoint of this very moment lies there already: it was resumed from, or just written."""
@@ -215,26 +213,13 @@ def check_files(checkpoint: Path) -> None:
 
     Raises CheckpointError: a file is missing or damaged.
     """
-    sums = checkpoint / CHECKSUMS_FILE
-    if not sums.is_file():
-        return
-    try:
-        expected = [line.split("  ", 1) for line in sums.read_text(encoding="utf-8").splitlines()]
-        damaged = [name for checksum, name in expected if _checksum(checkpoint / name) != checksum]
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{sums}: the checkpoint cannot be checked: {error}") from error
-    if damaged or not expected:
+    damaged = damaged_files(checkpoint)
+    if damaged:
         others = ", ".join(path.name for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name)
-        what = ", ".join(damaged) or CHECKSUMS_FILE
         raise CheckpointError(
-            f"{checkpoint}: damaged: {what}: the checksum is another than when it was written. Resume from another"
-            f" checkpoint (there: {others or 'none'}); if you changed it yourself, remove {CHECKSUMS_FILE}"
+            f"{checkpoint}: damaged: {', '.join(damaged)}: the checksum is another than when it was written. Resume"
+            f" from another checkpoint (there: {others or 'none'}); if you changed it yourself, remove {CHECKSUMS_FILE}"
         )
-
-
-def _checksum(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def find_checkpoint(text: str, checkpoint_dir: Path, run_name: str | None) -> Path | None:

@@ -18,6 +18,7 @@ step, and the health line says so: a minimum never keeps a step from its batch f
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -99,7 +100,7 @@ class RolloutBuffer:
         shaping: Shaping = PLAIN,
     ) -> None:
         self._target = config.atropos.rollout_batch_size
-        if group_sizes and not reachable(self._target, set(group_sizes)):
+        if group_sizes and not fillable_up_to(self._target, set(group_sizes))[-1]:
             sizes = ", ".join(map(str, sorted(set(group_sizes))))
             raise ConfigError(
                 f"rl_training.atropos.rollout_batch_size = {self._target} cannot be made of whole groups:"
@@ -115,6 +116,7 @@ class RolloutBuffer:
         self._dynamic, self._max_oversampling = config.dynamic_sampling, config.max_oversampling or math.inf
         self._seed, self._misfit, self._shaping = config.seed, misfit, shaping
         self._held: dict[str, RolloutGroup] = {}  # waiting in the store, read already; in the store's order
+        self._computed: dict[str, Advantages | None] = {}  # of held groups, which each new arrival looks at again
         self._outstanding = 0  # in-process groups asked for and not seen yet
         # What a former process left is no answer to our requests, and perhaps of weights that were lost with it.
         self._restored = frozenset(store.known_ids())
@@ -124,6 +126,7 @@ class RolloutBuffer:
 
     def _begin(self) -> None:
         self._chosen: list[Chosen] = []
+        self._taken = Counter[str]()  # sequences of the chosen groups, by environment
         self._dropped = 0  # sequences of in-process groups without variance
         self._statistics = StatisticsCollector()
         self._empty_rounds = 0
@@ -221,16 +224,16 @@ class RolloutBuffer:
         """Sequences among the last `room` that are kept for environments below their minimum: whole groups of each."""
         reserved: dict[str, int] = {}
         for name, minimum in self._minimums.items():
-            taken = sum(len(group.rollouts) for group, _, _ in self._chosen if group.environment == name)
-            lacking = min(minimum.sequences - taken, room - sum(reserved.values()))
+            lacking = min(minimum.sequences - self._taken[name], room - sum(reserved.values()))
             if lacking >= minimum.group_size and name not in self._lifted:
                 reserved[name] = lacking // minimum.group_size * minimum.group_size
         return reserved
 
-    def _has_place(self, group: RolloutGroup, room: int, sizes: set[int]) -> bool:
+    def _has_place(self, group: RolloutGroup, room: int, fillable: Sequence[bool]) -> bool:
         """Whether the rest can be filled when `group` takes its part of `room`, the places of others left to them."""
         kept = sum(lacking for name, lacking in self._reserved(room).items() if name != group.environment)
-        return reachable(room - len(group.rollouts) - kept, sizes)
+        rest = room - len(group.rollouts) - kept
+        return rest >= 0 and fillable[rest]
 
     def _waiting_sequences(self) -> int:
         return sum(len(group.rollouts) for group in self._held.values())
@@ -238,13 +241,17 @@ class RolloutBuffer:
     def choose_again(self) -> None:
         """After a rollback: looks anew at the groups that were chosen for the step, which has not begun."""
         self._held = {entry[0].group_id: entry[0] for entry in self._chosen} | self._held
-        self._chosen = []
+        self._chosen, self._taken = [], Counter()
 
     def _poll(self) -> None:
         """Reads groups that are new in the store; forgets those that somebody else dropped (/atropos/reset_data)."""
         waiting = self._store.waiting_ids()
         self._held = {group_id: group for group_id, group in self._held.items() if group_id in waiting}
+        self._computed = {group_id: known for group_id, known in self._computed.items() if group_id in self._held}
         self._chosen = [entry for entry in self._chosen if entry[0].group_id in waiting]
+        self._taken = Counter()
+        for group, _, _ in self._chosen:
+            self._taken[group.environment] += len(group.rollouts)
         known = {*self._held, *(group.group_id for group, _, _ in self._chosen)}
         too_large: list[str] = []
         for group in self._store.waiting(max(4 * self._target - len(known), 1), exclude=known):
@@ -260,14 +267,17 @@ class RolloutBuffer:
             return
         self._minimums = self._read_minimums()
         room = self._target - sum(len(group.rollouts) for group, _, _ in self._chosen)
-        sizes = self._nominal_sizes | {len(group.rollouts) for group in self._held.values()}
+        fillable = fillable_up_to(
+            self._target, self._nominal_sizes | {len(group.rollouts) for group in self._held.values()}
+        )
         stale: list[str] = []
         constant: list[str] = []
         trainable: list[Chosen] = []
+        sequences = 0  # of the trainable groups
         for group in self._ordered():
             if room == 0 and self._sampling == "fifo":
                 break
-            if group.index is not None and self._left(room - sum(len(g.rollouts) for g, _, _ in trainable)) <= 0:
+            if group.index is not None and self._left(room - sequences) <= 0:
                 continue  # it waits for the next step
             age = self._age(group, step)
             if age > self._max_staleness:
@@ -279,28 +289,29 @@ class RolloutBuffer:
                 self._dropped += len(group.rollouts) if group.index is not None else 0
             elif self._sampling != "fifo":
                 trainable.append((group, advantages, age))
-            elif self._has_place(group, room, sizes) and self._fits(group, step):
+                sequences += len(group.rollouts)
+            elif self._has_place(group, room, fillable) and self._fits(group, step):
                 self._take(group, advantages, age)
                 room -= len(group.rollouts)
         self._discard(stale, step, TOO_OLD)
         self._discard(constant, step, NO_VARIANCE)
-        if trainable:
-            self._choose_among(trainable, room, sizes, step)
+        if sequences and sequences >= room:  # else it waits until there is enough to choose from
+            self._choose_among(trainable, room, fillable, step)
 
     def _advantages(self, group: RolloutGroup) -> Advantages | None:
-        return token_advantages(group, self._estimate, self._shaping)
+        if group.group_id not in self._computed:
+            self._computed[group.group_id] = token_advantages(group, self._estimate, self._shaping)
+        return self._computed[group.group_id]
 
-    def _choose_among(self, trainable: list[Chosen], room: int, sizes: set[int], step: int) -> None:
-        """Chooses by another order than that of arrival: waits until there is enough to choose from."""
-        if sum(len(group.rollouts) for group, _, _ in trainable) < room:
-            return
+    def _choose_among(self, trainable: list[Chosen], room: int, fillable: Sequence[bool], step: int) -> None:
+        """Chooses by another order than that of arrival."""
         if self._sampling == "uniform":
             order = np.random.default_rng([self._seed & 0xFFFFFFFF, step]).permutation(len(trainable))
             trainable = [trainable[i] for i in order]
         else:
             trainable = sorted(trainable, key=lambda entry: -_weight(entry[1]))
         for group, advantages, age in trainable:
-            if room and self._has_place(group, room, sizes) and self._fits(group, step):
+            if room and self._has_place(group, room, fillable) and self._fits(group, step):
                 self._take(group, advantages, age)
                 room -= len(group.rollouts)
 
@@ -321,6 +332,7 @@ class RolloutBuffer:
     def _take(self, group: RolloutGroup, advantages: Advantages | None, age: int) -> None:
         del self._held[group.group_id]
         self._chosen.append((group, advantages, age))
+        self._taken[group.environment] += len(group.rollouts)
         self._empty_rounds = 0
 
     def _discard(self, group_ids: list[str], step: int, reason: str) -> None:
@@ -375,12 +387,12 @@ class RolloutBuffer:
         return steps_known and rollout.logprobs is not None
 
 
-def reachable(total: int, sizes: set[int]) -> bool:
-    """True when `total` (0 included) is a sum of these sizes, each used any number of times."""
-    sums = [True] + [False] * max(total, 0)
+def fillable_up_to(total: int, sizes: set[int]) -> list[bool]:
+    """Return for each number from 0 to `total` whether it is a sum of these sizes, each used any number of times."""
+    sums = [True] + [False] * total
     for value in range(1, total + 1):
         sums[value] = any(size <= value and sums[value - size] for size in sizes)
-    return total >= 0 and sums[total]
+    return sums
 
 
 def _weight(advantages: Advantages | None) -> float:

@@ -26,7 +26,7 @@ from mlx_parallm.rl_training.checkpoint import Checkpointer, CheckpointVersions
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter, what_to_resume
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.data.heldout import HeldOut, describe
-from mlx_parallm.rl_training.data.source import DataSource
+from mlx_parallm.rl_training.data.source import DataSource, Fit
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog, best_by
 from mlx_parallm.rl_training.evaluation.runner import Evaluations, evaluation_sources
 from mlx_parallm.rl_training.events import (
@@ -119,6 +119,7 @@ class TrainingRun:
         serve: makes the serving half; it takes the port at once.
         source_kinds: where rollouts may come from, besides rows of a file.
         wants_checkpoint: asked after each step, besides checkpoint_interval.
+        fit: counts the steps of a run on rows, once it is known how many of them are trained on.
 
     Raises ConfigError, CheckpointError: before anything is started or written.
     """
@@ -135,9 +136,10 @@ class TrainingRun:
         run_log: RunLog | None = None,
         ranks: Ranks = ALONE,
         wants_checkpoint: Callable[[], bool] = lambda: False,
+        fit: Fit | None = None,
     ) -> None:
         self._stop, self._console, self._run_log = stop, console, run_log or RunLog()
-        self._wants_checkpoint = wants_checkpoint
+        self._wants_checkpoint, self._fit = wants_checkpoint, fit
         self._source_kinds, self._ranks = source_kinds, ranks
         check_installed(config.logging)
         config, self._checkpoint, self._start_over = what_to_resume(config, resume)
@@ -174,7 +176,7 @@ class TrainingRun:
         self._memory = MemoryWatch.checked(config, check_model(config.model, train=True, quantize=quantize))
         if config.rl_training.algorithm in DATA_ALGORITHMS:
             self.data = DataSource(config, self.serving.tokenizer())
-            config = self.config = self.data.with_total_steps()
+            config = self.config = self.data.with_total_steps(self._fit)
         initial = None if self._checkpoint else initial_adapter(config)
         directory = RunDirectory.open(config, self._checkpoint, reuse=self._start_over)
         self._closing.callback(lambda: None if self._began else directory.discard())
@@ -373,7 +375,7 @@ class TrainingRun:
             return
         event, why = "ended at once", "the end took too long: does a reward function or environment not return?"
         seconds = END_S + self.config.server.drain_timeout_s
-        self._end.start(seconds, 0, lambda: log.warning(event, reason=why, seconds=seconds))
+        self._end.start(seconds, lambda: log.warning(event, reason=why, seconds=seconds))
 
     def _display(self, started: StartedRun, tokenizer: Tokenizer) -> None:
         def health() -> list[str | None]:

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
 LAST_WORDS_S = 2.0
 SHUTDOWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -53,18 +54,21 @@ class ShutdownWatcher:
 
 
 class EndLimit:
-    """Ends the process with an exit code if what is left to do takes too long. Any thread.
+    """Ends the process if what is left to do takes too long. Any thread.
 
     Foreign code that spins (`while True: pass`) cannot be stopped, and leaves other threads so little time that an
     orderly end takes minutes.
     """
 
+    exit_code: ClassVar[int] = 0
+    """Of a process that has done its work. A supervisor's child has another one (`cli/supervisor.py`)."""
+
     def __init__(self) -> None:
         self._cancelled = threading.Event()
         self._started = False
 
-    def start(self, seconds: float, code: int, on_end: Callable[[], None] = lambda: None) -> None:
-        """Call `on_end` and end the process after so many seconds, unless `cancel` is called before."""
+    def start(self, seconds: float, on_end: Callable[[], None] = lambda: None) -> None:
+        """Call `on_end` and end the process with `exit_code` after so many seconds, unless `cancel` comes first."""
         if self._started:
             return
         self._started = True
@@ -73,7 +77,7 @@ class EndLimit:
             if not self._cancelled.wait(seconds):
                 threading.Thread(target=on_end, daemon=True).start()
                 self._cancelled.wait(LAST_WORDS_S)  # no longer, whatever it does
-                os._exit(code)
+                os._exit(self.exit_code)
 
         threading.Thread(target=wait, name="end-limit", daemon=True).start()
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ConfigError, ModelError, StoreError
+from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, token_advantages
 from mlx_parallm.rl_training.monitor.samples import Readable, without_template
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory, find_run
@@ -236,15 +237,20 @@ class Answers:
             return f"dropped by step {record.step}: {record.reason}"
         keeps = self._config is not None and not self._config.rl_training.dynamic_sampling
         constant = record.group is not None and self._advantages(record) is None and not self._fault and not keeps
-        return self._waits + (", which will drop it: nothing can be learned from it (no variance)" if constant else "")
+        if self._left_over:
+            why = "left over: the run made its last step without it"
+            return f"{why}, and nothing could be learned from it (no variance)" if constant else why
+        waits = "waits for a step" if self._running else "waits: the run is stopped; --resume takes it to a step"
+        return f"{waits}, which will drop it: nothing can be learned from it (no variance)" if constant else waits
 
     @cached_property
-    def _waits(self) -> str:
-        if RunDirectory.in_use(self.run):
-            return "waits for a step"
-        if (self.run / FINAL).exists():
-            return "waits: the run made its last step without it"
-        return "waits: the run is stopped; --resume takes it to a step"
+    def _running(self) -> bool:
+        return RunDirectory.in_use(self.run)
+
+    @property
+    def _left_over(self) -> bool:
+        """Whether no step will take what waits."""
+        return not self._running and (self.run / FINAL).exists()
 
     def _left_out(self, rollout: Rollout) -> str:
         shaping = self._learning[1]
@@ -259,6 +265,8 @@ class Answers:
         """What the trainer computes advantages with; without the configuration, what is in no need of it."""
         try:
             training = load_config(self.run / CONFIG_FILE, saved=True).rl_training
+            if is_reference(training.loss or ""):  # advantages need no loss: perhaps only another program has it
+                training = training.model_copy(update={"loss": "reinforce"})
             from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping  # here: it loads MLX
 
             algorithm = make_algorithm(training)

@@ -1,4 +1,4 @@
-"""`mlx_parallm checkpoint`: what a checkpoint holds, and whether it is complete. Reads headers only, no MLX.
+"""`mlx_parallm checkpoint`: what a checkpoint holds, and whether it is complete. No MLX.
 
 `describe` returns JSON values, `as_text` makes text of them.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.models.formats import safetensors_header
+from mlx_parallm.rl_training.checkpoints.checksums import damaged_files
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.run_directory import BEST, FINAL, LATEST, checkpoint_at, moment
 
@@ -38,6 +39,7 @@ def describe(path: Path) -> dict[str, Any]:
     if not (checkpoint / OPTIMIZER_FILE).is_file():
         problems.append(f"{OPTIMIZER_FILE} is missing")
     found["optimizer"] = _optimizer(headers.get(OPTIMIZER_FILE), found.pop("optimizer_updates"))
+    found["checksums"] = _checksums(checkpoint, problems)
     files = {file.name: file.stat().st_size for file in sorted(checkpoint.iterdir())}
     return found | {"files": files, "bytes": sum(files.values()), "complete": not problems}
 
@@ -66,6 +68,8 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "score", f"{found['score']:.4g}"
     for name, value in found["metrics"].items():
         yield name, f"{value:.4g}"
+    if found["checksums"]:
+        yield "checksums", found["checksums"]
     yield "size", f"{found['bytes']:,} bytes in {len(found['files'])} files"
 
 
@@ -96,7 +100,7 @@ def _peft(directory: Path) -> dict[str, Any]:
     settings["layers"] = sum(".lora_A." in name for name in header)
     files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
     found: dict[str, Any] = dict.fromkeys(
-        ("step", "mini_batches", "policy_version", "unpublished", "score", "optimizer")
+        ("step", "mini_batches", "policy_version", "unpublished", "score", "optimizer", "checksums")
     )
     found |= {"path": str(directory), "links": [], "problems": problems, "metrics": {}, "complete": not problems}
     found |= {"kind": f"{kind} in PEFT's format", "adapter": settings, "parameters": _numbers(header)}
@@ -114,6 +118,21 @@ def _headers(checkpoint: Path, problems: list[str]) -> Iterator[tuple[str, dict[
             problems.append(f"{file.name} is cut short or no safetensors file")
         else:
             yield file.name, header
+
+
+def _checksums(checkpoint: Path, problems: list[str]) -> str:
+    """Say whether all bytes are those that were written; add the changed files that `problems` does not name yet."""
+    try:
+        damaged = damaged_files(checkpoint)
+    except CheckpointError as error:
+        problems += [] if problems else [str(error)]
+        return "cannot be compared"
+    if damaged is None:
+        return "there are none: an older version wrote it, or somebody removed them"
+    problems += [
+        f"{name} is not what was written (SHA-256)" for name in damaged if not any(name in text for text in problems)
+    ]
+    return f"another one: {', '.join(damaged)}" if damaged else "every file is as it was written"
 
 
 def _state(checkpoint: Path, problems: list[str]) -> dict[str, Any]:

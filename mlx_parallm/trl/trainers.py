@@ -34,7 +34,8 @@ from mlx_parallm.models.adapters.peft import save_peft
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.rewards.functions import is_reward_reference
-from mlx_parallm.rl_training.checkpoint import CHECKSUMS_FILE
+from mlx_parallm.rl_training.checkpoints.checksums import CHECKSUMS_FILE
+from mlx_parallm.rl_training.data.source import Fit
 from mlx_parallm.rl_training.run_directory import BEST, CONFIG_FILE, FINAL, LATEST, USED_BY, RunDirectory
 from mlx_parallm.rl_training.train import StartedRun, TrainingRun
 from mlx_parallm.system.blas import share_blas_between
@@ -158,9 +159,9 @@ class TRLTrainer:
         resume = self._where_from(resume_from_checkpoint)
         self.state.log_history.clear()
         with ExitStack() as unless_finished:
-            run = self._open = _OpenRun(self._configuration(), self.args, resume, callbacks=self._callbacks)
+            run = self._open = _OpenRun(self._configuration(), self.args, resume, self._fit, callbacks=self._callbacks)
             unless_finished.callback(self.close)
-            run.do(lambda: run.train(self._callbacks, self.schedule))
+            run.do(lambda: run.train(self._callbacks, lambda: self.schedule))
             if (failed := self._callbacks.failed) is not None:
                 raise failed
             unless_finished.pop_all()
@@ -179,7 +180,7 @@ class TRLTrainer:
                 run = self._open
                 if run is None:  # before training: a run of its own that leaves nothing
                     scratch = Path(closing.enter_context(TemporaryDirectory())) / "run"
-                    run = _OpenRun(_placed(self._configuration(), scratch), self.args, None)
+                    run = _OpenRun(_placed(self._configuration(), scratch), self.args, None, self._fit)
                     closing.callback(run.close)
                 return self._callbacks.evaluated(evaluation_numbers(run.do(run.evaluate)))
         finally:
@@ -252,6 +253,12 @@ class TRLTrainer:
             chat_template=self._template,
             **self._objects(),
         )
+
+    def _fit(self, config: Config, rows: int) -> Config:
+        """Count epochs by the rows that are trained on: those longer than max_length are left out."""
+        assert isinstance(self.args, RowsConfig)
+        self.schedule = rows_schedule(self.args, rows)
+        return _placed(self._configuration(), config.rl_training.checkpoint_dir / str(config.rl_training.run_name))
 
     def _where_from(self, resume: str | Path | bool | None) -> str | None:
         directory = self._directory
@@ -407,7 +414,13 @@ class _OpenRun:
     """A `TrainingRun` that stays open after its last step, to be evaluated and to answer, until `close`."""
 
     def __init__(
-        self, config: Config, args: TrainerConfig, resume: str | None, *, callbacks: Callbacks | None = None
+        self,
+        config: Config,
+        args: TrainerConfig,
+        resume: str | None,
+        fit: Fit,
+        *,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self._stop, self._thread = threading.Event(), MLXThread("trainer")
         self._log = RunLog(Redactor([config.resolve_api_key(), *environment_secrets()]))
@@ -427,6 +440,7 @@ class _OpenRun:
                     console=Console(stderr=True, quiet=bool(args.disable_tqdm)),
                     run_log=self._log,
                     wants_checkpoint=control.takes_save if control is not None else lambda: False,
+                    fit=fit,
                 )
             )
             unless_open.pop_all()
@@ -444,9 +458,10 @@ class _OpenRun:
             raise
         return work.result()
 
-    def train(self, callbacks: Callbacks, schedule: UpdateSchedule) -> None:
-        callbacks.subscribe(self.run.events, schedule, stop=self._stop)
+    def train(self, callbacks: Callbacks, schedule: Callable[[], UpdateSchedule]) -> None:
+        """`schedule`: asked when the rows have been read."""
         if (started := self._start()) is not None:
+            callbacks.subscribe(self.run.events, schedule(), stop=self._stop)
             self.run.train(started)
 
     def evaluate(self) -> dict[str, float]:

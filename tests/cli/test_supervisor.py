@@ -94,7 +94,7 @@ def test_a_crash_loop_ends_and_an_exit_code_is_passed_on(tmp_path: Path) -> None
 
 def test_an_exit_that_the_daemon_did_not_make_is_no_success(tmp_path: Path) -> None:
     """os._exit(0) in a reward function looked like a finished run."""
-    assert supervisor.DONE == 79 and supervisor.CHILD.endswith("train() or 79)")
+    assert supervisor.DONE == 79 and supervisor.CHILD.endswith("train() or 79)\n")
     (tmp_path / "ends").mkdir()
     parent = start(tmp_path, "saves 0", "done", restarts=1)
     gives_up = start(tmp_path / "ends", "0", "0", restarts=1)
@@ -103,6 +103,17 @@ def test_an_exit_that_the_daemon_did_not_make_is_no_success(tmp_path: Path) -> N
     assert "ended with exit code 0, but is not done (does a reward" in said
     gives_up.communicate(timeout=30)
     assert gives_up.returncode == 1 and len(starts(tmp_path / "ends")) == 2
+
+
+def test_a_finished_run_whose_end_takes_too_long_is_done() -> None:
+    """A reward function that spins: the end limit ended the process with 0, and the finished run was started again."""
+    stand_in = """
+import threading, mlx_parallm.cli
+from mlx_parallm.system.signals import EndLimit
+mlx_parallm.cli.train = lambda: EndLimit().start(0.0) or threading.Event().wait(30)
+"""
+    command = [sys.executable, "-c", stand_in + supervisor.CHILD]
+    assert subprocess.run(command, timeout=30).returncode == supervisor.DONE
 
 
 def test_the_older_step_that_was_asked_for_is_tried_again(tmp_path: Path) -> None:

@@ -212,6 +212,13 @@ def test_long_runs_take_no_longer_than_they_are(text: str) -> None:
     assert read(text) == []
 
 
+def test_parameters_that_are_not_closed_are_looked_for_once() -> None:
+    """Each of them was searched to the end of the call: hours for this one."""
+    text = '<invoke name="f"><parameter name="a">1</parameter>' + '<parameter name="b">' * 100_000 + "</invoke>"
+    [malformed] = parse_tool_calls(text).malformed
+    assert malformed.reason == "there is '<parameter name=\"b\">' between the parameters"
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.text() | st.lists(WORDS, max_size=25).map("".join))
 def test_nothing_that_a_model_writes_raises(text: str) -> None:

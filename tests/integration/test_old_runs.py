@@ -1,13 +1,18 @@
 """Run directories that former versions wrote: they are read, and resumed."""
 
 import shutil
+import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from structlog.testing import capture_logs
 
-from mlx_parallm.config.load import load_config
+from mlx_parallm.config.load import Config, load_config
+from mlx_parallm.daemon import training_run
 from mlx_parallm.models.lora import load_adapter
+from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.run_directory import checkpoint_at, find_run
 from mlx_parallm.rollout_store.store import RolloutStore
@@ -27,6 +32,27 @@ def test_an_old_run_is_read(name: str) -> None:
     assert {pair.a.shape[1] for pair in adapter.layers.values()} == {config.rl_training.lora.rank}
     with closing(RolloutStore(run / "rollouts.sqlite", read_only=True)) as store:
         assert store.groups(store.taken_by(2))
+
+
+def test_a_run_without_its_rollouts_goes_on_and_says_what_is_lost(tmp_path: Path) -> None:
+    run, stop = tmp_path / "run_0_1", threading.Event()
+    shutil.copytree(DATA / run.name, run, symlinks=True)
+    (run / "rollouts.sqlite").unlink()
+    config = load_config(run / "config.toml", saved=True)
+    config = config.model_copy(update={"rl_training": config.rl_training.model_copy(update={"total_steps": 3})})
+    stop.set()  # it builds everything and ends
+    with capture_logs() as logs:
+        in_mlx_thread(lambda: start(config, run, stop))
+    [warning] = [entry for entry in logs if "accepted groups are lost" in entry["event"]]
+    assert warning["file"] == str(run / "rollouts.sqlite")
+
+
+def start(config: Config, run: Path, stop: threading.Event) -> None:
+    training = training_run(config, http=False, resume=str(run), stop=stop, console=Console(quiet=True))
+    try:
+        training.start()
+    finally:
+        training.close()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """BackpropModule: its numbers against numpy's, its losses against the formulas, its gradients against differences."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -222,6 +223,14 @@ def test_values_are_learned() -> None:
 
 
 # ---------------------------------------------------------------------- the reference
+
+
+def test_a_kl_that_divides_by_the_sampler_needs_its_log_probabilities() -> None:
+    """The trainer's own stood in: the ratio was 1, and the number k3's."""
+    backprop, trajectories = make(**PLAIN, kl_estimator="k3_ratio"), played()
+    assert backprop.compute_kl(trajectories).item() == pytest.approx(0.0, abs=1e-7)
+    with pytest.raises(ConfigError, match=r'"k3_ratio" divides .* choose kl_estimator = "k3"'):
+        backprop.compute_kl([replace(trajectory.rollout, logprobs=None) for trajectory in trajectories])
 
 
 @pytest.mark.parametrize("lora", [True, False])

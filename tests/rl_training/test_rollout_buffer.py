@@ -1,6 +1,6 @@
 """Which groups a step takes, and what becomes of the others; over the real store."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,9 +9,10 @@ import pytest
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.library.algorithms import CollectedGroups
 from mlx_parallm.losses.advantages import PLAIN, Shaping, group_advantages, token_advantages
 from mlx_parallm.rl_training.publish.versions import VersionSteps
-from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD, Minimum, RolloutBuffer, reachable
+from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD, Minimum, RolloutBuffer, fillable_up_to
 from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rollout_store.checks import OTHER_MODEL, TOO_LARGE
@@ -181,7 +182,8 @@ def test_mixed_sizes_fill_a_batch_exactly(store: RolloutStore) -> None:
 def test_a_batch_size_that_no_mix_reaches_is_an_error_at_start(store: RolloutStore) -> None:
     with pytest.raises(ConfigError, match=r"rollout_batch_size = 10 .* group sizes are 4, 8"):
         make_buffer(store, rollout_batch_size=10, group_sizes=[8, 4, 8])
-    assert [n for n in range(1, 20) if not reachable(n, {6, 4, 9})] == [1, 2, 3, 5, 7, 11]
+    sums = fillable_up_to(19, {6, 4, 9})
+    assert [number for number, fits in enumerate(sums) if not fits] == [1, 2, 3, 5, 7, 11]
 
 
 def test_sizes_from_outside_that_never_fit_end_in_a_smaller_batch(store: RolloutStore) -> None:
@@ -275,6 +277,51 @@ def test_priority_takes_the_largest_advantages(store: RolloutStore) -> None:
     buffer = make_buffer(store, estimate=mean, rollout_batch_size=6, buffer_sampling="priority", group_sizes=[])
     assert buffer.collect(1, timeout_s=0).group_ids == ("g5", "g4", "g3")
     assert store.drop_reasons() == {NO_VARIANCE: 1}
+
+
+class Rollouts(tuple[Any, ...]):
+    """Counts how often somebody asks for its length."""
+
+    asked = 0
+
+    def __len__(self) -> int:
+        type(self).asked += 1
+        return super().__len__()
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "priority"])
+def test_the_work_of_a_choice_is_a_multiple_of_what_there_is_to_choose_from(sampling: str) -> None:
+    """It was quadratic: for each group the sequences of all groups before it were counted."""
+
+    def lengths_asked(count: int) -> int:
+        groups = [make_group(f"g{i}", [0, 1], index=i) for i in range(count)]
+        groups = [replace(group, rollouts=Rollouts(group.rollouts)) for group in groups]
+        store = CollectedGroups(lambda n: groups)
+        buffer = make_buffer(
+            store, buffer_sampling=sampling, rollout_batch_size=2 * count, request_groups=store.request
+        )
+        buffer.request(1)
+        Rollouts.asked = 0
+        assert len(buffer.collect(1, timeout_s=0).groups) == count
+        return Rollouts.asked
+
+    assert lengths_asked(64) < 5 * lengths_asked(16)
+
+
+def test_advantages_of_a_group_that_waits_are_computed_once() -> None:
+    groups, computed = [make_group(f"g{i}", [0, 1], index=i) for i in range(6)], list[object]()
+    store = CollectedGroups(lambda n: [groups.pop(0)])  # one after another
+
+    def estimate(rewards: Sequence[float]) -> tuple[float, ...]:
+        computed.append(rewards)
+        return (-1.0, 1.0)
+
+    options: dict[str, Any] = {"buffer_sampling": "uniform", "estimate": estimate, "request_groups": store.request}
+    buffer = make_buffer(store, rollout_batch_size=12, **options)
+    buffer.request(1)
+    while buffer.collect(1, timeout_s=0) is None:
+        pass
+    assert len(computed) == 6
 
 
 def test_deterministic_mode_waits_for_all_and_goes_by_index(store: RolloutStore) -> None:

@@ -127,14 +127,15 @@ def spin():
     while True: pass
 for _ in range(4):
     threading.Thread(target=spin, daemon=True).start()
-limit.start(0.2, 7, lambda: print("last words", flush=True))
-limit.start(0.0, 8)
+EndLimit.exit_code = 7
+limit.start(0.2, lambda: print("last words", flush=True))
+limit.start(0.0)
 {then}
 spin()
 """
 
 
-@pytest.mark.parametrize("then", ["", "limit.start(0.0, 9)"])
+@pytest.mark.parametrize("then", ["", "limit.start(0.0)"])
 def test_an_end_that_takes_too_long_is_made_one(then: str) -> None:
     """Threads that spin leave the others so little time that an end in order took minutes."""
     ended = subprocess.run(

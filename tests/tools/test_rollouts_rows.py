@@ -174,8 +174,27 @@ def test_left_out_and_hopeless_ones_say_so(tmp_path: Path, tokenizer: Tokenizer,
     assert [row["advantage"] for row in (first, cut, marked)] == pytest.approx([1.224745, 0.0, 0.0])
     assert cut["why"].endswith("not trained on: it was cut off (mask_truncated)")
     assert marked["why"].endswith("not trained on: its environment marked it (zero_advantage)")
-    assert first["why"] == "waits: the run made its last step without it"
-    assert equal["advantage"] is None and "which will drop it" in equal["why"]
+    assert first["why"] == "left over: the run made its last step without it"
+    assert equal["advantage"] is None
+    assert equal["why"] == f"{first['why']}, and nothing could be learned from it (no variance)"
+    (run / "final").rmdir()
+    [equal, *_] = rows(capsys, run)
+    assert equal["why"].endswith(
+        "--resume takes it to a step, which will drop it: nothing can be learned from it (no variance)"
+    )
+
+
+def test_advantages_of_a_run_with_a_loss_that_only_its_program_has(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: Any
+) -> None:
+    """They do not depend on the loss: "not known: … `mlx_parallm eval` needs …" was about something else."""
+    run = make_run(tmp_path / "run", 'loss = "python:this_process:mine"\nadvantage = "mean"')
+    store = RolloutStore(run / "rollouts.sqlite")
+    answers = tuple(answered(tokenizer, "Sum", "5", scores={"reward": reward}) for reward in (1.0, 0.0))
+    store.add(RolloutGroup("group", "sums", answers), source="environments")
+    store.close()
+    assert [row["advantage"] for row in rows(capsys, run)] == [0.5, -0.5]
+    assert "not known" not in look(capsys, run)
 
 
 def test_where_equal_groups_are_kept_none_is_said_to_be_dropped(

@@ -103,6 +103,21 @@ def test_damage_is_named(run: Path, file: str, content: str | None, problem: str
     assert f"damaged: {found['problems'][0]}" in as_text(found)
 
 
+def test_a_changed_byte_is_found(run: Path, tmp_path: Path) -> None:
+    """Headers were read alone: a checkpoint that a resume refuses was called complete."""
+    assert describe(run)["checksums"] == "every file is as it was written"
+    copy = tmp_path / "step_000012"
+    shutil.copytree(run / "step_000012", copy)
+    weights = copy / "adapters.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    found = describe(copy)
+    assert found["problems"] == ["adapters.safetensors is not what was written (SHA-256)"]
+    assert not found["complete"] and "checksums     another one: adapters.safetensors\n" in as_text(found)
+    (copy / "SHA256SUMS").unlink()
+    found = describe(copy)
+    assert found["complete"] and found["checksums"].startswith("there are none")
+
+
 def test_damage_is_an_exit_code(run: Path, tmp_path: Path) -> None:
     (copy := tmp_path / "step_000012").mkdir()
     shutil.copy(run / "step_000012" / "trainer_state.json", copy)

@@ -26,6 +26,7 @@ from mlx_parallm import (
     SFTTrainer,
 )
 from mlx_parallm.cli.table import main
+from mlx_parallm.config.load import load_config
 from mlx_parallm.daemon import training_run
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
@@ -237,6 +238,20 @@ def test_an_interrupt_saves_first(tmp_path: Path) -> None:
     steps = len(lines(tmp_path / "run"))
     assert 2 <= steps < 400
     assert (tmp_path / "run" / "latest").resolve().name.startswith(f"step_{steps:06d}")
+
+
+def test_an_epoch_has_the_rows_that_are_trained_on(tmp_path: Path) -> None:
+    """Rows longer than max_length counted too: the others came more often than num_train_epochs."""
+    rows = [{"text": "ab" * (40 if number % 2 else 2)} for number in range(8)]
+    options: dict[str, Any] = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "max_length": 20}
+    args = SFTConfig(str(tmp_path / "run"), **QUICK, **options, logging_steps=1, warmup_ratio=0.5)
+    with SFTTrainer(MODEL, args, train_dataset=rows, eval_dataset=rows) as trainer:
+        assert trainer.schedule.max_steps == 8  # as far as is known before they are tokenised
+        assert trainer.train().global_step == 4
+        assert (trainer.state.max_steps, trainer.state.epoch) == (4, 2.0)
+        assert [entry["epoch"] for entry in trainer.state.log_history] == [0.5, 1.0, 1.5, 2.0]
+    saved = load_config(tmp_path / "run" / "config.toml", saved=True)
+    assert (saved.rl_training.total_steps, saved.rl_training.warmup_steps) == (4, 2)
 
 
 def test_the_program_outlives_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

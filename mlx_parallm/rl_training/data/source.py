@@ -4,6 +4,7 @@ rows checked → tokenised (before anything is written) → DataBatches for the 
 """
 
 import hashlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,9 @@ from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import ChatTokenizer
 
 log = get_logger("train")
+
+Fit = Callable[[Config, int], Config]
+"""(configuration, rows that are trained on) → the configuration whose steps are counted by them."""
 
 
 class DataSource(RolloutSource):
@@ -49,11 +53,13 @@ class DataSource(RolloutSource):
         configured = "total_steps" in training.model_fields_set
         return training.total_steps if configured else steps_per_epoch(len(self._train), training.batch_size)
 
-    def with_total_steps(self) -> Config:
-        """The configuration with `total_steps` set."""
+    def with_total_steps(self, fit: Fit | None = None) -> Config:
+        """The configuration with `total_steps` set. `fit`: counts the steps otherwise than in one pass."""
         training = self._config.rl_training
         training = training.model_copy(update={"total_steps": self.total_steps(training)})
         self._config = self._config.model_copy(update={"rl_training": training})
+        if fit is not None:
+            self._config = fit(self._config, len(self._train))
         return self._config
 
     def batches(self, trainer: Trainer) -> DataBatches:

@@ -42,7 +42,7 @@ def began_and_now(values: Sequence[float]) -> tuple[float, float, int]:
     if not values:
         raise ValueError("no values: there is no mean")
     count = max(1, min(WINDOW, len(values) // 2))
-    return sum(values[:count]) / count, sum(values[-count:]) / count, count
+    return math.fsum(values[:count]) / count, math.fsum(values[-count:]) / count, count
 
 
 def by_option(command: str) -> list[str]:

@@ -214,13 +214,14 @@ def read_record(path: Path) -> Record:
     until = time.time() if running else _last_written(directory)
     lines = list(MetricsFile(directory / METRICS_FILE).read())
     contents = _read_store(directory / STORE_FILE, whole=not lines)
-    config = directory / CONFIG_FILE
+    config, total_steps = directory / CONFIG_FILE, _total_steps(directory / CONFIG_FILE)
+    goes_on = bool(lines) and total_steps is not None and int(lines[-1]["step"]) < total_steps
     return Record(
         path=directory,
         lines=lines,
-        total_steps=_total_steps(config),
+        total_steps=total_steps,
         running=running,
-        finished=(directory / FINAL).exists(),
+        finished=(directory / FINAL).exists() and not goes_on,
         started=config.stat().st_mtime if config.exists() else until,
         until=max(until, contents.last_received or 0.0),
         contents=contents,

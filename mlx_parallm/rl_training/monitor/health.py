@@ -46,8 +46,8 @@ KL_FAR = 3.0
 SAME_ANSWERS = 0.8
 """Share of the groups in which every answer is the same; one that learns well ends with less, or with no room left."""
 PART = re.compile(r"rewards/(.+)/mean")
-PENALTIES = ("overlong",)
-"""Built-in parts whose best score is 0."""
+PENALTY = re.compile(r"overlong(#\d+)?|.*penalt.*", re.IGNORECASE)
+"""Parts whose best score is 0: the built-in one, and functions that are called so."""
 ENTROPY_LOW, ENTROPY_LEFT = 0.05, 0.2
 """Nats a token, and the share left of the first entropy: below both, eight samples are hardly ever two answers."""
 RATIO_OFF = 0.1
@@ -403,7 +403,7 @@ def _oversampling(evidence: Evidence) -> Sign | None:
 
 @_rule(
     "reward-part-constant",
-    "that function, or a prompt that leads to what it pays for; a penalty that no answer deserves may stay",
+    "that function, or a prompt that leads to what it pays for; if it is a penalty, put that word into its name",
 )
 def _constant_part(evidence: Evidence) -> Sign | None:
     """Of several parts, one that was the same for every answer of the first steps and of the last ones, below 1."""
@@ -414,7 +414,7 @@ def _constant_part(evidence: Evidence) -> Sign | None:
     for key, name in parts.items():
         scores, spreads = _values(evidence.lines, key), _values(evidence.lines, f"rewards/{name}/std")
         same = bool(spreads) and max(*spreads, max(scores) - min(scores)) <= SAME_REWARD
-        if same and scores[0] < 1 and (scores[0] != 0 or name.partition("#")[0] not in PENALTIES):
+        if same and scores[0] < 1 and (scores[0] != 0 or not PENALTY.fullmatch(name)):
             constant[name] = scores[0]
     if not constant:
         return None

@@ -151,6 +151,15 @@ def test_nothing_found_and_nothing_gained_is_said(directory):
     assert explain(directory).notes == ()
 
 
+def test_a_run_with_steps_to_go_is_not_finished(directory):
+    """`final` is there from the end that the run had before it was given more steps."""
+    (directory / "final").mkdir()
+    write(directory, "".join(map(line, range(1, 50))))
+    assert explain(directory).state == "stopped or killed"
+    write(directory, "".join(map(line, range(1, 51))))
+    assert explain(directory).state == "finished"
+
+
 def test_a_limit_of_the_reward_is_noted_where_no_accuracy_is_measured(directory):
     lines = [line(n, environments={"rows": {"groups": 16, "reward_max": 0.7 if n % 3 else 0.4}}) for n in range(1, 31)]
     write(directory, "".join(lines))

@@ -224,6 +224,9 @@ PARTS = {"rewards/correct/mean": 0.4, "rewards/correct/std": 0.49}
         ("used_tool", 0.0, 0.1, None),
         ("overlong", 0.0, 0.0, None),  # a penalty that nobody has earned
         ("overlong#2", 0.0, 0.0, None),
+        ("length_penalty", 0.0, 0.0, None),
+        ("PenaliseLists", 0.0, 0.0, "0 from PenaliseLists"),
+        ("repetition_penalty", -0.5, 0.0, "-0.5 from repetition_penalty"),
     ],
 )
 def test_a_part_of_the_reward_that_never_differs_is_named(part, mean, std, earned):

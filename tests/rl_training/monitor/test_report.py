@@ -10,7 +10,10 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from mlx_parallm.environments.estimates import estimate
+from mlx_parallm.rl_training.monitor.drawing import began_and_now
 from mlx_parallm.rl_training.monitor.report import (
+    Comparison,
     accuracy_table,
     answers_table,
     compare,
@@ -109,6 +112,16 @@ def test_the_same_problems_are_compared(comparisons):
     assert [now["prompt"] for _, now in moved.examples] == ["Add 9 and 9."]
     assert moved.rewards == ((1.0, 1.0),)
     assert compare({"environments": {}}, record(("3", "4", "18"))) == []
+
+
+def test_a_mean_is_rounded_as_the_evaluations_own():
+    """0.98, 1, 0.99, 0.98 have the mean 0.9875: added from the left it is 0.98749999, which was shown as 0.987."""
+    rewards = [0.98, 1.0, 0.99, 0.98]
+    assert f"{estimate(rewards).mean:.3f}" == "0.988"
+    console = Console(file=io.StringIO(), width=100)
+    console.print(accuracy_table([Comparison("sum", tuple(zip(rewards, rewards, strict=True)))]))
+    assert console.file.getvalue().count("0.988") == 2
+    assert began_and_now(rewards * 2)[:2] == (0.9875, 0.9875)
 
 
 def test_tables_show_prompt_expected_before_and_after(comparisons):

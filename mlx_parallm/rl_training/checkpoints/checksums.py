@@ -1,0 +1,33 @@
+"""SHA256SUMS of a checkpoint: written with it, compared when it is read. No MLX."""
+
+import hashlib
+from pathlib import Path
+
+from mlx_parallm.errors import CheckpointError
+
+CHECKSUMS_FILE = "SHA256SUMS"  # as `sha256sum -c` reads it
+
+
+def write_checksums(directory: Path) -> None:
+    """Write the checksums of all files that lie in `directory`."""
+    sums = [f"{_checksum(file)}  {file.name}\n" for file in sorted(directory.iterdir())]
+    (directory / CHECKSUMS_FILE).write_text("".join(sums), encoding="utf-8")
+
+
+def damaged_files(checkpoint: Path) -> list[str] | None:
+    """Return the names of the files that differ from their checksums; None: there are no checksums, as older versions
+    wrote none. Raises CheckpointError: a file is missing, or the checksums cannot be read."""
+    sums = checkpoint / CHECKSUMS_FILE
+    if not sums.is_file():
+        return None
+    try:
+        expected = [line.split("  ", 1) for line in sums.read_text(encoding="utf-8").splitlines()]
+        damaged = [name for checksum, name in expected if _checksum(checkpoint / name) != checksum]
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{sums}: the checkpoint cannot be checked: {error}") from error
+    return damaged if expected else [CHECKSUMS_FILE]
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
