@@ -27,7 +27,7 @@ LINES: dict[str, int] = {
     "engine": 3690,
     "environments": 4520,
     "execution": 2290,
-    "experts": 1310,
+    "experts": 1520,
     "inference": 950,
     "integrations": 1470,
     "library": 1010,

@@ -26,6 +26,7 @@ import numpy as np
 from mlx_parallm.errors import ConfigError
 
 LOG_STD_MIN, LOG_STD_MAX, LOG_STD_START = -5.0, 0.0, -1.0
+RELU_GAIN = math.sqrt(2)  # keeps the variance behind a ReLU
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -87,6 +88,7 @@ class RNNExpertBase(nn.Module):
         self._hidden: mx.array | None = None
         width = config.hidden_dim
         self.encoder = nn.Linear(config.obs_dim, width)
+        self.encoder.weight = _orthogonal(width, config.obs_dim, RELU_GAIN)
         self.layers = [self.make_layer(width) for _ in range(config.num_layers)]
         self.dropout = nn.Dropout(config.dropout)
         if config.discrete_actions:
@@ -95,7 +97,7 @@ class RNNExpertBase(nn.Module):
             self.policy_mean = _small(nn.Linear(width, config.action_dim))
             self.policy_log_std = _small(nn.Linear(width, config.action_dim), bias=LOG_STD_START)
         if config.use_value_head:
-            self.value_head = nn.Linear(width, 1)
+            self.value_head = _small(nn.Linear(width, 1))
 
     @property
     def config(self) -> ExpertConfig:
@@ -230,7 +232,10 @@ class GRUExpert(RNNExpertBase):
     kind = "gru"
 
     def make_layer(self, width: int) -> nn.Module:
-        return nn.GRU(width, width)
+        layer = nn.GRU(width, width)
+        layer.Wx, layer.Wh = (_orthogonal_gates(3, width) for _ in range(2))
+        layer.b, layer.bhn = mx.zeros(3 * width), mx.zeros(width)
+        return layer
 
     def run_layer(self, layer: nn.Module, x: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
         hidden = layer(x, hidden=state[:, 0])
@@ -241,7 +246,12 @@ class LSTMExpert(RNNExpertBase):
     kind, states = "lstm", 2
 
     def make_layer(self, width: int) -> nn.Module:
-        return nn.LSTM(width, width)
+        layer = nn.LSTM(width, width)
+        layer.Wx, layer.Wh = (_orthogonal_gates(4, width) for _ in range(2))
+        layer.bias = mx.repeat(
+            mx.array([0.0, 1.0, 0.0, 0.0]), width
+        )  # remember at first: the forget gate is the second
+        return layer
 
     def run_layer(self, layer: nn.Module, x: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
         hidden, cell = layer(x, hidden=state[:, 0], cell=state[:, 1])
@@ -262,3 +272,18 @@ def _small(layer: nn.Linear, bias: float = 0.0) -> nn.Linear:
     """Begin at one output for every observation: zero weights, and `bias`."""
     layer.weight, layer.bias = mx.zeros_like(layer.weight), mx.full(layer.bias.shape, bias)
     return layer
+
+
+def _orthogonal(rows: int, columns: int, gain: float = 1.0) -> mx.array:
+    """Return a random matrix [rows, columns] with orthonormal rows, or columns if they are fewer, times `gain`.
+
+    Saxe et al. 2013, arXiv:1312.6120. It decides how often a run succeeds: docs/experts.md.
+    """
+    q, r = mx.linalg.qr(mx.random.normal((max(rows, columns), min(rows, columns))), stream=mx.cpu)
+    q = gain * q * mx.sign(mx.diag(r))
+    return q if rows >= columns else q.T
+
+
+def _orthogonal_gates(gates: int, width: int) -> mx.array:
+    """Return [gates · width, width]: each gate's matrix orthogonal by itself."""
+    return mx.concatenate([_orthogonal(width, width) for _ in range(gates)])

@@ -47,10 +47,11 @@ class RecurrentPPOConfig:
     gamma: float = 0.99
     gae_lambda: float = 0.95
     clip_ratio: float = 0.2
-    value_clip: float = 0.2
+    value_clip: float = 0.0  # 0: the plain squared error; a bound fits returns of the order of 1
     value_coefficient: float = 0.5
     entropy_weight: float = 0.0
     max_grad_norm: float = 0.5
+    reward_scale: float = 1.0  # of what is learned from, so that returns are of the order of 1; metrics stay unscaled
     target_kl: float | None = 0.02  # an update ends when approx_kl is above 1.5 times this
     normalize_advantages: bool = True
     recurrent: bool = True  # False: every step begins without memory, to compare
@@ -62,6 +63,8 @@ class RecurrentPPOConfig:
             raise ConfigError(f"PPO: gamma and gae_lambda have to be in [0, 1], not {self.gamma} and {self.gae_lambda}")
         if not (0 < self.learning_rate < math.inf and self.max_grad_norm > 0 and self.clip_ratio > 0):
             raise ConfigError("PPO: learning_rate, max_grad_norm and clip_ratio have to be above 0")
+        if not 0 < self.reward_scale < math.inf:
+            raise ConfigError(f"PPO: reward_scale has to be above 0, not {self.reward_scale}")
 
     def loss(self) -> Loss:
         """The clipped surrogate with entropy bonus, and the clipped value loss."""
@@ -96,7 +99,7 @@ class Columns:
     raw_actions: np.ndarray
     log_probs: np.ndarray
     values: np.ndarray
-    rewards: np.ndarray  # with γ V where an episode was cut
+    rewards: np.ndarray  # scaled, with γ V where an episode was cut
     ended: np.ndarray
 
 
@@ -239,7 +242,7 @@ class RecurrentPPO:
             output = expert.step(mx.array(seen), self._state, key=key)
             mx.eval(output.action, output.raw, output.log_prob, output.value, output.hidden)
             step = task.step(np.array(output.action))
-            rewards = step.rewards.copy()
+            rewards = config.reward_scale * step.rewards
             if step.truncated.any():
                 after = expert.step(mx.array(step.last_observations), self._memory(output.hidden), key=key).value
                 rewards += config.gamma * np.where(step.truncated & ~step.terminated, np.array(after), 0.0)

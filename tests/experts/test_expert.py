@@ -66,6 +66,24 @@ def test_the_entropy_is_the_mean_of_minus_the_log_probability() -> None:
     assert output.entropy[0].item() == pytest.approx(-np.array(output.log_prob).mean(), abs=0.03)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_begins_with_orthogonal_weights(kind: str) -> None:
+    """Encoder: columns of length √2 at right angles. Each gate: W Wᵀ = 1. An LSTM begins by remembering."""
+    expert = small(kind, hidden_dim=8)
+    np.testing.assert_allclose(expert.encoder.weight.T @ expert.encoder.weight, 2 * np.eye(3), atol=1e-5)
+    wide = small(kind, obs_dim=20, hidden_dim=8).encoder.weight
+    np.testing.assert_allclose(wide @ wide.T, 2 * np.eye(8), atol=1e-5)
+    for layer in expert.layers:
+        for weight in (layer.Wx, layer.Wh):
+            for gate in mx.split(weight, weight.shape[0] // 8):
+                np.testing.assert_allclose(gate @ gate.T, np.eye(8), atol=1e-5)
+        if kind == "lstm":
+            assert layer.bias.tolist() == [0.0] * 8 + [1.0] * 8 + [0.0] * 16
+        else:
+            assert not layer.b.any() and not layer.bhn.any()
+    assert expert.step(mx.random.normal((5, 3))).value.tolist() == [0.0] * 5
+
+
 @pytest.mark.parametrize("discrete", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_says_what_was_said_at_each_step(kind: str, discrete: bool) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -150,7 +151,9 @@ def test_a_constant_is_learned_and_training_may_end_early() -> None:
     mx.random.seed(0)
     task = ConstantTask(32)
     ppo = RecurrentPPO(
-        expert_for(task), task, RecurrentPPOConfig(horizon=10, batch_size=320, epochs=4, learning_rate=0.01)
+        expert_for(task),
+        task,
+        RecurrentPPOConfig(horizon=10, batch_size=320, epochs=4, learning_rate=0.01, reward_scale=0.1),
     )
     ppo.train(20_000, report=lambda metrics: metrics["episode_return"] > 9.5)
     assert ppo.steps < 20_000
@@ -245,31 +248,46 @@ def test_gymnasium() -> None:
             GymnasiumTask(id, 1)
 
 
-@pytest.mark.parametrize(("example", "steps"), [("train_simple_expert", 640), ("train_physics_expert", 2560)])
+@pytest.mark.parametrize(
+    ("example", "steps", "scores"),
+    [
+        ("train_simple_expert", 640, ("mean_error", 0.0, 1.0)),  # what judges it; a good and a bad value of it
+        ("train_physics_expert", 2500, ("hit_rates", (1.0, 1.0), (0.0, 0.0))),
+        ("train_gymnasium_expert", 640, ("mean_return", 500.0, 0.0)),
+    ],
+)
 def test_an_example_trains_saves_and_goes_on(
-    example: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: str,
+    steps: int,
+    scores: tuple[str, Any, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     module = importlib.import_module(f"mlx_parallm.experts.examples.{example}")
+    program = [example, "--checkpoint-dir", str(tmp_path)]
+    if example == "train_gymnasium_expert":
+        pytest.importorskip("gymnasium")
+        program += ["--env", "CartPole-v1", "--num-layers", "2"]
     for more in ([], ["--resume"]):
         timesteps = 2 * steps if more else steps
-        monkeypatch.setattr(
-            "sys.argv", [example, "--timesteps", str(timesteps), "--checkpoint-dir", str(tmp_path), *more]
-        )
+        monkeypatch.setattr("sys.argv", [*program, "--timesteps", str(timesteps), *more])
         module.main()
         assert "best.safetensors" in capsys.readouterr().out
         assert json.loads((tmp_path / "latest" / "state.json").read_text())["steps"] == timesteps
-    assert load_expert(tmp_path / "best.npz").config.obs_dim in (4, 10)
+    config = load_expert(tmp_path / "best.npz").config
+    assert config.obs_dim in (4, 10) and (config.num_layers == 2) == (example != "train_simple_expert")
     best = load_expert(tmp_path / "best.safetensors")
     best.encoder.bias = best.encoder.bias + 1.0  # another expert than the latest
     save_expert(tmp_path / "best.safetensors", best)
     before = (tmp_path / "best.safetensors").read_bytes()
-    name = "mean_error" if example == "train_simple_expert" else "hit_rates"
-    worse = iter([0.0, 1.0] if name == "mean_error" else [(1.0, 1.0), (0.0, 0.0)])
+    name, good, bad = scores
+    worse = iter([good, bad])
     with monkeypatch.context() as scored:
-        scored.setattr(module, name, lambda *_, **__: next(worse, (0.0, 0.0) if name == "hit_rates" else 0.0))
+        scored.setattr(module, name, lambda *_, **__: next(worse, bad))
         module.main()
     assert (tmp_path / "best.safetensors").read_bytes() == before, "a resumed run keeps the best of the run before"
-    monkeypatch.setattr("sys.argv", [example, "--resume", "--kind", "lstm", "--checkpoint-dir", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", [*program, "--resume", "--kind", "lstm"])
     with pytest.raises(SystemExit) as ended:
         exit_in_words(module.main)
     assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: ")

@@ -62,7 +62,7 @@ def train_expert(
     mx.random.seed(arguments.seed)
     trainer = RecurrentPPO(make_expert(arguments.kind, config), task, ppo, seed=arguments.seed)
     directory: Path = arguments.checkpoint_dir
-    best = -float("inf")
+    best, reached = -float("inf"), float("nan")
     if arguments.resume:
         trainer.load(directory / LATEST)
         best = score(load_expert(directory / BEST))  # a worse one does not take its place
@@ -70,8 +70,8 @@ def train_expert(
     def keep() -> None:
         nonlocal best
         trainer.save(directory / LATEST)
-        if (reached := score(trainer.expert)) >= best:
-            best = reached
+        if (now := score(trainer.expert)) >= best:
+            best = now
             save_expert(directory / BEST, trainer.expert)
 
     columns = (
@@ -84,7 +84,8 @@ def train_expert(
         bar = progress.add_task("", total=arguments.timesteps, completed=trainer.steps, words="")
 
         def report(metrics: dict[str, float]) -> bool:
-            reached = metrics.get("episode_return", float("nan"))
+            nonlocal reached  # no episode ends in some updates
+            reached = metrics.get("episode_return", reached)
             words = (
                 f"return {reached:.2f}  entropy {metrics['entropy']:.2f}  {metrics['steps_per_second']:,.0f} steps/s"
             )

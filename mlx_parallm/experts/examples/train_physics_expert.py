@@ -17,9 +17,9 @@ from mlx_parallm.experts.saving import load_expert
 from mlx_parallm.experts.tasks import HIT_M, ProjectileTask
 
 EPISODES = 500  # tasks to judge by
-CHOSEN_BY, UNSEEN = 10**6, 2 * 10**6  # seeds of the tasks that choose the best expert, and of those that judge it
-SIDE_BY_SIDE = 64
-PHYSICS_PPO = RecurrentPPOConfig(horizon=20, learning_rate=3e-3, gamma=0.9, value_clip=0.0, target_kl=None)
+CHOSEN_BY, UNSEEN = 10**6, 7 * 10**6  # seeds of the tasks that choose the best expert, and of those that judge it
+SIDE_BY_SIDE = 125  # 10 steps of each are an update, 80 of them 100,000 steps
+PHYSICS_PPO = RecurrentPPOConfig(horizon=10, batch_size=625, learning_rate=3e-3, gamma=0.9, target_kl=None)
 
 
 def hit_rates(expert: RNNExpertBase, *, seed: int = UNSEEN, recurrent: bool = True) -> tuple[float, float]:
