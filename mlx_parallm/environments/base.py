@@ -13,6 +13,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
@@ -23,7 +24,7 @@ from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.execution.user_code import user_code
 from mlx_parallm.rewards.base import GroupReward
 from mlx_parallm.rewards.functions import TrainingProgress
-from mlx_parallm.types import ChatTokenizer, PolicyClient
+from mlx_parallm.types import ChatTokenizer, PolicyClient, RolloutGroup, Trajectory
 
 Messages = tuple[Mapping[str, str], ...]
 Split = Literal["train", "heldout"]
@@ -43,6 +44,30 @@ class PolicyInference(Inference, Protocol):
 
     @property
     def adapter(self) -> str | None: ...
+
+
+class Learner(Protocol):
+    """Learns beside the policy from the groups of its environment: a small controller, say. Trainer's thread only.
+
+    What it needs of an episode is in the group's metadata (`EnvironmentSource.group_metadata`), so that a resumed run
+    learns from the same groups as one that was not interrupted.
+    """
+
+    def trains_policy(self, step: int) -> bool:
+        """Return whether the policy learns in `step`; if not, its groups are for this learner alone."""
+        ...
+
+    def learn(self, step: int, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:
+        """Learn from the groups of a step that the policy has finished; return numbers for the metrics line."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write everything into a directory of a checkpoint, which exists. Raises CheckpointError."""
+        ...
+
+    def load(self, directory: Path, step: int) -> None:
+        """Go on from `save` after `step` steps. Raises CheckpointError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +116,9 @@ class EnvironmentSource(ABC):
     opens_together = True
     """Whether every episode of a group begins with `task.opening`: then one request opens all of them."""
 
+    learner: Learner | None = None
+    """What learns beside the policy from this environment's groups."""
+
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
         self.config = config
         self.seed = seed
@@ -106,6 +134,14 @@ class EnvironmentSource(ABC):
 
     def attach(self, inference: PolicyInference) -> None:  # noqa: B027  most need nothing
         """Take the run's engine, once it is there, for environments and rewards that generate."""
+
+    def group_metadata(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Any]:
+        """Return what the store keeps of a group beside its rollouts, as JSON."""
+        return {}
+
+    def router(self) -> Any:
+        """Return an `AddedRouter` of the server, with routes of this environment; None: it has none."""
+        return None
 
     @property
     def left_behind(self) -> int:

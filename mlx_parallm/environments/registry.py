@@ -30,6 +30,7 @@ ENVIRONMENTS: Mapping[str, str] = MappingProxyType(
         "svrl": "svrl:SVRLEnvironment",
         "gymnasium": "gymnasium:GymnasiumEnvironment",
         "tools": "tools:ToolsEnvironment",
+        "hybrid": "mlx_parallm.orchestrator.environment:HybridEnvironment",
     }
 )
 """Kinds that are a `BaseEnvironment`, imported on demand: some need further packages."""
@@ -75,7 +76,8 @@ def _environment(kind: str) -> type[BaseEnvironment]:
     if kind not in ENVIRONMENTS:
         raise _unknown(kind, list(ENVIRONMENTS))
     module, _, name = ENVIRONMENTS[kind].partition(":")
-    environment: type[BaseEnvironment] = getattr(importlib.import_module(f"{__package__}.kinds.{module}"), name)
+    module = module if "." in module else f"{__package__}.kinds.{module}"  # a leaf's own
+    environment: type[BaseEnvironment] = getattr(importlib.import_module(module), name)
     return environment
 
 

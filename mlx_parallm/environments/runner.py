@@ -12,10 +12,11 @@ they came.
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from mlx_parallm.environments.base import EnvironmentSource, Split, Task
@@ -146,7 +147,9 @@ class EpisodeRunner:
                 )
             failure, may_pass = outcome.failure and f"reward: {outcome.failure}", outcome.may_pass
         rollouts = tuple(trajectory.rollout for trajectory in trajectories)
-        group = _group(job.plan, rollouts, job.task, out_of_room=sum(each.out_of_room for each in trajectories))
+        out_of_room = sum(each.out_of_room for each in trajectories)
+        kept = job.plan.source.group_metadata(trajectories) if failure is None else {}
+        group = _group(job.plan, rollouts, job.task, out_of_room=out_of_room, kept=kept)
         return GroupResult(job.plan, group, trajectories, job.task, failure, may_pass)
 
     async def _episode(self, job: _Job, number: int, first: Completion | None) -> tuple[Trajectory, bool]:
@@ -263,8 +266,15 @@ def _failed(plan: GroupPlan, outcome: Outcome, task: Task | None = None) -> Grou
     return GroupResult(plan, _group(plan, (), task), (), task, outcome.failure, outcome.may_pass)
 
 
-def _group(plan: GroupPlan, rollouts: tuple[Rollout, ...], task: Task | None, *, out_of_room: int = 0) -> RolloutGroup:
-    metadata: dict[str, Any] = {"task_index": plan.task_index, "out_of_room": out_of_room}
+def _group(
+    plan: GroupPlan,
+    rollouts: tuple[Rollout, ...],
+    task: Task | None,
+    *,
+    out_of_room: int = 0,
+    kept: Mapping[str, Any] = MappingProxyType({}),
+) -> RolloutGroup:
+    metadata: dict[str, Any] = {**kept, "task_index": plan.task_index, "out_of_room": out_of_room}
     if task is not None:
         metadata |= {"key": task.key, "answer": task.answer}
     return RolloutGroup(plan.group_id, plan.source.name, rollouts, index=plan.index, metadata=metadata)

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import Trajectory
 
 log = get_logger("environments")
 
@@ -78,6 +79,9 @@ class BaseEnvironment(ABC):
     blocking: bool = False
     """Whether `update_state` may take long (tools, a simulation): then it runs on a thread of the episode."""
 
+    learner: Any = None
+    """A `base.Learner` that learns beside the policy from the groups of this environment."""
+
     def __init__(self, inference: Inference | None = None) -> None:
         """`inference` may be None where a run sets it."""
         self.inference = inference
@@ -115,6 +119,14 @@ class BaseEnvironment(ABC):
         It is called on the thread of the steps, after the last step and before the rewards, which may not need what it
         frees.
         """
+
+    def group_metadata(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Any]:
+        """Return what the store keeps of a finished group beside its rollouts, as JSON; a `learner` reads it."""
+        return {}
+
+    def router(self, name: str) -> Any:
+        """Return an `AddedRouter` of the server for the environment `name`; None: it has no routes."""
+        return None
 
     def batch_step(self, states: Sequence[State]) -> list[State]:
         """Step each state: with the default `step` in one call of `generate`, else on a thread for each."""

@@ -12,7 +12,7 @@ import inspect
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
@@ -27,6 +27,7 @@ from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import check_call, user_code
 from mlx_parallm.rewards.functions import RewardFunctions
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.types import Trajectory
 
 log = get_logger("environments")
 
@@ -54,6 +55,7 @@ class StateSource(EnvironmentSource):
         """
         super().__init__(config, seed=seed, name=name)
         self.template, self.rewards, self._make = make(), rewards, make
+        self.learner = self.template.learner
         check_environment(type(self.template), f"environments: {config.kind}")
         self._reset_keywords = _reset_keywords(type(self.template), f"environments: {config.kind}")
         self._abandoned: list[StepThread] = []
@@ -129,6 +131,12 @@ class StateSource(EnvironmentSource):
                 self._traced = True  # later failures are reported in a line each
                 log.warning("the environment raised", environment=self.name, exc_info=error.__cause__)
             raise
+
+    def group_metadata(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Any]:
+        return self.template.group_metadata(trajectories)
+
+    def router(self) -> Any:
+        return self.template.router(self.name)
 
     @property
     def left_behind(self) -> int:

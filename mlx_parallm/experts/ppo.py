@@ -11,7 +11,7 @@ or that the horizon cuts, has γ V of the state that it stopped in as part of it
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,41 +133,65 @@ class Rows:
         )
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Steps of one episode that follow each other, from the memory `state` [L · S, H] on: arrays [T, …]."""
+
+    observations: np.ndarray
+    raw_actions: np.ndarray
+    log_probs: np.ndarray
+    values: np.ndarray
+    rewards: np.ndarray  # with γ V of the state after the last step where it was cut
+    state: np.ndarray
+
+
 def cut(columns: Columns, gamma: float, gae_lambda: float) -> Rows:
     """Cut the columns where episodes end; advantages by GAE, each piece for itself."""
     horizon, count = columns.ended.shape
-    pieces = []  # (episode, first step, step after the last)
-    for episode in range(count):
-        bounds = [*(np.flatnonzero(columns.ended[:, episode]) + 1), horizon]
-        starts = [0, *bounds[:-1]]
-        pieces += [(episode, a, b) for a, b in zip(starts, bounds, strict=True) if b > a]
-    lengths = np.array([b - a for _, a, b in pieces])
-    flat = lambda array: np.concatenate([array[a:b, n] for n, a, b in pieces])  # noqa: E731
+    pieces = []
+    for n in range(count):
+        bounds = [*(np.flatnonzero(columns.ended[:, n]) + 1), horizon]
+        for a, b in zip([0, *bounds[:-1]], bounds, strict=True):
+            if b > a:
+                pieces.append(
+                    Piece(
+                        columns.observations[a:b, n],
+                        columns.raw_actions[a:b, n],
+                        columns.log_probs[a:b, n],
+                        columns.values[a:b, n],
+                        columns.rewards[a:b, n],
+                        columns.first_state[n] if a == 0 else np.zeros_like(columns.first_state[n]),
+                    )
+                )
+    return rows_of(pieces, gamma, gae_lambda)
+
+
+def rows_of(pieces: Sequence[Piece], gamma: float, gae_lambda: float) -> Rows:
+    """Return pieces of episodes as rows, with advantages by GAE, each piece for itself."""
+    lengths = np.array([len(piece.values) for piece in pieces])
+    inside = np.arange(lengths.max()) < lengths[:, None]
+    values = np.concatenate([piece.values for piece in pieces])
     advantages = gae(
-        flat(columns.rewards).astype(np.float64),
-        flat(columns.values).astype(np.float64),
+        np.concatenate([piece.rewards for piece in pieces]).astype(np.float64),
+        values.astype(np.float64),
         np.cumsum(lengths) - 1,
         gamma=gamma,
         gae_lambda=gae_lambda,
     )
-    inside = np.arange(lengths.max()) < lengths[:, None]
 
     def padded(values: np.ndarray) -> np.ndarray:
         rows = np.zeros((*inside.shape, *values.shape[1:]), np.int32 if values.dtype.kind == "i" else np.float32)
         rows[inside] = values
         return rows
 
-    state = np.stack(
-        [columns.first_state[n] if a == 0 else np.zeros_like(columns.first_state[n]) for n, a, _ in pieces]
-    )
     return Rows(
-        padded(flat(columns.observations)),
-        padded(flat(columns.raw_actions)),
-        padded(flat(columns.log_probs)),
-        padded(flat(columns.values)),
+        padded(np.concatenate([piece.observations for piece in pieces])),
+        padded(np.concatenate([piece.raw_actions for piece in pieces])),
+        padded(np.concatenate([piece.log_probs for piece in pieces])),
+        padded(values),
         padded(advantages),
         lengths,
-        state,
+        np.stack([piece.state for piece in pieces]),
     )
 
 
@@ -180,15 +204,17 @@ class EpisodeStatistics:
 
 
 class RecurrentPPO:
-    """Trains an expert on a task. `train(total_steps)` may be called again; it goes on.
+    """Trains an expert on a task. `train(total_steps)` may be called again; it goes on. Without a task its owner has
+    the steps, and calls `update(rows_of(…))`.
 
     Raises ConfigError: the expert's sizes are not the task's, or it has no value head.
     """
 
     def __init__(
-        self, expert: RNNExpertBase, task: VectorTask, config: RecurrentPPOConfig | None = None, *, seed: int = 0
+        self, expert: RNNExpertBase, task: VectorTask | None, config: RecurrentPPOConfig | None = None, *, seed: int = 0
     ) -> None:
-        check_sizes(expert, task)
+        if task is not None:
+            check_sizes(expert, task)
         if not expert.config.use_value_head:
             raise ConfigError(f"expert {expert.config.name!r}: PPO needs use_value_head = True")
         self.expert, self.task, self.config, self.seed = expert, task, config or RecurrentPPOConfig(), seed
@@ -230,6 +256,8 @@ class RecurrentPPO:
     def collect(self) -> Columns:
         """Play `horizon` steps of each episode; episodes go on where the last call left them."""
         expert, task, config = self.expert, self.task, self.config
+        if task is None:
+            raise RuntimeError("this RecurrentPPO has no task to play")
         expert.eval()
         if self._observations is None:
             self._observations = task.reset(self.seed)

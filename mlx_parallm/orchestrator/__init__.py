@@ -4,7 +4,10 @@ orchestrator.py   `Orchestrator`: one episode; an action in, a `StepResult` out
 reward.py         `RewardConfig`, what a step and an end are worth
 observation.py    `ObservationBuilder`: the text that the model reads, the numbers that experts read
 control.py        an expert's loop over tool calls
-hybrid_env.py     `HybridEnv`, `VectorizedHybridEnv`: the same as a gym-like environment of texts
+environment.py    kind = "hybrid": an environment of a training run
+learning.py       recurrent PPO on the experts' steps of those episodes, and the schedule of joint training
+routes.py         /v1/hybrid/chat/completions: answers with the tools and experts of a run
+hybrid_env.py     `HybridEnv`, `VectorizedHybridEnv`: a gym-like environment of texts
 tasks.py          task pools, generators, and the routing tasks
 tool_server.py    the tools `math_solve` and `physics_simulate`, and a server of them
 """

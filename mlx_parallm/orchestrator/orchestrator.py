@@ -196,14 +196,11 @@ class Orchestrator:
         }
         return StepResult(self.observation, reward, self.done, info, tool_result, expert_result)
 
-    def abandon(self) -> float:
-        """End an episode that got no further (its planner has no room left); return the reward of that end."""
-        if self.done:
-            return 0.0
-        self.done = True
-        reward = final_reward(self.config.rewards, self, timed_out=False)
-        self.total_reward += reward
-        return reward
+    @property
+    def reward_if_ended(self) -> float:
+        """The reward of the whole episode if it goes no further: without an answer, where there is none yet."""
+        end = 0.0 if self.done else final_reward(self.config.rewards, self, timed_out=False)
+        return self.total_reward + end
 
     def _parameters(self) -> dict[str, list[str]]:
         """Return the names of the tools' parameters, for calls that leave them out."""

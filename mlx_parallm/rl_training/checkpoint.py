@@ -25,6 +25,7 @@ import mlx.core as mx
 import numpy as np
 import structlog
 
+from mlx_parallm.environments.base import Learner
 from mlx_parallm.errors import AdapterError, CheckpointError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import load_adapter
@@ -37,6 +38,7 @@ from mlx_parallm.rl_training.step.policy import TrainedPolicy, read_tensors
 from mlx_parallm.system.files import GB, free_bytes, point, remove_leftovers, write_directory
 
 OPTIMIZER_FILE = "optimizer.safetensors"
+LEARNERS = "learners"  # a directory of it for each learner beside the policy
 SUPERSEDED = "superseded_"
 STATE_BYTES = 64 << 10  # of a checkpoint's small files: configuration, random states, the last blocks of each file
 SCORED_STEPS = 10
@@ -74,8 +76,10 @@ class Checkpointer:
         keep: int,
         keep_best: bool = False,
         judge: Judge | None = None,
+        learners: Mapping[str, Learner] | None = None,
     ) -> None:
-        self.run_directory = run_directory
+        """`learners`: of the environments, by name; each has a directory in every checkpoint."""
+        self.run_directory, self._learners = run_directory, learners or {}
         self._policy, self._optimizer = policy, optimizer
         self._keep, self._keep_best, self._judge = keep, keep_best, judge
         run_directory.mkdir(parents=True, exist_ok=True)
@@ -154,6 +158,10 @@ class Checkpointer:
         kind = {"optimizer": self._optimizer.kind}
         mx.save_safetensors(str(directory / OPTIMIZER_FILE), self._optimizer.state(), metadata=kind)
         (directory / STATE_FILE).write_text(state.to_text(), encoding="utf-8")
+        for name, learner in self._learners.items():
+            own = directory / LEARNERS / name
+            own.mkdir(parents=True)
+            learner.save(own)
         write_checksums(directory)
 
     def _same(self, path: Path, state: TrainerState) -> bool:
@@ -187,6 +195,8 @@ class Checkpointer:
             restore_random_state(state.random_state)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{checkpoint / STATE_FILE} is damaged: random_state: {error!r}") from error
+        for name, learner in self._learners.items():
+            learner.load(checkpoint / LEARNERS / name, state.step)
         metrics.cut(state.step)  # first, for it may find a damaged line
         store.restore(state.step, keep_drops_of=state.in_progress.step if state.in_progress else None)
         later = [path for path in checkpoints(self.run_directory) if moment(path) > (state.step, state.mini_batches)]
@@ -277,6 +287,10 @@ def _padded(name: str) -> str:
 def _link_all(source: Path, directory: Path) -> None:
     """`final` shares its files with the last step: full weights are not written twice."""
     for file in source.iterdir():
+        if file.is_dir():
+            (directory / file.name).mkdir()
+            _link_all(file, directory / file.name)
+            continue
         try:
             os.link(file, directory / file.name)
         except OSError:  # a file system without hard links

@@ -13,13 +13,14 @@ request the loop finishes the micro-batch, saves, and returns. What happens is r
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.environments.base import Learner
 from mlx_parallm.errors import CheckpointError, ParallmError
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import StepInProgress, TrainerState
@@ -62,6 +63,7 @@ class Parts:
     metrics: MetricsFile | None
     sources: Mapping[str, Source]
     rollbacks: Rollbacks | None = None
+    learners: Mapping[str, Learner] = field(default_factory=dict)  # by the name of their environment
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,8 @@ class TrainingLoop:
             )
         self._gave_up = words_of(batch.gave_up)
         position = StepPosition.from_json(work.position) if work else None
+        if not all(learner.trains_policy(batch.step) for learner in self._parts.learners.values()):
+            batch = replace(batch, sequences=())
         with self._control.training():
             self._parts.trainer.lead(batch, position)
             return self._parts.trainer.train_step(batch, position=position, should_stop=self._control.should_stop)
@@ -225,12 +229,13 @@ class TrainingLoop:
                 rollouts=[sequence.rollout for sequence in batch.sequences],
             )
         time_publish_s = time.perf_counter() - started
+        learned = self._learn_beside(batch)
         times = {
             "time_rollout_s": time_rollout_s,
             "time_train_s": result.seconds,
             "time_publish_s": time_publish_s,
         } | dict(self._control.measure(batch.step))
-        self._line = self._metrics(batch, result, report, times)
+        self._line = self._metrics(batch, result, report, times | learned)
         if self._parts.metrics is not None:
             self._parts.metrics.append(self._line)
         if self._sources_after_step is not None:
@@ -239,6 +244,14 @@ class TrainingLoop:
         wanted = self._control.after_step(self._line)
         if not last and (wanted or batch.step % self._config.checkpoint_interval == 0):
             self._save(None)
+
+    def _learn_beside(self, batch: TrainBatch) -> dict[str, Any]:
+        """Let the environments' learners learn from their groups; the next ones are sampled by what they become."""
+        numbers: dict[str, Any] = {}
+        for name, learner in self._parts.learners.items():
+            own = [group for group in batch.groups if group.environment == name]
+            numbers |= learner.learn(batch.step, own)
+        return numbers
 
     def _metrics(
         self, batch: TrainBatch, result: StepResult, report: PublishReport | None, times: dict[str, Any]

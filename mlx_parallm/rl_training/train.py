@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
@@ -84,7 +84,7 @@ class PolicyServer(Served, Protocol):
     def vocab_size(self) -> int: ...
     @property
     def turns(self) -> Turns: ...
-    def listen(self, sources: Iterable[RolloutSource], rollbacks: RollbackService) -> None: ...
+    def listen(self, sources: Iterable[RolloutSource], rollbacks: RollbackService, routers: Iterable[Any]) -> None: ...
     def load(self, *, quantize: bool) -> LoadedModel: ...
     def open(
         self,
@@ -192,7 +192,8 @@ class TrainingRun:
         self._disk.check()
         self._closing.callback(self.serving.close)  # before the store, which requests write to
         sources = self._make_sources(directory, store)
-        self.serving.listen(sources, self._rollbacks)
+        routers = [router for source in self.environments if (router := source.router()) is not None]
+        self.serving.listen(sources, self._rollbacks, routers)
         loaded = self.serving.load(quantize=quantize)
         parts, state = self._training_parts(loaded, initial, directory, store, sources)
         directory.write_config(config)
@@ -245,6 +246,7 @@ class TrainingRun:
             ranks=self._ranks,
         )
         policy = trainer.policy
+        learners = {source.name: source.learner for source in self.environments if source.learner is not None}
         metrics = MetricsFile(directory.path / METRICS_FILE)
         self._evaluation_log = EvaluationLog(directory.path, best_by(self.config), self._run_log.redactor.value)
         checkpointer = Checkpointer(
@@ -254,6 +256,7 @@ class TrainingRun:
             keep=training.keep_checkpoints,
             keep_best=bool(training.keep_best),
             judge=self._evaluation_log,
+            learners=learners,
         )
         state = checkpointer.resume(self._checkpoint, store, metrics) if self._checkpoint else None
         self._evaluation_log.cut(state.step if state else 0)
@@ -277,7 +280,8 @@ class TrainingRun:
         self._closing.callback(sources.stop)
         sources.start(self.serving, state)
         batches = self._batches(trainer, store, versions, sources)
-        parts = Parts(trainer, batches, versions, updater, checkpointer, metrics, sources.keeping_state(), rollbacks)
+        states = sources.keeping_state()
+        parts = Parts(trainer, batches, versions, updater, checkpointer, metrics, states, rollbacks, learners)
         return parts, state
 
     def _batches(self, trainer: Trainer, store: RolloutStore, versions: VersionSteps, sources: Sources) -> Batches:

@@ -125,6 +125,7 @@ def test_an_expert_acts_as_in_its_training_environment(tools: ToolClient) -> Non
 def test_kept_steps_replay_to_ratio_one(tools: ToolClient) -> None:
     """Log-probabilities and values of the loop are those that recurrent PPO computes over the whole row."""
     experts = registry()
+    experts.get("aim").value_head.weight = mx.random.normal((1, 64))  # it begins at zero
     orchestrator = Orchestrator(OrchestratorConfig(max_expert_steps=4), experts, tools, explore=True)
     orchestrator.reset(AIM | {"goal": AIM["goal"] | {"tolerance": 1e-6}})
     orchestrator.step("DELEGATE: aim(target=100, wind=2)")

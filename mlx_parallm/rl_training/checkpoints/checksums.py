@@ -9,8 +9,9 @@ CHECKSUMS_FILE = "SHA256SUMS"  # as `sha256sum -c` reads it
 
 
 def write_checksums(directory: Path) -> None:
-    """Write the checksums of all files that lie in `directory`."""
-    sums = [f"{_checksum(file)}  {file.name}\n" for file in sorted(directory.iterdir())]
+    """Write the checksums of all files that lie in `directory` and below it."""
+    files = sorted(file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+    sums = [f"{_checksum(directory / file)}  {file}\n" for file in files]
     (directory / CHECKSUMS_FILE).write_text("".join(sums), encoding="utf-8")
 
 

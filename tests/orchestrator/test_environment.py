@@ -1,0 +1,151 @@
+"""kind = "hybrid" against a scripted planner: groups, masks, metadata for the learner, limits, wrong options."""
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.environments.episode import EpisodePolicy
+from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
+from mlx_parallm.environments.state_source import StateSource
+from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.experts import save_expert
+from mlx_parallm.experts.registry import physics_controller
+from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.orchestrator.environment import HybridEnvironment
+from mlx_parallm.orchestrator.learning import STEPS
+from mlx_parallm.types import Request
+from tests.environments.scripted_client import ScriptedClient
+
+TOOLS = [f"python:mlx_parallm.orchestrator.tool_server:{name}" for name in ("math_solve", "physics_simulate")]
+TASKS = [
+    {"prompt": "What is 6 * 7?", "goal": {"expected_answer": 42}, "type": "math"},
+    {"prompt": "Hit 100 m.", "goal": {"target": 100, "wind": 2, "tolerance": 1.0}, "type": "physics"},
+]
+MATH, AIM = 0, 1
+SHOOT = "DELEGATE: aim(target=100, wind=2)"
+
+
+def one_of_two(index: int) -> dict[str, Any]:
+    return TASKS[index % 2]
+
+
+@pytest.fixture
+def expert(tmp_path: Path) -> str:
+    mx.random.seed(3)
+    save_expert(tmp_path / "aim.npz", physics_controller("aim"))
+    return str(tmp_path / "aim.npz")
+
+
+def source(expert: str, **options: Any) -> StateSource:
+    config = EnvironmentConfig(
+        kind="hybrid",
+        group_size=2,
+        max_tokens=64,
+        options={"tasks": one_of_two, "functions": TOOLS, "experts": {"aim": expert}, "max_steps": 4} | options,
+    )
+    [made] = build_sources([config], seed=0)
+    assert isinstance(made, StateSource)
+    return made
+
+
+def play(made: StateSource, tokenizer: Tokenizer, *turns: str, longest: int = 1024, **plan: Any) -> GroupResult:
+    """One group; every rollout writes `turns` one after the other, the last one again and again."""
+
+    def answer(request: Request, choice: int) -> str:
+        name, _, turn = request.request_id.rpartition("/")
+        number = int(turn) if name.count("/") else 0
+        return turns[min(number, len(turns) - 1)]
+
+    policy = EpisodePolicy(ScriptedClient(tokenizer, answer), tokenizer, 1.0, longest)
+    group = GroupPlan("g", made, plan.pop("task_index", 0), 2, seed=5, **plan)
+    [result] = asyncio.run(EpisodeRunner(policy).run([group]))
+    return result
+
+
+def test_a_product(expert: str, tiny_tokenizer: Tokenizer) -> None:
+    made = source(expert)
+    result = play(made, tiny_tokenizer, "TOOL: math_solve(6 * 7)", "ANSWER: 42", task_index=MATH)
+    assert result.failure is None
+    [first, _] = result.trajectories
+    metadata = first.metadata
+    assert (metadata["solved"], metadata["answer_text"], metadata["routes"]) == (
+        True,
+        "42",
+        ["tool math_solve", "answer"],
+    )
+    assert metadata["tool_calls"][0]["text"] == "42" and STEPS not in result.group.metadata
+    # -0.01 a step, correct 1, exact 0.5, fast 0.5, efficient 0.2
+    assert first.rollout.reward == metadata["reward"] == pytest.approx(2.18)
+    opening = first.history[0].prompt
+    assert "TOOL: NAME" in opening and "math_solve(expression)" in opening and "- aim: Aim at a target" in opening
+    # One sequence of tokens; what the tool said is masked.
+    assert not first.rollout.earlier
+    sampled = list(itertools.compress(first.rollout.tokens, first.rollout.mask))
+    shown = "".join(map(tiny_tokenizer.token_text, sampled))
+    assert "math_solve" in shown and "->" not in shown
+
+
+def test_the_experts_steps_go_with_the_group(expert: str, tiny_tokenizer: Tokenizer) -> None:
+    made = source(expert, learn="both")
+    aim = AIM
+    result = play(made, tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim)
+    first, second = result.group.metadata[STEPS]
+    assert [episode["expert"] for episode in first] == ["aim"] and first != second  # each rollout has its own noise
+    again = play(source(expert, learn="both"), tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim)
+    assert again.group.metadata[STEPS] == [first, second]  # the same episodes, bit for bit
+    heldout = play(made, tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim, split="train")
+    assert STEPS in heldout.group.metadata
+    planner = play(source(expert, learn="planner"), tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim)
+    assert STEPS not in planner.group.metadata  # the most likely actions; nothing to learn from
+
+
+def test_a_summary_in_the_place_of_the_conversation(expert: str, tiny_tokenizer: Tokenizer) -> None:
+    made = source(expert, history="summary", instructions="")
+    calls = ["TOOL: math_solve(1 + 1)", "TOOL: math_solve(2 + 2)", "ANSWER: 4"]
+    [first, _] = play(made, tiny_tokenizer, *calls, task_index=MATH).trajectories
+    last = first.history[-1].prompt
+    assert last.startswith("What is 6 * 7?") and "- math_solve -> 2" in last and "- math_solve -> 4" in last
+    assert len(first.rollout.earlier) == 2  # each turn is a sequence of its own
+
+
+def test_limits(expert: str, tiny_tokenizer: Tokenizer) -> None:
+    made = source(expert, max_steps=2)
+    aim = AIM
+    [first, _] = play(made, tiny_tokenizer, "THINK: hm", task_index=aim).trajectories
+    assert first.metadata["timed_out"] and first.rollout.reward == pytest.approx(-0.02 - 2.0 - 0.5)
+    # No room for a second turn: an episode without an answer.
+    made = source(expert, instructions="")
+    [first, _] = play(made, tiny_tokenizer, "THINK: " + "long " * 15, task_index=aim, longest=100).trajectories
+    assert first.out_of_room and first.metadata["answer_text"] is None
+    assert first.rollout.reward == pytest.approx(-0.01 - 1.0 - 0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"learn": "all"}, "learn: one of"),
+        ({"history": "none"}, "history"),
+        ({"rewards": {"corect_answer_reward": 1}}, "correct_answer_reward"),
+        ({"rewards": {"step_penalty": "much"}}, "has to be a number"),
+        ({"learn": "both", "ppo": {"gama": 1}}, "gamma"),
+        ({"controls": {"aim": "projectil"}}, "projectile"),
+        ({"controls": {"nobody": "projectile"}}, "nobody"),
+        ({"tasks": "builtin:rooting"}, "routing"),
+        ({"mcp": [{"comand": ["x"]}]}, "command"),
+        ({"max_expert_steps": 0}, "max_expert_steps"),
+    ],
+)
+def test_wrong_options(expert: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        source(expert, **options)
+
+
+def test_an_expert_that_is_not_there() -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        HybridEnvironment(experts={"aim": "nowhere.npz"})
