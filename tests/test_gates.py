@@ -36,7 +36,7 @@ LINES: dict[str, int] = {
     "orchestrator": 1800,
     "primitives": 160,
     "rewards": 1960,
-    "rl_training": 10410,
+    "rl_training": 10420,
     "rollout_store": 1270,
     "server": 3910,
     "system": 1020,
