@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 from mlx_parallm.orchestrator.tasks import WORDS, routing_task
 from mlx_parallm.orchestrator.tool_server import math_solve
 
-EXPERT = "aim"
+EXPERT = "physics_controller"
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PIECES = r"\p{N}| ?[\p{L}_]+:?| ?[^\s\p{L}\p{N}]|\s+(?!\S)|\s+"
 KEYWORDS = (

@@ -1,0 +1,55 @@
+"""The command line of the specification: what it writes, and what it says to bad input."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.config.load import load_config
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.experts import save_expert
+from mlx_parallm.experts.registry import physics_controller
+from mlx_parallm.orchestrator.examples.train_hybrid_grpo import command, parse
+
+
+def words(tmp_path: Path, *more: str) -> list[str]:
+    mx.random.seed(0)
+    save_expert(tmp_path / "best.safetensors", physics_controller())
+    own = ["--model", "builtin:tiny", "--physics-expert", str(tmp_path / "best.npz")]  # either suffix finds it
+    return command(parse([*own, "--checkpoint-dir", str(tmp_path / "run"), *more]))
+
+
+def test_the_run_that_it_begins(tmp_path: Path) -> None:
+    more = ("--iterations", "7", "--group-size", "8", "--lr", "2e-4", "--set", "server.port=0")
+    given = words(tmp_path, *more)
+    assert given == ["train", "--config", str(tmp_path / "run" / "hybrid.toml"), "--set", "server.port=0"]
+    config = load_config(given[2], ["server.port=0"])
+    assert (config.rl_training.total_steps, config.rl_training.learning_rate) == (7, 2e-4)
+    [environment] = config.environments
+    assert (environment.kind, environment.group_size, environment.options["learn"]) == ("hybrid", 8, "both")
+    assert list(environment.options["experts"]) == ["physics_controller"]
+    assert environment.options["mcp"][0]["command"][-1] == "mlx_parallm.orchestrator.tool_server"
+    assert config.rl_training.atropos.rollout_batch_size == 128
+    assert words(tmp_path, "--resume") == ["train", "--resume", str(tmp_path / "run" / "run")]
+
+
+def test_the_numbers_of_the_specification(tmp_path: Path) -> None:
+    config = load_config(words(tmp_path)[2])
+    assert (config.rl_training.total_steps, config.rl_training.learning_rate) == (500, 1e-6)
+    assert config.environments[0].group_size == 4
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="group-size"):
+        words(tmp_path, "--group-size", "1")
+
+
+@pytest.mark.slow
+def test_no_expert_is_one_line(tmp_path: Path) -> None:
+    module = "mlx_parallm.orchestrator.examples.train_hybrid_grpo"
+    given = [sys.executable, "-m", module, "--model", "builtin:tiny", "--physics-expert", str(tmp_path / "none.npz")]
+    ended = subprocess.run(given, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    assert ended.returncode == 2 and ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
