@@ -23,10 +23,11 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
@@ -76,6 +77,9 @@ INTERRUPTED = 130
 ENGINE_CHECK_S = 1.0  # a server whose engine is dead ends this soon
 COMPUTING_THREADS = 2  # of a training daemon: engine and trainer
 
+RunPage = Callable[[Path, Redactor], AddedRouter]
+"""A leaf that shows a run: its routes for that run directory."""
+
 SOURCES: tuple[SourceKind, ...] = (InProcessEnvironments.of, atropos_source, RewardsById)
 """Every kind of source that rollouts come from; to add one is a line here."""
 
@@ -109,8 +113,8 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
     return 0
 
 
-def run_training(config: Config, *, resume: str | None) -> int:
-    """Serves and trains until `total_steps` or a signal. Returns the exit code."""
+def run_training(config: Config, *, resume: str | None, pages: Sequence[RunPage] = ()) -> int:
+    """Serves and trains until `total_steps` or a signal. Returns the exit code. `pages`: leaves that show the run."""
     with RunLog(_redactor(config)) as run_log:
         stop = _begin(config, run_log)
         samples = config.rl_training.algorithm not in DATA_ALGORITHMS  # else the engine has little to do
@@ -121,7 +125,9 @@ def run_training(config: Config, *, resume: str | None) -> int:
                     follow(config, ranks, stop)
                 return 0
             console = Console(stderr=True)
-            run = training_run(config, resume=resume, stop=stop, console=console, run_log=run_log, ranks=ranks)
+            run = training_run(
+                config, pages=pages, resume=resume, stop=stop, console=console, run_log=run_log, ranks=ranks
+            )
             try:
                 run.execute()
             finally:
@@ -130,10 +136,10 @@ def run_training(config: Config, *, resume: str | None) -> int:
     return 0
 
 
-def training_run(config: Config, *, http: bool = True, **options: Any) -> TrainingRun:
+def training_run(config: Config, *, http: bool = True, pages: Sequence[RunPage] = (), **options: Any) -> TrainingRun:
     """Make a run that is served by this process and may use every kind of source. `http`: false: nobody but the run
     itself asks the engine. Further arguments: `TrainingRun`."""
-    return TrainingRun(config, serve=partial(Serving, http=http), source_kinds=SOURCES, **options)
+    return TrainingRun(config, serve=partial(Serving, http=http, pages=pages), source_kinds=SOURCES, **options)
 
 
 def run_dry_run(config: Config) -> int:
@@ -208,10 +214,13 @@ class Serving:
 
     Args:
         http: false: no port is taken, and nobody can ask the engine but this process.
+        pages: leaves that show a run, where there is one.
     """
 
-    def __init__(self, config: Config, *, http: bool = True) -> None:
+    def __init__(self, config: Config, *, http: bool = True, pages: Sequence[RunPage] = ()) -> None:
         self.config = config
+        self._pages = pages
+        self._page_paths: list[str] = []
         self.api_key = config.resolve_api_key()
         self._listener: socket.socket | None = None
         if http:
@@ -233,6 +242,12 @@ class Serving:
         host = self.config.server.host
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         return f"http://{shown}:{self.port}"
+
+    def page_urls(self, *, with_key: bool) -> list[str]:
+        """Return what a person opens in a browser to see the run. `with_key`: the key is in the fragment, which a
+        browser sends to nobody."""
+        key = f"#key={quote(self.api_key, safe='')}" if with_key and self.api_key is not None else ""
+        return [f"{self.url}{path}{key}" for path in self._page_paths]
 
     @property
     def model_path(self) -> Path:
@@ -260,12 +275,19 @@ class Serving:
         sources: Iterable[RolloutSource] = (),
         rollbacks: RollbackAPI | None = None,
         routers: Iterable[AddedRouter] = (),
+        *,
+        run: Path | None = None,
     ) -> None:
-        """Starts HTTP with the server's own routes, those of the rollout sources, and `routers`."""
+        """Starts HTTP with the server's own routes, those of the rollout sources, `routers`, and the pages of the run
+        directory `run`."""
         if self._listener is None:
             return
         sources = list(sources)
-        added = [source.router for source in sources if source.router is not None]
+        added = [*(source.router for source in sources if source.router is not None), *routers]
+        if run is not None:
+            pages = [page(run, _redactor(self.config)) for page in self._pages]
+            self._page_paths = [page.page for page in pages if page.page is not None]
+            added += pages
         completions = next((source.completions for source in sources if isinstance(source, RewardsById)), None)
         deps = ServerDeps(
             state=self.state,
@@ -276,7 +298,7 @@ class Serving:
             rollbacks=rollbacks,
         )
         connections = connection_limit(self.config.server.max_concurrent_requests, raise_file_limit())
-        self._http = ServerThread(create_app(deps, [*added, *routers]), self._listener, connections)
+        self._http = ServerThread(create_app(deps, added), self._listener, connections)
         self._http.start()
 
     def load(self, *, quantize: bool = False) -> LoadedModel:

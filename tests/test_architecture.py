@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations", "distributed", "experts"),
     ("daemon",),
     ("tools", "orchestrator"),
+    ("dashboard",),
     ("cli", "trl"),
     ("__init__", "__main__"),
 )

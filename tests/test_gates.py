@@ -23,6 +23,7 @@ LINES: dict[str, int] = {
     "(root)": 1290,
     "cli": 1230,
     "config": 1930,
+    "dashboard": 700,
     "distributed": 440,
     "engine": 3690,
     "environments": 4590,

@@ -6,6 +6,7 @@ train = script("mlx_parallm_train")
 serve = script("mlx_parallm_serve")
 explain = script("mlx_parallm_explain")
 rollouts = script("mlx_parallm_rollouts")
+dashboard = script("mlx_parallm_dashboard")
 show_checkpoint = script("mlx_parallm_show_checkpoint")
 evaluate = script("mlx_parallm_eval")
 replay = script("mlx_parallm_replay")
@@ -15,6 +16,7 @@ doctor = script("mlx_parallm_doctor")
 
 __all__ = [
     "convert_adapter",
+    "dashboard",
     "doctor",
     "evaluate",
     "explain",

@@ -63,8 +63,9 @@ def train(parser: ArgumentParser) -> Run:
             return supervise(args.argv, config, run_directory, resume=resume, restarts=args.restarts)
         _before_mlx(config)
         from mlx_parallm.daemon import run_training
+        from mlx_parallm.dashboard.routes import dashboard
 
-        return run_training(config, resume=resume)
+        return run_training(config, resume=resume, pages=(dashboard,))
 
     return run
 

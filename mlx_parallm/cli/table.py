@@ -83,6 +83,14 @@ COMMANDS = (
         " Reads only, also while the run goes on.",
     ),
     Command(
+        "dashboard",
+        "look",
+        "Show runs in a browser: curves, groups, answers, tokens.",
+        "mlx_parallm.dashboard.command:dashboard",
+        "mlx_parallm_dashboard",
+        "The same page that a training run serves at /dashboard. Reads only; of several runs the page has a list.",
+    ),
+    Command(
         "checkpoint",
         "look",
         "Show what a checkpoint holds, and whether it is complete.",

@@ -109,6 +109,16 @@ class MetricsFile:
         with self.path.open("rb") as file:
             return [self._line(text) for text in deque(file, maxlen=count) if text.endswith(b"\n")]
 
+    def after(self, position: int) -> tuple[list[dict[str, Any]], int]:
+        """Return the complete lines from this byte on, and the byte behind the last of them. Raises CheckpointError: a
+        damaged line."""
+        if not self.path.exists():
+            return [], 0
+        with self.path.open("rb") as file:
+            file.seek(position)
+            complete, newline, _ = file.read().rpartition(b"\n")
+        return [self._line(text) for text in complete.splitlines()], position + len(complete) + len(newline)
+
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the lines, without an unfinished last one. Raises CheckpointError: a damaged line before the last."""
         if not self.path.exists():

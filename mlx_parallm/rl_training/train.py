@@ -84,7 +84,10 @@ class PolicyServer(Served, Protocol):
     def vocab_size(self) -> int: ...
     @property
     def turns(self) -> Turns: ...
-    def listen(self, sources: Iterable[RolloutSource], rollbacks: RollbackService, routers: Iterable[Any]) -> None: ...
+    def page_urls(self, *, with_key: bool) -> Sequence[str]: ...
+    def listen(
+        self, sources: Iterable[RolloutSource], rollbacks: RollbackService, routers: Iterable[Any], *, run: Path
+    ) -> None: ...
     def load(self, *, quantize: bool) -> LoadedModel: ...
     def open(
         self,
@@ -193,7 +196,7 @@ class TrainingRun:
         self._closing.callback(self.serving.close)  # before the store, which requests write to
         sources = self._make_sources(directory, store)
         routers = [router for source in self.environments if (router := source.router()) is not None]
-        self.serving.listen(sources, self._rollbacks, routers)
+        self.serving.listen(sources, self._rollbacks, routers, run=directory.path)
         loaded = self.serving.load(quantize=quantize)
         parts, state = self._training_parts(loaded, initial, directory, store, sources)
         directory.write_config(config)
@@ -386,7 +389,8 @@ class TrainingRun:
             return [*started.sources.health(), started.parts.buffer.health(), self._memory.health()]
 
         readable = without_template(tokenizer, self.config.model.chat_template_kwargs)
-        display = TrainingDisplay(self._console, sources=health, readable=readable)
+        pages = self.serving.page_urls(with_key=self._console.is_terminal)  # a file's readers are not known
+        display = TrainingDisplay(self._console, sources=health, readable=readable, pages=pages)
         self._closing.callback(display.stop)
         display.subscribe(self.events)
 

@@ -436,14 +436,17 @@ class RolloutStore:
         state: str | None = None,
         first_step: int | None = None,
         last_step: int | None = None,
+        older_than: str | None = None,
     ) -> Iterator[GroupRecord]:
         """Yield the groups, the newest first. The database is not held between two of them.
 
         Args:
             state: waiting, taken, dropped or quarantined.
             first_step, last_step: of the step that took or dropped a group; one that waits has none.
+            older_than: the id of a group: only those that came before it.
         """
         conditions = {"environment = ?": environment, f"{_STATE} = ?": state, "step >= ?": first_step}
+        conditions["sequence < (SELECT sequence FROM groups WHERE group_id = ?)"] = older_than
         wanted = {sql: value for sql, value in {**conditions, "step <= ?": last_step}.items() if value is not None}
         with self._reading() as connection:
             rows = connection.execute(

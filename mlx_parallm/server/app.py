@@ -28,7 +28,7 @@ from mlx_parallm.server.api import (
     tokenize,
     training,
 )
-from mlx_parallm.server.auth import AuthMiddleware
+from mlx_parallm.server.auth import AuthMiddleware, PublicPaths
 from mlx_parallm.server.context import ServerContext, ServerDeps
 from mlx_parallm.server.errors import ERROR_CONTENT, ERROR_SCHEMA, HEALTH, TIMED_OUT, install_error_handlers
 from mlx_parallm.server.middleware import BodyLimitMiddleware, GateMiddleware, RequestContextMiddleware
@@ -70,11 +70,16 @@ class AddedRouter:
         basic_auth: below the router's prefix the key may come as the password of Basic authentication, for clients that
             can only put it into the URL (`http://name:KEY@host/prefix`).
         while_loading: path → the body of a 200 while the model loads, where a client would take the 503 badly.
+        public: paths whose GET holds no data, such as a page's own files: they need neither key nor model. One that
+            ends with a slash means everything below it.
+        page: the path that a person opens in a browser; the run prints it.
     """
 
     router: APIRouter
     basic_auth: bool = False
     while_loading: Mapping[str, Any] = field(default_factory=dict)
+    public: tuple[str, ...] = ()
+    page: str | None = None
 
     def __post_init__(self) -> None:
         if self.basic_auth and not self.router.prefix:
@@ -91,11 +96,14 @@ def create_app(deps: ServerDeps, routers: Sequence[AddedRouter] = ()) -> FastAPI
     _install_openapi(app)
     # add_middleware puts each layer outside the ones before it.
     while_loading = {path: body for added in routers for path, body in added.while_loading.items()}
-    app.add_middleware(GateMiddleware, state=deps.state, while_loading=while_loading)
+    public = PublicPaths(path for added in routers for path in added.public)
+    app.add_middleware(GateMiddleware, state=deps.state, while_loading=while_loading, public=public)
     app.add_middleware(BodyLimitMiddleware, max_bytes=deps.max_body_bytes)
     origins = deps.config.cors_origins
     basic_prefixes = [added.router.prefix for added in routers if added.basic_auth]
-    app.add_middleware(AuthMiddleware, api_key=deps.api_key, origins=origins, basic_prefixes=basic_prefixes)
+    app.add_middleware(
+        AuthMiddleware, api_key=deps.api_key, origins=origins, basic_prefixes=basic_prefixes, public=public
+    )
     app.add_middleware(RequestContextMiddleware, metrics=deps.state.metrics, timeout_s=deps.config.request_timeout_s)
     if origins:  # outside of the key: a browser's preflight request cannot carry one
         app.add_middleware(

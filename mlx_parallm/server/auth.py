@@ -10,7 +10,7 @@ import binascii
 import hmac
 import ipaddress
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -80,19 +80,38 @@ def is_loopback_origin(origin: str) -> bool:
     return match is not None and is_loopback_authority(match["authority"])
 
 
+class PublicPaths:
+    """Paths that hold no data: a GET of them needs neither the key nor a loaded model."""
+
+    def __init__(self, paths: Iterable[str] = ()) -> None:
+        listed = tuple(paths)
+        self._exact = frozenset(listed)
+        self._below = tuple(path for path in listed if path.endswith("/"))
+
+    def allows(self, scope: Scope) -> bool:
+        path: str = scope["path"]
+        return scope["method"] in ("GET", "HEAD") and (path in self._exact or path.startswith(self._below))
+
+
 class AuthMiddleware:
     """Answers 401 (key missing or wrong) or 403 (foreign Host or Origin, when there is no key).
 
     Without a key the pages of `origins` are let in beside this machine's. Below `basic_prefixes` the key may also come
-    as the password of Basic authentication.
+    as the password of Basic authentication. The key guards everything but `public`.
     """
 
     def __init__(
-        self, app: ASGIApp, api_key: str | None, origins: Sequence[str], basic_prefixes: Sequence[str]
+        self,
+        app: ASGIApp,
+        api_key: str | None,
+        origins: Sequence[str],
+        basic_prefixes: Sequence[str],
+        public: PublicPaths,
     ) -> None:
         self._app = app
         self._origins = frozenset(origins)
         self._basic_prefixes = basic_prefixes
+        self._public = public
         self._key = api_key.encode() if api_key is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,7 +123,7 @@ class AuthMiddleware:
             if reason is not None:
                 await error_response(reason, 403, code="foreign_request")(scope, receive, send)
                 return
-        elif not self._has_key(scope, self._key):
+        elif not self._public.allows(scope) and not self._has_key(scope, self._key):
             headers = {"WWW-Authenticate": "Bearer"}
             response = error_response("missing or wrong API key", 401, code="invalid_api_key", headers=headers)
             await response(scope, receive, send)

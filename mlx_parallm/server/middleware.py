@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_parallm.server.auth import PublicPaths
 from mlx_parallm.server.context import ServerState
 from mlx_parallm.server.errors import HEALTH, TIMED_OUT, error_body, error_response
 from mlx_parallm.server.metrics import ServerMetrics
@@ -168,16 +169,17 @@ async def _in_time(receive: Receive, deadline: float) -> Message:
 class GateMiddleware:
     """503 from every route but /health until the engine and the tokenizer are there, and once the server drains.
 
-    `while_loading`: path → the body of a 200 that is sent instead while the model loads.
+    `while_loading`: path → the body of a 200 that is sent instead while the model loads. `public`: always let in.
     """
 
-    def __init__(self, app: ASGIApp, state: ServerState, while_loading: Mapping[str, Any]) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, while_loading: Mapping[str, Any], public: PublicPaths) -> None:
         self._app = app
         self._state = state
         self._while_loading = while_loading
+        self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == HEALTH:
+        if scope["type"] != "http" or scope["path"] == HEALTH or self._public.allows(scope):
             await self._app(scope, receive, send)
             return
         unavailable = self._state.unavailable

@@ -47,6 +47,7 @@ class Wanted:
         steps: of the step that took or dropped the group.
         text: whether a prompt or an answer fits.
         limit: None = all.
+        older_than: the id of a group: only answers of groups that came before it.
     """
 
     order: Order = "newest"
@@ -56,6 +57,7 @@ class Wanted:
     rewards: Range = EVERY
     text: Callable[[str], bool] | None = None
     limit: int | None = None
+    older_than: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Answers:
 
     def rows(self, wanted: Wanted) -> Iterator[dict[str, Any]]:
         """Yield a row for each answer. Raises ConfigError: no such environment; no tokenizer to search texts with."""
+        self._lost.clear()
         known = {line.environment for line in self._store.accounts()}
         if wanted.environment is not None and wanted.environment not in known:
             raise ConfigError(f"no environment {wanted.environment!r}; there are {', '.join(sorted(known))}")
@@ -184,6 +187,7 @@ class Answers:
             state=wanted.state,
             first_step=None if first is None else math.ceil(first),
             last_step=None if last is None else math.floor(last),
+            older_than=wanted.older_than,
         )
         for record in records:
             if record.group is None:

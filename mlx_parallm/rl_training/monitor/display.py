@@ -100,6 +100,7 @@ class TrainingDisplay:
         interactive: bool | None = None,
         sources: Sources = tuple,
         readable: Readable = str,
+        pages: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -107,10 +108,11 @@ class TrainingDisplay:
             interactive: a live panel or lines; default: a panel where the console is a terminal.
             sources: returns the health of the rollout sources (`RolloutManager.health`); called at each update.
             readable: makes messages of what a chat template made of them, in samples.
+            pages: addresses that show the run in a browser.
         """
         self._console = console or Console(stderr=True)
         self._interactive = self._console.is_terminal if interactive is None else interactive
-        self._sources, self._readable = sources, readable
+        self._sources, self._readable, self._pages = sources, readable, pages
         self._clock = clock
         self._info: RunInfo | None = None
         self._live: Live | None = None
@@ -150,6 +152,8 @@ class TrainingDisplay:
         self._log("training", run=info.run_name, model=info.model, steps=info.total_steps)
         if info.base_url:
             self._log("talk to the model", command=curl_line(info))
+        for page in self._pages:
+            self._log("watch the run in a browser", url=page.partition("#")[0])
         if not self._interactive:
             return
         self._live = Live(console=self._console, get_renderable=self._render, auto_refresh=False)
@@ -309,7 +313,8 @@ class TrainingDisplay:
         if not info.base_url:  # nobody can ask
             return Group(title, rows)
         talk = Text(curl_line(info, self._console.width), style="cyan")
-        return Group(title, rows, Text("talk to it while it learns:", style="dim"), talk)
+        watch = [Text("watch it: ", style="dim").append(page, style="not dim cyan") for page in self._pages]
+        return Group(title, rows, Text("talk to it while it learns:", style="dim"), talk, *watch)
 
     def _progress(self, info: RunInfo, step: int) -> RenderableType:
         width = max(8, min(CURVE_WIDTH - 8, self._console.width - 40))

@@ -1,0 +1,195 @@
+"""The routes below /dashboard. The page's own files are public and hold no data; all data needs the server's key.
+
+    /dashboard, /dashboard/static/…   the page
+    /dashboard/api/events             one stream for each tab: which data has changed; the page then asks for it
+    /dashboard/api/…                  that data, bounded, with cursors
+
+Handlers are plain functions: they read files, and Starlette runs them in its worker threads.
+"""
+
+import asyncio
+import mimetypes
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from mlx_parallm.dashboard.run_view import MOST_ANSWERS, RunView, Search
+from mlx_parallm.errors import RefusedError
+from mlx_parallm.server.app import AddedRouter
+from mlx_parallm.server.context import Context
+from mlx_parallm.server.sse import EventStream
+from mlx_parallm.system.redaction import Redactor
+
+PAGE, STATIC, API = "/dashboard", "/dashboard/static/", "/dashboard/api"
+LOOK_S = 0.4
+"""Between two looks at the files' times; a step is on the page within 2 s."""
+BEAT_S = 8.0
+"""An event is sent that often though nothing has changed: the page tells a quiet run from a lost connection."""
+MOST_POINTS = 2000
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+Run = Annotated[int, Query(ge=0, description="its place in the list of runs")]
+
+
+def dashboard(run: Path, redactor: Redactor) -> AddedRouter:
+    """The dashboard of the run that this process trains: a `daemon.RunPage`."""
+    return added_router([RunView(run, redactor)], live=True)
+
+
+def added_router(views: Sequence[RunView], *, live: bool) -> AddedRouter:
+    """Return the routes of these runs. `live`: the first of them is trained by this process."""
+    router = APIRouter(tags=["dashboard"], default_response_class=JSONResponse)
+    _page_routes(router)
+    _run_routes(router, views, live=live)
+    _rollout_routes(router, views)
+    return AddedRouter(router, public=(PAGE, STATIC), page=PAGE)
+
+
+def _page_routes(router: APIRouter) -> None:
+    @router.get("/dashboard", include_in_schema=False)
+    def page() -> Response:
+        return _file("index.html")
+
+    @router.get("/dashboard/static/{name:path}", include_in_schema=False)
+    def static(name: str) -> Response:
+        return _file(name)
+
+
+def _run_routes(router: APIRouter, views: Sequence[RunView], *, live: bool) -> None:
+    @router.get("/dashboard/api/runs")
+    def runs() -> Response:
+        """The runs that this page shows. `live`: this process trains it, and controls work."""
+        shown = [view.summary() | {"id": number, "live": live and number == 0} for number, view in enumerate(views)]
+        return JSONResponse({"runs": shown})
+
+    @router.get("/dashboard/api/metrics")
+    def metrics(
+        run: Run = 0,
+        keys: str = "headline",
+        after: Annotated[str, Query(max_length=100)] = "",
+        max_points: Annotated[int, Query(ge=1, le=MOST_POINTS)] = MOST_POINTS,
+    ) -> Response:
+        """Columns of metrics.jsonl behind a cursor. Many steps become `max_points` means."""
+        wanted = [key for key in keys.split(",") if key][:100]
+        return JSONResponse(_view(views, run).metrics(wanted, after, max_points))
+
+    @router.get("/dashboard/api/health")
+    def health(run: Run = 0) -> Response:
+        """What `mlx_parallm explain` finds."""
+        return JSONResponse(_view(views, run).health())
+
+    @router.get("/dashboard/api/evaluations")
+    def evaluations(run: Run = 0) -> Response:
+        """The numbers of each evaluation on held-out problems, with the ends of their intervals."""
+        return JSONResponse({"evaluations": _view(views, run).evaluations()})
+
+    @router.get("/dashboard/api/events")
+    async def events(request: Request, context: Context) -> Response:
+        """A stream of server-sent events: a word for each kind of data of each run, again whenever one changes."""
+        return await EventStream(_changes(context, views)).prefetch(request.receive)
+
+
+def _rollout_routes(router: APIRouter, views: Sequence[RunView]) -> None:
+    @router.get("/dashboard/api/groups")
+    def groups(
+        run: Run = 0,
+        order: Annotated[str, Query(pattern="^(newest|best|worst)$")] = "newest",
+        environment: str = "",
+        state: Annotated[str, Query(pattern="^(|waiting|taken|dropped|quarantined)$")] = "",
+        first_step: int | None = None,
+        last_step: int | None = None,
+        lowest: float | None = None,
+        highest: float | None = None,
+        version: int | None = None,
+        reason: str = "",
+        text: str = "",
+        regex: Annotated[str, Query(max_length=1000)] = "",
+        older_than: str = "",
+        limit: Annotated[int, Query(ge=1, le=MOST_ANSWERS)] = MOST_ANSWERS,
+    ) -> Response:
+        """Answers by group, and where to go on."""
+        search = Search(
+            order=order,
+            environment=environment,
+            state=state,
+            first_step=first_step,
+            last_step=last_step,
+            lowest=lowest,
+            highest=highest,
+            version=version,
+            reason=reason,
+            text=text,
+            pattern=regex,
+            older_than=older_than,
+            limit=limit,
+        )
+        return JSONResponse(_view(views, run).groups(search))
+
+    @router.get("/dashboard/api/group")
+    def group(id: Annotated[str, Query(min_length=1)], run: Run = 0) -> Response:
+        """One group: every answer with its conversation."""
+        return JSONResponse(_view(views, run).group(id))
+
+    @router.get("/dashboard/api/tokens")
+    def tokens(
+        id: Annotated[str, Query(min_length=1)],
+        number: Annotated[int, Query(ge=0)],
+        run: Run = 0,
+        segment: Annotated[int, Query(ge=0)] = 0,
+        first: Annotated[int, Query(ge=0)] = 0,
+    ) -> Response:
+        """The tokens of one answer, with what is known of each."""
+        return JSONResponse(_view(views, run).tokens(id, number, segment, first))
+
+
+def _view(views: Sequence[RunView], run: int) -> RunView:
+    if run >= len(views):
+        raise RefusedError(f"there are runs 0 to {len(views) - 1}, no {run}", 404)
+    return views[run]
+
+
+async def _changes(context: Context, views: Sequence[RunView]) -> AsyncGenerator[dict[str, Any], None]:
+    """Ends when the server drains: an open page must not hold up its end."""
+    before: list[dict[str, str]] = []
+    loop = asyncio.get_running_loop()
+    sent = -BEAT_S
+    while not context.deps.state.draining:
+        now = await asyncio.to_thread(lambda: [view.versions() for view in views])
+        if now != before or loop.time() - sent >= BEAT_S:
+            before, sent = now, loop.time()
+            yield {"runs": now}
+        await asyncio.sleep(LOOK_S)
+
+
+@cache
+def _static() -> Mapping[str, bytes]:
+    """The page's files by name, read once."""
+
+    def below(folder: Traversable, prefix: str) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        for entry in folder.iterdir():
+            name = f"{prefix}{entry.name}"
+            found |= below(entry, f"{name}/") if entry.is_dir() else {name: entry.read_bytes()}
+        return found
+
+    return below(files("mlx_parallm.dashboard") / "static", "")
+
+
+def _file(name: str) -> Response:
+    content = _static().get(name)
+    if content is None:
+        raise HTTPException(404)
+    kind = "text/javascript" if name.endswith((".js", ".mjs")) else mimetypes.guess_type(name)[0]
+    return Response(content, media_type=kind or "text/plain", headers=HEADERS)

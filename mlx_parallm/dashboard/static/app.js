@@ -1,0 +1,151 @@
+// The page: where it is (the address), what the server has (one stream), and the view of it.
+import { html, render, useEffect, useRef, useState } from "./ui.js";
+import { follow, get, setKey, takeKey } from "./api.js";
+import { merged, readPlace, writePlace } from "./lib.js";
+import { Overview, KEYS } from "./overview.js";
+import { Group, Search, Step } from "./groups.js";
+import { Tokens } from "./tokens.js";
+
+const HELP = [
+  ["1 2 3", "overview, groups, search"], ["[ ]", "step before, next step"], ["u i", "group before, next group; o opens it"],
+  ["j k", "next answer, answer before"], ["← →", "move on a chart or through tokens"], ["Enter", "on a chart: the groups of that step"],
+  ["t", "on a chart: its table"], ["/", "search"], ["?", "this help"],
+];
+
+function usePlace() {
+  const [place, setPlace] = useState(readPlace(location.hash));
+  useEffect(() => {
+    const moved = () => setPlace(readPlace(location.hash));
+    addEventListener("hashchange", moved);
+    return () => removeEventListener("hashchange", moved);
+  }, []);
+  const go = (to, replace = false) => {
+    if (replace) { history.replaceState(null, "", to); setPlace(readPlace(to)); }
+    else location.hash = to;
+  };
+  return [place, go];
+}
+
+/** Numbers of a run; only new steps are asked for. */
+function useMetrics(run, word, state) {
+  const kept = useRef({});
+  const [, draw] = useState(0);
+  useEffect(() => {
+    if (word === undefined) return;
+    const entry = (kept.current[run] ??= { asking: false, again: false, data: null });
+    if (entry.asking) { entry.again = true; return; }
+    const ask = async () => {
+      entry.asking = true;
+      do {
+        entry.again = false;
+        try {
+          entry.data = merged(entry.data, await get("metrics", { run, keys: KEYS.join(","), after: entry.data?.cursor }));
+          draw((count) => count + 1);
+        } catch { /* the stream says what is wrong; the next change asks again */ }
+      } while (entry.again);
+      entry.asking = false;
+    };
+    ask();
+  }, [run, word, state]);
+  return kept.current[run]?.data ?? null;
+}
+
+function useTheme() {
+  const [theme, setTheme] = useState(localStorage.getItem("mlx_parallm.theme") ?? "auto");
+  const [dark, setDark] = useState(matchMedia("(prefers-color-scheme: dark)").matches);
+  useEffect(() => {
+    const query = matchMedia("(prefers-color-scheme: dark)"), changed = () => setDark(query.matches);
+    query.addEventListener("change", changed);
+    return () => query.removeEventListener("change", changed);
+  }, []);
+  const shown = theme === "auto" ? (dark ? "dark" : "light") : theme;
+  document.documentElement.dataset.theme = shown;
+  const next = () => {
+    const to = shown === "dark" ? "light" : "dark";
+    localStorage.setItem("mlx_parallm.theme", to);
+    setTheme(to);
+  };
+  return [shown, next];
+}
+
+function App() {
+  const [place, go] = usePlace();
+  const [theme, turn] = useTheme();
+  const [runs, setRuns] = useState(null);
+  const [words, setWords] = useState([]);
+  const [lost, setLost] = useState(null);
+  const [help, setHelp] = useState(false);
+  const [smooth, setSmooth] = useState(Number(localStorage.getItem("mlx_parallm.smooth") ?? 0.8));
+  const run = Math.min(Number(place.query.run ?? sessionStorage.getItem("mlx_parallm.run") ?? 0), Math.max(0, (runs?.length ?? 1) - 1));
+  const info = runs?.[run], word = words[run];
+  const metrics = useMetrics(run, word?.metrics, word?.state);
+  const last = metrics?.steps.at(-1) ?? 0;
+
+  useEffect(() => follow(
+    (changed) => setWords((before) => changed ?? before.map((one) => ({ ...one, metrics: `${one.metrics}+` }))),
+    (failure) => setLost((before) => (failure ? { failure, since: before?.since ?? new Date() } : null)),
+  ), []);
+  useEffect(() => {
+    if (word === undefined) return;
+    get("runs").then((answer) => setRuns(answer.runs), () => {});
+  }, [words.map((one) => one.state).join(), words.length, last > 0]);
+  useEffect(() => { document.title = info ? `${info.name} · ${last}${info.total_steps ? `/${info.total_steps}` : ""}` : "mlx_parallm"; }, [info?.name, last]);
+  useEffect(() => { window.scrollTo(0, 0); }, [place.view, place.rest.join()]);
+
+  const step = place.view === "step" ? Number(place.rest[0] ?? (last || 1)) : last || 1;
+  useEffect(() => {
+    const keys = (event) => {
+      if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
+      const to = { 1: writePlace("overview"), 2: writePlace("step", [step]), 3: writePlace("search"), "/": writePlace("search") }[event.key];
+      if (to) {
+        event.preventDefault();
+        go(to);
+        if (event.key === "/") setTimeout(() => document.getElementById("search-text")?.focus(), 50);
+      } else if (event.key === "[" && step > 1) go(writePlace("step", [step - 1], place.view === "step" ? place.query : {}));
+      else if (event.key === "]" && step < last) go(writePlace("step", [step + 1], place.view === "step" ? place.query : {}));
+      else if (event.key === "?") setHelp(!help);
+      else if (event.key === "Escape") setHelp(false);
+    };
+    addEventListener("keydown", keys);
+    return () => removeEventListener("keydown", keys);
+  });
+
+  if (lost?.failure.status === 401) return html`<${AskKey} />`;
+  const choose = (number) => { sessionStorage.setItem("mlx_parallm.run", number); go(writePlace("overview", [], { run: number })); };
+  const shared = { run, info, metrics, words: word, query: place.query, go, theme };
+  const views = {
+    overview: () => html`<${Overview} ...${shared} smooth=${smooth} setSmooth=${(value) => { localStorage.setItem("mlx_parallm.smooth", value); setSmooth(value); }} />`,
+    step: () => html`<${Step} key=${step} ...${shared} step=${step} />`,
+    group: () => html`<${Group} key=${place.rest[0]} ...${shared} id=${place.rest[0]} />`,
+    tokens: () => html`<${Tokens} key=${place.rest.join()} ...${shared} id=${place.rest[0]} number=${Number(place.rest[1] ?? 0)} />`,
+    search: () => html`<${Search} ...${shared} />`,
+  };
+  const tab = (name, view, to, also = []) => html`<a href=${to} aria-current=${place.view === view || also.includes(place.view) ? "page" : null}>${name}</a>`;
+  return html`
+    <header class="bar">
+      <div class="who">
+        ${runs && runs.length > 1 ? html`<select aria-label="run" value=${run} onChange=${(event) => choose(Number(event.target.value))}>${runs.map(({ id, name }) => html`<option value=${id} selected=${id === run}>${name}</option>`)}</select>`
+          : html`<h1>${info?.name ?? "mlx_parallm"}</h1>`}
+        ${info && html`<span class="quiet model">${info.model ?? ""}${info.algorithm ? ` · ${info.algorithm}` : ""}</span>`}
+      </div>
+      <nav aria-label="views">${tab("Overview", "overview", writePlace("overview"))}${tab("Groups", "step", writePlace("step", [step]), ["group", "tokens"])}${tab("Search", "search", writePlace("search"))}</nav>
+      <div class="now">
+        ${info && html`<span class=${`badge ${word?.state ?? info.state}`}>${word?.state ?? info.state}</span> <span class="count">${last}${info.total_steps ? ` / ${info.total_steps}` : ""}</span>`}
+        <button class="plain" onClick=${turn} aria-label=${theme === "dark" ? "light colours" : "dark colours"} title="light or dark">${theme === "dark" ? "☀" : "☾"}</button>
+        <button class="plain" onClick=${() => setHelp(!help)} aria-label="keys" title="keys (?)">?</button>
+      </div>
+      ${info?.total_steps ? html`<progress max=${info.total_steps} value=${last} aria-label="steps"></progress>` : null}
+    </header>
+    ${lost && html`<p class="lost" role="alert">${lost.failure.status === 503 ? `${lost.failure.message}.` : `Not reachable since ${lost.since.toLocaleTimeString()}. What is shown is from before; the page goes on by itself.`}</p>`}
+    ${help && html`<aside class="help" aria-label="keys"><h2>Keys</h2><dl>${HELP.map(([key, what]) => html`<div><dt><kbd>${key}</kbd></dt><dd>${what}</dd></div>`)}</dl></aside>`}
+    <main>${(views[place.view] ?? views.overview)()}</main>`;
+}
+
+function AskKey() {
+  const save = (event) => { event.preventDefault(); setKey(event.target.elements.key.value); location.reload(); };
+  return html`<main class="ask"><h1>mlx_parallm</h1><p>This server has an API key. The link that the run printed has it in it; or type it here. It stays in this tab.</p>
+    <form onSubmit=${save}><input name="key" type="password" autocomplete="off" aria-label="API key" /> <button class="primary">Open</button></form></main>`;
+}
+
+takeKey();
+render(html`<${App} />`, document.getElementById("app"));

@@ -1,0 +1,132 @@
+// View 1: what the run does, in words and curves.
+import { html, useData, Problem } from "./ui.js";
+import { beganAndNow, duration, short, smoothed, writePlace } from "./lib.js";
+import { Chart } from "./chart.js";
+
+export const KEYS = [
+  "headline", "reward_std", "reward_max", "reward_by_environment/*", "rewards/*/mean", "kl", "entropy", "rollout_entropy", "clip_fraction",
+  "ratio_mean", "grad_norm", "learning_rate", "completion_tokens_mean", "truncated_fraction", "eos_fraction",
+  "groups_all_right", "groups_all_wrong", "groups_same_answer", "staleness", "staleness_max", "serve_tok_s", "trained_tok_s",
+  "time_rollout_s", "time_train_s", "time_publish_s", "logprob_diff_mean", "heldout_score",
+];
+
+// A chart is hidden while none of its numbers is there.
+const CHARTS = [
+  { section: "Policy" },
+  { title: "KL to the reference", note: "nats a token", keys: { kl: "KL" } },
+  { title: "Entropy", note: "nats a token", keys: { rollout_entropy: "of the rollouts", entropy: "in training" } },
+  { title: "Clipped tokens", keys: { clip_fraction: "share" }, percent: true },
+  { title: "Gradient norm", keys: { grad_norm: "norm" } },
+  { title: "Importance ratio", note: "mean; 1 = the policy that sampled", keys: { ratio_mean: "mean" } },
+  { title: "Trainer against engine", note: "mean |log-probability difference|", keys: { logprob_diff_mean: "difference" } },
+  { section: "Answers" },
+  { title: "Length", note: "tokens of an answer", keys: { completion_tokens_mean: "tokens" } },
+  { title: "How answers end", keys: { eos_fraction: "by themselves", truncated_fraction: "cut off" }, percent: true },
+  { title: "Groups that teach nothing", keys: { groups_all_right: "all right", groups_all_wrong: "all wrong", groups_same_answer: "same answer" }, percent: true },
+  { section: "Machine" },
+  { title: "Tokens per second", keys: { serve_tok_s: "served", trained_tok_s: "trained" } },
+  { title: "Seconds of a step", keys: { time_rollout_s: "waiting for rollouts", time_train_s: "training", time_publish_s: "publishing" } },
+  { title: "Staleness", note: "policy versions", keys: { staleness: "mean", staleness_max: "most" } },
+  { title: "Learning rate", keys: { learning_rate: "rate" } },
+];
+
+const known = (values) => values && values.some((value) => value !== null && value !== undefined);
+
+export function Overview({ run, info, metrics, words, smooth, setSmooth, theme, go }) {
+  const health = useData("health", { run }, words?.metrics + words?.state);
+  const evaluated = useData("evaluations", { run }, words?.evaluations);
+  const evaluations = evaluated.data?.evaluations ?? [];
+  const steps = metrics?.steps ?? [], columns = metrics?.columns ?? {}, marks = metrics?.marks ?? [];
+  const pick = (step) => go(writePlace("step", [step]));
+  const line = (key, label) => known(columns[key])
+    && (smooth ? { label, raw: columns[key], values: smoothed(columns[key], smooth) } : { label, values: columns[key] });
+  const chart = (title, series, rest = {}) => series.length > 0
+    && html`<${Chart} key=${title} title=${title} steps=${steps} series=${series} marks=${marks} onPick=${pick} theme=${theme} ...${rest} />`;
+  const judged = info?.judged_by ?? "reward", title = judged[0].toUpperCase() + judged.slice(1);
+  const sections = [];
+  for (const { section, title, note, keys, percent } of CHARTS) {
+    if (section) sections.push({ section, charts: [] });
+    else {
+      const shown = Object.entries(keys).map(([key, label]) => line(key, label)).filter(Boolean);
+      if (shown.length) sections.at(-1).charts.push(chart(title, shown, { note, percent }));
+    }
+  }
+  const named = (prefix, end = "") => Object.keys(columns).filter((key) => key.startsWith(prefix) && key.endsWith(end))
+    .map((key) => line(key, key.slice(prefix.length, key.length - end.length))).filter(Boolean);
+  return html`
+    <section class="top">
+      <${Health} answer=${health} steps=${steps.length} />
+      <${Figures} ...${{ info, steps, columns, evaluations, title }} />
+    </section>
+    ${steps.length === 0 && html`<p class="empty">No step is finished yet. The curves begin with the first one.</p>`}
+    <section aria-label="learning">
+      <div class="heading"><h2>Learning</h2>
+        <label class="quiet">smooth <input type="range" min="0" max="0.98" step="0.02" value=${smooth} aria-label="smoothing of the curves"
+          onInput=${(event) => setSmooth(Number(event.target.value))} /> <output>${smooth.toFixed(2)}</output></label></div>
+      <div class="charts">
+        ${known(columns.headline) && chart(title, [withBand(columns, smooth, judged)], { note: "mean of a step; the band is one standard deviation of its answers" })}
+        ${chart(`${title} by environment`, named("reward_by_environment/"))}
+        ${chart("Parts of the reward", named("rewards/", "/mean"))}
+        ${evaluations.length > 0 && html`<${HeldOut} ...${{ evaluations, theme, pick }} />`}
+        ${chart("Held-out score", [line("heldout_score", "score")].filter(Boolean))}
+      </div>
+    </section>
+    ${sections.filter(({ charts }) => charts.length).map(({ section, charts }) => html`<section aria-label=${section}>
+      <div class="heading"><h2>${section}</h2></div><div class="charts">${charts}</div></section>`)}
+    <${Problem} error=${health.error ?? evaluated.error} />`;
+}
+
+function withBand(columns, smooth, label) {
+  const values = smoothed(columns.headline, smooth), one = { label, values, raw: smooth ? columns.headline : undefined };
+  if (!known(columns.reward_std)) return one;
+  const spread = smoothed(columns.reward_std, smooth);
+  const unit = Math.max(...(columns.reward_max ?? [2])) <= 1 && Math.min(...columns.headline.filter((value) => value !== null)) >= 0;
+  const within = (value) => (unit ? Math.min(1, Math.max(0, value)) : value);
+  const at = (sign) => values.map((value, row) => (value === null || spread[row] === null ? null : within(value + sign * spread[row])));
+  return { ...one, low: at(-1), high: at(1) };
+}
+
+/** Each environment with its 95% interval, over the steps that were evaluated. */
+function HeldOut({ evaluations, theme, pick }) {
+  const names = [...new Set(evaluations.flatMap(({ environments }) => Object.keys(environments)))];
+  const of = (name, end = "") => evaluations.map(({ environments }) => {
+    const numbers = environments[name] ?? {};
+    return numbers[`accuracy${end}`] ?? numbers[`sampled_reward${end}`] ?? null;
+  });
+  const series = names.map((name) => ({ label: name, values: of(name), low: of(name, "_low"), high: of(name, "_high"), dots: true }));
+  return html`<${Chart} title="Held-out problems" note="accuracy of the greedy answers; the bands are 95% intervals" steps=${evaluations.map(({ step }) => step)}
+    series=${series} onPick=${(step) => step && pick(step)} theme=${theme} />`;
+}
+
+function Health({ answer, steps }) {
+  const found = answer.data;
+  if (!found?.findings) return html`<div class="health"><h2>Health</h2></div>`;
+  const healthy = !found.findings.length;
+  return html`<div class=${`health ${healthy ? "well" : "ill"}`}>
+    <h2>Health</h2>
+    ${healthy && html`<p class="verdict"><i class="dot"></i>${steps ? "Nothing found that keeps it from learning." : "No step yet, and nothing that keeps it from one."}</p>`}
+    ${found.findings.map(({ sentence, numbers, setting, page, steps: spans }) => html`<div class="finding">
+      <p class="verdict"><i class="dot"></i>${sentence}</p>
+      <p class="quiet">${Object.entries(numbers).map(([name, value]) => html`<span>${name} <b>${short(value)}</b></span> `)}
+        ${spans.length > 0 && html`<span>steps <b>${spans.slice(0, 3).map(([a, b]) => (a === b ? a : `${a}–${b}`)).join(", ")}</b></span>`}</p>
+      <p class="quiet">Change: <b>${setting}</b> · ${page}</p></div>`)}
+    ${found.notes.map((note) => html`<p class="quiet">${note}</p>`)}
+  </div>`;
+}
+
+function Figures({ info, steps, columns, evaluations, title }) {
+  const last = (key) => columns[key]?.at(-1) ?? null;
+  const learned = beganAndNow(columns.headline ?? []), scores = evaluations.map(({ score }) => score).filter((score) => score !== null);
+  const recent = (columns.time_train_s ?? []).map((value, row) => (value ?? 0) + (columns.time_rollout_s?.[row] ?? 0) + (columns.time_publish_s?.[row] ?? 0)).slice(-20);
+  const pace = recent.length ? recent.reduce((sum, value) => sum + value, 0) / recent.length : null;
+  const left = info?.state === "running" && info.total_steps && pace ? (info.total_steps - (steps.at(-1) ?? 0)) * pace : null;
+  const figures = [
+    learned && [title, short(learned[1]), `began at ${short(learned[0])}`],
+    scores.length > 0 && ["Held out", short(scores.at(-1)), scores.length > 1 ? `began at ${short(scores[0])}` : "one evaluation"],
+    last("serve_tok_s") !== null && ["Served", short(last("serve_tok_s")), "tokens a second"],
+    last("trained_tok_s") !== null && ["Trained", short(last("trained_tok_s")), "tokens a second"],
+    pace && ["A step", `${short(pace)} s`, left === null ? "mean of the last 20" : `${duration(left)} left`],
+    last("staleness") !== null && ["Staleness", short(last("staleness")), "policy versions"],
+  ];
+  return html`<dl class="figures">${figures.filter(Boolean).map(([name, value, note]) => html`<div><dt>${name}</dt><dd>${value}</dd><dd class="quiet">${note}</dd></div>`)}</dl>`;
+}

@@ -1,0 +1,28 @@
+// Preact, its hooks and htm under one name, and what every view uses.
+import { h, render, Fragment } from "./vendor/preact.mjs";
+import { useEffect, useMemo, useRef, useState } from "./vendor/hooks.mjs";
+import htm from "./vendor/htm.mjs";
+import { get } from "./api.js";
+
+export const html = htm.bind(h);
+export { render, Fragment, useEffect, useMemo, useRef, useState };
+
+/** Data of the server, asked for again when the query or `word` changes; the old data stays until the new is there. */
+export function useData(name, query, word) {
+  const [state, setState] = useState({ data: null, error: null, asked: null });
+  const asked = JSON.stringify([name, query]);
+  useEffect(() => {
+    if (!name) return undefined;
+    const abort = new AbortController();
+    get(name, query, abort.signal).then(
+      (data) => setState({ data, error: null, asked }),
+      (error) => error.name !== "AbortError" && setState((before) => ({ ...before, error, asked })),
+    );
+    return () => abort.abort();
+  }, [asked, word]);
+  return state.asked === asked ? state : { ...state, error: null, old: true };
+}
+
+export function Problem({ error }) {
+  return error ? html`<p class="problem" role="alert">${error.message}</p>` : null;
+}

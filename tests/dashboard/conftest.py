@@ -1,0 +1,65 @@
+"""One Chromium for all tests of the page. They are skipped, with the reason, where there is none."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+HOW = "scripts/setup_browser gets it"
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason=f"no playwright: {HOW}")
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"no chromium: {HOW}")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """Pages of one test. `requests`: every address that was asked for; `problems`: errors of the console."""
+
+    def __init__(self, browser: Any) -> None:
+        self._browser, self._contexts = browser, list[Any]()
+        self.requests: list[str] = []
+        self.problems: list[str] = []
+
+    def context(self, **options: Any) -> Any:
+        self._contexts.append(self._browser.new_context(**options))
+        self._contexts[-1].set_default_timeout(15_000)
+        return self._contexts[-1]
+
+    def page(self, url: str, context: Any = None, **options: Any) -> Any:
+        page = (context or self.context(**options)).new_page()
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("dialog", lambda dialog: self.problems.append(f"dialog: {dialog.message}"))
+        page.on("console", lambda message: message.type == "error" and self.problems.append(message.text))
+        page.goto(url)
+        return page
+
+    def close(self) -> None:
+        for context in self._contexts:
+            context.close()
+
+
+@pytest.fixture
+def opened(chromium: Any) -> Iterator[Opened]:
+    pages = Opened(chromium)
+    yield pages
+    pages.close()
+
+
+@pytest.fixture
+def open_page(opened: Opened) -> Iterator[Callable[..., Any]]:
+    """Opens a page; at the end no error was on its console, and nothing but its own server was asked."""
+    yield opened.page
+    assert opened.problems == []
+    assert len({url.partition("//")[2].partition("/")[0] for url in opened.requests}) <= 1

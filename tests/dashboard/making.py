@@ -1,0 +1,87 @@
+"""Run directories for the dashboard's tests, written by the parts that write real ones; and servers of them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.config.server import ModelConfig
+from mlx_parallm.dashboard.command import make_app
+from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
+from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
+from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.server.thread import ServerThread, bind_socket
+from mlx_parallm.types import Rollout, RolloutGroup
+
+HOSTILE = (
+    "<img src=x onerror=\"document.title='pwned'\"></script><script>document.title='pwned'</script>\x07\u202egnp.exe"
+)
+SECRET = "sk-abcdefghijklmnop1234"
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve_model_path("builtin:tiny", None, fetch=False), ModelConfig())
+
+
+def answer(question: str, *turns: str, reward: float = 0.0, version: int = 3, **changes: Any) -> Rollout:
+    """Turns of the model, and between two of them what the environment says. Token i has log-probability -i / 8."""
+    prompt = tokenizer().render_chat([{"role": "user", "content": question}])
+    tokens, mask = list(prompt), [0] * len(prompt)
+    for number, turn in enumerate(turns):
+        part = tokenizer().encode(turn)
+        tokens += part
+        mask += [1 - number % 2] * len(part)
+    logprobs = tuple(-place / 8 * own for place, own in enumerate(mask))
+    values: dict[str, Any] = {"scores": {"reward": reward}, "temperature": 1.0, "stop_reason": "stop"} | changes
+    return Rollout(tuple(tokens), tuple(mask), logprobs, (version,) * len(tokens), **values)
+
+
+def metrics_line(step: int, **changes: Any) -> dict[str, Any]:
+    values = {
+        "step": step,
+        "reward_mean": step / 100,
+        "reward_std": 0.25,
+        "groups": 2,
+        "sequences": 4,
+        "kl": 0.01 * step,
+    }
+    return complete(values | {"reward_by_environment": {"sums": step / 50}} | changes)
+
+
+def make_run(path: Path, *, steps: int = 3, name: str = "my-run", learning_rate: float = 1e-3) -> Path:
+    """Step n took group `sums-n` (rewards 1 and 0) and dropped `words-n` (0 and 0); `tools-9` waits."""
+    run = path / name
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(
+        f'[model]\nbase_path = "builtin:tiny"\n[rl_training]\ntotal_steps = 9\nlearning_rate = {learning_rate}\n'
+    )
+    store, file = RolloutStore(run / "rollouts.sqlite"), MetricsFile(run / METRICS_FILE)
+    for step in range(1, steps + 1):
+        right, wrong = answer(f"Sum: {step}+2", str(step + 2), reward=1.0), answer(f"Sum: {step}+2", HOSTILE)
+        store.add(RolloutGroup(f"sums-{step}", "sums", (right, wrong), metadata={"answer": "3"}), source="here")
+        same = tuple(answer("Spell", f"abc {SECRET}", version=step) for _ in range(2))
+        store.add(RolloutGroup(f"words-{step}", "words", same), source="here")
+        store.take([f"sums-{step}"], step)
+        store.drop([f"words-{step}"], step, NO_VARIANCE)
+        file.append(metrics_line(step))
+    tools = answer("What time?", '<tool_call>{"name": "clock"}</tool_call>', "noon", "12", reward=0.5)
+    store.add(RolloutGroup("tools-9", "tools", (tools, answer("What time?", "late"))), source="here")
+    store.close()
+    return run
+
+
+@contextmanager
+def served(paths: Sequence[Path]) -> Iterator[str]:
+    """The address of `mlx_parallm_dashboard` over these runs."""
+    listener = bind_socket("127.0.0.1", 0)
+    thread = ServerThread(make_app(list(paths)), listener, 256)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    thread.start()
+    try:
+        yield url
+    finally:
+        thread.stop(0.5)

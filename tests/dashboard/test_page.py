@@ -1,0 +1,209 @@
+"""The page in a real browser over real servers: curves, groups, tokens, keys, hostile text, lost servers, many tabs."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_parallm.dashboard.command import make_app
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.server.thread import ServerThread, bind_socket
+from tests.dashboard.conftest import Opened
+from tests.dashboard.making import make_run, metrics_line, served
+
+pytestmark = pytest.mark.slow
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def url(run: Path) -> Iterator[str]:
+    with served([run]) as address:
+        yield f"{address}/dashboard"
+
+
+def steps_of_reward(page: Any) -> list[int]:
+    """The steps in the table behind the first chart, oldest first."""
+    if page.locator(".chart table").count() == 0:
+        page.locator(".chart button").first.click()
+    return [int(cell) for cell in page.locator(".chart").first.locator("tbody td:first-child").all_inner_texts()][::-1]
+
+
+def test_curves_follow_the_run_and_a_click_opens_the_step(tmp_path: Path, open_page: Open) -> None:
+    run = make_run(tmp_path)
+    with served([run]) as address:
+        page = open_page(f"{address}/dashboard")
+        page.wait_for_selector(".chart canvas")
+        assert page.locator("h1").inner_text() == "my-run" and page.locator(".badge").inner_text() == "stopped"
+        assert steps_of_reward(page) == [1, 2, 3]
+        for step in range(4, 9):
+            written = time.monotonic()
+            MetricsFile(run / METRICS_FILE).append(metrics_line(step))
+            page.wait_for_selector(f".count:text-matches('^{step} ')")
+            assert time.monotonic() - written < 2.0
+        assert steps_of_reward(page) == [1, 2, 3, 4, 5, 6, 7, 8], "each step once"
+        plot = page.locator(".chart .plot").first
+        plot.focus()
+        page.keyboard.press("Home")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("[data-group='sums-2']")
+        page.go_back()
+        page.locator(".chart .u-over").first.click(position={"x": 2, "y": 40})
+        page.wait_for_selector("[data-group='sums-1']")
+        assert sorted(entry.get_attribute("data-group") for entry in page.locator(".group").all()) == [
+            "sums-1",
+            "words-1",
+        ]
+
+
+def test_hostile_text_is_text(url: str, open_page: Open) -> None:
+    page = open_page(f"{url}#/step/1?kind=mixed")
+    page.click(".group")
+    page.wait_for_selector(".answer")
+    shown = page.locator(".answer").nth(1).inner_text()
+    assert '<img src=x onerror="document.title=' in shown and "</script><script>" in shown
+    assert "␇⟨U+202E⟩gnp.exe" in shown, "control characters and a change of direction are visible"
+    assert page.locator("main img, main script").count() == 0 and "pwned" not in page.title()
+    page.goto(f"{url}#/search?text=%3Cimg")
+    page.wait_for_selector("mark")
+    assert page.locator("mark").first.inner_text() == "<img"
+    assert "pwned" not in page.title()
+
+
+def test_tokens_show_the_numbers_of_the_store(url: str, open_page: Open) -> None:
+    page = open_page(f"{url}#/tokens/sums-2/1")
+    page.wait_for_selector(".token")
+    stored = page.evaluate("fetch('/dashboard/api/tokens?id=sums-2&number=1').then((answer) => answer.json())")
+    sampled = [place for place, own in enumerate(stored["mask"]) if own]
+    assert len(sampled) > 20 and page.locator(".token").count() == len(stored["ids"])
+    assert page.locator(".token.masked").count() == len(stored["ids"]) - len(sampled)
+    for place in (*sampled[:20], 0):
+        page.locator(f".token[data-i='{place}']").hover()
+        value = page.locator("[data-value=logprobs]").inner_text()
+        assert value == "–" if place == 0 else float(value) == pytest.approx(-place / 8)
+    page.locator(f".token[data-i='{sampled[0]}']").focus()
+    page.keyboard.press("ArrowRight")
+    assert float(page.locator("[data-value=logprobs]").inner_text()) == pytest.approx(-sampled[1] / 8)
+    assert "s8" in (page.locator(".token").last.get_attribute("class") or ""), "an unlikely token has the full colour"
+
+
+def test_every_view_by_keyboard(url: str, open_page: Open) -> None:
+    page = open_page(url)
+    page.wait_for_selector(".chart canvas")
+    page.keyboard.press("2")
+    page.wait_for_selector("[data-group='sums-3']")
+    page.keyboard.press("[")
+    page.wait_for_selector("[data-group='sums-2']")
+    page.keyboard.press("i")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".answer")
+    page.keyboard.press("j")
+    assert page.evaluate("document.activeElement.className") == "answer"
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".token")
+    page.keyboard.press("?")
+    page.wait_for_selector(".help")
+    page.keyboard.press("Escape")
+    page.keyboard.press("/")
+    page.wait_for_selector("#search-text:focus")
+    page.keyboard.type("spell")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[data-group='words-1']")
+    assert page.url.endswith("#/search?text=spell"), "a search can be sent to somebody"
+    assert page.locator(".group").count() == 3
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_no_view_is_wider_than_a_phone(url: str, open_page: Open, theme: str) -> None:
+    page = open_page(url, color_scheme=theme, viewport={"width": 390, "height": 844})
+    views = {"overview": ".chart canvas", "step/1": ".group", "group/sums-1": ".answer", "tokens/sums-1/1": ".token"}
+    for place, wanted in (views | {"search": ".group"}).items():
+        page.goto(f"{url}#/{place}")
+        page.wait_for_selector(wanted)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
+    page.goto(f"{url}#/overview")
+    dim, panel = (
+        page.evaluate(f"getComputedStyle(document.documentElement).getPropertyValue('--{name}')")
+        for name in ("dim", "panel")
+    )
+    assert contrast(dim, panel) >= 4.5, "the text of the axes"
+
+
+def contrast(first: str, second: str) -> float:
+    """The contrast ratio of two #rrggbb, by WCAG 2's formula: black on white is 21."""
+
+    def luminance(colour: str) -> float:
+        parts = (int(colour.strip()[place : place + 2], 16) / 255 for place in (1, 3, 5))
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(first), luminance(second)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_a_lost_server_is_said_and_the_page_goes_on_by_itself(tmp_path: Path, opened: Opened) -> None:
+    run = make_run(tmp_path)
+    listener = bind_socket("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    first = ServerThread(make_app([run]), listener, 256)
+    first.start()
+    page = opened.page(f"http://127.0.0.1:{port}/dashboard")
+    page.wait_for_selector(".chart canvas")
+    assert steps_of_reward(page) == [1, 2, 3]
+    first.stop(0.1)
+    page.wait_for_selector(".lost")
+    assert "Not reachable since" in page.locator(".lost").inner_text()
+    MetricsFile(run / METRICS_FILE).append(metrics_line(4, rolled_back_to="version 2"))
+    second = ServerThread(make_app([run]), bind_socket("127.0.0.1", port), 256)
+    second.start()
+    try:
+        page.wait_for_selector(".lost", state="detached")
+        page.wait_for_selector(".count:text-matches('^4 ')")
+        assert steps_of_reward(page) == [1, 2, 3, 4]
+    finally:
+        second.stop(0.1)
+
+
+def test_eight_tabs_do_not_block_each_other(url: str, opened: Opened) -> None:
+    context = opened.context()
+    pages = []
+    for number in range(8):
+        pages.append(opened.page(url, context))
+        pages[-1].wait_for_selector(".chart canvas")
+        if number < 7:  # what a browser does with a tab in the background
+            hide = "Object.defineProperty(document, 'hidden', { value: true }); "
+            hide += "document.dispatchEvent(new Event('visibilitychange'))"
+            pages[-1].evaluate(hide)
+    ask = "async () => { const began = performance.now(); await fetch('/dashboard/api/runs');"
+    ask += " return performance.now() - began }"
+    assert max(page.evaluate(ask) for page in pages) < 1000
+    assert opened.problems == []
+
+
+def test_the_pages_functions(url: str, open_page: Open) -> None:
+    page = open_page(f"{url}#/search")
+    call = "async ([name, values]) => (await import('/dashboard/static/lib.js'))[name](...values)"
+
+    def lib(name: str, *values: Any) -> Any:
+        return page.evaluate(call, [name, values])
+
+    assert lib("smoothed", [1, None, 0], 0.5) == [1, None, pytest.approx(1 / 3)]  # (0.5·0.5 + 0.5·0) / (1 - 0.5²)
+    before = {"cursor": "f-1", "steps": [1], "columns": {"a": [5]}}
+    more = {"cursor": "f-3", "reset": False, "steps": [2, 3], "columns": {"b": [7, 8]}}
+    joined = lib("merged", before, more)
+    assert joined["columns"] == {"a": [5, None, None], "b": [None, 7, 8]} and joined["cursor"] == "f-3"
+    assert lib("merged", before, more | {"reset": True})["steps"] == [2, 3], "what was there is gone"
+    assert lib("beganAndNow", [0, 1, 2, 3]) == [0.5, 2.5]
+    assert lib("readPlace", lib("writePlace", "group", ["a/b#c"], {"x": "1&2", "y": ""})) == {
+        "view": "group",
+        "rest": ["a/b#c"],
+        "query": {"x": "1&2"},
+    }

@@ -1,0 +1,122 @@
+"""The dashboard's routes: who may read what, the page's own files, the stream, the vendored files."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mlx_parallm import cli
+from mlx_parallm.dashboard import routes
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.system.redaction import Redactor
+from tests.dashboard.making import make_run, metrics_line, served
+from tests.server.fake_engine import FakeEngine
+from tests.server.serving import RunningServer, running_server
+
+KEY = "sk-of-the-dashboard"
+STATIC = Path(routes.__file__).parent / "static"
+DATA = ("runs", "metrics", "health", "evaluations", "events", "groups", "group?id=sums-1", "tokens?id=sums-1&number=0")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def server(run: Path, tiny_tokenizer: Any) -> Iterator[RunningServer]:
+    added = routes.dashboard(run, Redactor([KEY]))
+    with running_server(FakeEngine(), tiny_tokenizer, routers=[added], api_key=KEY) as running:
+        yield running
+
+
+def test_the_page_needs_no_key_and_all_data_does(server: RunningServer) -> None:
+    with server.http() as http:
+        for path in ("/dashboard", "/dashboard/static/app.js", "/dashboard/static/vendor/preact.mjs"):
+            answer = http.get(path)
+            assert answer.status_code == 200 and "default-src 'self'" in answer.headers["Content-Security-Policy"]
+            assert "unsafe" not in answer.headers["Content-Security-Policy"]
+        assert [http.get(f"/dashboard/api/{name}").status_code for name in DATA] == [401] * len(DATA)
+        assert http.get("/dashboard/static/../api/runs").status_code == 401
+        assert http.get("/dashboard/static/%2e%2e/routes.py").status_code == 404
+        assert http.post("/dashboard").status_code == 401, "only reading is public"
+    with server.http(headers={"Authorization": f"Bearer {KEY}"}) as http:
+        for name in DATA:
+            if name != "events":
+                assert http.get(f"/dashboard/api/{name}").status_code == 200, name
+        (shown,) = http.get("/dashboard/api/runs").json()["runs"]
+        assert (shown["name"], shown["live"], shown["steps"], shown["total_steps"]) == ("my-run", True, 3, 9)
+        assert http.get("/dashboard/api/runs?run=7").status_code == 200
+        wrong = {"metrics?run=7": 404, "groups?regex=(": 400, "groups?order=up": 400, "group?id=nobody": 400}
+        for name, status in wrong.items():
+            answer = http.get(f"/dashboard/api/{name}")
+            assert answer.status_code == status and answer.json()["error"]["message"], name
+        documented = http.get("/openapi.json").json()["paths"]
+        assert {f"/dashboard/api/{name.partition('?')[0]}" for name in DATA} <= set(documented)
+
+
+def test_the_page_opens_while_the_model_loads(run: Path, tiny_tokenizer: Any) -> None:
+    added = routes.dashboard(run, Redactor())
+    with running_server(FakeEngine(), tiny_tokenizer, loaded=False, routers=[added]) as server, server.http() as http:
+        assert http.get("/dashboard").status_code == 200
+        assert http.get("/dashboard/api/runs").status_code == 503
+        foreign = {"Origin": "https://example.org"}
+        assert http.get("/dashboard", headers=foreign).status_code == 403, "without a key only this machine's pages"
+
+
+def test_the_stream_says_what_changed_and_ends_with_the_server(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=1)
+    with served([run]) as url, httpx.Client(base_url=url, timeout=20) as http:
+        with http.stream("GET", "/dashboard/api/events") as stream:
+            events = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {"))
+            (first,) = next(events)["runs"]
+            MetricsFile(run / METRICS_FILE).append(metrics_line(2))
+            (second,) = next(events)["runs"]
+        assert first["metrics"] != second["metrics"] and first["evaluations"] == second["evaluations"]
+        assert first["state"] == "stopped"
+
+
+def test_vendored_files_are_what_they_say() -> None:
+    listed = json.loads((STATIC / "vendor" / "VENDORED.json").read_text())
+    for entry in listed:
+        content = (STATIC / "vendor" / entry["file"]).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == entry["sha256"], entry["file"]
+        assert (STATIC / "vendor" / f"LICENSE.{entry['package']}").is_file() and entry["version"] and entry["licence"]
+    code = {
+        file.name: file.stat().st_size
+        for file in (STATIC / "vendor").iterdir()
+        if file.suffix in (".mjs", ".js", ".css")
+    }
+    assert set(code) == {entry["file"] for entry in listed}
+    assert sum(code.values()) <= 90_000
+    assert sum(file.stat().st_size for file in STATIC.rglob("*") if file.is_file()) <= 250_000
+    ours = "".join(file.read_text() for file in STATIC.glob("*.*"))
+    assert (
+        "innerHTML" not in ours
+        and "http://" not in ours.replace("http://www.w3.org/2000/svg", "")
+        and "https://" not in ours
+    )
+
+
+def test_the_command_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.dashboard([str(tmp_path)]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+    run = make_run(tmp_path, steps=0)
+    assert cli.dashboard([str(run), str(run)]) == 2
+    assert "is named twice" in capsys.readouterr().err
+
+
+def test_an_old_run_opens() -> None:
+    root = Path(__file__).resolve().parents[1] / "data"
+    with served([root / "run_schema_1", root / "run_0_1"]) as url, httpx.Client(base_url=url, timeout=20) as http:
+        assert [shown["name"] for shown in http.get("/dashboard/api/runs").json()["runs"]] == [
+            "run_schema_1",
+            "run_0_1",
+        ]
+        for run in (0, 1):
+            assert http.get(f"/dashboard/api/metrics?run={run}").json()["steps"]
+            assert http.get(f"/dashboard/api/groups?run={run}&limit=1").json()["groups"]

@@ -1,0 +1,168 @@
+"""RunView: cursors, bounded answers, groups, search, tokens, redaction."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_parallm.dashboard import run_view
+from mlx_parallm.dashboard.run_view import MOST_NUMBERS, MOST_TOKENS, RunView, Search, sendable
+from mlx_parallm.errors import RequestError
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.system.redaction import Redactor
+from mlx_parallm.types import RolloutGroup
+from tests.dashboard.making import HOSTILE, SECRET, answer, make_run, metrics_line
+
+
+@pytest.fixture(scope="module")
+def view(tmp_path_factory: pytest.TempPathFactory) -> RunView:
+    return RunView(make_run(tmp_path_factory.mktemp("runs")), Redactor())
+
+
+def ids(found: dict[str, Any]) -> list[str]:
+    return [group["group_id"] for group in found["groups"]]
+
+
+def test_a_cursor_brings_only_what_is_new(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=2)
+    view, file = RunView(run, Redactor()), MetricsFile(run / METRICS_FILE)
+    first = view.metrics(["headline", "reward_by_environment/*", "nothing"], "", 100)
+    assert (first["reset"], first["steps"]) == (True, [1, 2])
+    assert first["columns"] == {"headline": [0.01, 0.02], "reward_by_environment/sums": [0.02, 0.04]}
+    assert "kl" in first["keys"]
+
+    file.append(metrics_line(3, rolled_back_to="version 1"))
+    with file.path.open("a") as half:
+        half.write('{"step": 4, ')  # being written
+    second = view.metrics(["headline"], first["cursor"], 100)
+    assert (second["reset"], second["steps"], second["columns"]) == (False, [3], {"headline": [0.03]})
+    assert second["marks"] == [{"step": 3, "text": "rolled back to version 1"}]
+    assert view.metrics(["headline"], second["cursor"], 100)["steps"] == []
+
+    file.cut(1)  # what a resume does
+    third = view.metrics(["headline"], second["cursor"], 100)
+    assert (third["reset"], third["steps"]) == (True, [1])
+    assert RunView(run, Redactor()).metrics(["headline"], third["cursor"], 100)["steps"] == [], "another process"
+
+
+def test_many_steps_become_means_and_no_answer_is_large(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=1)
+    lines = (
+        metrics_line(step, **{f"rewards/{part}/mean": 1 / (step + part) for part in range(60)})
+        for step in range(2, 1501)
+    )
+    with (run / METRICS_FILE).open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    view = RunView(run, Redactor())
+    few = view.metrics(["kl"], "", 4)  # 375 steps each: the mean of 1 to 375 is 188
+    assert few["steps"] == [375, 750, 1125, 1500]
+    assert few["columns"]["kl"] == pytest.approx([1.88, 5.63, 9.38, 13.13])
+    everything = view.metrics(["*"], "", 2000)
+    assert len(everything["steps"]) * len(everything["columns"]) <= MOST_NUMBERS + len(everything["columns"])
+    assert everything["steps"][-1] == 1500 and len(json.dumps(everything)) < 300_000
+
+
+def test_groups_of_a_step_with_their_answers(view: RunView) -> None:
+    found = view.groups(Search(first_step=2, last_step=2, order="best"))
+    assert ids(found) == ["sums-2", "words-2"] and found["older"] is None
+    sums, words = found["groups"]
+    assert (sums["kind"], sums["reward_mean"], sums["state"], sums["prompt"]) == ("mixed", 0.5, "taken", "Sum: 2+2")
+    assert (words["kind"], words["state"]) == ("wrong", "dropped")
+    right, wrong = sums["answers"]
+    assert (right["completion"], right["reward"], right["version"]) == ("4", 1.0, 3)
+    assert right["advantage"] > 0 > wrong["advantage"] and wrong["completion"] == HOSTILE
+    assert SECRET not in json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("search", "expected"),
+    [
+        (Search(text="SPELL"), ["words-3", "words-2", "words-1"]),
+        (Search(pattern=r"^Sum: [12]\+"), ["sums-2", "sums-1"]),
+        (Search(lowest=0.4, highest=0.6), ["tools-9"]),
+        (Search(environment="sums", first_step=2), ["sums-3", "sums-2"]),
+        (Search(version=2), ["words-2"]),
+        (Search(state="waiting"), ["tools-9"]),
+        (Search(reason="no variance", last_step=1), ["words-1"]),
+        (Search(older_than="sums-2"), ["words-1", "sums-1"]),
+        (Search(text="abc", lowest=0.5), []),
+    ],
+)
+def test_search(view: RunView, search: Search, expected: list[str]) -> None:
+    assert ids(view.groups(search)) == expected
+
+
+def test_a_group_keeps_its_kind_when_some_of_its_answers_fit(view: RunView) -> None:
+    (found,) = view.groups(Search(environment="sums", first_step=1, last_step=1, lowest=1.0))["groups"]
+    assert (len(found["answers"]), found["kind"], found["reward_mean"]) == (1, "mixed", 0.5)
+
+
+def test_every_group_is_reached_in_parts(view: RunView, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, older = list[str](), ""
+    while True:
+        part = view.groups(Search(limit=1, older_than=older))
+        assert len(part["groups"]) <= 1
+        found, older = found + ids(part), part["older"]
+        if older is None:
+            break
+    assert found == ["tools-9", "words-3", "sums-3", "words-2", "sums-2", "words-1", "sums-1"]
+    monkeypatch.setattr(run_view, "SEARCH_S", -1.0)  # the time is over at once: one group, and where to go on
+    part = view.groups(Search(text="nobody says this"))
+    assert (part["groups"], part["older"]) == ([], "tools-9")
+
+
+def test_a_wrong_or_endless_pattern_is_an_error(view: RunView, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no regular expression"):
+        view.groups(Search(pattern="("))
+    run = make_run(tmp_path, steps=0)
+    store = RolloutStore(run / "rollouts.sqlite")
+    store.add(RolloutGroup("long", "sums", (answer("Go", "a" * 60 + "b"),) * 2), source="here")
+    store.close()
+    began = time.monotonic()
+    with pytest.raises(RequestError, match="takes too long"):
+        RunView(run, Redactor()).groups(Search(pattern="(a|a)+$"))
+    assert time.monotonic() - began < 20
+
+
+def test_a_group_as_a_whole(view: RunView) -> None:
+    group = view.group("tools-9")
+    assert [turn["role"] for turn in group["rollouts"][0]["conversation"]] == [
+        "prompt",
+        "model",
+        "environment",
+        "model",
+    ]
+    assert group["rollouts"][0]["conversation"][2]["text"] == "noon" and group["kind"] == "mixed"
+    with pytest.raises(RequestError, match="no group 'nobody'"):
+        view.group("nobody")
+
+
+def test_tokens_are_those_of_the_store(view: RunView) -> None:
+    found = view.tokens("sums-1", 1, 0, 0)
+    store = RolloutStore(view.path / "rollouts.sqlite", read_only=True)
+    (group,) = store.groups(["sums-1"])
+    store.close()
+    rollout = group.rollouts[1]
+    assert found["ids"] == list(rollout.tokens) and found["mask"] == list(rollout.mask)
+    sampled = [value if own else None for value, own in zip(rollout.logprobs or (), rollout.mask, strict=True)]
+    assert found["values"]["logprobs"] == sampled
+    later = view.tokens("sums-1", 1, 0, 5)
+    assert later["ids"] == found["ids"][5:] and later["total"] == len(rollout.tokens) <= MOST_TOKENS
+    with pytest.raises(RequestError, match="segments 0 to 0"):
+        view.tokens("sums-1", 1, 3, 0)
+
+
+def test_health_is_what_explain_says(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=0)
+    file = MetricsFile(run / METRICS_FILE)
+    for step in range(1, 6):
+        file.append(metrics_line(step, kl=9.0, reward_mean=0.1, groups_without_variance=0.0))
+    (finding,) = [one for one in RunView(run, Redactor()).health()["findings"] if one["name"] == "kl-running-away"]
+    assert "9" in finding["sentence"] and finding["setting"] and finding["steps"] == [[1, 5]]
+
+
+def test_what_json_cannot_hold() -> None:
+    assert sendable({"a": [float("nan"), 1.5, "\ud800x"]}) == {"a": [None, 1.5, "\\ud800x"]}
