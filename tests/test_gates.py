@@ -20,10 +20,10 @@ TINY_MODULE_LINES = 80
 
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
-    "(root)": 1290,
-    "cli": 1230,
+    "(root)": 1310,
+    "cli": 1240,
     "config": 1930,
-    "dashboard": 700,
+    "dashboard": 710,
     "distributed": 440,
     "engine": 3690,
     "environments": 4590,
@@ -41,7 +41,7 @@ LINES: dict[str, int] = {
     "rollout_store": 1270,
     "server": 3910,
     "system": 1020,
-    "tools": 2730,
+    "tools": 2740,
     "trl": 1250,
 }
 

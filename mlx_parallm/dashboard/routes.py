@@ -1,4 +1,5 @@
-"""The routes below /dashboard. The page's own files are public and hold no data; all data needs the server's key.
+"""The routes below /dashboard, in the daemon and in a server of their own (command.py). The page's own files (static/)
+are public and hold no data; all data needs the server's key. A leaf: `RunView` has what is shown, from the disk alone.
 
     /dashboard, /dashboard/static/…   the page
     /dashboard/api/events             one stream for each tab: which data has changed; the page then asks for it

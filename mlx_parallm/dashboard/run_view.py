@@ -42,7 +42,7 @@ HEALTH_PAUSE = 30
 MARK_KEY = "rolled_back_to"
 
 
-class Columns:
+class MetricColumns:
     """The numbers of metrics lines, by key: [rows] float64 each, NaN where a line has none. Nested keys are joined by
     a slash."""
 
@@ -134,7 +134,7 @@ class RunView:
         self._health: tuple[dict[str, str], float, dict[str, Any]] = ({}, 0.0, {})
 
     def _reset(self, file: tuple[int, int]) -> None:
-        self._file, self._position, self._columns = file, 0, Columns()
+        self._file, self._position, self._columns = file, 0, MetricColumns()
 
     # ------------------------------------------------------------------ what changed
 

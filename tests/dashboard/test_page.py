@@ -116,7 +116,7 @@ def test_every_view_by_keyboard(url: str, open_page: Open) -> None:
     page.wait_for_selector("#search-text:focus")
     page.keyboard.type("spell")
     page.keyboard.press("Enter")
-    page.wait_for_selector("[data-group='words-1']")
+    page.wait_for_selector("[data-group='sums-1']", state="detached")
     assert page.url.endswith("#/search?text=spell"), "a search can be sent to somebody"
     assert page.locator(".group").count() == 3
 

@@ -1,0 +1,73 @@
+"""The page of a real training run, with an API key: the last step, every group, a killed and resumed process."""
+
+import json
+import signal
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.dashboard.conftest import Opened
+from tests.integration.processes import train, wait_for_step, write_config
+
+pytestmark = pytest.mark.slow
+KEY = "sk-of-a-live-dashboard"
+
+
+def test_a_live_run_with_a_key(tmp_path: Path, opened: Opened) -> None:
+    config, run = write_config(tmp_path, steps=400), tmp_path / "checkpoints" / "run"
+    key_file = tmp_path / "key"
+    key_file.write_text(KEY)
+    named = ("--set", f'server.api_key_file="{key_file}"')
+    with train(config, *named) as daemon:
+        page = opened.page(f"{daemon.wait_until_ready().url}/dashboard#key={KEY}")
+        wait_for_step(daemon, run, 3)
+        page.wait_for_selector(".chart canvas")
+        assert page.locator(".badge").inner_text() == "running" and "key" not in page.url
+        opened.page(f"{daemon.url}/dashboard").wait_for_selector("input[type=password]")
+        ask = httpx.Client(
+            base_url=f"{daemon.url}/dashboard/api", headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+        )
+        assert ask.get("/runs").json()["runs"][0]["live"] is True
+        assert groups_of(ask) >= known_groups(run), "every group of the store is reached"
+        daemon.send(signal.SIGKILL)
+        page.wait_for_selector(".lost:has-text('Not reachable')")
+        assert daemon.wait() == -signal.SIGKILL
+        assert KEY not in daemon.output and f"{daemon.url}/dashboard" in daemon.output
+    with train(config, *named, "--resume", str(run)) as daemon:
+        daemon.wait_until_ready()
+        page.wait_for_selector(".lost", state="detached", timeout=30_000)
+        wait_for_step(daemon, run, last_step(run) + 2)
+        daemon.send(signal.SIGTERM)
+        assert daemon.wait() == 0
+    page.locator(".chart button").first.click()
+    steps = page.locator(".chart").first.locator("tbody td:first-child").all_inner_texts()
+    assert steps and len(steps) == len(set(steps)), "no step twice"
+    assert KEY not in (run / "run.log").read_text()
+    assert not [url for url in opened.requests if KEY in url]
+    problems = [problem for problem in opened.problems if "Failed to load resource" not in problem]
+    assert problems == [], "but for the lost server and the missing key"
+
+
+def last_step(run: Path) -> int:
+    return int(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+
+
+def known_groups(run: Path) -> set[str]:
+    with sqlite3.connect(f"file:{run / 'rollouts.sqlite'}?mode=ro", uri=True) as store:
+        return {
+            group_id
+            for (group_id,) in store.execute("SELECT group_id FROM groups WHERE bytes IS NOT NULL AND step <= 3")
+        }
+
+
+def groups_of(ask: httpx.Client) -> set[str]:
+    found, query = set[str](), dict[str, Any](first_step=1, last_step=3, limit=20)
+    while True:
+        part = ask.get("/groups", params=query).json()
+        found |= {group["group_id"] for group in part["groups"]}
+        if part["older"] is None:
+            return found
+        query["older_than"] = part["older"]
