@@ -350,6 +350,10 @@ class Serving:
         """Count a publish of weights in /metrics."""
         self.state.metrics.observe_publish(report.total_ms / 1e3)
 
+    def watch_tools(self, counts: Callable[[], Mapping[str, float]]) -> None:
+        """Show the counts of `ToolClient.metrics` in /metrics."""
+        self.state.metrics.watch_tools(counts)
+
     def check(self) -> None:
         """Raises EngineUnavailableError when the engine thread has died: nothing will be answered any more."""
         stats = self.client.stats()

@@ -10,7 +10,7 @@ top_k, top_p, min_p, penalties, bias and grammar (temperature 0 counts as 1). Wh
 `processed_logprobs` holds the log-probability under the distribution that was really sampled from.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, Protocol
 
@@ -376,6 +376,14 @@ class ChatTokenizer(Protocol):
     eos_token_id: int | None  # the tokenizer's own
     special_ids: frozenset[int]
     longest_token: int  # in characters, or bytes shown as such
+    tool_markers: tuple[str, str] | None  # (start, end) of a call in the model's own format; None: it has none
+    parse_tool_call: Callable[[str, Any], Any] | None
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    @property
+    def template_takes_tools(self) -> bool: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

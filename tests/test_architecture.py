@@ -75,9 +75,10 @@ LONG_FILES: dict[str, str] = {}  # "mlx_parallm/x.py": reason
 LONG_FUNCTIONS: dict[str, str] = {}  # "mlx_parallm/x.py:Class.method": reason
 BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boundary it is
     "mlx_parallm/execution/tool_client.py:ToolClient._call_function": "a tool's failure is a result, which is read",
-    "mlx_parallm/execution/tool_client.py:_Connection._hold": "whoever waits for a server's start is told why",
-    "mlx_parallm/execution/tool_client.py:_Connection.ensure": "a start that failed is let go, whatever it was",
-    "mlx_parallm/execution/tool_client.py:_Connection.call": "a server may answer anything; it is a result",
+    "mlx_parallm/execution/tool_client.py:_on_a_thread.work": "what a function raises is its call's result",
+    "mlx_parallm/execution/mcp_connection.py:MCPConnection._hold": "whoever waits for a server's start is told why",
+    "mlx_parallm/execution/mcp_connection.py:MCPConnection._start": "a start that failed is let go, whatever it was",
+    "mlx_parallm/execution/mcp_connection.py:MCPConnection.call": "a server may answer anything; it is a result",
     "mlx_parallm/engine/engine.py:Engine._advance_score": "a text is scored alone: what fails is its own",
     "mlx_parallm/engine/engine.py:Engine.recover": "who fails alone is told so; the others go on",
     "mlx_parallm/engine/live_requests.py:own_failure": "one request's text must not end the engine",
@@ -104,6 +105,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
 ENVIRONMENT_READERS = {
     "mlx_parallm/config/load.py": "secrets",
     "mlx_parallm/config/server.py": "the cache directory",
+    "mlx_parallm/config/tools.py": "secrets of MCP servers",
     "mlx_parallm/system/redaction.py": "secrets, to hide them",
     "mlx_parallm/system/blas.py": "sets MKL's mode before MKL is used",
     "mlx_parallm/system/heap.py": "leaves malloc to whoever has set it",

@@ -20,14 +20,14 @@ TINY_MODULE_LINES = 80
 
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
-    "(root)": 1310,
+    "(root)": 1330,
     "cli": 1240,
-    "config": 1930,
+    "config": 2030,
     "dashboard": 710,
     "distributed": 440,
     "engine": 3690,
-    "environments": 4590,
-    "execution": 2290,
+    "environments": 4850,
+    "execution": 2650,
     "experts": 1560,
     "inference": 950,
     "integrations": 1470,
@@ -36,12 +36,12 @@ LINES: dict[str, int] = {
     "models": 3420,
     "orchestrator": 1920,
     "primitives": 160,
-    "rewards": 1960,
-    "rl_training": 10350,
+    "rewards": 2070,
+    "rl_training": 10440,
     "rollout_store": 1280,
-    "server": 3940,
-    "system": 1020,
-    "tools": 2740,
+    "server": 3970,
+    "system": 1030,
+    "tools": 2810,
     "trl": 1250,
 }
 

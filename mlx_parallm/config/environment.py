@@ -45,6 +45,8 @@ class EnvironmentConfig(Section):
     """Arguments of the chat template, over model.chat_template_kwargs, e.g. { enable_thinking = false }."""
     timeout_s: float = Field(600.0, gt=0)
     """Longest time of one episode, its reward included."""
+    tools: tuple[str, ...] | None = None
+    """Names of the tools of [tools] that the policy may call in this environment; not set: all, []: none."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the environment (e.g. reasoning-gym's data set keywords)."""
     data: str | None = None

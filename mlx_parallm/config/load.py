@@ -23,6 +23,7 @@ from mlx_parallm.config.data import DATA_ALGORITHMS, OPTIONS, ROLLOUT_KEYS, Data
 from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig, Section
 from mlx_parallm.config.evaluation import EvaluationConfig, check_evaluation, moved_keys
 from mlx_parallm.config.server import ModelConfig, ServerConfig
+from mlx_parallm.config.tools import ToolsConfig
 from mlx_parallm.config.training import LoggingConfig, RLTrainingConfig, RolloutsConfig, as_it_began
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import absolute, is_reference
@@ -45,6 +46,7 @@ class Config(Section):
     logging: LoggingConfig = LoggingConfig()
     environments: tuple[EnvironmentConfig, ...] = ()
     """In-process environments; none = only environments that come over HTTP."""
+    tools: ToolsConfig = ToolsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
     @model_validator(mode="after")
@@ -244,6 +246,8 @@ def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
         for key in ("options", "reward_options"):
             if key in section:
                 section[key] = _absolute_files(section[key], directories)
+    if "tools" in data:
+        data["tools"] = _absolute_files(data["tools"], directories)
 
 
 def _absolute_files(value: Any, directories: list[Path], key: str = "") -> Any:

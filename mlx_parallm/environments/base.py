@@ -19,11 +19,12 @@ from typing import Any, Literal, Protocol
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.episode import Episode
+from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.state import Inference, Prompt, State
-from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import user_code
 from mlx_parallm.rewards.base import GroupReward
-from mlx_parallm.rewards.functions import TrainingProgress
+from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.types import ChatTokenizer, PolicyClient, RolloutGroup, Trajectory
 
 Messages = tuple[Mapping[str, str], ...]
@@ -111,6 +112,12 @@ class EnvironmentSource(ABC):
     """Tasks and environments of one [[environments]] entry. `name` is unique in a run and part of every group id."""
 
     progress: Callable[[], TrainingProgress] = TrainingProgress  # set for each source by a run that trains
+    endless: str | None = None
+    """What to tell about episodes that nothing ends, from the first one on; None once the environment has ended one."""
+    rewards: RewardFunctions | None = None
+    """Those of the configuration, where the source scores with them."""
+    tools: EpisodeTools | None = None
+    """What the policy may call in its episodes."""
     in_order = False
     """Whether `task` is no pure function of its arguments: then it is called once for each group, in their order."""
     opens_together = True
@@ -132,8 +139,24 @@ class EnvironmentSource(ABC):
         """Return a fresh environment for one rollout of `task`."""
         return SingleTurn()
 
-    def attach(self, inference: PolicyInference) -> None:  # noqa: B027  most need nothing
+    def attach(self, inference: PolicyInference) -> None:
         """Take the run's engine, once it is there, for environments and rewards that generate."""
+        if self.rewards is not None:
+            self.rewards.attach(inference)
+
+    def use_tools(self, tools: EpisodeTools | None) -> None:
+        """Take the run's tools, if there are any: for the policy those that the configuration allows it, for rewards
+        all of them.
+
+        Raises ConfigError: a tool of the configuration's `tools`, or of a reward, that there is not.
+        """
+        names, what = self.config.tools, f"environments: {self.name}: tools"
+        if tools is None and names:
+            raise ConfigError(f"{what}: there are none: set [[tools.mcp]] or tools.functions")
+        if tools is not None and names != ():
+            self.tools = tools if names is None else tools.only(names, what)
+        if self.rewards is not None:
+            self.rewards.use_tools(None if tools is None else tools.client)
 
     def group_metadata(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Any]:
         """Return what the store keeps of a group beside its rollouts, as JSON."""

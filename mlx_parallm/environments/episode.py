@@ -2,6 +2,8 @@
 
 A prompt that begins with the last one and its answer continues the tokens that were sampled; any other prompt opens a
 new sequence of the same episode (`types.Rollout.earlier`). Either way the tokens are recorded as the engine saw them.
+Where the environment has tools (`episode_tools.py`), `turn` makes the policy's calls and goes on with their results;
+the environment sees the answer alone, and its next prompt continues what really went before.
 `CURRENT` is the episode of the running code, so that `InferenceModule.generate` inside it is a turn of it.
 """
 
@@ -16,10 +18,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mlx_parallm.config.environment import EnvironmentConfig
+from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import Prompt, State, text_of
 from mlx_parallm.environments.trajectory import SequenceRecorder, continuation
 from mlx_parallm.errors import RolloutRejectedError
+from mlx_parallm.execution.tool_calls import (
+    ParsedCalls,
+    own_format,
+    parse_tool_calls,
+    prompt_with_tools,
+    with_instructions,
+)
 from mlx_parallm.types import (
     ChatTokenizer,
     Completion,
@@ -52,6 +62,11 @@ class TurnRequest:
     seed: int
     overrides: Mapping[str, Any]  # of SamplingParams, set by the environment
     options: Mapping[str, Any]  # for the chat template
+
+    def asks_as(self, other: "TurnRequest") -> bool:
+        """Whether both ask the same in the same way."""
+        mine, theirs = (_snapshot(self.prompt), dict(self.overrides)), (_snapshot(other.prompt), dict(other.overrides))
+        return mine == theirs and dict(self.options) == dict(other.options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +109,17 @@ class TurnPolicy(Protocol):
 
         Returns None: there is no room for another turn. Raises RolloutRejectedError: not even for the first.
         """
+
+    def with_tools(self, prompt: Prompt, tools: EpisodeTools) -> tuple[Prompt, dict[str, Any], dict[str, Any]]:
+        """Return a prompt with the tools, and the overrides and options of its TurnRequest."""
+
+    def tool_calls(self, completion: Completion, tools: EpisodeTools) -> ParsedCalls:
+        """Return the calls in an answer."""
+
+    def after_calls(
+        self, prompt: Prompt, completion: Completion, notes: Sequence[Mapping[str, Any]], tools: EpisodeTools
+    ) -> Prompt:
+        """Return the prompt after an answer and the results of its calls (`EpisodeTools.call`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +170,28 @@ class EpisodePolicy:
         if sequence not in sequences:
             sequences.append(sequence)
         return output.completions[0]
+
+    def with_tools(self, prompt: Prompt, tools: EpisodeTools) -> tuple[Prompt, dict[str, Any], dict[str, Any]]:
+        if isinstance(prompt, str):  # no chat template: they are part of the text
+            return with_instructions(prompt, tools.definitions, tools.how_to_call), {}, {}
+        asked, template_tools = prompt_with_tools(prompt, tools.definitions, self.tokenizer, tools.formats)
+        options = {} if template_tools is None else {"tools": template_tools}
+        return _snapshot(asked), {"skip_special_tokens": False}, options  # the markers of a call may be special tokens
+
+    def tool_calls(self, completion: Completion, tools: EpisodeTools) -> ParsedCalls:
+        own = own_format(self.tokenizer)
+        return parse_tool_calls(completion.text, tools.definitions, tools.formats, own=own)
+
+    def after_calls(
+        self, prompt: Prompt, completion: Completion, notes: Sequence[Mapping[str, Any]], tools: EpisodeTools
+    ) -> Prompt:
+        if isinstance(prompt, str):
+            return f"{prompt}{completion.text}\n" + "".join(f"RESULT: {note['text']}\n" for note in notes)
+        answer = {"role": "assistant", "content": completion.text}
+        if self.with_tools(prompt, tools)[2]:
+            return (*prompt, answer, *({"role": "tool", "content": note["text"]} for note in notes))
+        # A template without tools often wants the roles in turns.
+        return (*prompt, answer, {"role": "user", "content": "\n".join(note["text"] for note in notes)})
 
     def ids(self, prompt: Prompt, config: EnvironmentConfig, options: Mapping[str, Any]) -> list[int]:
         """Return the tokens of a prompt on its own.
@@ -219,7 +267,7 @@ class Played(Protocol):
 class Opening:
     """The first turn, sampled in one request with those of the whole group."""
 
-    prompt: Prompt
+    turn: TurnRequest
     token_ids: Sequence[int]
     completion: Completion
 
@@ -237,12 +285,15 @@ class Episode:
         number: int,
         opening: Opening | None = None,
         format_prompt: Callable[[Prompt], Prompt] = lambda prompt: prompt,
+        bounded: bool = False,
+        tools: EpisodeTools | None = None,
     ) -> None:
         """
         Args:
             seed: of the group.
             number: place in the group.
             format_prompt: makes an environment's prompt what the policy is asked (`EnvironmentSource.format_prompt`).
+            tools: what the policy may call.
         """
         self.name = f"{group_id}/{number}"
         self.group_id = group_id
@@ -250,6 +301,10 @@ class Episode:
         self.played: Played | None = None
         self._full = False  # there was no room for another turn
         self._policy, self._config, self._opening, self._format_prompt = policy, config, opening, format_prompt
+        self._tools = tools
+        self._notes: list[dict[str, Any]] = []  # of the calls
+        self._answer_text: str | None = None
+        self._seen: tuple[Prompt, Prompt] | None = None  # the conversation as the environment knows it, and as it went
         self._seed, self._number = seed, number
         self._sequences: list[SequenceRecorder] = []
         self._turns: list[Turn] = []
@@ -340,31 +395,81 @@ class Episode:
                 overrides["max_tokens"] = max_tokens
             if stop is not None:
                 overrides["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-            completion = None if overrides or options else self._take_opening(formatted)
-            if completion is None:
-                completion = await self._sample(formatted, overrides, options)
-            self._sequences[-1].add_sampled(completion)
-            self._turns.append(Turn(self._new_text(formatted), completion.text))
-            self._last = LastTurn(formatted, options, completion)
-            if completion.finish_reason not in ("stop", "length"):
-                self._failure = completion.error or f"generation ended with {completion.finish_reason!r}"
-                self.close()
-                raise RolloutRejectedError(self._failure)
-            return completion
+            has_own_tools = "tools" in options  # whoever asks makes the calls
+            options = {name: value for name, value in options.items() if name != "tools" or value}
+            if self._tools is None or has_own_tools:
+                return await self._one_turn(formatted, overrides, options)
+            return await self._with_calls(self._tools, formatted, overrides, options)
 
-    def _take_opening(self, prompt: Prompt) -> Completion | None:
+    async def _with_calls(
+        self, tools: EpisodeTools, asked: Prompt, overrides: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Completion:
+        """Sample a turn, make its calls, go on with their results until an answer has no call."""
+        prompt = self._as_it_went(asked)
+        self._note_calls(None)
+        for _ in range(tools.max_rounds):
+            shown, tool_overrides, tool_options = self._policy.with_tools(prompt, tools)
+            completion = await self._one_turn(shown, {**tool_overrides, **overrides}, {**tool_options, **options})
+            calls = self._policy.tool_calls(completion, tools)
+            if completion.finish_reason == "length" or not (calls or calls.malformed):
+                self._note_calls(completion.text)
+                break
+            notes = await tools.call(calls)
+            self._notes += notes
+            self._note_calls(None)
+            prompt = self._policy.after_calls(prompt, completion, notes, tools)
+        went = prompt if self._answer_text is None else _followed(prompt, completion.text)
+        self._seen = _followed(asked, completion.text), went
+        return completion
+
+    def _as_it_went(self, prompt: Prompt) -> Prompt:
+        """Return a prompt that continues the last one and its answer with the calls that were made in between."""
+        if self._seen is None:
+            return prompt
+        seen, went = self._seen
+        if isinstance(prompt, str) and isinstance(seen, str) and isinstance(went, str) and prompt.startswith(seen):
+            return went + prompt[len(seen) :]
+        if isinstance(prompt, str) or isinstance(seen, str) or isinstance(went, str):
+            return prompt
+        if [_plain(message) for message in prompt[: len(seen)]] != [_plain(message) for message in seen]:
+            return prompt
+        return (*went, *prompt[len(seen) :])
+
+    def _note_calls(self, answer: str | None) -> None:
+        """Let the environment's `State` know of the calls so far, and of the answer."""
+        self._answer_text = answer
+        if isinstance(self.played, State):
+            self.played.metadata |= self._tool_metadata
+
+    @property
+    def _tool_metadata(self) -> dict[str, Any]:
+        return {} if self._tools is None else {"tool_calls": list(self._notes), "answer_text": self._answer_text}
+
+    async def _one_turn(self, prompt: Prompt, overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Completion:
+        """Sample one answer and record it."""
+        number = len(self._turns)
+        seed = derive_seed("turn", self._seed, self._number, number)
+        turn = TurnRequest(f"{self.name}/{number}", prompt, self._config, seed, overrides, options)
+        completion = self._take_opening(turn) or await self._sample(turn)
+        self._sequences[-1].add_sampled(completion)
+        self._turns.append(Turn(self._new_text(prompt), completion.text))
+        self._last = LastTurn(prompt, options, completion)
+        if completion.finish_reason not in ("stop", "length"):
+            self._failure = completion.error or f"generation ended with {completion.finish_reason!r}"
+            self.close()
+            raise RolloutRejectedError(self._failure)
+        return completion
+
+    def _take_opening(self, turn: TurnRequest) -> Completion | None:
         """Return the first turn's completion, where it was sampled with the group and for this prompt."""
         opening, self._opening = self._opening, None
-        if opening is None or _snapshot(opening.prompt) != prompt:
+        if opening is None or not turn.asks_as(opening.turn):
             return None
         self._sequences.append(SequenceRecorder(opening.token_ids))
         return opening.completion
 
-    async def _sample(self, prompt: Prompt, overrides: Mapping[str, Any], options: Mapping[str, Any]) -> Completion:
+    async def _sample(self, turn: TurnRequest) -> Completion:
         """Sample a turn. Nothing is recorded of one that was not sampled to its end."""
-        number = len(self._turns)
-        seed = derive_seed("turn", self._seed, self._number, number)
-        turn = TurnRequest(f"{self.name}/{number}", prompt, self._config, seed, overrides, options)
         completion = await self._policy.sample(turn, self._sequences, self._last)
         if completion is None:
             self.cut = self._full = True
@@ -412,7 +517,7 @@ class Episode:
             prompt=self._turns[0].prompt if self._turns else "",
             history=tuple(self._turns),
             step_count=self.played.step_count if isinstance(self.played, State) else len(self._turns),
-            metadata=dict(self.played.metadata) if self.played is not None else {},
+            metadata=(dict(self.played.metadata) if self.played is not None else {}) | self._tool_metadata,
             group_id=self.group_id,
             out_of_room=reason == "length" and (self._full or len(rollout.tokens) >= self._policy.longest),
             messages=messages,
@@ -430,6 +535,14 @@ def failed_trajectories(group_id: str, size: int, temperature: float, failure: s
 
 def _no_room(prompt_tokens: int, longest: int) -> str:
     return f"the prompt has {prompt_tokens} tokens, at most {longest} are allowed"
+
+
+def _followed(prompt: Prompt, answer: str) -> Prompt:
+    return prompt + answer if isinstance(prompt, str) else (*prompt, {"role": "assistant", "content": answer})
+
+
+def _plain(message: Mapping[str, Any]) -> tuple[Any, str]:
+    return message.get("role"), str(message.get("content") or "").strip()
 
 
 def _snapshot(prompt: Prompt) -> Prompt:

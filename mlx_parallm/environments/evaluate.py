@@ -17,6 +17,7 @@ from mlx_parallm.config.evaluation import EvaluationConfig, pass_ks
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource, Task
 from mlx_parallm.environments.episode import TurnPolicy
+from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.estimates import estimate, pass_at_k
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
@@ -38,13 +39,16 @@ log = get_logger("evaluation")
 
 
 def build_evaluated(
-    config: Config, progress: Callable[[], TrainingProgress] = TrainingProgress
+    config: Config,
+    progress: Callable[[], TrainingProgress] = TrainingProgress,
+    *,
+    tools: EpisodeTools | None = None,
 ) -> tuple[EnvironmentSource, ...]:
     """Build the sources of [[evaluation.environments]], else of [[environments]]. Each answer is scored on its own: a
     reward relative to the answer's group means nothing here. Raises ConfigError."""
     entries = config.evaluation.environments or config.environments
     absolute = [entry.model_copy(update={"reward_method": ABSOLUTE}) for entry in entries]
-    return build_sources(absolute, seed=config.rl_training.seed, progress=progress)
+    return build_sources(absolute, seed=config.rl_training.seed, progress=progress, tools=tools)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from mlx_parallm.config.environment import SCORING_KEYS, EnvironmentConfig, unique_names
 from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.kinds.dataset import DatasetSource
 from mlx_parallm.environments.kinds.reasoning_gym import ReasoningGymSource
 from mlx_parallm.environments.kinds.tasks import TasksSource
@@ -39,11 +40,17 @@ SEPARATE_PROCESS = "verifiers"
 
 
 def build_sources(
-    configs: Sequence[EnvironmentConfig], *, seed: int, progress: Callable[[], TrainingProgress] = TrainingProgress
+    configs: Sequence[EnvironmentConfig],
+    *,
+    seed: int,
+    progress: Callable[[], TrainingProgress] = TrainingProgress,
+    tools: EpisodeTools | None = None,
 ) -> tuple[EnvironmentSource, ...]:
     """Make one source for each [[environments]] entry, in their order; a repeated name becomes "name#2".
 
-    `progress` tells reward functions how far the training is.
+    Args:
+        progress: tells reward functions how far the training is.
+        tools: those of the configuration, for all of the sources.
 
     Raises ConfigError: an unknown kind (the message lists the known ones), or what the source itself refuses.
     """
@@ -53,6 +60,9 @@ def build_sources(
         with user_code(f"environments: {config.kind}") if is_reference(config.kind) else nullcontext():
             source = make(config, seed=seed, name=name)
         source.progress = progress
+        source.use_tools(tools)
+        if config.kind == "tools" and source.tools is None:
+            raise ConfigError('kind = "tools" needs tools: set [[tools.mcp]] or tools.functions (docs/tools.md)')
         sources.append(source)
     return tuple(sources)
 

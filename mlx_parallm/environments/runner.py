@@ -74,6 +74,7 @@ class _Job:
     plan: GroupPlan
     task: Task
     deadline: float
+    opening: TurnRequest
     request: Request | None  # of the opening, for all members; None: each asks for itself
 
 
@@ -103,10 +104,13 @@ class EpisodeRunner:
             if not isinstance(task, Task):
                 raise RolloutRejectedError(f"{type(source).__name__}.task returned {task!r}, not a Task")
             opening = TurnRequest(plan.group_id, task.opening, config, plan.seed, {}, {})
+            if source.tools is not None:
+                prompt, overrides, options = self._policy.with_tools(task.opening, source.tools)
+                opening = dataclasses.replace(opening, prompt=prompt, overrides=overrides, options=options)
             request = self._policy.open_group(opening, plan.size) if source.opens_together else None
         if outcome.failure is not None:
             return _failed(plan, outcome)
-        return _Job(plan, task, asyncio.get_running_loop().time() + config.timeout_s, request)
+        return _Job(plan, task, asyncio.get_running_loop().time() + config.timeout_s, opening, request)
 
     async def _play(self, jobs: Sequence[_Job]) -> list[GroupResult]:
         together = [job for job in jobs if job.request is not None]
@@ -156,7 +160,7 @@ class EpisodeRunner:
         """Play one rollout; return it, with its error if it failed, and whether that failure may pass."""
         plan, opening = job.plan, None
         if first is not None and job.request is not None:
-            opening = Opening(job.task.opening, job.request.prompt_token_ids, first)
+            opening = Opening(job.opening, job.request.prompt_token_ids, first)
         episode = Episode(
             self._policy,
             plan.source.config,
@@ -165,6 +169,8 @@ class EpisodeRunner:
             number=number,
             opening=opening,
             format_prompt=plan.source.format_prompt,
+            bounded=plan.max_steps is not None,
+            tools=plan.source.tools,
         )
         CURRENT.set(episode)  # for this task only: gather gives each episode a context of its own
         with attempt() as outcome:

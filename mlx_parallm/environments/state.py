@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import Trajectory
@@ -78,6 +79,10 @@ class BaseEnvironment(ABC):
     inference: Inference | None = None
     blocking: bool = False
     """Whether `update_state` may take long (tools, a simulation): then it runs on a thread of the episode."""
+    episode_tools: EpisodeTools | None = None
+    """What the policy may call in the episodes; None: the tools of the configuration."""
+    reads_calls: bool = False
+    """Whether `update_state` reads calls of tools by itself: then the episodes get no others."""
 
     learner: Any = None
     """A `base.Learner` that learns beside the policy from the groups of this environment."""

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.base import EnvironmentSource, Messages, PolicyInference, Split, Task
 from mlx_parallm.environments.episode import Episode
+from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import BaseEnvironment, Prompt, State, check_state, overrides_step, text_of
 from mlx_parallm.errors import ConfigError, RolloutRejectedError
@@ -56,6 +57,7 @@ class StateSource(EnvironmentSource):
         super().__init__(config, seed=seed, name=name)
         self.template, self.rewards, self._make = make(), rewards, make
         self.learner = self.template.learner
+        self.tools = self.template.episode_tools
         check_environment(type(self.template), f"environments: {config.kind}")
         self._reset_keywords = _reset_keywords(type(self.template), f"environments: {config.kind}")
         self._abandoned: list[StepThread] = []
@@ -89,8 +91,17 @@ class StateSource(EnvironmentSource):
     def attach(self, inference: PolicyInference) -> None:
         if self.template.inference is None or self._attached:  # one that it was made with stays
             self.template.inference, self._attached = inference, True
-        if self.rewards is not None:
-            self.rewards.attach(inference)
+        super().attach(inference)
+
+    def use_tools(self, tools: EpisodeTools | None) -> None:
+        """Raises ConfigError: there are tools, but the environment has its own."""
+        own, names, what = self.template.episode_tools, self.config.tools, f"environments: {self.name}"
+        if names and (own is not None or self.template.reads_calls):
+            raise ConfigError(f"{what}: this environment has tools of its own: leave out its key `tools`")
+        if tools is not None and names is None and self.template.reads_calls:
+            raise ConfigError(f"{what}: this environment reads calls by itself: set `tools = []` for it beside [tools]")
+        super().use_tools(tools)
+        self.tools = own or self.tools
 
     def format_prompt(self, prompt: Prompt) -> Prompt:
         """Make a text one message of the user's, unless the configuration asks in text; put messages after its system

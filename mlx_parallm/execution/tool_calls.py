@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 from pydantic import PydanticUserError, TypeAdapter
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.action_grammar import Action, parse_actions
+from mlx_parallm.execution.action_grammar import HOW_TO_ACT, Action, parse_actions
 from mlx_parallm.execution.call_arguments import (
     UnreadableError,
     checked_object,
@@ -33,6 +33,7 @@ from mlx_parallm.execution.call_arguments import (
     read_json,
     read_object,
 )
+from mlx_parallm.types import ChatTokenizer
 
 Format = Literal["own", "xml", "json", "use_tool", "tool_line", "function"]
 Call = tuple[str, dict[str, Any]]
@@ -42,10 +43,13 @@ Tools = Mapping[str, Mapping[str, Any]]  # definitions by name
 ToolLike = str | Mapping[str, Any] | Callable[..., Any]
 
 FORMATS: tuple[Format, ...] = get_args(Format)
-HOW_TO_CALL = """To call one, write
-```json
-{"tool": "NAME", "arguments": {...}}
-```"""
+HOW_TO_CALL: Mapping[str, str] = {
+    "json": 'To call one, write\n```json\n{"tool": "NAME", "arguments": {...}}\n```',
+    "xml": 'To call one, write\n<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>',
+    "use_tool": "To call one, write USE_TOOL[NAME](KEY=VALUE)",
+    "tool_line": HOW_TO_ACT,
+    "function": "To call one, write NAME(KEY=VALUE)",
+}
 RAW_INPUT = "input"  # the argument that holds the text of a USE_TOOL call whose arguments are plain words
 NAME_KEYS, ARGUMENT_KEYS = ("tool", "name"), ("arguments", "args", "parameters")
 
@@ -411,12 +415,45 @@ def openai_tools(definitions: Iterable[Mapping[str, Any]]) -> list[dict[str, Any
     return [{"type": "function", "function": dict(definition)} for definition in definitions]
 
 
-def with_instructions(prompt: Any, definitions: Iterable[Mapping[str, Any]]) -> Any:
-    """Return a text or messages with instructions about the tools at the start, for templates without tools."""
+def own_format(tokenizer: ChatTokenizer | None) -> OwnFormat | None:
+    """Return the model's own format of calls, or None if mlx-lm has no parser for it."""
+    if tokenizer is None or tokenizer.tool_markers is None or tokenizer.parse_tool_call is None:
+        return None
+    return OwnFormat(tokenizer.tool_markers, tokenizer.parse_tool_call)
+
+
+def prompt_with_tools(
+    prompt: Any,
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: ChatTokenizer | None,
+    formats: Format | Literal["auto"] | Sequence[Format] = "auto",
+) -> tuple[Any, list[dict[str, Any]] | None]:
+    """Return a prompt with the tools, and the `tools` of the chat template if that takes them and "own" is among the
+    `formats`; else the prompt has instructions. With a chat template a text becomes a user's message. Token ids stay as
+    they are."""
+    if not isinstance(prompt, str) and not all(isinstance(message, Mapping) for message in prompt):
+        return prompt, None
+    if tokenizer is not None and tokenizer.has_chat_template and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    reads_own = formats == "auto" or "own" in ((formats,) if isinstance(formats, str) else formats)
+    if tokenizer is not None and tokenizer.template_takes_tools and reads_own:
+        return prompt, openai_tools(tools)
+    return with_instructions(prompt, tools, how_to_call(formats)), None
+
+
+def how_to_call(formats: Format | Literal["auto"] | Sequence[Format] = "auto") -> str:
+    """Return the instruction of the first of the formats that can be taught; JSON's for "auto"."""
+    requested = (formats,) if isinstance(formats, str) else formats
+    return next((HOW_TO_CALL[form] for form in requested if form in HOW_TO_CALL), HOW_TO_CALL["json"])
+
+
+def with_instructions(prompt: Any, definitions: Iterable[Mapping[str, Any]], how: str = HOW_TO_CALL["json"]) -> Any:
+    """Return a text or messages with instructions about the tools at the start, for templates without tools; `how` says
+    how a call is written."""
     listed = "\n".join(
         f"- {tool['name']}: {tool['description']} Arguments: {json.dumps(tool['parameters'])}" for tool in definitions
     )
-    instructions = f"You can use these tools:\n{listed}\n{HOW_TO_CALL}"
+    instructions = f"You can use these tools:\n{listed}\n{how}"
     if isinstance(prompt, str):
         return f"{instructions}\n\n{prompt}"
     first, *others = prompt

@@ -1,77 +1,38 @@
 """Tools behind one interface: Python functions, and the servers of the Model Context Protocol (MCP).
 
     ToolClient.call(name, arguments)  →  ToolResult        blocks; `acall` awaits
-      ├── a function of the process, on a thread
-      └── MCPServer: a command (stdio) or a URL (streamable HTTP), started with the first call, restarted when it ended
+      ├── a function of the process, on a thread of its call
+      └── MCPServer (mcp_connection.py): a command (stdio) or a URL (streamable HTTP), started with the first call,
+          restarted when it ended
 
-A call never raises for what a tool or a server does: an unknown tool, a failure, a time-out and a server that ended are
-a `ToolResult` with `error`. It takes at most the `timeout_s` of its server, and `start_timeout_s` more if that has to
-be started. The SDK (extra `mcp`) is imported with the first start. MCP: https://modelcontextprotocol.io/specification.
+A call never raises for what a tool or a server does: an unknown tool, a failure, a time-out, a server that ended and a
+result that is too large are a `ToolResult` with `error`. It takes at most the `timeout_s` of its server, and
+`start_timeout_s` more if that has to be started; a function at most `function_timeout_s`.
 """
 
 import asyncio
 import inspect
-import json
-import os
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self, TextIO
+from typing import Any, Self
 
-from mlx_parallm.errors import ConfigError, ToolFailedError
+from mlx_parallm.errors import ConfigError, EngineUnavailableError, ToolFailedError
+from mlx_parallm.execution.mcp_connection import INSTALL, STOP_TIMEOUT_S, MCPConnection, MCPServer
 from mlx_parallm.execution.tool_calls import ToolLike, tool_definition
+from mlx_parallm.execution.tool_results import FAILURES, ToolResult, as_json, bounded
 from mlx_parallm.system.loop_thread import LoopThread
 
-Failure = Literal["unknown_tool", "arguments", "tool", "timeout", "server"]
-INSTALL = "pip install 'mlx-parallm[mcp]'"
-STOP_TIMEOUT_S = 10.0  # the SDK itself waits 2 s, sends SIGTERM, waits 2 s, and kills
-FUNCTION_THREADS = 32
-LONGEST_RESULT = 65_536  # characters
-MOST_CACHED = 4_096
-CONNECTION_CLOSED, INVALID_PARAMS = -32000, -32602  # of JSON-RPC, as the SDK uses them
+__all__ = ["INSTALL", "MCPServer", "MCPToolClient", "ToolClient", "ToolResult"]
 
-
-@dataclass(frozen=True)
-class ToolResult:
-    """What a call gave. `text` is for the policy; after a failure it says what went wrong."""
-
-    text: str
-    structured: Any = None  # JSON, where the tool returned some
-    error: Failure | None = None
-    seconds: float = 0.0
-    cached: bool = False
-
-
-@dataclass(frozen=True)
-class MCPServer:
-    """How to reach one server. Raises ConfigError: not one of `command` and `url`, a bound that is not above 0."""
-
-    name: str
-    command: Sequence[str] = ()
-    url: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)  # over PATH, HOME, USER and such; nothing else is inherited
-    cwd: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)  # of HTTP
-    timeout_s: float = 30.0  # of a call
-    start_timeout_s: float = 30.0
-    max_concurrent: int = 16  # calls at a time
-    restarts: int = 3  # starts in a row that may fail; then its tools fail at once
-    cache: bool = True  # of the tools that the server marks read-only
-    tools: Sequence[str] = ()  # only these; none named: all
-
-    def __post_init__(self) -> None:
-        if bool(self.command) == bool(self.url):
-            raise ConfigError(f"MCP server {self.name!r}: set either command or url")
-        if self.url and not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"MCP server {self.name!r}: url begins with http:// or https://, not {self.url!r}")
-        if min(self.timeout_s, self.start_timeout_s) <= 0 or self.max_concurrent < 1 or self.restarts < 0:
-            raise ConfigError(f"MCP server {self.name!r}: timeout_s, start_timeout_s and max_concurrent are above 0")
+FUNCTION_TIMEOUT_S = 30.0
+MOST_LEFT_BEHIND = 64  # calls of functions that did not return in time and still run
+CACHED_CHARACTERS = 32_000_000
 
 
 class ToolClient:
@@ -80,21 +41,32 @@ class ToolClient:
     Raises ConfigError: a name twice, a server that cannot be started, or does not have one of its `tools`.
     """
 
-    def __init__(self, servers: Sequence[MCPServer] = (), functions: Sequence[Callable[..., Any]] = ()) -> None:
+    def __init__(
+        self,
+        servers: Sequence[MCPServer] = (),
+        functions: Sequence[Callable[..., Any]] = (),
+        *,
+        function_timeout_s: float = FUNCTION_TIMEOUT_S,
+    ) -> None:
+        """`function_timeout_s`: longest call of a function. Its thread cannot be killed: it is left behind."""
         self._loop = LoopThread("tools", "the tool client")
         self._lock = threading.Lock()
         self._functions: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
-        self._threads = ThreadPoolExecutor(FUNCTION_THREADS, thread_name_prefix="tool")
-        self._connections = {server.name: _Connection(server) for server in servers}
+        self._function_timeout_s = function_timeout_s
+        self._left_behind: list[threading.Thread] = []
+        self._connections = {server.name: MCPConnection(server) for server in servers}
         if len(self._connections) < len(servers):
             raise ConfigError(f"two MCP servers have one name: {', '.join(server.name for server in servers)}")
-        self._cache: dict[tuple[str, str], ToolResult] = {}
+        self._cache: OrderedDict[tuple[str, str], ToolResult] = OrderedDict()
+        self._cached_characters = 0
+        self._under_way: dict[tuple[str, str], asyncio.Task[ToolResult]] = {}  # of read-only tools
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
-        self._starting = asyncio.Lock()
-        self._served: dict[str, _Connection] | None = None
+        self._resolving: asyncio.Task[dict[str, MCPConnection]] | None = None
+        self._served: dict[str, MCPConnection] | None = None
         for function in functions:
             self.register_tool(tool_definition(function)["name"], function)
+        self._finalizer = weakref.finalize(self, _end, self._loop, list(self._connections.values()))  # at exit, too
 
     def __enter__(self) -> Self:
         return self
@@ -104,13 +76,13 @@ class ToolClient:
 
     def register_tool(self, name: str, function: Callable[..., Any], definition: ToolLike | None = None) -> None:
         """Add a function; its signature and docstring are the definition unless one is given."""
-        if name in self._functions:
+        if name in self._functions or name in (self._served or {}):
             raise ConfigError(f"there is a tool {name!r} already")
         self._functions[name] = (function, {**tool_definition(definition or function), "name": name})
 
     def definitions(self) -> list[dict[str, Any]]:
         """Return name, description and parameters of every tool; starts the servers. Raises ConfigError."""
-        served = self._loop.run(self._tools_of_servers())
+        served = self._loop.run(self._tools_of_servers()) if self._connections else {}
         own = [definition for _, definition in self._functions.values()]
         return own + [connection.definitions[name] for name, connection in served.items()]
 
@@ -122,7 +94,7 @@ class ToolClient:
         timeout_s: float | None = None,
         cached: bool = True,
     ) -> ToolResult:
-        """Call a tool and wait. `timeout_s` of its server bounds it; a function of the process has no bound.
+        """Call a tool and wait. `timeout_s` of its server bounds it, or `function_timeout_s`.
 
         Args:
             timeout_s: bounds this call too, of a function as well; its thread may go on.
@@ -131,7 +103,7 @@ class ToolClient:
         return self._loop.run(self._bounded_call(name, dict(arguments or {}), timeout_s, cached))
 
     async def acall(self, name: str, arguments: Mapping[str, Any] | None = None) -> ToolResult:
-        """Do the same for the code of another loop."""
+        """Do the same for the code of another loop. Cancelling it cancels the call."""
         return await self._loop.arun(self._call(name, dict(arguments or {})))
 
     async def _bounded_call(
@@ -149,63 +121,100 @@ class ToolClient:
             return result
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the start: calls, cached, each failure, restarts, and the mean seconds of a call."""
+        """Return counts since the start: "calls", "errors", "timeouts", "restarts", "cache_hits", "seconds" (summed
+        over the calls), and "errors/KIND" of each kind of failure."""
         with self._lock:
-            counts, calls = dict(self._counts), self._counts["calls"]
-            seconds = self._seconds / calls if calls else 0.0
+            counts, seconds = Counter(self._counts), self._seconds
+        kinds = {f"errors/{kind}": float(counts[kind]) for kind in FAILURES}
         restarts = sum(max(connection.starts - 1, 0) for connection in self._connections.values())
-        return {**{name: float(n) for name, n in counts.items()}, "restarts": float(restarts), "mean_seconds": seconds}
+        return {
+            "calls": float(counts["calls"]),
+            "errors": sum(kinds.values()),
+            "timeouts": kinds["errors/timeout"],
+            "restarts": float(restarts),
+            "cache_hits": float(counts["cached"]),
+            "seconds": seconds,
+            **kinds,
+        }
 
     def close(self) -> None:
         """End every server. May be called again."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._loop.stop(self._close_all, STOP_TIMEOUT_S)
+        self._finalizer()
 
-    async def _close_all(self) -> None:
-        await asyncio.gather(*(connection.stop() for connection in self._connections.values()))
+    async def _tools_of_servers(self) -> dict[str, MCPConnection]:
+        """Start every server once; all who wait share one attempt, and its failure. Raises ConfigError."""
+        if self._served is not None:
+            return self._served
+        if self._resolving is None:
+            self._resolving = asyncio.create_task(self._resolve())
+            self._resolving.add_done_callback(self._resolved)
+        return await asyncio.shield(self._resolving)
 
-    async def _tools_of_servers(self) -> "dict[str, _Connection]":
-        """Start every server once. Raises ConfigError."""
-        async with self._starting:
-            if self._served is not None:
-                return self._served
-            try:
-                await asyncio.gather(*(connection.ensure() for connection in self._connections.values()))
-            except ToolFailedError as error:
-                raise ConfigError(str(error)) from error
-            served: dict[str, _Connection] = {}
-            for connection in self._connections.values():
-                for name in connection.definitions:
-                    if name in served or name in self._functions:
-                        raise ConfigError(f"MCP server {connection.server.name!r}: there is a tool {name!r} already")
-                    served[name] = connection
-            self._served = served
-            return served
+    def _resolved(self, attempt: "asyncio.Task[dict[str, MCPConnection]]") -> None:
+        self._resolving = None
+        if not attempt.cancelled():
+            attempt.exception()  # so that it counts as retrieved where nobody waits any more
+
+    async def _resolve(self) -> dict[str, MCPConnection]:
+        try:
+            await asyncio.gather(*(connection.ensure() for connection in self._connections.values()))
+        except ToolFailedError as error:
+            raise ConfigError(str(error)) from error
+        served: dict[str, MCPConnection] = {}
+        for connection in self._connections.values():
+            for name in connection.definitions:
+                if name in served or name in self._functions:
+                    raise ConfigError(f"MCP server {connection.server.name!r}: there is a tool {name!r} already")
+                served[name] = connection
+        self._served = served
+        return served
 
     async def _call(self, name: str, arguments: dict[str, Any], *, cached: bool = True) -> ToolResult:
         key = (name, repr(sorted(arguments.items())))
         if cached and (kept := self._cache.get(key)) is not None:
+            self._cache.move_to_end(key)
             self._count(kept)
             return kept
-        began, connection = time.perf_counter(), None
+        began, shared = time.perf_counter(), False
         if name in self._functions:
-            result = await self._call_function(name, arguments)
+            result = bounded(name, await self._call_function(name, arguments))
         else:
             try:
                 connection = (await self._tools_of_servers()).get(name)
                 if connection is None:
                     known = ", ".join([*self._functions, *(self._served or {})]) or "none"
                     raise ToolFailedError(f"there is no tool {name!r}; there are: {known}")
-                result = await connection.call(name, arguments)
+                if cached and connection.is_cached(name):
+                    shared = key in self._under_way
+                    result = await self._shared_call(connection, key, arguments)
+                else:
+                    result = bounded(name, await connection.call(name, arguments))
             except ToolFailedError as error:
                 result = ToolResult(str(error), error="unknown_tool")
             except ConfigError as error:
                 result = ToolResult(str(error), error="server")
-        result = ToolResult(_shortened(result.text), result.structured, result.error, time.perf_counter() - began)
+        hit = shared and result.error is None
+        result = replace(result, seconds=time.perf_counter() - began, cached=hit)
         self._count(result)
-        if connection and connection.is_cached(name) and result.error is None and len(self._cache) < MOST_CACHED:
-            self._cache[key] = replace(result, cached=True, seconds=0.0)
         return result
+
+    async def _shared_call(
+        self, connection: MCPConnection, key: tuple[str, str], arguments: Mapping[str, Any]
+    ) -> ToolResult:
+        """Call a read-only tool, and keep its result. Who asks the same meanwhile waits for the same call: the episodes
+        of a group often do."""
+
+        async def call() -> ToolResult:
+            result = bounded(key[0], await connection.call(key[0], arguments))
+            if result.error is None:
+                self._keep(key, replace(result, cached=True))
+            return result
+
+        task = self._under_way.get(key)
+        if task is None:
+            task = self._under_way[key] = asyncio.create_task(call())
+            task.add_done_callback(lambda _: self._under_way.pop(key))
+        return await asyncio.shield(task)
 
     async def _call_function(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         function = self._functions[name][0]
@@ -213,17 +222,36 @@ class ToolClient:
             inspect.signature(function).bind(**arguments)
         except TypeError as error:
             return ToolResult(f"{name}: {error}", error="arguments")
-        loop = asyncio.get_running_loop()
+        self._left_behind = [thread for thread in self._left_behind if thread.is_alive()]
+        if len(self._left_behind) >= MOST_LEFT_BEHIND:
+            words = f"{name} is not called: {len(self._left_behind)} earlier calls of functions have not returned"
+            return ToolResult(words, error="timeout")
+        thread, outcome = _on_a_thread(name, function, arguments)
         try:
-            value, raised = await loop.run_in_executor(self._threads, _outcome, function, arguments)
-            if raised is not None:
-                raise raised
-            if inspect.isawaitable(value):
-                value = await value
-            text = value if isinstance(value, str) else _json(value)
+            async with asyncio.timeout(self._function_timeout_s) as limit:
+                value, raised = await outcome
+                if raised is not None:
+                    raise raised
+                if inspect.isawaitable(value):
+                    value = await value
+            text = value if isinstance(value, str) else as_json(value)
+        except asyncio.CancelledError:
+            self._left_behind.append(thread)
+            raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - boundary: the policy reads why
+            if isinstance(error, TimeoutError) and limit.expired():
+                self._left_behind.append(thread)
+                return ToolResult(f"{name}: no answer within {self._function_timeout_s:g} s", error="timeout")
             return ToolResult(f"{name} failed: {type(error).__name__}: {error}", error="tool")
         return ToolResult(text, None if isinstance(value, str) else value)
+
+    def _keep(self, key: tuple[str, str], result: ToolResult) -> None:
+        if key in self._cache:
+            return
+        self._cache[key] = result
+        self._cached_characters += _size(key, result)
+        while self._cached_characters > CACHED_CHARACTERS:
+            self._cached_characters -= _size(*self._cache.popitem(last=False))
 
     def _count(self, result: ToolResult) -> None:
         with self._lock:
@@ -234,181 +262,49 @@ class ToolClient:
                 self._counts[result.error] += 1
 
 
-class _Connection:
-    """One server. Everything runs in the client's loop; a task of its own holds the session open."""
+MCPToolClient = ToolClient
+"""The specification's name: `MCPToolClient().register_tool("math_solve", my_math_solver)`."""
 
-    def __init__(self, server: MCPServer) -> None:
-        self.server, self.starts = server, 0
-        self.definitions: dict[str, dict[str, Any]] = {}
-        self._read_only: set[str] = set()
-        self._failed_starts = 0
-        self._answered = 0  # calls, since the last start
-        self._lock, self._slots = asyncio.Lock(), asyncio.Semaphore(server.max_concurrent)
-        self._session: Any = None
-        self._holder: asyncio.Task[None] | None = None
-        self._end = asyncio.Event()
 
-    def is_cached(self, name: str) -> bool:
-        return self.server.cache and name in self._read_only
+def _end(loop: LoopThread, connections: Sequence[MCPConnection]) -> None:
+    """End the servers, then the loop, whose end cancels all tasks: an SDK session that is cancelled while it ends its
+    server would leave that."""
 
-    async def ensure(self) -> Any:
-        """Return the session; start the server where there is none. Raises ToolFailedError."""
-        async with self._lock:
-            if self._session is not None:
-                return self._session
-            if self._failed_starts > self.server.restarts:
-                raise ToolFailedError(f"{self._what}: it could not be started {self._failed_starts} times in a row")
-            await self._let_go()
-            self.starts += 1
-            ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            self._end, self._answered = asyncio.Event(), 0
-            self._holder = asyncio.create_task(self._hold(ready, self._end))
-            try:
-                self._session = await asyncio.wait_for(asyncio.shield(ready), self.server.start_timeout_s)
-            except (Exception, asyncio.CancelledError) as error:
-                self._failed_starts += 1
-                await self._let_go()
-                if isinstance(error, asyncio.CancelledError | ConfigError):
-                    raise
-                late = f"no answer within {self.server.start_timeout_s:g} s"
-                why = late if isinstance(error, TimeoutError) else _words(error)
-                raise ToolFailedError(f"{self._what} cannot be started: {why}") from error
-            self._failed_starts = 0
-            return self._session
+    async def stop() -> None:
+        await asyncio.gather(*(connection.stop() for connection in connections))
 
-    @property
-    def _what(self) -> str:
-        return f"MCP server {self.server.name!r} ({self.server.url or ' '.join(self.server.command)})"
+    if connections and not loop.is_current:  # a finalizer may run in the loop, and cannot wait for itself
+        with suppress(EngineUnavailableError, TimeoutError):
+            loop.submit(stop()).result(2 * STOP_TIMEOUT_S)
+    loop.stop(stop, STOP_TIMEOUT_S)
 
-    async def _hold(self, ready: "asyncio.Future[Any]", end: asyncio.Event) -> None:
-        """Open the session, list the tools, keep it open until `end`."""
+
+def _size(key: tuple[str, str], result: ToolResult) -> int:
+    structured = as_json(result.structured) if result.structured is not None else ""
+    return 100 + len(key[1]) + len(result.text) + len(structured)
+
+
+def _on_a_thread(
+    name: str, function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> "tuple[threading.Thread, asyncio.Future[tuple[Any, BaseException | None]]]":
+    """Call a function on a daemon thread of its own: one that never returns holds up no other call, and no exit. The
+    future has what it returned, and what it raised."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def settle(value: Any, raised: BaseException | None) -> None:
+        if not outcome.done():
+            outcome.set_result((value, raised))
+
+    def work() -> None:
+        value, raised = None, None
         try:
-            async with self._opened() as session:
-                await self._list(session)
-                ready.set_result(session)
-                await end.wait()
-        except Exception as error:  # noqa: BLE001 - boundary: whoever waits for the start is told
-            if not ready.done():
-                ready.set_exception(error)
-        finally:
-            if self._end is end:
-                self._session = None
+            value = function(**arguments)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - boundary: it is the call's result
+            raised = error
+        with suppress(RuntimeError):  # the client was closed meanwhile
+            loop.call_soon_threadsafe(settle, value, raised)
 
-    @asynccontextmanager
-    async def _opened(self) -> AsyncIterator[Any]:
-        try:
-            import httpx2
-            import mcp
-            from mcp.client.stdio import stdio_client
-            from mcp.client.streamable_http import streamable_http_client
-        except ImportError as error:
-            raise ConfigError(f"{self._what}: {INSTALL}") from error
-        async with AsyncExitStack() as stack:
-            if self.server.url:
-                http = await stack.enter_async_context(
-                    httpx2.AsyncClient(headers=dict(self.server.headers), timeout=self.server.timeout_s)
-                )
-                transport = streamable_http_client(self.server.url, http_client=http)
-            else:
-                command, *arguments = self.server.command
-                quiet = stack.enter_context(_nowhere())
-                parameters = mcp.StdioServerParameters(
-                    command=command, args=arguments, env=dict(self.server.env), cwd=self.server.cwd
-                )
-                transport = stdio_client(parameters, errlog=quiet)
-            yield await stack.enter_async_context(mcp.Client(transport, cache=None))
-
-    async def _list(self, session: Any) -> None:
-        found, cursor = {}, None
-        while True:
-            page = await session.list_tools(cursor=cursor)
-            found.update({tool.name: tool for tool in page.tools})
-            cursor = page.next_cursor
-            if not cursor:
-                break
-        if missing := set(self.server.tools) - set(found):
-            raise ConfigError(f"{self._what} has no tool {sorted(missing)[0]!r}; it has: {', '.join(found)}")
-        chosen = [found[name] for name in self.server.tools or found]
-        self.definitions = {
-            tool.name: {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-            for tool in chosen
-        }
-        self._read_only = {tool.name for tool in chosen if tool.annotations and tool.annotations.read_only_hint}
-
-    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Call a tool within `timeout_s`, the wait for a slot included; a restart has `start_timeout_s` of its own."""
-        session = None
-        try:
-            session = await self.ensure()
-            answered = self._answered
-            async with asyncio.timeout(self.server.timeout_s), self._slots:
-                answer = await session.call_tool(name, arguments)
-        except TimeoutError:
-            if session is self._session and answered == self._answered:  # it answers nobody: begin anew
-                await self._let_go()
-            return ToolResult(f"{name}: no answer within {self.server.timeout_s:g} s", error="timeout")
-        except ToolFailedError as error:
-            return ToolResult(str(error), error="server")
-        except Exception as error:  # noqa: BLE001 - boundary: a server may answer anything
-            return await self._failed(name, error, session)
-        self._answered += 1
-        text = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in answer.content)
-        if not text and answer.structured_content is not None:
-            text = _json(answer.structured_content)
-        return ToolResult(text, answer.structured_content, "tool" if answer.is_error else None)
-
-    async def _failed(self, name: str, error: Exception, session: Any) -> ToolResult:
-        code = getattr(error, "code", None)
-        if isinstance(code, int) and code != CONNECTION_CLOSED:
-            self._answered += 1
-            return ToolResult(f"{name}: {_words(error)}", error="arguments" if code == INVALID_PARAMS else "tool")
-        if session is self._session:
-            await self._let_go()
-        return ToolResult(f"{self._what} failed: {_words(error)}", error="server")
-
-    async def stop(self) -> None:
-        """End the server; it does not start again."""
-        self._failed_starts = self.server.restarts + 1
-        await self._let_go()
-
-    async def _let_go(self) -> None:
-        """Close the session; the SDK ends the process. A start that is not over is cancelled."""
-        is_open, self._session = self._session is not None, None
-        self._end.set()
-        if self._holder is None or self._holder.done():
-            return
-        if not is_open:
-            self._holder.cancel()
-        _, waiting = await asyncio.wait({self._holder}, timeout=STOP_TIMEOUT_S)
-        for holder in waiting:
-            holder.cancel()
-
-
-def _outcome(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
-    """Return what a function returns, and what it raises if asyncio would wait for that for ever, or end with it."""
-    try:
-        return function(**arguments), None
-    except (StopIteration, SystemExit) as error:
-        return None, error
-
-
-def _nowhere() -> TextIO:
-    return Path(os.devnull).open("w", encoding="utf-8")
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _words(error: BaseException) -> str:
-    """Return the first line of the innermost error of a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0]
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= LONGEST_RESULT:
-        return text
-    return f"{text[:LONGEST_RESULT]}\n[… cut: {len(text):,} characters]"
+    thread = threading.Thread(target=work, name=f"tool {name}", daemon=True)
+    thread.start()
+    return thread, outcome

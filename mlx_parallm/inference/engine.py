@@ -15,7 +15,7 @@ import numpy as np
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import GenerationFailedError, RequestError
-from mlx_parallm.execution.tool_calls import OwnFormat, ParsedCalls, openai_tools, parse_tool_calls, with_instructions
+from mlx_parallm.execution.tool_calls import ParsedCalls, own_format, parse_tool_calls, prompt_with_tools
 from mlx_parallm.inference.types import MAX_NEW_TOKENS, Generation, Prompt, Response, is_messages
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.types import PolicyClient, Request, RequestOutput, SamplingParams
@@ -60,7 +60,7 @@ class EngineBackend:
     ) -> list[tuple[str, ParsedCalls]]:
         own = own_format(self._tokenizer)
         parse_tool_calls("", tools, formats, own=own)  # raises on an unknown format before anything is sampled
-        encoded = [self._encode(*prompt_with_tools(prompt, tools, self._tokenizer)) for prompt in prompts]
+        encoded = [self._encode(*prompt_with_tools(prompt, tools, self._tokenizer, formats)) for prompt in prompts]
         visible = {"skip_special_tokens": own is None}  # its markers may be special tokens
         answers = await self._sample(encoded, {**params, **visible})
         texts = [answer.text for each in answers for answer in each]
@@ -168,27 +168,6 @@ class EngineBackend:
         self._greedy[key] = [replace(answer, cached=True) for answer in answers]
         while len(self._greedy) > CACHED_ANSWERS:
             self._greedy.popitem(last=False)
-
-
-def own_format(tokenizer: Tokenizer | None) -> OwnFormat | None:
-    """Return the model's own format of calls, or None if mlx-lm has no parser for it."""
-    if tokenizer is None or tokenizer.tool_markers is None or tokenizer.parse_tool_call is None:
-        return None
-    return OwnFormat(tokenizer.tool_markers, tokenizer.parse_tool_call)
-
-
-def prompt_with_tools(
-    prompt: Prompt, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None
-) -> tuple[Any, list[dict[str, Any]] | None]:
-    """Return a prompt with the tools, and the `tools` of the chat template if that takes them; else the prompt has
-    instructions. With a chat template a text becomes a user's message. Token ids stay as they are."""
-    if not isinstance(prompt, str) and not is_messages(prompt):
-        return prompt, None
-    if tokenizer is not None and tokenizer.has_chat_template and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if tokenizer is not None and tokenizer.template_takes_tools:
-        return prompt, openai_tools(tools)
-    return with_instructions(prompt, tools), None
 
 
 def _answers(output: RequestOutput) -> list[Generation]:

@@ -31,8 +31,16 @@ from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.environments.episode import CURRENT, Episode
 from mlx_parallm.errors import ConfigError, RequestError, RolloutRejectedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
-from mlx_parallm.execution.tool_calls import Format, ParsedCalls, ToolLike, parse_tool_calls, tool_definition
-from mlx_parallm.inference.engine import EngineBackend, own_format, prompt_with_tools
+from mlx_parallm.execution.tool_calls import (
+    Format,
+    ParsedCalls,
+    ToolLike,
+    own_format,
+    parse_tool_calls,
+    prompt_with_tools,
+    tool_definition,
+)
+from mlx_parallm.inference.engine import EngineBackend
 from mlx_parallm.inference.openai import OpenAIBackend
 from mlx_parallm.inference.types import (
     GenerateOptions,
@@ -343,10 +351,9 @@ class InferenceModule:
         self, episode: Episode, prompts: Any, tools: Any, formats: Any, options: Mapping[str, Any]
     ) -> tuple[str, ParsedCalls]:
         prompt, params = _one_turn(prompts, options)
-        prompt, template_tools = prompt_with_tools(prompt, tools, self.tokenizer)
+        prompt, template_tools = prompt_with_tools(prompt, tools, self.tokenizer, formats)
         own = own_format(self.tokenizer)
-        if template_tools:
-            params["tools"] = template_tools
+        params["tools"] = template_tools or ()  # the caller makes the calls: the episode's own tools stay out
         if own is not None:  # its markers may be special tokens
             params["skip_special_tokens"] = False
         text = episode.generate(prompt, params).text

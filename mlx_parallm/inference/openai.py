@@ -57,6 +57,7 @@ class OpenAIBackend:
                 raise RequestError("tools: an endpoint needs a text or messages, not token ids")
             bodies.append({"messages": list(messages), "tools": openai_tools(tools), **_body(params, number)})
         replies = await _all(self._post("/chat/completions", body) for body in bodies)
+        self.completion_tokens += sum(map(_completion_tokens, replies))
         return [_called(choice, tools, formats) for reply in replies for choice in _choices(reply)]
 
     async def logprobs(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[np.ndarray]:

@@ -59,6 +59,7 @@ class HybridEnvironment(BaseEnvironment):
 
     default_rewards = ("python:mlx_parallm.orchestrator.environment:hybrid",)
     blocking = True
+    reads_calls = True
 
     def __init__(
         self,

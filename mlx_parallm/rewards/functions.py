@@ -14,6 +14,7 @@ Functions are called as TRL 1.16 calls them (`GRPOTrainer._calculate_rewards`), 
     every column of the row  repeated for each completion, except prompt, completion and completion_ids; a value that
                              the episode put into its metadata replaces the row's, or adds a column
     trajectories             (not TRL's) the `Trajectory`s: turns, metadata of the environment
+    tool_client              (not TRL's) the `ToolClient` of [tools], for rewards that call a tool
     trainer_state            global_step and max_steps
     log_metric(name, value)  its mean appears in metrics.jsonl as metrics/<name>/mean
     log_extra(column, list)  accepted, recorded nowhere
@@ -36,6 +37,7 @@ from typing import Any
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.errors import ConfigError, ParallmError, RolloutRejectedError
+from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.execution.user_code import (
     check_call,
     did_you_mean,
@@ -57,7 +59,10 @@ log = get_logger("rewards")
 
 BUILTIN = "builtin:"
 NOT_A_COLUMN = ("prompt", "completion", "completion_ids")  # TRL does not pass these on
-ARGUMENTS = ("prompts", "completions", "completion_ids", "trajectories", "trainer_state", "log_metric", "log_extra")
+ARGUMENTS = (
+    *("prompts", "completions", "completion_ids", "trajectories", "tool_client"),
+    *("trainer_state", "log_metric", "log_extra"),
+)
 
 Prompt = str | Sequence[Mapping[str, Any]]
 Score = float | str | None
@@ -143,6 +148,7 @@ class RewardFunctions:
         alone = len(functions) == 1 and functions[0].worker is threads.COMPUTERS
         self._method: Method = "absolute" if alone else method
         self._functions: list[RewardFunction] = []
+        self._tool_client: ToolClient | None = None
         default_weights = [function.weight for function in functions]
         for reference, function, weight in zip(references, functions, weights or default_weights, strict=True):
             _check_parameters(function, columns, f"{key}: {reference}")
@@ -179,6 +185,21 @@ class RewardFunctions:
         for function in self._functions:
             if (attach := getattr(function.call, "attach", None)) is not None:
                 attach(inference)
+
+    def use_tools(self, client: ToolClient | None) -> None:
+        """Hand the tools of [tools], if there are any, to the functions that call some. Raises ConfigError: they are
+        missing."""
+        self._tool_client = client
+        known = [] if client is None else [definition["name"] for definition in client.definitions()]
+        for function in self._functions:
+            needed = getattr(function.call, "needs_tool", None)
+            if client is None and "tool_client" in function.required:
+                raise ConfigError(f"reward {function.name} calls a tool: set [[tools.mcp]] or tools.functions")
+            if needed is not None and needed not in known:
+                raise ConfigError(
+                    f"reward {function.name}: there is no tool {needed!r}{did_you_mean(needed, known)};"
+                    f" [tools] has: {', '.join(known)}"
+                )
 
     def for_row(self, prompt: Prompt, row: Mapping[str, Any], state: Callable[[], TrainingProgress]) -> GroupReward:
         """Return the reward of one task. Every call reads `state`."""
@@ -218,6 +239,8 @@ class RewardFunctions:
             metrics[name].append(_number(value, f"log_metric({name!r})"))
 
         progress = {"trainer_state": state(), "log_metric": log_metric, "log_extra": _log_extra}
+        if self._tool_client is not None:
+            progress["tool_client"] = self._tool_client
         arguments = _arguments(prompt, row, trajectories) | progress
         calls = (_call(function, arguments, len(trajectories)) for function in self._functions)
         scores = await asyncio.gather(*calls)

@@ -19,6 +19,7 @@ from mlx_parallm.rewards.learned import learned
 from mlx_parallm.rewards.math_check import math
 from mlx_parallm.rewards.methods import Objective, Parts, RewardComputer
 from mlx_parallm.rewards.part_tools import Completions, Scores, by_column, needs_extra, texts_of, to_binary
+from mlx_parallm.rewards.tool_check import tool
 from mlx_parallm.types import Trajectory
 
 Part = Callable[..., Any]
@@ -278,6 +279,7 @@ PARTS: Mapping[str, Callable[..., Part]] = MappingProxyType(
         "overlong": overlong,
         "code": code,
         "syntax": syntax,
+        "tool": tool,
         "tool_success": tool_success,
         "task_completion": task_completion,
         "efficiency": efficiency,

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel, check_model
@@ -100,6 +101,7 @@ class PolicyServer(Served, Protocol):
         adapter_roots: Sequence[Path],
     ) -> None: ...
     def observe_publish(self, report: PublishReport) -> None: ...
+    def watch_tools(self, counts: Callable[[], Mapping[str, float]]) -> None: ...
     def check(self) -> None: ...
     def close(self) -> None: ...
 
@@ -147,13 +149,19 @@ class TrainingRun:
         check_installed(config.logging)
         config, self._checkpoint, self._start_over = what_to_resume(config, resume)
         self.config, training = config, config.rl_training
-        self.environments = build_sources(config.environments, seed=training.seed, progress=self._progress)
-        self._evaluated = evaluation_sources(config, self.environments, self._progress)
-        self._algorithm = make_algorithm(training)  # the user's code is checked before a model is loaded
         self._closing = ExitStack()
+        self.tools = self._open_tools(config)
+        with ExitStack() as failed:  # nobody closes a run whose constructor has raised
+            failed.callback(self._closing.close)
+            self.environments = build_sources(
+                config.environments, seed=training.seed, progress=self._progress, tools=self.tools
+            )
+            self._evaluated = evaluation_sources(config, self.environments, self._progress, self.tools)
+            self._algorithm = make_algorithm(training)  # the user's code is checked before a model is loaded
+            self.serving = serve(config)
+            failed.pop_all()
         self._end, self._ends_process = EndLimit(), False
         self._closing.callback(self._end.cancel)
-        self.serving = serve(config)
         self._closing.callback(self.serving.close)
         self._began = False
         self.events = RunEvents()
@@ -195,6 +203,8 @@ class TrainingRun:
         self._disk.check()
         self._closing.callback(self.serving.close)  # before the store, which requests write to
         sources = self._make_sources(directory, store)
+        if self.tools is not None:
+            self.serving.watch_tools(self.tools.client.metrics)
         routers = [router for source in self.environments if (router := source.router()) is not None]
         self.serving.listen(sources, self._rollbacks, routers, run=directory.path)
         loaded = self.serving.load(quantize=quantize)
@@ -216,6 +226,13 @@ class TrainingRun:
         self._closing.close()
 
     # ------------------------------------------------------------------ building
+
+    def _open_tools(self, config: Config) -> EpisodeTools | None:
+        """Start the servers of [tools], where there is an environment. Raises ConfigError."""
+        tools = open_tools(config.tools) if config.environments or config.evaluation.environments else None
+        if tools is not None:
+            self._closing.callback(tools.client.close)
+        return tools
 
     def _make_sources(self, directory: RunDirectory, store: RolloutStore) -> Sources:
         if self.data is not None:  # nothing is sampled for training, so there is nothing to hand in
@@ -359,7 +376,7 @@ class TrainingRun:
             before_step=self._check_disk,
             while_waiting=lambda: self.check(started.sources),
             training=self.serving.turns.training,
-            measure=lambda step: (self._heldout.measure(step) if self._heldout else {}) | evaluations.measure(step),
+            measure=lambda step: self._measure(step, evaluations),
             after_step=lambda line: evaluations.wants_checkpoint(line["step"]) or self._wants_checkpoint(),
             served_tokens=lambda: self.serving.client.stats().generation_tokens,
         )
@@ -375,6 +392,11 @@ class TrainingRun:
         events.emit(RunFinished(outcome))
         self._end_soon()
         self._ranks.check()
+
+    def _measure(self, step: int, evaluations: Evaluations) -> dict[str, Any]:
+        """Return what a metrics line has beside the trainer's numbers."""
+        rows = self._heldout.measure(step) if self._heldout else {}
+        return {**rows, **evaluations.measure(step), **(self.tools.new_counts() if self.tools else {})}
 
     def _end_soon(self) -> None:
         """The last checkpoint is written: what is left may not take long, where the process has nothing else to do."""

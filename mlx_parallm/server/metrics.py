@@ -1,7 +1,7 @@
 """Prometheus metrics of one server. Engine counters are read from `engine.stats()` when a scrape asks for them, so
 generation pays nothing; HTTP times and publishes are observed as they happen. Each app has its own registry."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,6 +21,14 @@ _COUNTERS = {
     "requests_finished": "Generation requests that ended normally",
     "requests_failed": "Generation requests that ended with an error",
     "requests_aborted": "Generation requests given up (client gone, shutdown)",
+}
+
+_TOOL_COUNTERS = {
+    "calls": "Calls of tools in episodes and rewards",
+    "timeouts": "Calls of tools that were not answered in time",
+    "restarts": "Starts of MCP servers after their first one",
+    "cache_hits": "Calls of read-only tools that were answered from the cache",
+    "seconds": "Time of all calls of tools, summed",
 }
 
 
@@ -74,6 +82,10 @@ class ServerMetrics:
         """Adds the engine's counters; once."""
         self.registry.register(_EngineCollector(stats))
 
+    def watch_tools(self, counts: Callable[[], Mapping[str, float]]) -> None:
+        """Adds the counts of a run's tool client; once."""
+        self.registry.register(_ToolsCollector(counts))
+
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
@@ -95,3 +107,21 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(f"{PREFIX}_requests_waiting", "Sequences waiting for a slot", value=stats.waiting)
         yield GaugeMetricFamily(f"{PREFIX}_policy_version", "Version of the served policy", value=stats.policy_version)
         yield GaugeMetricFamily(f"{PREFIX}_engine_alive", "1 while the engine thread runs", value=int(stats.alive))
+
+
+class _ToolsCollector(Collector):
+    def __init__(self, counts: Callable[[], Mapping[str, float]]) -> None:
+        self._counts = counts
+
+    def describe(self) -> list[Metric]:
+        return []  # registering must not ask a client
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts()
+        for name, meaning in _TOOL_COUNTERS.items():
+            yield CounterMetricFamily(f"{PREFIX}_tool_{name}", meaning, value=counts[name])
+        errors = CounterMetricFamily(f"{PREFIX}_tool_errors", "Calls of tools that failed, by kind", labels=["kind"])
+        for name, value in counts.items():
+            if name.startswith("errors/"):
+                errors.add_metric([name.removeprefix("errors/")], value)
+        yield errors

@@ -26,6 +26,11 @@ class LoopThread:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._ended = False
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread, and may not wait for it."""
+        return threading.current_thread() is self._thread
+
     def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         """Start a coroutine. Raises EngineUnavailableError: after `stop`."""
         with self._lock:
@@ -70,7 +75,7 @@ class LoopThread:
                 return True
             if is_first:
                 asyncio.run_coroutine_threadsafe(self._finish(last, self._loop), self._loop)
-        if threading.current_thread() is not self._thread:  # a finalizer may run there, and cannot wait for itself
+        if not self.is_current:  # a finalizer may run there, and cannot wait for itself
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

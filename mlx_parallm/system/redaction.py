@@ -14,6 +14,7 @@ SHORTEST = 6  # characters of a value that is hidden wherever it occurs; a short
 _NAMES = re.compile(
     r"(^|_)(token|(api|access|secret|private)_?key|secret|password|passwd|credentials?)$", re.IGNORECASE
 )
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")  # names a secret, and is none
 NOT_SECRETS = ("end_token",)  # keys of the configuration that are named like a secret
 _FORMS = (
     (re.compile(r"(://)[^/\s@'\"]+@"), rf"\1{REDACTED}@"),
@@ -56,6 +57,8 @@ class Redactor:
 
     def named(self, name: str, value: Any) -> Any:
         """Do the same for `value` under the key `name`."""
+        if isinstance(value, str) and _VARIABLE.fullmatch(value):
+            return value
         if name not in NOT_SECRETS and _NAMES.search(name) and isinstance(value, str | list | tuple) and value:
             return REDACTED
         return self.value(value)

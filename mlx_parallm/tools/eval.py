@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rich.text import Text
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.episode import EpisodePolicy, LastTurn, TurnPolicy, TurnRequest
+from mlx_parallm.environments.episode_tools import EpisodeTools, open_tools
 from mlx_parallm.environments.evaluate import (
     Evaluation,
     ProblemSet,
@@ -27,9 +29,11 @@ from mlx_parallm.environments.evaluate import (
     evaluate,
     overall_score,
 )
+from mlx_parallm.environments.state import Prompt
 from mlx_parallm.environments.trajectory import UNKNOWN_VERSION, SequenceRecorder
 from mlx_parallm.errors import ConfigError, EndpointError, EnvironmentFailedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
+from mlx_parallm.execution.tool_calls import ParsedCalls, parse_tool_calls, with_instructions
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.inference.openai import OpenAIBackend
 from mlx_parallm.rl_training.monitor import report
@@ -70,6 +74,13 @@ class Result:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class CalledCompletion(Completion):
+    """An endpoint's answer, and the calls that it has taken out of the text."""
+
+    calls: ParsedCalls = field(default_factory=ParsedCalls)
+
+
 @dataclass(frozen=True)
 class EndpointPolicy:
     """`TurnPolicy` of an endpoint: it gets prompts as text or messages, and records tokens where it returns their ids.
@@ -92,6 +103,36 @@ class EndpointPolicy:
     def open_group(self, turn: TurnRequest, n: int) -> None:
         """Not every endpoint takes `n`."""
 
+    def with_tools(self, prompt: Prompt, tools: EpisodeTools) -> tuple[Prompt, dict[str, Any], dict[str, Any]]:
+        if isinstance(prompt, str):
+            return with_instructions(prompt, tools.definitions, tools.how_to_call), {}, {}
+        return prompt, {}, {"tools": tools}
+
+    def tool_calls(self, completion: Completion, tools: EpisodeTools) -> ParsedCalls:
+        if isinstance(completion, CalledCompletion):
+            return completion.calls
+        if tools.formats == "auto" or not (formats := [form for form in tools.formats if form != "own"]):
+            return parse_tool_calls(completion.text, tools.definitions)
+        return parse_tool_calls(completion.text, tools.definitions, formats)
+
+    def after_calls(
+        self, prompt: Prompt, completion: Completion, notes: Sequence[Mapping[str, Any]], tools: EpisodeTools
+    ) -> Prompt:
+        if isinstance(prompt, str):
+            return f"{prompt}{completion.text}\n" + "".join(f"RESULT: {note['text']}\n" for note in notes)
+        answer: dict[str, Any] = {"role": "assistant", "content": completion.text}
+        if any(call.raw_text for call in self.tool_calls(completion, tools)):  # they stand in the text
+            return (*prompt, answer, {"role": "user", "content": "\n".join(note["text"] for note in notes)})
+        ids = [f"call_{len(prompt)}_{number}" for number in range(len(notes))]
+        answer["tool_calls"] = [
+            {"id": name, "type": "function", "function": _function(note)} for name, note in zip(ids, notes, strict=True)
+        ]
+        results = [
+            {"role": "tool", "tool_call_id": name, "content": note["text"]}
+            for name, note in zip(ids, notes, strict=True)
+        ]
+        return (*prompt, answer, *results)
+
     async def sample(self, turn: TurnRequest, sequences: list[SequenceRecorder], last: LastTurn | None) -> Completion:
         """Raises EndpointError."""
         template_kwargs = {**self.template_kwargs, **turn.config.chat_template_kwargs}
@@ -104,10 +145,13 @@ class EndpointPolicy:
             "temperature": self.temperature,
             "seed": turn.seed % SEEDS,
             **{name: value for name, value in optional.items() if value is not None},
-            **turn.options,
+            **{name: value for name, value in turn.options.items() if name != "tools"},
             **turn.overrides,
             "max_tokens": min(turn.config.max_tokens, turn.overrides.get("max_tokens", UNBOUNDED)),
         }
+        tools = turn.options.get("tools")
+        if isinstance(tools, EpisodeTools):
+            return await self._with_tools(turn.prompt, tools, params, sequences)
         [[answer]] = await self.backend.generate([turn.prompt], params, logprobs=False)
         sequences.append(SequenceRecorder(answer.prompt_token_ids or ()))
         token_ids = answer.token_ids or ()
@@ -122,14 +166,37 @@ class EndpointPolicy:
             finish_reason="length" if answer.finish_reason == "length" else "stop",
         )
 
+    async def _with_tools(
+        self, prompt: Prompt, tools: EpisodeTools, params: Mapping[str, Any], sequences: list[SequenceRecorder]
+    ) -> Completion:
+        """The endpoint takes the calls out of the text, and returns no tokens of such an answer."""
+        [(text, calls)] = await self.backend.generate_with_tools([prompt], tools.definitions, "auto", params)
+        sequences.append(SequenceRecorder(()))
+        return CalledCompletion(
+            index=0,
+            text=text,
+            token_ids=(),
+            logprobs=(),
+            processed_logprobs=None,
+            top_logprobs=None,
+            policy_versions=(),
+            finish_reason="stop",
+            calls=calls,
+        )
+
+
+def _function(note: Mapping[str, Any]) -> dict[str, str]:
+    """Return a call as OpenAI's API has it; a malformed one has no name and arguments that were no object."""
+    arguments = note["arguments"] if isinstance(note["arguments"], dict) else {}
+    return {"name": note["name"] or "unreadable", "arguments": json.dumps(arguments)}
+
 
 def evaluate_here(config: Config, max_in_flight: int) -> Result:
     """Evaluate the model of the configuration in this process.
 
     Raises ConfigError, ModelError, EnvironmentFailedError.
     """
-    problems = _problems(config)
-    with InferenceModule(config=config) as inference:
+    with _problems(config) as problems, InferenceModule(config=config) as inference:
         assert inference.client is not None and inference.tokenizer is not None, "it has an engine"
         policy = EpisodePolicy(
             inference.client,
@@ -150,10 +217,9 @@ def evaluate_endpoint(config: Config, url: str, model: str | None, max_in_flight
 
     Raises ConfigError, EndpointError, EnvironmentFailedError.
     """
-    problems, key = _problems(config), config.resolve_api_key()
-    name = asyncio.run(_model(OpenAIEndpoint(url, key), model))
+    key = config.resolve_api_key()
 
-    async def answer(inference: InferenceModule) -> tuple[list[Evaluation], int]:
+    async def answer(inference: InferenceModule, problems: list[ProblemSet]) -> tuple[list[Evaluation], int]:
         backend = OpenAIBackend(
             name, url, lambda base: OpenAIEndpoint(base, key, retries=RETRIES, max_in_flight=max_in_flight)
         )
@@ -163,9 +229,11 @@ def evaluate_endpoint(config: Config, url: str, model: str | None, max_in_flight
         finally:
             await backend.aclose()
 
-    started = time.monotonic()
-    with InferenceModule(name, backend="openai", base_url=url, api_key=key) as inference:
-        evaluations, tokens = asyncio.run(answer(inference))
+    with _problems(config) as problems:
+        name = asyncio.run(_model(OpenAIEndpoint(url, key), model))
+        started = time.monotonic()
+        with InferenceModule(name, backend="openai", base_url=url, api_key=key) as inference:
+            evaluations, tokens = asyncio.run(answer(inference, problems))
     return Result(name, config, evaluations, time.monotonic() - started, url, tokens or None)
 
 
@@ -184,14 +252,21 @@ async def _model(endpoint: OpenAIEndpoint, model: str | None) -> str:
     return model or models[0]
 
 
-def _problems(config: Config) -> list[ProblemSet]:
+@contextmanager
+def _problems(config: Config) -> Iterator[list[ProblemSet]]:
+    """Yield the problems, with the tools of their episodes as long as the context lasts."""
     count = config.evaluation.problems
     if not count:
         raise ConfigError("evaluation.problems is 0: set with --problems how many of each environment to answer")
-    problems = draw_problems(build_evaluated(config), count)
-    if not problems:
-        raise ConfigError("there is no held-out problem to answer")
-    return problems
+    tools = open_tools(config.tools)
+    try:
+        problems = draw_problems(build_evaluated(config, tools=tools), count)
+        if not problems:
+            raise ConfigError("there is no held-out problem to answer")
+        yield problems
+    finally:
+        if tools is not None:
+            tools.client.close()
 
 
 async def _answer(

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.config.load import Config, load_config
+from mlx_parallm.environments.episode_tools import open_tools
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import is_reference, load
@@ -83,7 +84,11 @@ class Page:
         file = self.directory / (wanted.saved_as or f"block_{wanted.line}.toml")
         file.write_text(self._here(wanted.text))
         config = load_config(file)
-        build_sources([e for e in config.environments if not (e.data or "").startswith("hf:")], seed=0)
+        environments = [e for e in config.environments if not (e.data or "").startswith("hf:")]
+        tools = open_tools(config.tools)
+        build_sources(environments, seed=0, tools=tools)
+        if tools is not None:
+            tools.client.close()
         for reference in (config.rl_training.advantage, config.rl_training.loss):
             if reference is not None and is_reference(reference):
                 load(reference, "rl_training")

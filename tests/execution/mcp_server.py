@@ -54,9 +54,9 @@ def garbage() -> str:
 
 
 @server.tool()
-def much(megabytes: int) -> str:
+def much(characters: int) -> str:
     """Return much text."""
-    return "x" * (megabytes * 10**6)
+    return "x" * characters
 
 
 @server.tool()

@@ -1,5 +1,6 @@
 """Tools of real MCP servers, over stdio and HTTP, and functions: results, and every way to fail."""
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import psutil
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.tool_client import LONGEST_RESULT, MCPServer, ToolClient
+from mlx_parallm.execution.tool_client import MCPServer, ToolClient, ToolResult
+from mlx_parallm.execution.tool_results import LARGEST_RESULT, LONGEST_RESULT
 
 pytest.importorskip("mcp")
 PROGRAM = str(Path(__file__).with_name("mcp_server.py"))
@@ -68,7 +70,10 @@ def test_read_only_tools_are_cached_and_others_are_not() -> None:
         assert (first.cached, second.cached, second.text) == (False, True, "3")
         assert [client.call("count").text for _ in range(3)] == ["1", "2", "3"]
         metrics = client.metrics()
-        assert (metrics["calls"], metrics["cached"], metrics["restarts"]) == (5, 1, 0)
+        assert (metrics["calls"], metrics["cache_hits"], metrics["restarts"], metrics["errors"]) == (5, 1, 0, 0)
+        assert metrics["seconds"] > 0
+        same = asyncio.run(_together(client, 8, "add", {"a": 40, "b": 2}))  # the calls under way are one
+        assert [result.text for result in same] == ["42"] * 8 and sum(result.cached for result in same) == 7
     with ToolClient([stdio(cache=False)]) as client:
         assert not any(client.call("add", {"a": 1, "b": 2}).cached for _ in range(2))
 
@@ -98,9 +103,13 @@ def test_a_server_that_hangs_costs_its_time_out_and_begins_anew() -> None:
 def test_garbage_and_ten_megabytes(client: ToolClient) -> None:
     garbage = client.call("garbage")
     assert garbage.error in (None, "server")
-    much = client.call("much", {"megabytes": 10})
-    assert much.error is None and LONGEST_RESULT < len(much.text) < LONGEST_RESULT + 100
-    assert much.text.endswith("[… cut: 10,000,000 characters]")
+    much = client.call("much", {"characters": 10**7})
+    assert much.error == "too_large" and much.structured is None
+    assert "has 10,000," in much.text and "at most 1,000,000 are taken" in much.text
+    long = client.call("much", {"characters": LARGEST_RESULT // 2})
+    assert long.error is None and LONGEST_RESULT < len(long.text) < LONGEST_RESULT + 100
+    assert long.text.endswith("[… cut: 500,000 characters]")
+    assert client.metrics()["errors/too_large"] == 1
 
 
 @pytest.mark.parametrize(
@@ -118,6 +127,17 @@ def test_a_server_that_does_not_start(server: MCPServer, words: str) -> None:
         with pytest.raises(ConfigError, match=words):
             client.definitions()
         assert client.call("add").error == "server"
+
+
+def test_callers_share_a_start_and_its_failure() -> None:
+    """A start each would take its time-out for every caller, one after another."""
+
+    with ToolClient([stdio("ends", restarts=0)]) as client:
+        assert {result.error for result in asyncio.run(_together(client, 20, "count", {}))} == {"server"}
+        assert client.metrics()["restarts"] == 0
+        refused = client.call("add")  # no start: the next one is a minute away
+        assert refused.error == "server" and "1 times in a row" in refused.text
+        assert client.metrics()["restarts"] == 0
 
 
 def test_what_cannot_be(client: ToolClient) -> None:
@@ -159,6 +179,10 @@ def test_over_http() -> None:
             assert client.call("add", {"a": 3, "b": 3}).error == "server"
     finally:
         process.kill()
+
+
+async def _together(client: ToolClient, n: int, name: str, arguments: dict[str, object]) -> list[ToolResult]:
+    return await asyncio.gather(*(client.acall(name, arguments) for _ in range(n)))
 
 
 def _free_port() -> int:

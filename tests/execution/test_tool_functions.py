@@ -2,8 +2,12 @@
 
 import asyncio
 import sys
+import threading
 
-from mlx_parallm.execution.tool_client import ToolClient, ToolResult
+import pytest
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.tool_client import MOST_LEFT_BEHIND, MCPToolClient, ToolClient, ToolResult
 
 
 def test_no_function_hangs_ends_or_breaks_the_client() -> None:
@@ -32,3 +36,55 @@ def test_no_function_hangs_ends_or_breaks_the_client() -> None:
         for result, words in zip(found, ("StopIteration", "SystemExit: 3", "SystemExit: 4", "TypeError"), strict=True):
             assert words in result.text
         assert client.call("first_of", {"names": [{1: 2, "a": 3}]}).error is None
+
+
+def test_functions_that_hang_hold_up_nobody() -> None:
+    """More calls hang than a pool has threads; the others are answered meanwhile, and the hanging ones in time."""
+    open_gate = threading.Event()
+
+    def hang() -> str:
+        open_gate.wait(60)
+        return "late"
+
+    def fast(n: int) -> int:
+        return n
+
+    async def results(client: ToolClient) -> tuple[list[ToolResult], list[ToolResult]]:
+        hanging = [asyncio.create_task(client.acall("hang")) for _ in range(MOST_LEFT_BEHIND + 6)]
+        answered = await asyncio.gather(*(client.acall("fast", {"n": n}) for n in range(50)))
+        assert not any(task.done() for task in hanging)
+        return answered, await asyncio.gather(*hanging)
+
+    with ToolClient(functions=[hang, fast], function_timeout_s=1.0) as client:
+        answered, hung = asyncio.run(results(client))
+        assert [result.text for result in answered] == [str(n) for n in range(50)]
+        assert {result.text for result in hung} == {"hang: no answer within 1 s"}
+        refused = client.call("fast", {"n": 1})
+        assert refused.error == "timeout" and f"{MOST_LEFT_BEHIND + 6} earlier calls" in refused.text
+        metrics = client.metrics()
+        assert (metrics["calls"], metrics["timeouts"]) == (51 + len(hung), 1 + len(hung))
+        open_gate.set()
+
+
+def test_a_structured_result_is_bounded() -> None:
+    def table(rows: int) -> list[str]:
+        return ["x" * 100] * rows
+
+    with MCPToolClient(functions=[table]) as client:
+        assert client.call("table", {"rows": 3}).structured == ["x" * 100] * 3
+        large = client.call("table", {"rows": 10_000})
+        assert large.error == "too_large" and large.structured is None and len(large.text) < 200
+
+
+def test_the_specifications_client() -> None:
+    def my_math_solver(expression: str) -> float:
+        return float(expression.split("+")[0]) + float(expression.split("+")[1])
+
+    mcp = MCPToolClient()
+    mcp.register_tool("math_solve", my_math_solver)
+    try:
+        assert mcp.call("math_solve", {"expression": "2+3"}).structured == 5.0
+        with pytest.raises(ConfigError, match="there is a tool 'math_solve' already"):
+            mcp.register_tool("math_solve", my_math_solver)
+    finally:
+        mcp.close()

@@ -56,7 +56,7 @@ async def test_inside_an_episode_generate_is_its_next_turn(inference: InferenceM
         tool = {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}}
         responses, [[call]] = inference.batch_generate_with_tools([SUM], [tool])
         assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2}) and responses == ["USE_TOOL[add](1, 2)"]
-        assert turns[2][0][0]["role"] == "system" and turns[2][1] == {}  # the tiny template takes no tools
+        assert turns[2][0][0]["role"] == "system" and turns[2][1] == {"tools": ()}  # the tiny template takes no tools
         for refused in ({"num_return_sequences": 2}, {"return_logits": True}):
             with pytest.raises(RolloutRejectedError):
                 inference.generate(["a"], **refused)

@@ -13,10 +13,12 @@ from mlx_parallm import cli
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.config.evaluation import EvaluationConfig
 from mlx_parallm.environments.episode import TurnRequest
+from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.evaluate import draw_problems, evaluate
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.trajectory import SequenceRecorder
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.inference.module import InferenceModule
 from mlx_parallm.inference.openai import OpenAIBackend
 from mlx_parallm.tools.eval import EndpointPolicy, compare
@@ -255,3 +257,32 @@ async def test_a_second_turn_holds_the_first(tmp_path: Path, kind: str) -> None:
         {"role": "assistant", "content": "first"},
         {"role": "user", "content": "again"},
     ]
+
+
+async def test_an_endpoints_calls_are_made_and_answered_as_its_api_has_it() -> None:
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    function = {"name": "add", "arguments": '{"a": 2, "b": 40}'}
+    called = {"content": "Let me see.", "tool_calls": [{"id": "x", "type": "function", "function": function}]}
+    reply = {"choices": [{"message": called, "finish_reason": "tool_calls"}], "usage": {"completion_tokens": 3}}
+    endpoint = Endpoint(reply, chat("42"))
+    rewards = {"rewards": ("builtin:regex",), "reward_options": {"regex": {"pattern": "42"}}}
+    options = {"tasks": [{"prompt": f"What is {n} + 40?"} for n in range(30)]}
+    config = EnvironmentConfig(kind="tools", name="tools", options=options, **rewards)
+    with (
+        ToolClient(functions=[add]) as client,
+        InferenceModule("m", backend="openai", base_url=Endpoint.base_url) as inference,
+    ):
+        problems = draw_problems(build_sources([config], seed=0, tools=EpisodeTools.of(client)), 1)
+        policy = endpoint.policy(inference)
+        [found] = await evaluate(policy, problems, EvaluationConfig(problems=1))
+        assert client.metrics()["calls"] == 1
+    assert found.numbers().get("accuracy") == 1.0, found.first_error
+    assert policy.backend.completion_tokens == 6
+    (path, first), (_, second) = endpoint.asked
+    assert path == "/chat/completions" and first["tools"][0]["function"]["name"] == "add"
+    assert second["messages"][1]["content"] == "Let me see."
+    [call] = second["messages"][1]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 2, "b": 40}'}
+    assert second["messages"][2] == {"role": "tool", "tool_call_id": call["id"], "content": "42"}

@@ -6,13 +6,15 @@ See docs/your_data.md.
 import copy
 
 from mlx_parallm.config.environment import EnvironmentConfig
-from mlx_parallm.environments.base import EnvironmentSource, PolicyInference, Split, Task
+from mlx_parallm.environments.base import EnvironmentSource, Split, Task
 from mlx_parallm.environments.rows import common_columns, read_prompts
 from mlx_parallm.rewards.functions import Prompt, RewardFunctions
 
 
 class DatasetSource(EnvironmentSource):
     """Goes through all training rows in a new order each epoch; held-out rows stay in theirs."""
+
+    rewards: RewardFunctions
 
     def __init__(self, config: EnvironmentConfig, *, seed: int, name: str | None = None) -> None:
         """Raises ConfigError: a bad row, a reward function that cannot be loaded or called."""
@@ -35,9 +37,6 @@ class DatasetSource(EnvironmentSource):
             answer=None if answer is None else str(answer),
             plain=plain,
         )
-
-    def attach(self, inference: PolicyInference) -> None:
-        self.rewards.attach(inference)
 
     def heldout(self, n: int) -> list[Task]:
         """Up to n held-out rows of distinct prompts."""

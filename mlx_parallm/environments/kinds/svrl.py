@@ -57,6 +57,7 @@ class SVRLEnvironment(BaseEnvironment):
     """Self-verification under a budget. Calls are written `USE_TOOL[name](input)`, the answer `FINAL ANSWER: …`."""
 
     default_rewards = ("builtin:svrl",)
+    reads_calls = True
 
     def __init__(
         self,

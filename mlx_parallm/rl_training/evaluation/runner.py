@@ -20,6 +20,7 @@ from mlx_parallm.config.evaluation import PREFIX
 from mlx_parallm.config.load import Config
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode import EpisodePolicy
+from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.evaluate import (
     ABSOLUTE,
     Evaluation,
@@ -51,13 +52,16 @@ log = get_logger("evaluation")
 
 
 def evaluation_sources(
-    config: Config, training: Sequence[EnvironmentSource], progress: Callable[[], TrainingProgress]
+    config: Config,
+    training: Sequence[EnvironmentSource],
+    progress: Callable[[], TrainingProgress],
+    tools: EpisodeTools | None = None,
 ) -> tuple[EnvironmentSource, ...]:
     """Return the sources that a run evaluates: those of training, where that is possible. Raises ConfigError."""
     if not config.evaluation.problems:
         return ()
     if config.evaluation.environments or any(entry.reward_method != ABSOLUTE for entry in config.environments):
-        return build_evaluated(config, progress)
+        return build_evaluated(config, progress, tools=tools)
     return tuple(training)
 
 

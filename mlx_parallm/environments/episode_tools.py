@@ -1,0 +1,112 @@
+"""EpisodeTools: what the policy may call in the episodes of an environment of any kind.
+
+    a turn of the policy → its calls are made → their results → a turn … → an answer without a call
+
+`Episode.turn` does it, so that environments need not know of it: they see the answer. What tools say is not sampled, so
+it is masked. An episode's metadata gets `tool_calls`, one dictionary for each call: `name`, `arguments`, `text`,
+`error` (None, a kind of `ToolResult.error`, or "malformed" for a call that cannot be read), `ok`, `seconds`, `cached`;
+and `answer_text`, the last answer without a call (None where `max_rounds` or the room for tokens ended before one).
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
+
+from mlx_parallm.config.tools import ToolsConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.tool_calls import Format, MalformedCall, ParsedCalls, ToolCall, how_to_call
+from mlx_parallm.execution.tool_client import ToolClient
+from mlx_parallm.execution.tool_results import ToolResult
+from mlx_parallm.execution.user_code import did_you_mean, load_function
+
+MOST_CALLS = 16  # of one turn; a model may repeat itself
+
+
+@dataclass(frozen=True)
+class EpisodeTools:
+    """The tools of an environment, and how calls are written. Any number of episodes share it.
+
+    Args:
+        client: makes the calls; its owner closes it.
+        definitions: of the tools that the policy may call, as `ToolClient.definitions` returns them.
+        formats: as in `parse_tool_calls`.
+        max_rounds: most rounds of calls before a turn of the environment's is an answer.
+    """
+
+    client: ToolClient
+    definitions: tuple[Mapping[str, Any], ...]
+    formats: Literal["auto"] | Sequence[Format] = "auto"
+    max_rounds: int = ToolsConfig.model_fields["max_rounds"].default
+    _counted: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, client: ToolClient, **options: Any) -> Self:
+        """Return all tools of a client; starts its servers. `options`: `formats`, `max_rounds`. Raises ConfigError."""
+        return cls(client, tuple(client.definitions()), **options)
+
+    def only(self, names: Sequence[str], what: str) -> "EpisodeTools":
+        """Return these tools alone. Raises ConfigError: there is no such tool."""
+        known = [definition["name"] for definition in self.definitions]
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"{what}: there is no tool {name!r}{did_you_mean(name, known)}: {', '.join(known)}")
+        return replace(self, definitions=tuple(each for each in self.definitions if each["name"] in names))
+
+    @property
+    def how_to_call(self) -> str:
+        """How a call is written in a prompt without a chat template."""
+        return how_to_call(self.formats)
+
+    async def call(self, calls: ParsedCalls) -> list[dict[str, Any]]:
+        """Make the calls of one turn, all at once; return their notes in the order of the text."""
+        made = sorted([*calls, *calls.malformed], key=lambda call: call.start_pos)[:MOST_CALLS]
+        return list(await asyncio.gather(*map(self._note, made)))
+
+    def new_counts(self) -> dict[str, float]:
+        """Return what `ToolClient.metrics` counted since the last call, as keys of a metrics line."""
+        now, before = self.client.metrics(), dict(self._counted)
+        self._counted.update(now)
+        names = ("calls", "errors", "timeouts", "restarts", "cache_hits", "seconds")
+        return {f"tools/{name}": now[name] - before.get(name, 0.0) for name in names}
+
+    async def _note(self, call: ToolCall | MalformedCall) -> dict[str, Any]:
+        if isinstance(call, MalformedCall):
+            text = f"the call cannot be read: {call.reason}"
+            return _note("", call.raw_text, ToolResult(text), error="malformed")
+        names = [definition["name"] for definition in self.definitions]
+        if call.name in names:
+            result = await self.client.acall(call.name, call.arguments)
+        else:
+            result = ToolResult(f"there is no tool {call.name!r}; there are: {', '.join(names)}", error="unknown_tool")
+        return _note(call.name, dict(call.arguments), result, error=result.error)
+
+
+def open_tools(config: ToolsConfig) -> EpisodeTools | None:
+    """Start the servers of [tools] and return its tools, whose client the caller closes; None: there are none.
+
+    Raises ConfigError: a function that cannot be loaded, a server that cannot be started, one name twice.
+    """
+    if not (config.mcp or config.functions):
+        return None
+    functions = [load_function(reference, "tools.functions")[0] for reference in config.functions]
+    servers = [section.server(f"server {number}") for number, section in enumerate(config.mcp, 1)]
+    client = ToolClient(servers, functions, function_timeout_s=config.function_timeout_s)
+    with ExitStack() as unused:
+        unused.callback(client.close)
+        tools = EpisodeTools.of(client, formats=config.formats, max_rounds=config.max_rounds)
+        unused.pop_all()
+    return tools
+
+
+def _note(name: str, arguments: Any, result: ToolResult, *, error: str | None) -> dict[str, Any]:
+    return {
+        "name": name,
+        "arguments": arguments,
+        "text": result.text,
+        "error": error,
+        "ok": error is None,
+        "seconds": result.seconds,
+        "cached": result.cached,
+    }

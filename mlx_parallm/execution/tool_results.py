@@ -1,0 +1,39 @@
+"""ToolResult: what a call of a tool gave, and the bounds of what is kept of it."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+Failure = Literal["unknown_tool", "arguments", "tool", "timeout", "server", "too_large"]
+FAILURES: tuple[Failure, ...] = get_args(Failure)
+LONGEST_RESULT = 65_536  # characters of a text that the policy reads; the rest is cut
+LARGEST_RESULT = 1_000_000  # characters of a text, or of a structured result as JSON; a larger one is a failure
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a call gave. `text` is for the policy; after a failure it says what went wrong."""
+
+    text: str
+    structured: Any = None  # JSON, where the tool returned some
+    error: Failure | None = None
+    seconds: float = 0.0
+    cached: bool = False
+
+
+def bounded(name: str, result: ToolResult) -> ToolResult:
+    """Return the result of tool `name` with a text of at most LONGEST_RESULT characters (and a note that it was cut).
+    More than LARGEST_RESULT characters of text or JSON are the failure "too_large"."""
+    size = max(len(result.text), len(as_json(result.structured)) if result.structured is not None else 0)
+    if size > LARGEST_RESULT:
+        words = f"{name}: its result has {size:,} characters, at most {LARGEST_RESULT:,} are taken: ask for less"
+        return ToolResult(words, error="too_large", seconds=result.seconds)
+    if len(result.text) <= LONGEST_RESULT:
+        return result
+    cut = f"{result.text[:LONGEST_RESULT]}\n[… cut: {len(result.text):,} characters]"
+    return replace(result, text=cut)
+
+
+def as_json(value: Any) -> str:
+    """Return JSON text; what JSON does not have is its `str`. Raises TypeError, ValueError: keys that are no text."""
+    return json.dumps(value, ensure_ascii=False, default=str)
