@@ -69,6 +69,7 @@ from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.system.signals import ShutdownWatcher
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.system.turns import Turns
+from mlx_parallm.traces.source import SessionRewards, session_routes
 from mlx_parallm.weights import PublishReport, SharedWeights
 
 log = get_logger("daemon")
@@ -80,8 +81,11 @@ COMPUTING_THREADS = 2  # of a training daemon: engine and trainer
 RunPage = Callable[[Path, Redactor], AddedRouter]
 """A leaf that shows a run: its routes for that run directory."""
 
-SOURCES: tuple[SourceKind, ...] = (InProcessEnvironments.of, atropos_source, RewardsById)
+SOURCES: tuple[SourceKind, ...] = (InProcessEnvironments.of, atropos_source, RewardsById, SessionRewards.of)
 """Every kind of source that rollouts come from; to add one is a line here."""
+
+ROUTERS: tuple[Callable[[Config], AddedRouter | None], ...] = (session_routes,)
+"""Routes of parts outside of the server, of a process that trains nothing; None = not asked for."""
 
 
 def run_server(config: Config, adapters: Mapping[str, str]) -> int:
@@ -97,7 +101,8 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
     try:
         main_adapter, layers = _adapters_to_serve(config, adapters)
         check_model(config.model, train=False, quantize=config.rl_training.lora.quantize_base)
-        serving.listen()
+        added = [make(config) for make in ROUTERS]
+        serving.listen(routers=[router for router in added if router is not None])
         loaded = serving.load(quantize=config.rl_training.lora.quantize_base)
         if stop.is_set():
             return 0

@@ -16,6 +16,7 @@ ParallmError
 ├── ToolFailedError          a tool could not do what a call requested; the policy reads the reason
 ├── SandboxError             the sandbox could not run code at all (not: code that failed in it)
 ├── CheckpointError          a checkpoint or run directory that cannot be written or read
+├── TraceError               a trace, session or data set that cannot be read or written
 ├── RankLostError            a rank of a distributed run has ended, or cannot be reached
 └── PublishTimeoutError      could not get the weight lock within `lock_timeout_ms`; the old weights keep serving
 """
@@ -120,6 +121,10 @@ class ToolFailedError(ParallmError):
 
 class CheckpointError(ParallmError):
     """A checkpoint or run directory that cannot be written or read."""
+
+
+class TraceError(ParallmError):
+    """A trace, a session or a data set that cannot be read or written."""
 
 
 class RankLostError(ParallmError):

@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rl_training",),
     ("library",),
     ("primitives",),
-    ("integrations", "distributed", "experts"),
+    ("integrations", "distributed", "experts", "traces"),
     ("daemon",),
     ("tools", "orchestrator"),
     ("dashboard",),

@@ -13,6 +13,7 @@ replay = script("mlx_parallm_replay")
 merge_lora = script("mlx_parallm_merge_lora")
 convert_adapter = script("mlx_parallm_convert_adapter")
 doctor = script("mlx_parallm_doctor")
+traces = script("mlx_parallm_traces")
 
 __all__ = [
     "convert_adapter",
@@ -26,5 +27,6 @@ __all__ = [
     "rollouts",
     "serve",
     "show_checkpoint",
+    "traces",
     "train",
 ]

@@ -18,6 +18,7 @@ TASKS = {
     "start": "Start",
     "look": "Look at a run",
     "evaluate": "Evaluate and compare",
+    "data": "Collect data",
     "deploy": "Deploy",
     "repair": "Repair",
 }
@@ -136,6 +137,13 @@ COMMANDS = (
         "mlx_parallm.cli.existing:convert_adapter",
         "mlx_parallm_convert_adapter",
         "Every format is read: LoRA, rsLoRA, DoRA.",
+    ),
+    Command(
+        "traces",
+        "data",
+        "Record what agents do, import their logs, and make data sets of them.",
+        "mlx_parallm.traces.command:traces",
+        "mlx_parallm_traces",
     ),
     Command(
         "doctor",

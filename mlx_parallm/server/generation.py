@@ -10,10 +10,10 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, Response
@@ -163,6 +163,24 @@ def in_mode(context: ServerContext, part: Part) -> Part:
     return replace(part, logprobs=part.processed_logprobs)
 
 
+class AnswerObserver(Protocol):
+    """Follows one answer. A route that answers through another route's function sets it as `request.state.observer`."""
+
+    def sampled(self, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]) -> None:
+        """Takes what the engine sampled, whole, before the client sees the end. `choices`: [prompts][n]."""
+
+    async def whole(self, answer: Mapping[str, Any]) -> None:
+        """Takes an answer that is not streamed, before it is sent."""
+
+    def events(self, events: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
+        """Passes a stream's chunks on. Closing it must close `events`."""
+
+
+def _observer(http_request: HTTPRequest) -> AnswerObserver | None:
+    observer: AnswerObserver | None = getattr(http_request.state, "observer", None)
+    return observer
+
+
 async def run(
     context: ServerContext, http_request: HTTPRequest, requests: Sequence[Request], client_id: str | None = None
 ) -> list[RequestOutput]:
@@ -178,12 +196,16 @@ async def run(
         for completion in output.completions:
             if completion.finish_reason == "error":
                 raise GenerationFailedError(completion.error or "the generation failed")
-    _keep(context, requests, [[(completion,) for completion in output.completions] for output in outputs], client_id)
+    choices: list[list[Choice]] = [[(completion,) for completion in output.completions] for output in outputs]
+    _keep(context, requests, choices, client_id, _observer(http_request))
     return [replace(o, completions=tuple(in_mode(context, c) for c in o.completions)) for o in outputs]
 
 
 async def stream(
-    context: ServerContext, requests: Sequence[Request], client_id: str | None = None
+    context: ServerContext,
+    requests: Sequence[Request],
+    client_id: str | None = None,
+    observer: AnswerObserver | None = None,
 ) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
     """Deltas of all requests as they come, with the request's position. Closing it aborts what still runs."""
     with context.admitted(), context.running.holding(requests, client_id):
@@ -199,18 +221,24 @@ async def stream(
                     submitted = None
                 if delta.finish_reason == "error":
                     raise GenerationFailedError(delta.error or "the generation failed")
-                if context.deps.completions is not None:
+                if context.deps.completions is not None or observer is not None:
                     parts[position][delta.index].append(delta)
                     unfinished -= delta.finish_reason is not None
                     if not unfinished:  # before the client sees the end, and may reward it
-                        _keep(context, requests, parts, client_id)
+                        _keep(context, requests, parts, client_id, observer)
                 yield position, in_mode(context, delta)
 
 
 def _keep(
-    context: ServerContext, requests: Sequence[Request], choices: Sequence[Sequence[Choice]], client_id: str | None
+    context: ServerContext,
+    requests: Sequence[Request],
+    choices: Sequence[Sequence[Choice]],
+    client_id: str | None,
+    observer: AnswerObserver | None,
 ) -> None:
-    """For rewards that come later, under the id that the answer shows."""
+    """For the observer; and for rewards that come later, under the id that the answer shows."""
+    if observer is not None:
+        observer.sampled(requests, choices)
     response_id = requests[0].request_id.rpartition("-")[0]
     if context.deps.completions is not None and not response_id.startswith(f"{UNNAMED}-"):
         context.deps.completions.keep(client_id or response_id, requests, choices)
@@ -244,21 +272,29 @@ async def respond(
     client_id: str | None = None,
 ) -> Response:
     """Runs the requests. `include_usage`: a stream ends with a chunk of it. Raises as `run` does."""
+    observer = _observer(http_request)
     if streamed:
-        events = _events(answer, requests, include_usage, client_id)
-        return await EventStream(events).prefetch(http_request.receive)
+        events = _events(answer, requests, include_usage, client_id, observer)
+        return await EventStream(observer.events(events) if observer else events).prefetch(http_request.receive)
     outputs = await run(answer.context, http_request, requests, client_id)
     version = last_version(outputs, answer.model.policy_version)
-    return JSONResponse({**answer.head, **answer.whole(outputs), "usage": usage_of(outputs), "policy_version": version})
+    body = {**answer.head, **answer.whole(outputs), "usage": usage_of(outputs), "policy_version": version}
+    if observer is not None:
+        await observer.whole(body)
+    return JSONResponse(body)
 
 
 async def _events(
-    answer: ResponseBuilder, requests: Sequence[Request], include_usage: bool, client_id: str | None
+    answer: ResponseBuilder,
+    requests: Sequence[Request],
+    include_usage: bool,
+    client_id: str | None,
+    observer: AnswerObserver | None,
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Chunks; a choice's last one has the policy versions of its tokens. Closing it aborts the requests."""
     versions: dict[int, list[int]] = defaultdict(list)  # by choice
     generated = cached = 0
-    async with aclosing(stream(answer.context, requests, client_id)) as deltas:
+    async with aclosing(stream(answer.context, requests, client_id, observer)) as deltas:
         async for position, delta in deltas:
             generated += len(delta.token_ids)
             cached += delta.cached_tokens

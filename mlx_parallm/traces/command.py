@@ -1,0 +1,194 @@
+"""`mlx_parallm traces`: record, import, look at and scan traces of agents."""
+
+import json
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import TraceError
+
+SHOWN = 20
+Run = Callable[[Namespace], int]
+FORMATS = ("auto", "atif", "openai", "recorded", "rollouts", "claude-code", "codex", "otlp", "verifiers", "art")
+
+
+def traces(parser: ArgumentParser) -> Run:
+    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    runs = {name: add(commands) for name, add in ACTIONS.items()}
+
+    def run(args: Namespace) -> int:
+        return runs[args.action](args)
+
+    return run
+
+
+def _record(commands: Any) -> Run:
+    """Record what clients of another OpenAI-compatible server ask and are answered."""
+    parser = commands.add_parser("record", help="record the clients of another server", description=_record.__doc__)
+    parser.add_argument("--upstream", metavar="URL", required=True, help="the other server, e.g. https://host/v1")
+    parser.add_argument("--dir", metavar="DIR", type=Path, required=True, help="where sessions are written")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind; loopback only")
+    parser.add_argument("--port", type=int, default=8100, help="port; 0 takes a free one")
+    _add_redaction(parser)
+
+    def run(args: Namespace) -> int:
+        import threading
+
+        from mlx_parallm.errors import ConfigError
+        from mlx_parallm.server.auth import is_loopback_name
+        from mlx_parallm.server.connections import connection_limit
+        from mlx_parallm.server.thread import ServerThread, bind_socket
+        from mlx_parallm.system.files import raise_file_limit
+        from mlx_parallm.system.signals import ShutdownWatcher
+        from mlx_parallm.traces.privacy import secret_finder
+        from mlx_parallm.traces.proxy import recording_proxy
+        from mlx_parallm.traces.recorder import SessionRecorder
+
+        if not is_loopback_name(args.host):
+            raise ConfigError(f"--host {args.host}: the recorder has no key of its own, so it binds loopback only")
+        stop = threading.Event()
+        ShutdownWatcher(lambda name: stop.set()).start()
+        recorder = SessionRecorder(args.dir, None if args.no_redact else secret_finder())
+        app = recording_proxy(recorder, args.upstream)
+        listener = bind_socket(args.host, args.port)
+        thread = ServerThread(app, listener, connection_limit(10_000, raise_file_limit()))
+        thread.start()
+        url = f"http://{args.host}:{listener.getsockname()[1]}"
+        sys.stderr.write(f"recording into {args.dir}: base_url={url}/sessions/NAME/v1 stands for {args.upstream}\n")
+        sys.stderr.flush()
+        stop.wait()
+        thread.stop(5.0)
+        return 0
+
+    return run
+
+
+def _add_redaction(parser: ArgumentParser) -> None:
+    parser.add_argument("--no-redact", action="store_true", help="keep secrets and user names (default: placeholders)")
+
+
+def _import(commands: Any) -> Run:
+    """Turn logs of agents into traces, one JSON object a line. What was left out is counted, with the reason."""
+    parser = commands.add_parser("import", help="turn logs of agents into traces", description=_import.__doc__)
+    parser.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="files, a recorder's or a run's directory")
+    parser.add_argument("--from", dest="source", choices=FORMATS, default="auto", help="their format")
+    parser.add_argument("--to", metavar="FILE", type=Path, required=True, help="where the traces are written")
+    parser.add_argument("--license", metavar="NAME", help="noted in every trace")
+    _add_redaction(parser)
+
+    def run(args: Namespace) -> int:
+        from mlx_parallm.traces.importers.report import ImportReport
+        from mlx_parallm.traces.privacy import RedactionHit, secret_finder
+        from mlx_parallm.traces.reading import read_traces, redacted, write_traces
+
+        report, hits, found = ImportReport(), list[RedactionHit](), []
+        for path in args.paths:
+            for trace in redacted(
+                read_traces(path, report, source=args.source), None if args.no_redact else secret_finder(), hits
+            ):
+                if args.license:
+                    trace.note(license=args.license)
+                found.append(trace)
+        review = write_traces(found, args.to, hits)
+        lines = [*report.draw(), f"written: {args.to}"]
+        if review is not None:
+            lines.append(f"redacted: {len(hits)} places; review them in {review}")
+        sys.stdout.write("\n".join(lines) + "\n")
+        return 0
+
+    return run
+
+
+def _show(commands: Any) -> Run:
+    """Show traces: how long they are, their tools, rewards and labels."""
+    parser = commands.add_parser("show", help="show traces", description=_show.__doc__)
+    parser.add_argument("path", metavar="PATH", type=Path, help="traces, or anything that can be imported")
+    parser.add_argument("--id", help="one trace as a whole")
+    parser.add_argument("--limit", type=int, default=SHOWN, help=f"most traces (default {SHOWN})")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+
+    def run(args: Namespace) -> int:
+        _print(_lines(args))
+        return 0
+
+    return run
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Print until whoever reads closes the pipe (`| head`)."""
+    try:
+        for line in lines:
+            sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
+
+
+def _lines(args: Namespace) -> Iterator[str]:
+    from mlx_parallm.system.terminal import escaped
+    from mlx_parallm.traces.reading import read_traces
+
+    shown = total = 0
+    for trace in read_traces(args.path):
+        total += 1
+        if (args.id is not None and trace.id != args.id) or shown >= args.limit:
+            continue
+        shown += 1
+        if args.json:
+            yield json.dumps(trace.to_json())
+        elif args.id is not None:
+            yield from (escaped(line, lines=True) for line in _conversation(trace))
+        else:
+            yield escaped(_summary(trace))
+    if args.id is not None and not shown:
+        raise TraceError(f"{args.path} holds no trace {args.id!r}")
+    if not args.json and args.id is None:
+        yield f"{shown} of {total} traces"
+
+
+def _summary(trace: Any) -> str:
+    calls = [call.function_name for step in trace.steps for call in step.tool_calls or ()]
+    answers = sum(step.sampled for step in trace.steps)
+    parts = [f"{trace.id}: {answers} answers"]
+    if calls:
+        parts.append(f"{len(calls)} calls of {', '.join(sorted(set(calls)))}")
+    parts += [f"{name} {value['score']:g}" for name, value in trace.get("rewards", {}).items()]
+    for label in trace.labels:
+        value = label.label if label.value is None else f"{label.value:g}"
+        parts.append(f"{label.name} {value} by {label.by}" if value is not None else f"comment by {label.by}")
+    parts += [name for name in ("aborted", "sidechain") if trace.get(name)]
+    return ", ".join(parts)
+
+
+def _conversation(trace: Any) -> Iterator[str]:
+    yield _summary(trace)
+    for message in trace.messages:
+        yield f"\n[{message['role']}]"
+        if message.get("reasoning_content"):
+            yield f"(thinks) {message['reasoning_content']}"
+        if message.get("content"):
+            content = message["content"]
+            yield content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        for call in message.get("tool_calls") or ():
+            yield f"→ {call['function']['name']}({call['function']['arguments']})"
+
+
+def _scan(commands: Any) -> Run:
+    """Look for secrets that still stand in files. Exit code 0: none; 1: some, one line each."""
+    parser = commands.add_parser("scan", help="look for secrets that still stand in files", description=_scan.__doc__)
+    parser.add_argument("paths", metavar="FILE", type=Path, nargs="+", help="JSONL or text files")
+
+    def run(args: Namespace) -> int:
+        from mlx_parallm.traces.privacy import leftovers
+
+        found = list(leftovers(args.paths))
+        _print(found)
+        return 1 if found else 0
+
+    return run
+
+
+ACTIONS = {"record": _record, "import": _import, "show": _show, "scan": _scan}

@@ -1,0 +1,101 @@
+"""This project's own: recorded sessions, and the rollouts of a training run (`rollouts.sqlite`)."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.config.load import load_config
+from mlx_parallm.errors import TraceError
+from mlx_parallm.rl_training.monitor.samples import without_template
+from mlx_parallm.rl_training.run_directory import CONFIG_FILE, STORE_FILE
+from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.traces.importers.report import ImportReport
+from mlx_parallm.traces.schema import Json, Trace, new_trace
+from mlx_parallm.traces.session import SESSIONS, Session, read_sessions
+from mlx_parallm.types import Rollout, weight_spans
+
+
+def recorded(path: Path, report: ImportReport) -> Iterator[Trace]:
+    """A recorder's directory, or one of its session files. A turn or label is a line."""
+    sessions = [Session.read(path)] if path.is_file() else read_sessions(path)
+    for session in sessions:
+        for fault in session.faults:
+            report.skip(fault.partition(": ")[0], "a damaged line")
+        for _ in range(len(session.turns) + len(session.labels)):
+            report.use()
+        for trace in session.traces():
+            report.traces += 1
+            yield trace
+
+
+def rollouts(path: Path, report: ImportReport) -> Iterator[Trace]:
+    """The rollouts of a run directory. Messages are the texts between the template's turns, as the run's tokenizer
+    reads them; tokens are kept. Raises TraceError: no run, or its model's tokenizer is not on this machine."""
+    directory = path.parent if path.name == STORE_FILE else path
+    if not (directory / STORE_FILE).is_file():
+        raise TraceError(f"{directory} is no run directory: it has no {STORE_FILE}")
+    decode = _decoder(directory)
+    store = RolloutStore(directory / STORE_FILE, read_only=True)
+    try:
+        for record in store.records():
+            place = f"group {record.group_id}"
+            if record.group is None:
+                report.skip(place, record.lost or "its tokens are gone")
+                continue
+            report.use()
+            for number, rollout in enumerate(record.group.rollouts):
+                report.traces += 1
+                yield _rollout_trace(rollout, f"{record.group_id}#{number}", record, decode)
+    finally:
+        store.close()
+
+
+def _decoder(directory: Path) -> Any:
+    from mlx_parallm.models.loading import load_tokenizer, resolve_model_path  # here: it loads MLX
+
+    config = load_config(directory / CONFIG_FILE, saved=True).model
+    tokenizer = load_tokenizer(resolve_model_path(config.base_path, config.revision, fetch=False), config)
+    readable = without_template(tokenizer, config.chat_template_kwargs)
+    return lambda ids: readable(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _rollout_trace(rollout: Rollout, name: str, record: Any, decode: Any) -> Trace:
+    messages: list[Json] = []
+    for segment in rollout.segments:
+        for sampled, run in groupby(range(len(segment.tokens)), key=lambda at: segment.mask[at]):
+            places = list(run)
+            text = decode(segment.tokens[places[0] : places[-1] + 1])
+            message: Json = {"role": "assistant" if sampled else "user", "content": text}
+            if sampled:
+                message["step"] = _sampled_step(segment, places)
+            messages.append(message)
+    return new_trace(
+        messages,
+        session_id=name,
+        source="rollouts",
+        source_id=record.group_id,
+        task=record.environment,
+        group_id=record.group_id,
+        rewards={key: {"score": value, "weight": 1.0} for key, value in rollout.scores.items()},
+        policy_version=record.last_version,
+    )
+
+
+def _sampled_step(segment: Rollout, places: Sequence[int]) -> Json:
+    first, last = places[0], places[-1] + 1
+    metrics: Json = {
+        "prompt_token_ids": list(segment.tokens[:first]),
+        "completion_token_ids": list(segment.tokens[first:last]),
+        "extra": {
+            "policy_versions": [[s.version, s.start, s.end] for s in weight_spans(segment.policy_versions[first:last])],
+            "temperature": segment.temperature,
+        },
+    }
+    if segment.logprobs is not None:
+        metrics["logprobs"] = list(segment.logprobs[first:last])
+    return {"metrics": metrics, "llm_call_count": 1}
+
+
+def is_recording(path: Path) -> bool:
+    return (path / SESSIONS).is_dir() or path.parent.name == SESSIONS

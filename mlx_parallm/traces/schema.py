@@ -1,0 +1,417 @@
+"""Trace: one recorded run of an agent, one JSON object a line. ATIF 1.8 steps, and what RL needs in `extra`.
+
+ATIF is Harbor's Agent Trajectory Interchange Format. Fields keep its names; unknown fields are kept. A step of source
+"agent" that is not copied context was sampled by a model, and is what may be trained on. `extra` of a trace may hold
+
+    source, source_id     where it came from: "recorder", "claude-code", …, and its id there
+    task, group_id        the task; traces of one group answer the same task
+    rewards               name → {"score": float, "weight": float}
+    labels                a list of Label as JSON, oldest first; a later one never replaces an earlier one
+    policy_version        the newest version that sampled a token
+    aborted               true: the last call did not end
+    sidechain             true: the run of a sub-agent
+    redacted              kind → number of placeholders
+    license
+
+Messages of OpenAI's chat become steps (`steps_of`) and back (`messages_of`) without loss: what ATIF has no field for is
+in `extra.openai` of the step.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mlx_parallm.errors import TraceError
+
+SCHEMA_VERSION = "ATIF-v1.8"
+Json = dict[str, Any]
+Content = str | list[Json]
+
+
+class _Record(BaseModel):
+    """Fields that are not known are kept; fields that were not set are not written."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    def to_json(self) -> Json:
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class TraceToolCall(_Record):
+    tool_call_id: str
+    function_name: str
+    arguments: Json
+    extra: Json | None = None
+
+
+class ToolResult(_Record):
+    source_call_id: str | None = None
+    content: Content | None = None
+    subagent_trajectory_ref: list[Json] | None = None
+    extra: Json | None = None
+
+
+class StepObservation(_Record):
+    results: list[ToolResult]
+
+
+class StepMetrics(_Record):
+    """Token counts and, from our own engine, the tokens. `logprobs`: [len(completion_token_ids)]."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    cost_usd: float | None = None
+    prompt_token_ids: list[int] | None = None
+    completion_token_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+    extra: Json | None = None
+
+
+class TraceStep(_Record):
+    step_id: int = Field(ge=1)
+    source: Literal["system", "user", "agent"]
+    message: Content
+    timestamp: str | None = None
+    model_name: str | None = None
+    reasoning_effort: str | float | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[TraceToolCall] | None = None
+    observation: StepObservation | None = None
+    metrics: StepMetrics | None = None
+    llm_call_count: int | None = Field(None, ge=0)
+    is_copied_context: bool | None = None
+    extra: Json | None = None
+
+    @model_validator(mode="after")
+    def _by_the_format(self) -> Self:
+        if self.source != "agent":
+            for name in ("model_name", "reasoning_effort", "reasoning_content", "tool_calls", "metrics"):
+                if self.__dict__[name] is not None:
+                    raise ValueError(f"step {self.step_id}: {name!r} is for steps of source 'agent' only")
+        if self.source == "agent" and self.llm_call_count == 0 and self.metrics is not None:
+            raise ValueError(f"step {self.step_id}: no model was called (llm_call_count = 0), but there are metrics")
+        if self.observation is not None and self.tool_calls is not None:
+            known = {call.tool_call_id for call in self.tool_calls}
+            for result in self.observation.results:
+                if result.source_call_id is not None and result.source_call_id not in known:
+                    raise ValueError(
+                        f"step {self.step_id}: a result of {result.source_call_id!r}, which was not called"
+                    )
+        return self
+
+    @property
+    def sampled(self) -> bool:
+        """Whether a model sampled this step in this run: it may be trained on."""
+        return self.source == "agent" and not self.is_copied_context and self.llm_call_count != 0
+
+    @property
+    def text(self) -> str:
+        return text_of(self.message)
+
+
+class TraceAgent(_Record):
+    name: str
+    version: str
+    model_name: str | None = None
+    tool_definitions: list[Json] | None = None
+    extra: Json | None = None
+
+
+class Label(_Record):
+    """Who judged what, and when. Field names are OpenTelemetry's `gen_ai.evaluation.*`.
+
+    Attributes:
+        value: a number; `label`: a word ("good", "bad"). One of them, or an explanation, is there.
+        by: who: "user", "rule:…", "judge:…", "auto:…".
+        at: Unix time in seconds.
+        response_id: the answer that is meant; None = the whole session.
+        prompt_hash: SHA-256 of the messages before the first answer (`prompt_hash`).
+    """
+
+    name: str
+    value: float | None = None
+    label: str | None = None
+    explanation: str | None = None
+    by: str
+    at: float
+    response_id: str | None = None
+    prompt_hash: str | None = None
+
+
+class Trace(_Record):
+    schema_version: str = Field(pattern=r"^ATIF-v\d+\.\d+$")
+    session_id: str | None = None
+    trajectory_id: str | None = None
+    agent: TraceAgent
+    steps: list[TraceStep]
+    notes: str | None = None
+    final_metrics: Json | None = None
+    continued_trajectory_ref: str | None = None
+    subagent_trajectories: list["Trace"] | None = None
+    extra: Json | None = None
+
+    @model_validator(mode="after")
+    def _numbered(self) -> Self:
+        for number, step in enumerate(self.steps, 1):
+            if step.step_id != number:
+                raise ValueError(f"step {number} has step_id {step.step_id}: ids count from 1")
+        return self
+
+    def note(self, **values: Any) -> None:
+        """Set keys of `extra`; None removes one."""
+        self.extra = {key: value for key, value in {**(self.extra or {}), **values}.items() if value is not None}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a key of `extra`."""
+        return (self.extra or {}).get(key, default)
+
+    @property
+    def id(self) -> str:
+        return self.trajectory_id or self.session_id or ""
+
+    @property
+    def labels(self) -> list[Label]:
+        return [Label.model_validate(entry) for entry in self.get("labels", [])]
+
+    def add_label(self, label: Label) -> None:
+        self.note(labels=[*self.get("labels", []), label.to_json()])
+
+    @property
+    def tools(self) -> list[Json]:
+        return self.agent.tool_definitions or []
+
+    @property
+    def messages(self) -> list[Json]:
+        return messages_of(self.steps)
+
+
+def parse_trace(data: Any) -> Trace:
+    """Raises TraceError: which field is wrong."""
+    try:
+        return Trace.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise TraceError(f"not an ATIF trajectory: {where + ': ' if where else ''}{first['msg']}") from error
+
+
+def new_trace(
+    messages: Iterable[Mapping[str, Any]],
+    *,
+    session_id: str,
+    source: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    model: str | None = None,
+    agent: str = "agent",
+    version: str = "unknown",
+    **extra: Any,
+) -> Trace:
+    """Make a trace of chat messages. `extra`: further keys of the trace's `extra`."""
+    about: Json = {"name": agent, "version": version}
+    if model:
+        about["model_name"] = model
+    if tools:
+        about["tool_definitions"] = [dict(tool) for tool in tools]
+    kept = {key: value for key, value in extra.items() if value is not None}
+    return parse_trace(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "session_id": session_id,
+            "trajectory_id": session_id,
+            "agent": about,
+            "steps": steps_of(messages),
+            "extra": {"source": source, **kept},
+        }
+    )
+
+
+# ---------------------------------------------------------------------- messages ↔ steps
+
+_ROLE_OF = {"system": "system", "user": "user", "agent": "assistant"}
+_SOURCE_OF = {"system": "system", "developer": "system", "user": "user", "assistant": "agent"}
+_OPENAI = "openai"
+"""In `extra` of steps, calls and results: fields of the chat message that ATIF has no place for; "without" lists those
+that were absent."""
+
+
+def steps_of(messages: Iterable[Mapping[str, Any]]) -> list[Json]:
+    """Turn OpenAI chat messages into ATIF steps, as JSON.
+
+    A result joins the step that called the tool; one that follows no call is a step of its own. A message's key "step"
+    holds fields for its step ("metrics", "timestamp", "is_copied_context", …). Raises TraceError: a message's shape.
+    """
+    steps: list[Json] = []
+    takes_results = False
+    for number, message in enumerate(messages):
+        role = message.get("role")
+        if role in ("tool", "function"):
+            if not takes_results:
+                step: Json = {"source": "system", "message": "", "extra": {_OPENAI: {"role": role}}}
+                steps.append({"step_id": len(steps) + 1, **step})
+                takes_results = True
+            known = {call["tool_call_id"] for call in steps[-1].get("tool_calls", ())}
+            steps[-1].setdefault("observation", {"results": []})["results"].append(_result_of(message, known))
+        elif role in _SOURCE_OF:
+            steps.append({"step_id": len(steps) + 1, **_step_of(message, number)})
+            takes_results = role == "assistant"
+        else:
+            raise TraceError(f"message {number} has the role {role!r}: expected system, user, assistant or tool")
+    return steps
+
+
+def _with_rest(record: Json, original: Mapping[str, Any], written: Mapping[str, Any]) -> Json:
+    """Add to `record` what `original` has beyond `written`, the message that the record becomes."""
+    rest = {key: value for key, value in original.items() if key not in written or written[key] != value}
+    if missing := [key for key in written if key not in original]:
+        rest["without"] = missing
+    return record | {"extra": {_OPENAI: rest}} if rest else record
+
+
+def _restored(written: Json, extra: Json | None) -> Json:
+    rest = dict((extra or {}).get(_OPENAI, {}))
+    missing = rest.pop("without", ())
+    return {key: value for key, value in {**written, **rest}.items() if key not in missing}
+
+
+def _step_of(message: Mapping[str, Any], number: int) -> Json:
+    original = {key: value for key, value in message.items() if key != "step"}
+    step: Json = {"source": _SOURCE_OF[message["role"]], "message": _atif_content(message.get("content"))}
+    if message["role"] == "assistant":
+        if isinstance(message.get("reasoning_content"), str):
+            step["reasoning_content"] = message["reasoning_content"]
+        if message.get("tool_calls"):
+            step["tool_calls"] = [_call_of(call, number) for call in message["tool_calls"]]
+    written = _written(step)
+    if "tool_calls" in step:  # each call has its own rest
+        original["tool_calls"] = written["tool_calls"]
+    return _with_rest(step, original, written) | dict(message.get("step", {}))
+
+
+def _written(step: Mapping[str, Any]) -> Json:
+    """The message that a step's own fields make."""
+    message: Json = {"role": _ROLE_OF[step["source"]], "content": step["message"]}
+    if step.get("reasoning_content") is not None:
+        message["reasoning_content"] = step["reasoning_content"]
+    if step.get("tool_calls"):
+        message["tool_calls"] = [_restored(_written_call(call), call.get("extra")) for call in step["tool_calls"]]
+    return message
+
+
+def _atif_content(content: Any) -> Content:
+    """Text, or text parts where all parts are text; the text of other content."""
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and set(part) == {"type", "text"} and part["type"] == "text" for part in content
+    ):
+        return [dict(part) for part in content]
+    return text_of(content)
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content: a string, a list of parts, or None."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = [part if isinstance(part, str) else part.get("text") for part in parts if isinstance(part, str | Mapping)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _call_of(call: Any, number: int) -> Json:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise TraceError(f"message {number} has a tool call without a function name")
+    entry: Json = {"tool_call_id": str(call.get("id") or ""), "function_name": function["name"]}
+    entry["arguments"] = parsed_arguments(function.get("arguments")) or {}
+    return _with_rest(entry, call, _written_call(entry))
+
+
+def _written_call(call: Mapping[str, Any]) -> Json:
+    function = {"name": call["function_name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+    return {"id": call["tool_call_id"], "type": "function", "function": function}
+
+
+def parsed_arguments(raw: Any) -> Json | None:
+    """The object that a call's arguments are; None where they are none."""
+    if isinstance(raw, Mapping):
+        return dict(raw)
+    try:
+        value = json.loads(raw)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _result_of(message: Mapping[str, Any], known: set[str]) -> Json:
+    call_id = message.get("tool_call_id")
+    result: Json = {"content": _atif_content(message.get("content"))}
+    if call_id in known:
+        result["source_call_id"] = call_id
+    original = {key: value for key, value in message.items() if key != "step"}
+    return _with_rest(result, original, _written_result(result))
+
+
+def _written_result(result: Mapping[str, Any]) -> Json:
+    message: Json = {"role": "tool", "content": result.get("content")}
+    if result.get("source_call_id") is not None:
+        message["tool_call_id"] = result["source_call_id"]
+    return message
+
+
+def messages_of(steps: Iterable[TraceStep], *, with_step: bool = False) -> list[Json]:
+    """Turn steps back into OpenAI chat messages. `with_step`: each has its `TraceStep` under "step"."""
+    messages: list[Json] = []
+    for step in steps:
+        mark: Json = {"step": step} if with_step else {}
+        data = step.to_json()
+        message = _restored(_written(data), step.extra)
+        if message["role"] not in ("tool", "function"):
+            messages.append(message | mark)
+        for result in (data.get("observation") or {}).get("results", ()):
+            messages.append(_restored(_written_result(result), result.get("extra")) | mark)
+    return messages
+
+
+# ---------------------------------------------------------------------- files
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the line number, from 1, and the value of each line; a ValueError where the line is not JSON.
+
+    Raises TraceError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    yield number, json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    yield number, ValueError(f"not JSON: {error}")
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def dump_line(value: Any) -> bytes:
+    """One line of JSON in UTF-8; half a character is escaped, since no file can hold it."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return (json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n").encode()
+
+
+def iso_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def unix_time(text: Any) -> float | None:
+    """Seconds of an ISO 8601 time; None where it is none."""
+    try:
+        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return None
