@@ -20,9 +20,9 @@ TINY_MODULE_LINES = 80
 
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
-    "(root)": 1330,
-    "cli": 1240,
-    "config": 2030,
+    "(root)": 1340,
+    "cli": 1250,
+    "config": 2050,
     "dashboard": 710,
     "distributed": 440,
     "engine": 3690,
@@ -39,9 +39,10 @@ LINES: dict[str, int] = {
     "rewards": 2070,
     "rl_training": 10440,
     "rollout_store": 1280,
-    "server": 3970,
-    "system": 1030,
+    "server": 4000,
+    "system": 1130,
     "tools": 2810,
+    "traces": 3270,
     "trl": 1250,
 }
 

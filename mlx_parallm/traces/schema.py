@@ -48,7 +48,7 @@ class TraceToolCall(_Record):
     extra: Json | None = None
 
 
-class ToolResult(_Record):
+class ObservationResult(_Record):
     source_call_id: str | None = None
     content: Content | None = None
     subagent_trajectory_ref: list[Json] | None = None
@@ -56,7 +56,7 @@ class ToolResult(_Record):
 
 
 class StepObservation(_Record):
-    results: list[ToolResult]
+    results: list[ObservationResult]
 
 
 class StepMetrics(_Record):

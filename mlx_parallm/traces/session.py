@@ -16,7 +16,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -314,7 +314,7 @@ class Session:
         if len(temperatures) > 1:
             raise TraceError(f"its calls were sampled at several temperatures: {sorted(temperatures)}")
         *earlier, main = segments
-        return Rollout(**{name: getattr(main, name) for name in _ROLLOUT_FIELDS}, earlier=tuple(earlier))
+        return replace(main, earlier=tuple(earlier))
 
     def _unbroken(self, path: Sequence[SessionTurn]) -> list[list[SessionTurn]]:
         """A path, split where a prompt does not begin with all tokens before it."""
@@ -336,18 +336,6 @@ class Session:
         """The first call's prompt ids."""
         first = next(iter(self.turns.values()), None)
         return first.tokens.prompt if first is not None and first.tokens is not None else ()
-
-
-_ROLLOUT_FIELDS = (
-    "tokens",
-    "mask",
-    "logprobs",
-    "policy_versions",
-    "temperature",
-    "scores",
-    "stop_reason",
-    "processed_logprobs",
-)
 
 
 def _segment(part: Sequence[SessionTurn], session: Session, claimed: set[str]) -> Rollout:
