@@ -66,7 +66,7 @@ def recording_proxy(recorder: SessionRecorder, upstream: str, *, api_key: str | 
     app.include_router(router)
     install_error_handlers(app)
     app.add_middleware(BodyLimitMiddleware, max_bytes=MAX_BODY_BYTES)
-    app.add_middleware(AuthMiddleware, api_key=None, origins=(), basic_prefixes=())
+    app.add_middleware(AuthMiddleware, api_key=None, origins=(), basic_prefixes=(), public=())
     return app
 
 
