@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_parallm.errors import EndpointError, ParallmError
-from mlx_parallm.server.auth import AuthMiddleware
+from mlx_parallm.server.auth import AuthMiddleware, PublicPaths
 from mlx_parallm.server.errors import (
     ClientDisconnectedError,
     error_body,
@@ -66,7 +66,7 @@ def recording_proxy(recorder: SessionRecorder, upstream: str, *, api_key: str | 
     app.include_router(router)
     install_error_handlers(app)
     app.add_middleware(BodyLimitMiddleware, max_bytes=MAX_BODY_BYTES)
-    app.add_middleware(AuthMiddleware, api_key=None, origins=(), basic_prefixes=(), public=())
+    app.add_middleware(AuthMiddleware, api_key=None, origins=(), basic_prefixes=(), public=PublicPaths())
     return app
 
 
