@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import regex
 
 from mlx_parallm.config.load import Config, load_config
@@ -23,6 +24,7 @@ from mlx_parallm.rl_training.evaluation.log import EVALUATIONS_FILE, EvaluationL
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.display import headline, trained_tokens_per_s
 from mlx_parallm.rl_training.monitor.explain import explain
+from mlx_parallm.rl_training.monitor.tokens import read_tokens
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory
 from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.tools.rollouts import Answers, Wanted
@@ -290,6 +292,7 @@ class RunView:
         logprobs, versions = chosen["logprobs"] or (), chosen["policy_versions"] or ()
         mask = list(chosen["mask"][window])
         sampled = [value if own else None for value, own in zip(logprobs[window], mask, strict=False)]
+        kept = read_tokens(self.path, found["group_id"], number, segment)
         return self._shown(
             {
                 "group_id": found["group_id"],
@@ -302,7 +305,7 @@ class RunView:
                 "ids": list(chosen["tokens"][window]),
                 "mask": mask,
                 "versions": [version if version >= 0 else None for version in versions[window]],
-                "values": {"logprobs": sampled or None},
+                "values": {"logprobs": sampled or None} | _token_values(kept, window),
             }
         )
 
@@ -406,6 +409,19 @@ def _rewards(rewards: Sequence[float]) -> dict[str, Any]:
     low, high = min(rewards), max(rewards)
     kind = "right" if low >= 1 else "wrong" if high <= 0 else "same" if low == high else "mixed"
     return {"reward_mean": math.fsum(rewards) / len(rewards), "kind": kind}
+
+
+def _token_values(kept: Mapping[str, np.ndarray], window: slice) -> dict[str, list[float]]:
+    """Return the trainer's numbers of the tokens in the window, without columns in which nothing is known; with the
+    importance ratio exp(trainer - sampler), and k3 of KL(trainer || reference), exp(d) - d - 1 with d = reference -
+    trainer (joschu.net/blog/kl-approx.html)."""
+    columns = {name: column[window].astype(np.float64) for name, column in kept.items()}
+    if columns:
+        trainer, reference = columns["trainer_logprobs"], columns["reference_logprobs"]
+        with np.errstate(over="ignore"):
+            columns["ratio"] = np.exp(trainer - columns.pop("logprobs"))
+            columns["kl"] = np.expm1(reference - trainer) - (reference - trainer)
+    return {name: column.tolist() for name, column in columns.items() if np.isfinite(column).any()}
 
 
 def _cut(text: str | None, most: int) -> str | None:

@@ -6,7 +6,7 @@
 | Waiting            | at least twice a second while a step waits           | step, seconds so far                   |
 | BatchReady         | the groups of a step are there, before training      | the batch: groups, rewards, advantages |
 | WeightsPublished   | new weights serve: after a step, a retry, a rollback | step, version, PublishReport           |
-| StepFinished       | trained, published, metrics line on the disk         | the metrics line, the batch            |
+| StepFinished       | trained, published, metrics line on the disk         | metrics line, batch, its tokens        |
 | SamplesWritten     | after a StepFinished whose samples were kept         | step, first, best and worst completion |
 | EvaluationFinished | a line was added to evaluations.jsonl                | that line                              |
 | CheckpointSaved    | a checkpoint is complete on the disk                 | step, path                             |
@@ -34,7 +34,8 @@ from mlx_parallm.rl_training.monitor.samples import Sample
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.system.log import get_logger
 
-if TYPE_CHECKING:  # it imports MLX, which the readers of a finished run do without
+if TYPE_CHECKING:  # they import MLX, which the readers of a finished run do without
+    from mlx_parallm.rl_training.step.prepare import StepTokens
     from mlx_parallm.weights import PublishReport
 
 Line = Mapping[str, Any]
@@ -96,6 +97,7 @@ class WeightsPublished:
 class StepFinished:
     line: Line
     batch: TrainBatch
+    tokens: "StepTokens | None" = None  # None: the step learned from rows of a file
 
 
 @dataclass(frozen=True, slots=True)

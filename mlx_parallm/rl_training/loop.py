@@ -240,7 +240,7 @@ class TrainingLoop:
             self._parts.metrics.append(self._line)
         if self._sources_after_step is not None:
             self._sources_after_step = self._sources_now()
-        self._events.emit(StepFinished(self._line, batch))
+        self._events.emit(StepFinished(self._line, batch, self._parts.trainer.step_tokens))
         wanted = self._control.after_step(self._line)
         if not last and (wanted or batch.step % self._config.checkpoint_interval == 0):
             self._save(None)

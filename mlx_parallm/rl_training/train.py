@@ -48,6 +48,7 @@ from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
 from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, SampleLog, without_template
+from mlx_parallm.rl_training.monitor.tokens import TokenLog
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.plan.preflight import MemoryWatch
 from mlx_parallm.rl_training.publish.guard import LogprobMismatchCheck
@@ -362,6 +363,9 @@ class TrainingRun:
             events.emit(Noted(f"held-out rows before training: {describe(self._heldout.before())}"))
         events.subscribe(WeightsPublished, lambda event: self.serving.observe_publish(event.report))
         self._memory.subscribe(events)
+        token_log = TokenLog(directory.path, step=state.step if state else 0)
+        self._closing.callback(token_log.close)
+        token_log.subscribe(events)
         self._subscribe_samples(directory, state, tokenizer)
         self._trackers(directory, state).subscribe(events)
         if self._disk is not None:

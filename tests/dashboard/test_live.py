@@ -1,6 +1,7 @@
 """The page of a real training run, with an API key: the last step, every group, a killed and resumed process."""
 
 import json
+import math
 import signal
 import sqlite3
 from pathlib import Path
@@ -20,7 +21,7 @@ def test_a_live_run_with_a_key(tmp_path: Path, opened: Opened) -> None:
     config, run = write_config(tmp_path, steps=400), tmp_path / "checkpoints" / "run"
     key_file = tmp_path / "key"
     key_file.write_text(KEY)
-    named = ("--set", f'server.api_key_file="{key_file}"')
+    named = ("--set", f'server.api_key_file="{key_file}"', "--set", "logging.sample_every=1")
     with train(config, *named) as daemon:
         page = opened.page(f"{daemon.wait_until_ready().url}/dashboard#key={KEY}")
         wait_for_step(daemon, run, 3)
@@ -32,6 +33,7 @@ def test_a_live_run_with_a_key(tmp_path: Path, opened: Opened) -> None:
         )
         assert ask.get("/runs").json()["runs"][0]["live"] is True
         assert groups_of(ask) >= known_groups(run), "every group of the store is reached"
+        check_tokens(ask)
         daemon.send(signal.SIGKILL)
         page.wait_for_selector(".lost:has-text('Not reachable')")
         assert daemon.wait() == -signal.SIGKILL
@@ -49,6 +51,24 @@ def test_a_live_run_with_a_key(tmp_path: Path, opened: Opened) -> None:
     assert not [url for url in opened.requests if KEY in url]
     problems = [problem for problem in opened.problems if "Failed to load resource" not in problem]
     assert problems == [], "but for the lost server and the missing key"
+
+
+def check_tokens(ask: httpx.Client) -> None:
+    """The trainer's log-probabilities are the sampler's: these steps are one update with the weights that sampled."""
+    checked = 0
+    for group in ask.get("/groups", params={"first_step": 1, "last_step": 2, "state": "taken"}).json()["groups"]:
+        for answer in group["answers"]:
+            found = ask.get("/tokens", params={"id": group["group_id"], "number": answer["number"]}).json()
+            if "trainer_logprobs" not in found["values"]:
+                continue  # samples keep three groups of a step at most
+            columns = (found["values"][name] for name in ("logprobs", "trainer_logprobs", "ratio", "entropies"))
+            for own, sampler, trainer, ratio, entropy in zip(found["mask"], *columns, strict=True):
+                if own:
+                    assert abs(trainer - sampler) < 1e-4
+                    assert ratio == pytest.approx(math.exp(trainer - sampler), rel=1e-6)
+                    assert entropy >= 0
+                    checked += 1
+    assert checked >= 20
 
 
 def last_step(run: Path) -> int:

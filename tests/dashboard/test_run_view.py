@@ -1,16 +1,23 @@
 """RunView: cursors, bounded answers, groups, search, tokens, redaction."""
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mlx_parallm.dashboard import run_view
 from mlx_parallm.dashboard.run_view import MOST_NUMBERS, MOST_TOKENS, RunView, Search, sendable
 from mlx_parallm.errors import RequestError
+from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.rl_training.monitor.samples import choose_samples
+from mlx_parallm.rl_training.monitor.tokens import TokenLog
+from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.prepare import StepTokens
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.types import RolloutGroup
@@ -153,6 +160,33 @@ def test_tokens_are_those_of_the_store(view: RunView) -> None:
     assert later["ids"] == found["ids"][5:] and later["total"] == len(rollout.tokens) <= MOST_TOKENS
     with pytest.raises(RequestError, match="segments 0 to 0"):
         view.tokens("sums-1", 1, 3, 0)
+
+
+def test_the_trainers_numbers_of_tokens(tmp_path: Path) -> None:
+    """Sampler -0.5, trainer -0.25, reference -0.75: ratio e^0.25, k3 e^-0.5 + 0.5 - 1."""
+    view = RunView(make_run(tmp_path, steps=1), Redactor())
+    assert set(view.tokens("sums-1", 0, 0, 0)["values"]) == {"logprobs"}, "nothing was kept"
+    store = RolloutStore(view.path / "rollouts.sqlite", read_only=True)
+    (group,) = store.groups(["sums-1"])
+    store.close()
+    sequences = tuple(TrainSequence(rollout, (2.0,) * len(rollout.tokens), fresh=True) for rollout in group.rollouts)
+    count = sum(sequence.trained for sequence in sequences)
+    numbers = {"logprobs": -0.5, "trainer_logprobs": -0.25, "reference_logprobs": -0.75, "advantages": 2.0}
+    tokens = StepTokens({name: np.full(count, number, np.float32) for name, number in numbers.items()})
+    batch = TrainBatch(1, (group,), sequences, BatchStatistics())
+    events, log = RunEvents(), TokenLog(view.path)
+    log.subscribe(events)
+    events.emit(StepFinished({"step": 1}, batch, tokens))
+    events.emit(SamplesWritten(1, choose_samples(1, [group], str)))
+    log.close()
+    found = view.tokens("sums-1", 0, 0, 0)
+    for place, own in enumerate(found["mask"]):
+        row = {name: column[place] for name, column in found["values"].items() if name != "logprobs"}
+        kl = pytest.approx(math.exp(-0.5) + 0.5 - 1)
+        known = {"ratio": pytest.approx(math.exp(0.25)), "kl": kl, "advantages": 2.0}
+        known |= {name: numbers[name] for name in ("trainer_logprobs", "reference_logprobs")}
+        assert row == (known if own else dict.fromkeys(known))
+    assert "entropies" not in found["values"], "no column in which nothing is known"
 
 
 def test_health_is_what_explain_says(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ export const SCALES = {
   ratio: { label: "importance ratio", middle: 1, reach: 0.4 },
   entropies: { label: "entropy", from: 0, to: 2.5 },
   kl: { label: "KL to the reference (k3)", from: 0, to: 1 },
+  reference_logprobs: { label: "reference log-probability", from: 0, to: -5 },
   advantages: { label: "advantage", middle: 0, reach: 2 },
 };
 

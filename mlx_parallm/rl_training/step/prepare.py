@@ -116,6 +116,24 @@ def _from_older_version(data: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class StepTokens:
+    """What a step knew of every token that it trained on: columns [N] float32 over the batch's sequences, one after the
+    other; NaN = not known.
+
+    `trainer_logprobs`, `entropies`: when the token's gradient was first taken. `logprobs`: the sampler's. `advantages`:
+    as the loss read them. `reference_logprobs`: only where a reference was scored.
+    """
+
+    columns: Mapping[str, np.ndarray]
+
+    def record(self, places: np.ndarray, logprobs: np.ndarray, entropies: np.ndarray) -> None:
+        """Keep the scores of a micro-batch, [its N], at these places of the columns; a later epoch's are not kept."""
+        for name, values in (("trainer_logprobs", logprobs), ("entropies", entropies)):
+            column = self.columns[name]
+            column[places] = np.where(np.isnan(column[places]), values, column[places])
+
+
+@dataclass(frozen=True)
 class PreparedBatch:
     """Columns are [N] float32, `fresh` and `known` [N] bool; None = not needed. LossInputs has them by name.
 
@@ -150,6 +168,17 @@ class PreparedBatch:
             "returns": self.returns,
         }
         return {name: column for name, column in columns.items() if column is not None}
+
+    def step_tokens(self) -> StepTokens:
+        """What is known of each token before the first update; the trainer records the rest."""
+        unknown = np.full(len(self.advantages), np.nan, np.float32)
+        columns = {
+            "logprobs": np.where(self.known, self.rollout_logprobs, np.float32(np.nan)),
+            "advantages": self.advantages,
+            "trainer_logprobs": unknown,
+            "entropies": unknown.copy(),
+        }
+        return StepTokens(columns if self.ref_logprobs is None else columns | {"reference_logprobs": self.ref_logprobs})
 
 
 Finish = Callable[[PreparedBatch], PreparedBatch]
@@ -292,7 +321,8 @@ class BatchLoss:
     metric_names: list[str] = field(default_factory=list)  # of the loss's metrics, once it was called
 
     def objective(self, micro_batch: MicroBatch) -> Objective:
-        """(logprobs, entropy, perhaps values; each [N]) → (loss, (metrics [K], parts of the mismatch [8]))."""
+        """(logprobs, entropy, perhaps values; each [N]) → (loss, (metrics [K], parts of the mismatch [8], and the
+        logprobs and the entropy as they came))."""
         scatter, mask = mx.array(micro_batch.scatter), mx.array(micro_batch.mask)
 
         def spread(column: mx.array) -> mx.array:
@@ -325,7 +355,8 @@ class BatchLoss:
             numbers = [mx.stop_gradient(outputs.metrics[name]) for name in self.metric_names]
             metrics = mx.stack(numbers) if numbers else mx.zeros((0,))
             apart = mx.stop_gradient(rows) - columns["rollout_logprobs"]
-            return outputs.loss, (metrics, mx.concatenate([_mismatch_parts(apart, of) for of in (fresh, known)]))
+            parts = mx.concatenate([_mismatch_parts(apart, of) for of in (fresh, known)])
+            return outputs.loss, (metrics, parts, mx.stop_gradient(logprobs), mx.stop_gradient(entropy))
 
         return objective
 

@@ -48,6 +48,7 @@ from mlx_parallm.rl_training.step.prepare import (
     PreparedBatch,
     Scores,
     StepPosition,
+    StepTokens,
     adapted_coefficient,
     mismatch,
     prepare,
@@ -110,6 +111,7 @@ class Trainer:
             if config.packing and not self.model.packs_rows:
                 log.info("sequences are not packed", reason=self.model.unpacked)
         self.optimizer = PolicyOptimizer(policy.slots, config)
+        self.step_tokens: StepTokens | None = None  # of the newest step; an interrupted one knows its last part
         self._gradients: list[mx.array] | None = None  # accumulated since the last update, in the order of the slots
         self._budget = MicroBatchBudget(config)
         self._kl_coefficient = config.kl_beta
@@ -186,7 +188,7 @@ class Trainer:
         for micro_batch in mini_batch.micro_batches:
             if not len(micro_batch.positions):
                 continue
-            value, (numbers, _) = loss.objective(micro_batch)(*self.model.score(micro_batch.token_batch()))
+            value, (numbers, *_) = loss.objective(micro_batch)(*self.model.score(micro_batch.token_batch()))
             total += scalar(value)
             named = zip(loss.metric_names, np.array(numbers).tolist(), strict=True)
             metrics = {name: metrics.get(name, 0.0) + number for name, number in named}
@@ -218,6 +220,7 @@ class Trainer:
         if scores is None:
             return self._result(at, None, learning_rate, started, finished=False)
         at, prepared = replace(at, scores=scores), self._prepare(batch, scores)
+        self.step_tokens = None if self.algorithm.on_data else prepared.step_tokens()
         for epoch in range(at.epoch, self.config.update_epochs):
             at = replace(at, order=at.order or self._order(batch, epoch))
             for number in range(at.next_mini_batch, math.ceil(len(at.order) / self.config.batch_size)):
@@ -279,6 +282,7 @@ class Trainer:
         """Forward and backward of a mini-batch. Its gradients are added to those of earlier calls, until `apply` or
         `drop`. None after a stop request between two micro-batches: then all of them are dropped."""
         parts: list[tuple[Any, ...]] = []
+        scores: list[tuple[np.ndarray, mx.array, mx.array]] = []
         stopped = False
         for micro_batch in self._micro_batches(mini_batch):
             if stopped := should_stop():
@@ -288,12 +292,16 @@ class Trainer:
             self.model.longest_eval_ms = 0.0
             tokens = micro_batch.token_batch(entropy_slope=self.algorithm.entropy_slope)
             with self._dropout(micro_batch):
-                value, extras, self._gradients = self.model.loss_and_gradients(
+                value, (*extras, logprobs, entropy), self._gradients = self.model.loss_and_gradients(
                     tokens, loss.objective(micro_batch), self._gradients
                 )
             parts.append((value, *extras))
+            scores.append((micro_batch.columns, logprobs, entropy))
             self._budget.observe(self.model.longest_eval_ms, tokens=micro_batch.tokens, rows=len(micro_batch.rows))
         numbers = [(list(loss.metric_names), *(np.array(number) for number in part)) for part in parts]
+        if self.step_tokens is not None:
+            for columns, logprobs, entropy in scores:
+                self.step_tokens.record(columns, np.array(logprobs), np.array(entropy))
         everyone = self.ranks.exchange((self._budget.tokens, numbers), stop=stopped)
         if everyone is None:
             self.drop()

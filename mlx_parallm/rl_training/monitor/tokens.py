@@ -1,0 +1,111 @@
+"""`tokens.sqlite`: what the trainer knew of each token, of the groups that samples.jsonl shows. No MLX.
+
+A row is one segment of one answer. Its columns are little-endian float32 [T], NaN where a token was not trained on and
+where a number was not computed; the names are those of `verifiers/v1/graph.py:MessageNode` (0.4.0). Nothing needs this
+file: a failure here costs one warning (`RunEvents.emit`) and never the run.
+"""
+
+import sqlite3
+from collections.abc import Collection, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
+from mlx_parallm.rl_training.step.batch import TrainBatch
+
+if TYPE_CHECKING:  # it imports MLX
+    from mlx_parallm.rl_training.step.prepare import StepTokens
+
+TOKENS_FILE = "tokens.sqlite"
+COLUMNS = ("logprobs", "trainer_logprobs", "reference_logprobs", "entropies", "advantages")
+_TABLE = f"""
+CREATE TABLE IF NOT EXISTS tokens (
+    group_id TEXT, number INTEGER, segment INTEGER, step INTEGER, mask BLOB, {" BLOB, ".join(COLUMNS)} BLOB,
+    PRIMARY KEY (group_id, number, segment)
+)
+"""
+
+
+class TokenLog:
+    """Writes the tokens of a step after its samples, on the trainer's thread: a few milliseconds.
+
+    Args:
+        step: the one that a resumed run continues from; rows of later steps are removed.
+    """
+
+    def __init__(self, run: Path, *, step: int = 0) -> None:
+        self._path, self._step = run / TOKENS_FILE, step
+        self._connection: sqlite3.Connection | None = None
+        self._batch: TrainBatch | None = None
+        self._tokens: StepTokens | None = None
+
+    def subscribe(self, events: RunEvents) -> None:
+        """Call it before the samples subscribe: it keeps the step that they are taken from."""
+        events.subscribe(StepFinished, self._keep)
+        events.subscribe(SamplesWritten, lambda event: self._write({sample.group_id for sample in event.samples}))
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def _keep(self, event: StepFinished) -> None:
+        self._batch, self._tokens = event.batch, event.tokens
+
+    def _write(self, group_ids: Collection[str]) -> None:
+        if self._batch is None or self._tokens is None:
+            return
+        if self._connection is None:
+            self._connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+            self._connection.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF; {_TABLE}")
+            self._connection.execute("DELETE FROM tokens WHERE step > ?", (self._step,))
+        rows = rows_of(self._batch, self._tokens, group_ids)
+        marks = ", ".join("?" * (5 + len(COLUMNS)))
+        self._connection.execute("BEGIN")
+        self._connection.executemany(f"INSERT OR REPLACE INTO tokens VALUES ({marks})", rows)
+        self._connection.execute("COMMIT")
+
+
+def rows_of(batch: TrainBatch, tokens: "StepTokens", group_ids: Collection[str]) -> list[tuple[object, ...]]:
+    """Return a row for each segment of these groups that was trained on."""
+    places = {
+        id(segment): (group.group_id, number, place)
+        for group in batch.groups
+        if group.group_id in group_ids
+        for number, rollout in enumerate(group.rollouts)
+        for place, segment in enumerate(rollout.segments)
+    }
+    ends = np.cumsum([sequence.trained for sequence in batch.sequences])
+    rows: list[tuple[object, ...]] = []
+    for sequence, end in zip(batch.sequences, ends, strict=True):
+        if (place := places.get(id(sequence.rollout))) is None:
+            continue
+        mask = np.array(sequence.rollout.mask, bool)
+        trained = mask.copy()
+        trained[:1] = False  # the first token has nothing before it
+        columns = []
+        for name in COLUMNS:
+            column = np.full(len(mask), np.nan, "<f4")
+            if name in tokens.columns:
+                column[trained] = tokens.columns[name][end - sequence.trained : end]
+            columns.append(column.tobytes())
+        rows.append((*place, batch.step, mask.astype(np.uint8).tobytes(), *columns))
+    return rows
+
+
+def read_tokens(run: Path, group_id: str, number: int, segment: int) -> Mapping[str, np.ndarray]:
+    """Return the columns of one segment, [T] float32 by name; empty where the run has not kept it."""
+    path = run / TOKENS_FILE
+    if not path.is_file():
+        return {}
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+        try:
+            row = connection.execute(
+                f"SELECT {', '.join(COLUMNS)} FROM tokens WHERE group_id = ? AND number = ? AND segment = ?",
+                (group_id, number, segment),
+            ).fetchone()
+        except sqlite3.Error:  # being made, or damaged: the page does without
+            return {}
+    return {} if row is None else {name: np.frombuffer(part, "<f4") for name, part in zip(COLUMNS, row, strict=True)}
