@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations", "distributed", "experts", "traces"),
     ("daemon",),
     ("tools", "orchestrator"),
-    ("dashboard",),
+    ("dashboard", "export"),
     ("cli", "trl"),
     ("__init__", "__main__"),
 )

@@ -12,6 +12,7 @@ evaluate = script("mlx_parallm_eval")
 replay = script("mlx_parallm_replay")
 merge_lora = script("mlx_parallm_merge_lora")
 convert_adapter = script("mlx_parallm_convert_adapter")
+export = script("mlx_parallm_export")
 doctor = script("mlx_parallm_doctor")
 traces = script("mlx_parallm_traces")
 
@@ -21,6 +22,7 @@ __all__ = [
     "doctor",
     "evaluate",
     "explain",
+    "export",
     "main",
     "merge_lora",
     "replay",

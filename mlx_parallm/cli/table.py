@@ -146,6 +146,14 @@ COMMANDS = (
         "mlx_parallm_traces",
     ),
     Command(
+        "export",
+        "deploy",
+        "Write a trained model as GGUF, for llama.cpp, Ollama and LM Studio.",
+        "mlx_parallm.export.command:export",
+        "mlx_parallm_export",
+        "Compares the file with the model that is served here, by a real llama.cpp, before it is kept.",
+    ),
+    Command(
         "doctor",
         "repair",
         "Show device, BLAS and its speed, memory, versions, and what to fix.",

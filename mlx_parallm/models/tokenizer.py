@@ -29,6 +29,8 @@ class Tokenizer:
         self._byte_of = _byte_level_alphabet() if _is_byte_level(self._hf) else None
         self.eos_token_ids: frozenset[int] = frozenset(wrapper.eos_token_ids)
         self.eos_token_id: int | None = wrapper.eos_token_id
+        self.bos_token_id: int | None = self._hf.bos_token_id
+        self.pad_token_id: int | None = self._hf.pad_token_id
         self.has_chat_template: bool = bool(wrapper.has_chat_template)
         self.vocab_size: int = len(self._hf)
         self.longest_token = max(len(token) for token in self._hf.get_vocab())  # in characters, or bytes shown as such
@@ -44,6 +46,14 @@ class Tokenizer:
             return False
         written_in_python = self._wrapper._chat_template is not None or self._hf.chat_template is None
         return written_in_python or "tools" in str(self._hf.chat_template)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template in Jinja, of several the default one; None: there is none, or it is written in Python."""
+        template = None if self._wrapper._chat_template is not None else self._hf.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        return None if template is None else str(template)
 
     def to_json(self) -> str | None:
         """The tokenizer as a tokenizer.json, added tokens included; None where it is not one of Rust's."""

@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.adapters.adapter import LoraPair
-from mlx_parallm.models.adapters.linear import dense_weight, gain
+from mlx_parallm.models.adapters.linear import dense_weight, merged_rows
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.lora import check_adapter, linear_layers, linear_shapes, load_adapter
 from mlx_parallm.models.mlx_lm_api import (
@@ -103,10 +103,7 @@ def merged_weights(model: nn.Module, layers: Mapping[str, LoraPair]) -> dict[str
     for path, pair in layers.items():
         layer = linear[path]
         dtype = layer.scales.dtype if getattr(layer, "mode", "") == "affine" else dense_weight(layer).dtype
-        weight = dense_weight(layer).astype(mx.float32) + pair.scale * (pair.a @ pair.b).T
-        if pair.magnitude is not None:
-            weight = weight * gain(layer, pair.a, pair.b, pair.scale, pair.magnitude)[:, None]
-        merged[path] = weight.astype(dtype)
+        merged[path] = merged_rows(dense_weight(layer), pair).astype(dtype)
     return merged
 
 

@@ -22,6 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.sums import row_sums
 
 
@@ -129,6 +130,22 @@ def adapted_norms(linear: nn.Module, a: mx.array, b: mx.array, scale: float, squ
     return mx.where(norm > 0, norm, 1.0)  # a row of zeros has no direction: its output stays 0
 
 
+def merged_rows(weight: mx.array, pair: LoraPair, rows: mx.array | None = None) -> mx.array:
+    """W + s(AB)ᵀ, with DoRA scaled to the magnitudes, summed in float32. Lazy.
+
+    Args:
+        weight: [out, in]; or those `rows` [n] of it, in their order: [n, in].
+    """
+    b, magnitude = (
+        array if rows is None or array is None else array[..., rows] for array in (pair.b, pair.magnitude)
+    )
+    merged = weight.astype(mx.float32) + pair.scale * (pair.a @ b).T
+    if magnitude is None:
+        return merged
+    norm = mx.sqrt(row_sums(mx.square(merged)))
+    return merged * (magnitude / mx.where(norm > 0, norm, 1.0))[:, None]
+
+
 def squared_norms(linear: nn.Module) -> mx.array:
     """‖W‖² of each output, [out] float32. Lazy."""
     return row_sums(mx.square(dense_weight(linear).astype(mx.float32)))
@@ -136,7 +153,7 @@ def squared_norms(linear: nn.Module) -> mx.array:
 
 def dense_weight(linear: nn.Module) -> mx.array:
     """[out, in], before any rounding of a quantised layer's (affine scales in float32)."""
-    if not isinstance(linear, nn.QuantizedLinear):
+    if "scales" not in linear:  # an embedding and stacked experts may be quantised too
         return linear.weight
     if linear.mode != "affine":  # the scales are not floating point
         return mx.dequantize(linear.weight, linear.scales, None, linear.group_size, linear.bits, linear.mode)

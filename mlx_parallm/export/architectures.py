@@ -1,0 +1,176 @@
+"""The architectures that can be written as GGUF, and how each one differs from what mlx-lm holds in memory.
+
+Tensor names come from the `gguf` package, which maps Hugging Face's names; mlx-lm's differ from those in few places. An
+architecture is in `ARCHITECTURES` when a real llama.cpp computes the same as mlx-lm on random weights
+(tests/export/test_architectures.py). Everything that llama.cpp would compute otherwise is refused here, with its key.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.errors import ModelError
+
+Config = Mapping[str, Any]
+GEMMA3_27B_LAYERS = 62  # llama.cpp knows its scale of attention by this number
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """
+    Attributes:
+        name: `general.architecture` of the file.
+        permuted: llama.cpp rotates neighbours, mlx-lm a head's two halves: rows of q and k change places.
+        norm_offset: added to the weights of all norms.
+        scaled_embedding: mlx-lm scales embeddings by √width rounded to bfloat16, llama.cpp by √width.
+        rounding: nats that llama.cpp's own arithmetic costs a float32 file: it takes GELU from a table in float16.
+        check: return what of a model's arguments llama.cpp does not compute.
+    """
+
+    name: str
+    permuted: bool = False
+    norm_offset: float = 0.0
+    scaled_embedding: bool = False
+    rounding: float = 0.0
+    check: Callable[[Any], list[str]] = lambda arguments: []
+
+
+def _check_llama(arguments: Any) -> list[str]:
+    windows = "sliding_attention" in (arguments.layer_types or ())
+    return ["layer_types with sliding_attention"] * windows + ["rope_traditional"] * bool(arguments.rope_traditional)
+
+
+def _check_experts(arguments: Any) -> list[str]:
+    dense = bool(arguments.mlp_only_layers) or arguments.decoder_sparse_step != 1
+    return ["layers without experts"] * dense + ["norm_topk_prob = false"] * (not arguments.norm_topk_prob)
+
+
+def _check_gemma3(arguments: Any) -> list[str]:
+    scale, width = arguments.query_pre_attn_scalar, arguments.hidden_size
+    whole = arguments.num_hidden_layers == GEMMA3_27B_LAYERS
+    expected = width // arguments.num_attention_heads if whole else arguments.head_dim
+    return [f"query_pre_attn_scalar = {scale:g}, but {expected}"] * (scale != expected)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("llama", permuted=True, check=_check_llama),
+    "mistral": Architecture("llama", permuted=True, check=_check_llama),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "qwen3_moe": Architecture("qwen3moe", check=_check_experts),
+    "gemma3_text": Architecture("gemma3", norm_offset=1.0, scaled_embedding=True, rounding=0.05, check=_check_gemma3),
+}
+
+
+def architecture_of(config: Config) -> Architecture:
+    """Return the entry of a model's `model_type`. Raises ModelError: there is none."""
+    kind = config.get("model_type")
+    found = ARCHITECTURES.get(str(kind))
+    if found is None:
+        raise ModelError(
+            f"model_type {kind!r} cannot be exported as GGUF: only {', '.join(ARCHITECTURES)}. Write safetensors with"
+            " `mlx_parallm merge`, and try llama.cpp's convert_hf_to_gguf.py on them"
+        )
+    return found
+
+
+def check_arguments(architecture: Architecture, arguments: Any) -> None:
+    """Raises ModelError: llama.cpp would not compute what mlx-lm does."""
+    if differs := architecture.check(arguments):
+        raise ModelError(f"this {arguments.model_type} cannot be GGUF: llama.cpp has no {' and no '.join(differs)}")
+
+
+def tensor_name(architecture: Architecture, mlx_name: str, layers: int) -> str:
+    """Return GGUF's name of mlx-lm's "model.layers.0.self_attn.q_proj.weight". Raises ModelError: it has none."""
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
+    names = gguf.get_tensor_name_map(kind, layers)
+    found = names.get_name(mlx_name.replace(".switch_mlp.", ".experts."), try_suffixes=(".weight", ".bias"))
+    if found is None:
+        raise ModelError(f"tensor {mlx_name!r} has no name in GGUF's {architecture.name}: this model has other layers")
+    return str(found)
+
+
+def row_order(architecture: Architecture, mlx_name: str, arguments: Any) -> np.ndarray | None:
+    """Return which of mlx-lm's rows stands in each row of the file, [out] int64; None = the same rows.
+
+    In a head of d rows mlx-lm rotates row i with row i + d/2, llama.cpp row 2i with row 2i + 1.
+    """
+    if not architecture.permuted or not any(part in mlx_name for part in (".q_proj.", ".k_proj.")):
+        return None
+    heads = arguments.num_attention_heads if ".q_proj." in mlx_name else arguments.num_key_value_heads
+    size = head_size(arguments)
+    return np.arange(heads * size).reshape(heads, 2, size // 2).swapaxes(1, 2).reshape(-1)
+
+
+def changed(architecture: Architecture, name: str, arguments: Any, *, tied: bool) -> tuple[float, float]:
+    """Return (offset, factor) of a tensor of the file: its numbers are (mlx-lm's + offset) · factor.
+
+    The embedding takes up the ratio of the two scales. Where it is the output's matrix too, the last norm gives it back.
+    """
+    offset = architecture.norm_offset if name.endswith("_norm.weight") else 0.0
+    if not architecture.scaled_embedding or name not in ("token_embd.weight", "output_norm.weight"):
+        return offset, 1.0
+    root = float(arguments.hidden_size) ** 0.5
+    ratio = float(mx.array(root, mx.bfloat16).astype(mx.float32).item()) / root
+    return offset, ratio if name == "token_embd.weight" else 1.0 / ratio if tied else 1.0
+
+
+def head_size(arguments: Any) -> int:
+    return int(getattr(arguments, "head_dim", None) or arguments.hidden_size // arguments.num_attention_heads)
+
+
+def rope_factors(model: nn.Module) -> np.ndarray | None:
+    """Return what llama.cpp divides each rotation's frequency by, [head_dim / 2] float32, for Llama 3's rope scaling."""
+    rope = next((module for name, module in model.named_modules() if name.endswith("layers.0.self_attn.rope")), None)
+    if type(rope).__name__ != "Llama3RoPE":
+        return None
+    periods = mx.array(rope._freqs)  # type: ignore[union-attr]
+    plain = model.args.rope_theta ** (mx.arange(0, rope.dims, 2) / rope.dims)  # type: ignore[union-attr]
+    return np.array(periods / plain, np.float32)
+
+
+def write_metadata(writer: gguf.GGUFWriter, arguments: Any) -> None:
+    """Write the architecture's numbers from mlx-lm's arguments, which have its defaults.
+
+    Raises ModelError: a kind of rope scaling that is not in the table.
+    """
+    size = head_size(arguments)
+    writer.add_block_count(arguments.num_hidden_layers)
+    writer.add_context_length(int(arguments.max_position_embeddings))
+    writer.add_embedding_length(arguments.hidden_size)
+    writer.add_feed_forward_length(arguments.intermediate_size)
+    writer.add_head_count(arguments.num_attention_heads)
+    writer.add_head_count_kv(arguments.num_key_value_heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
+    writer.add_rope_freq_base(float(arguments.rope_theta))
+    writer.add_layer_norm_rms_eps(float(arguments.rms_norm_eps))
+    writer.add_vocab_size(arguments.vocab_size)
+    _write_rope_scaling(writer, getattr(arguments, "rope_scaling", None) or {})
+    if writer.arch == "qwen3moe":
+        writer.add_expert_count(arguments.num_experts)
+        writer.add_expert_used_count(arguments.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(arguments.moe_intermediate_size)
+    if writer.arch == "gemma3":
+        writer.add_sliding_window(arguments.sliding_window)
+        writer.add_sliding_window_pattern(arguments.sliding_window_pattern)
+        writer.add_rope_freq_base_swa(float(arguments.rope_local_base_freq))
+
+
+def _write_rope_scaling(writer: gguf.GGUFWriter, scaling: Config) -> None:
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(scaling["factor"]))
+    elif kind == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(float(scaling["factor"]))
+        writer.add_rope_scaling_orig_ctx_len(int(scaling["original_max_position_embeddings"]))
+    elif kind not in ("default", "llama3"):  # Llama 3's is a tensor: rope_factors
+        raise ModelError(f"rope scaling of type {kind!r} cannot be exported as GGUF: only linear, yarn and llama3")
