@@ -46,9 +46,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 PIECES = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Llama 3's: words and punctuation with the space before them. llama.cpp knows it by name, so the model can be GGUF."""
+"""Llama 3's: words and punctuation with the space before them. llama.cpp knows them by name, as GGUF needs."""
 
 SKILL_WEIGHTS = {"add": 2.0, "subtract": 3.0, "sorted": 0.8, "reversed": 0.8, "count": 1.2, "max": 0.8}
 """How often each skill is drawn in the first two stages."""

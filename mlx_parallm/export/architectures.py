@@ -110,13 +110,13 @@ def row_order(architecture: Architecture, mlx_name: str, arguments: Any) -> np.n
 def changed(architecture: Architecture, name: str, arguments: Any, *, tied: bool) -> tuple[float, float]:
     """Return (offset, factor) of a tensor of the file: its numbers are (mlx-lm's + offset) · factor.
 
-    The embedding takes up the ratio of the two scales. Where it is the output's matrix too, the last norm gives it back.
+    The embedding takes up the ratio of the two scales. Where it is the output's matrix too, the last norm undoes it.
     """
     offset = architecture.norm_offset if name.endswith("_norm.weight") else 0.0
     if not architecture.scaled_embedding or name not in ("token_embd.weight", "output_norm.weight"):
         return offset, 1.0
     root = float(arguments.hidden_size) ** 0.5
-    ratio = float(mx.array(root, mx.bfloat16).astype(mx.float32).item()) / root
+    ratio = float(np.array(mx.array(root, mx.bfloat16).astype(mx.float32))) / root
     return offset, ratio if name == "token_embd.weight" else 1.0 / ratio if tied else 1.0
 
 
@@ -125,7 +125,7 @@ def head_size(arguments: Any) -> int:
 
 
 def rope_factors(model: nn.Module) -> np.ndarray | None:
-    """Return what llama.cpp divides each rotation's frequency by, [head_dim / 2] float32, for Llama 3's rope scaling."""
+    """Return what llama.cpp divides each rotation's frequency by, [head_dim / 2] float32: Llama 3's rope scaling."""
     rope = next((module for name, module in model.named_modules() if name.endswith("layers.0.self_attn.rope")), None)
     if type(rope).__name__ != "Llama3RoPE":
         return None
@@ -168,9 +168,5 @@ def _write_rope_scaling(writer: gguf.GGUFWriter, scaling: Config) -> None:
     if kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(float(scaling["factor"]))
-    elif kind == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(float(scaling["factor"]))
-        writer.add_rope_scaling_orig_ctx_len(int(scaling["original_max_position_embeddings"]))
     elif kind not in ("default", "llama3"):  # Llama 3's is a tensor: rope_factors
-        raise ModelError(f"rope scaling of type {kind!r} cannot be exported as GGUF: only linear, yarn and llama3")
+        raise ModelError(f"rope scaling of type {kind!r} cannot be exported as GGUF: only linear and llama3")

@@ -13,12 +13,18 @@ from mlx_parallm.errors import ConfigError
 def export(parser: ArgumentParser) -> Callable[[Namespace], int]:
     """Add the arguments, and return what carries the command out."""
     parser.add_argument(
-        "run_dir", metavar="RUN_DIR", nargs="?", type=Path, help="checkpoints/<run> (its final or newest step), or a step"
+        "run_dir",
+        metavar="RUN_DIR",
+        nargs="?",
+        type=Path,
+        help="checkpoints/<run>: its final or newest step; or one of its steps",
     )
     parser.add_argument("--base-model", metavar="B", help="in its place: directory, hub id or builtin:tiny")
-    parser.add_argument("--lora-path", metavar="A", type=Path, help="with --base-model: the adapter's file or directory")
+    parser.add_argument(
+        "--lora-path", metavar="A", type=Path, help="with --base-model: its adapter, a file or directory"
+    )
     parser.add_argument("--format", choices=["gguf"], default="gguf", help="llama.cpp's, the only one")
-    parser.add_argument("--type", default="q8_0", help="f32, f16, bf16, q8_0 (default), q6_k, q5_k_m, q4_k_m, q3_k_m, …")
+    parser.add_argument("--type", default="q8_0", help="f32, f16, bf16, q8_0 (the default), q6_k, q5_k_m, q4_k_m, …")
     parser.add_argument(
         "--to",
         metavar="TARGET",
@@ -28,7 +34,7 @@ def export(parser: ArgumentParser) -> Callable[[Namespace], int]:
         " directory and Ollama",
     )
     parser.add_argument("--name", help="of the file; default: the run's or the base's")
-    parser.add_argument("--adapter-only", action="store_true", help="the adapter alone, for llama-server --lora")
+    parser.add_argument("--adapter-only", action="store_true", help="the adapter alone, for llama-server")
     parser.add_argument(
         "--verify",
         metavar="auto|off|URL",
@@ -36,7 +42,7 @@ def export(parser: ArgumentParser) -> Callable[[Namespace], int]:
         help="auto: compare with a real llama.cpp before anything is kept; off; or write nothing, and compare what the"
         " llama-server at this URL serves",
     )
-    parser.add_argument("--chat-template", metavar="FILE", help="Jinja, in the tokenizer's place; none: a model without")
+    parser.add_argument("--chat-template", metavar="FILE", help="Jinja, in the tokenizer's place; none: it has none")
     parser.add_argument("--pre", metavar="NAME", help="llama.cpp's name of the pre-tokenizer, where none was found")
     parser.add_argument("--ollama-url", metavar="URL", help="of `ollama serve`; default: http://127.0.0.1:11434")
 
@@ -67,9 +73,13 @@ def export(parser: ArgumentParser) -> Callable[[Namespace], int]:
             check=args.verify,
             pre=args.pre,
             ollama_url=args.ollama_url or DEFAULT_URL,
-            say=lambda line: sys.stderr.write(f"{line}\n") and None,
+            say=_say,
         )
         sys.stdout.write("\n".join(pipeline.run().lines()) + "\n")
         return 0
 
     return run
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType as Type
 
 from mlx_parallm.errors import AdapterError
 from mlx_parallm.export import architectures

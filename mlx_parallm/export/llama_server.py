@@ -1,7 +1,7 @@
 """A real llama.cpp in a process of its own, and its HTTP API.
 
-`xllamacpp` holds llama.cpp's server as a library; a `llama-server` on the PATH is the same program. A file that is wrong
-may abort either, so it runs in a child (llama_child.py).
+`xllamacpp` holds llama.cpp's server as a library; a `llama-server` on the PATH is the same program. A wrong file may
+abort either, so it runs in a child (llama_child.py).
 """
 
 import importlib.util

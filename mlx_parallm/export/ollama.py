@@ -2,7 +2,7 @@
 
 The model is uploaded merged and already quantised: Ollama refuses adapters since 0.34.1, and quantises nothing that it
 imports. Ollama stops at the tokens that the file names, and at every `stop` of its parameters: both are set. API:
-https://github.com/ollama/ollama/blob/main/docs/api.md
+https://docs.ollama.com/api
 """
 
 import hashlib
@@ -178,9 +178,7 @@ def _around(tokenizer: Tokenizer) -> tuple[dict[str, tuple[str, str]], str]:
     marks = {role: f"@@{role}@@" for role in ROLES}
     again = "@@again@@"
     whole = _split(
-        _rendered(
-            tokenizer, [*({"role": r, "content": marks[r]} for r in ROLES), {"role": "user", "content": again}]
-        ),
+        _rendered(tokenizer, [*({"role": r, "content": marks[r]} for r in ROLES), {"role": "user", "content": again}]),
         [*marks.values(), again],
     )
     alone = _rendered(tokenizer, [{"role": "user", "content": again}])

@@ -2,6 +2,17 @@
 
 A file that was verified and is not as here is not kept. Everything is written into a directory of a temporary name,
 which is renamed at the end; what a killed export left is removed by the next one of the same name.
+
+model.py           which model: a run, or a base with an adapter; its tensors, one at a time
+architectures.py   the table of architectures: tensor names, rows in another order, metadata
+vocabulary.py      the tokenizer as GGUF has it, and the name of its pre-tokenizer
+quantization.py    the type of each tensor, and its bytes
+gguf_file.py       write the file, one tensor in memory at a time; the adapter's file
+llama_server.py    a real llama.cpp in a process of its own, and its HTTP API
+verify.py          compare it with our own engine
+ollama.py          the Modelfile, and Ollama's HTTP API
+hosting.py         settings of a server by this machine's hardware
+pipeline.py        the whole way; command.py is `mlx_parallm export`
 """
 
 import glob
@@ -140,14 +151,15 @@ class ExportPipeline:
             )
         if len(vocabulary.stops) > STOPS_IN_FILE:
             left = ", ".join(vocabulary.stop_texts()[STOPS_IN_FILE:])
-            opened.notes.append(f"GGUF has room for {STOPS_IN_FILE} tokens that end an answer: give llama.cpp {left} too")
+            opened.notes.append(f"GGUF has room for {STOPS_IN_FILE} stop tokens: give llama.cpp {left} as stops too")
         if self.pre is not None:
             return vocabulary.with_pre(self.pre)
         return vocabulary if vocabulary.pre is not None else vocabulary.with_pre(self._try_pre(opened, vocabulary))
 
     def _try_pre(self, opened: OpenModel, vocabulary: Vocabulary) -> str:
         """Return the pre-tokenizer with which a real llama.cpp gives the same token ids. Raises ModelError."""
-        rules = f"llama.cpp has no name in our table for how this tokenizer splits texts ({describe_rules(opened.tokenizer)})"
+        how = describe_rules(opened.tokenizer)
+        rules = f"our table has no name of llama.cpp's for how this tokenizer splits texts ({how})"
         if self.check == "off" or not llama_server.available():
             raise ModelError(f"{rules}: `pip install xllamacpp` to have its own ones tried, or pass --pre NAME")
         best, most = "", -1

@@ -37,7 +37,13 @@ FILE_TYPES = {
     "q2_k": LlamaFileType.MOSTLY_Q2_K,
 }
 # Where rows are no multiple of 256.
-FALLBACK = {Type.Q2_K: Type.Q4_0, Type.Q3_K: Type.Q4_0, Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
+FALLBACK = {
+    Type.Q2_K: Type.Q4_0,
+    Type.Q3_K: Type.Q4_0,
+    Type.Q4_K: Type.Q5_0,
+    Type.Q5_K: Type.Q5_1,
+    Type.Q6_K: Type.Q8_0,
+}
 LAYERS_OF_70B = 80
 MANY_EXPERTS = 8  # llama.cpp's rules for a mixture of exactly so many
 LIBRARIES = (("xllamacpp", "*.so"), ("llama_cpp", "lib/libggml-base.*"))
@@ -182,5 +188,5 @@ def _quantize_chunk() -> Callable[..., int] | None:
                 pointer, number = ctypes.c_void_p, ctypes.c_int64
                 function.argtypes = [ctypes.c_int, pointer, pointer, number, number, number, pointer]
                 function.restype = ctypes.c_size_t
-                return function  # type: ignore[no-any-return]
+                return function
     return None

@@ -18,7 +18,7 @@ PIECES = (
     "for (int i = 0; i < n; ++i) { count[i] += state->sum(i); }",
     'print(f"user={user!r}", file=sys.stderr)\n\n\nif __name__ == "__main__":\n\tmain()',
     '{"role": "user", "content": "Count b: abcab", "n": [1, 2, 3], "ok": true, "none": null}',
-    "<div class=\"a-b\">x &amp; y</div><!-- comment -->",
+    '<div class="a-b">x &amp; y</div><!-- comment -->',
     "SELECT count(*) FROM t WHERE word LIKE 'example%' -- the end",
     "https://example.org/a/b?c=d&e=f#g and me@example.org",
     "C:\\Users\\me\\file.txt /usr/local/bin ~/.config $HOME",

@@ -6,6 +6,7 @@ ids of texts come first.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -173,7 +174,10 @@ def compare_chats(server: LlamaServer, tokenizer: Tokenizer, faults: list[str]) 
             equal += 1
         elif equal + 1 == compared:  # the first one that differs
             there, here = (_short(tokenizer.decode(each, skip_special_tokens=False)) for each in (ids, ours))
-            faults.append(f"the chat template makes another prompt: {there} ({len(ids)} tokens) in the place of {here} ({len(ours)})")
+            faults.append(
+                f"the chat template makes another prompt: {there} ({len(ids)} tokens) in the place of {here}"
+                f" ({len(ours)} tokens)"
+            )
     return equal, compared
 
 
@@ -183,10 +187,8 @@ def draw_prompts(tokenizer: Tokenizer) -> list[list[int]]:
     for text in texts():
         ids = tokenizer.encode(text)
         if tokenizer.has_chat_template and len(found) % 2 == 0:
-            try:
+            with suppress(RequestError):
                 ids = tokenizer.render_chat([{"role": "user", "content": text}])
-            except RequestError:
-                pass
         if 0 < len(ids) < CONTEXT - TOKENS and len(found) < PROMPTS:
             found.append(ids)
     return found

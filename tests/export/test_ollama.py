@@ -21,7 +21,7 @@ FILE = b"GGUF" + bytes(range(256)) * 9000  # more than one piece of an upload
 
 
 class FakeOllama:
-    """https://github.com/ollama/ollama/blob/main/docs/api.md: version, blobs, create, tags, delete."""
+    """https://docs.ollama.com/api: version, blobs, create, tags, delete."""
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
@@ -32,70 +32,71 @@ class FakeOllama:
         self.refuse_late: str | None = None
 
 
+class OllamaHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    state: FakeOllama
+
+    def answer(self, status: int, value: Any = None) -> None:
+        content = b"" if value is None else json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_GET(self) -> None:
+        if self.path == "/api/version":
+            return self.answer(200, {"version": "0.35.0"})
+        return self.answer(200, {"models": [{"name": body["model"]} for body in self.state.created]})
+
+    def do_HEAD(self) -> None:
+        self.answer(200 if self.path.removeprefix("/api/blobs/") in self.state.blobs else 404)
+
+    def do_POST(self) -> None:
+        length = int(self.headers["Content-Length"])
+        if not self.path.startswith("/api/blobs/"):
+            return self.create(json.loads(self.rfile.read(length)))
+        self.state.uploads += 1
+        if self.state.cut:
+            self.state.cut -= 1
+            self.rfile.read(1000)
+            self.close_connection = True
+            return self.connection.close()
+        digest, content = self.path.removeprefix("/api/blobs/"), self.rfile.read(length)
+        if digest != f"sha256:{hashlib.sha256(content).hexdigest()}":
+            return self.answer(400, {"error": "digest does not match file content"})
+        self.state.blobs[digest] = content
+        return self.answer(201)
+
+    def do_DELETE(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        kept = [each for each in self.state.created if each["model"] != body["model"]]
+        found, self.state.created = len(kept) < len(self.state.created), kept
+        self.answer(200) if found else self.answer(404, {"error": f"model '{body['model']}' not found"})
+
+    def create(self, body: dict[str, Any]) -> None:
+        if self.state.refuse:
+            return self.answer(400, {"error": self.state.refuse})
+        missing = [digest for digest in body["files"].values() if digest not in self.state.blobs]
+        statuses: list[dict[str, str]] = [{"status": "parsing GGUF"}, {"status": "writing manifest"}]
+        if missing or self.state.refuse_late:
+            statuses.append({"error": self.state.refuse_late or f"blob {missing[0]} not found"})
+        else:
+            self.state.created.append(body)
+            statuses.append({"status": "success"})
+        content = "".join(f"{json.dumps(status)}\n" for status in statuses).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-ndjson")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
 @contextmanager
 def fake_ollama() -> Iterator[tuple[str, FakeOllama]]:
     state = FakeOllama()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def answer(self, status: int, value: Any = None) -> None:
-            content = b"" if value is None else json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def do_GET(self) -> None:
-            if self.path == "/api/version":
-                return self.answer(200, {"version": "0.35.0"})
-            return self.answer(200, {"models": [{"name": body["model"]} for body in state.created]})
-
-        def do_HEAD(self) -> None:
-            self.answer(200 if self.path.removeprefix("/api/blobs/") in state.blobs else 404)
-
-        def do_POST(self) -> None:
-            length = int(self.headers["Content-Length"])
-            if not self.path.startswith("/api/blobs/"):
-                return self.create(json.loads(self.rfile.read(length)))
-            state.uploads += 1
-            if state.cut:
-                state.cut -= 1
-                self.rfile.read(1000)
-                self.close_connection = True
-                return self.connection.close()
-            digest, content = self.path.removeprefix("/api/blobs/"), self.rfile.read(length)
-            if digest != f"sha256:{hashlib.sha256(content).hexdigest()}":
-                return self.answer(400, {"error": "digest does not match file content"})
-            state.blobs[digest] = content
-            return self.answer(201)
-
-        def do_DELETE(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            kept = [each for each in state.created if each["model"] != body["model"]]
-            found, state.created = len(kept) < len(state.created), kept
-            self.answer(200) if found else self.answer(404, {"error": f"model '{body['model']}' not found"})
-
-        def create(self, body: dict[str, Any]) -> None:
-            if state.refuse:
-                return self.answer(400, {"error": state.refuse})
-            missing = [digest for digest in body["files"].values() if digest not in state.blobs]
-            statuses: list[dict[str, str]] = [{"status": "parsing GGUF"}, {"status": "writing manifest"}]
-            if missing or state.refuse_late:
-                statuses.append({"error": state.refuse_late or f"blob {missing[0]} not found"})
-            else:
-                state.created.append(body)
-                statuses.append({"status": "success"})
-            content = "".join(f"{json.dumps(status)}\n" for status in statuses).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/x-ndjson")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (OllamaHandler,), {"state": state}))
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a connection that is cut here
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
@@ -163,7 +164,6 @@ def test_a_cut_upload_is_repeated(ollama: Ollama, file: Path) -> None:
     assert sum("was cut" in line for line in said) == 2
 
 
-
 @pytest.mark.parametrize("where", ["refuse", "refuse_late"])
 def test_a_refusal_is_one_line(ollama: Ollama, file: Path, where: str) -> None:
     deployer, state = ollama
@@ -177,7 +177,7 @@ def test_a_refusal_is_one_line(ollama: Ollama, file: Path, where: str) -> None:
 def test_no_server_is_one_line(ollama: Ollama, file: Path) -> None:
     deployer, state = ollama
     state.cut = 99
-    with pytest.raises(EndpointError, match="no answer from Ollama at .*is `ollama serve` running"):
+    with pytest.raises(EndpointError, match=r"no answer from Ollama at .*is `ollama serve` running"):
         deployer.create("m", file, stops=[])
     assert state.uploads == 4
     with pytest.raises(EndpointError, match="is not a URL"):

@@ -1,13 +1,11 @@
 """`mlx_parallm export` on the shipped model with an adapter: what is written is what is served here, or nothing is."""
 
 import json
-import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mlx_parallm import cli
-from mlx_parallm.export import architectures, llama_server, vocabulary
-from mlx_parallm.export.gguf_file import write_model
+from mlx_parallm.export import architectures, llama_server
 from mlx_parallm.export.pipeline import lm_studio_directory
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
 from mlx_parallm.export import llama_server, pipeline, vocabulary
-from mlx_parallm.export.model import ModelSource
 from mlx_parallm.export.gguf_file import write_vocabulary
+from mlx_parallm.export.model import ModelSource
 from mlx_parallm.export.texts import CHATS, COUNT, texts
 from mlx_parallm.export.verify import compare_chats, compare_texts
 from mlx_parallm.export.vocabulary import PRE_TOKENIZERS, read_vocabulary

@@ -136,12 +136,11 @@ def merged_rows(weight: mx.array, pair: LoraPair, rows: mx.array | None = None) 
     Args:
         weight: [out, in]; or those `rows` [n] of it, in their order: [n, in].
     """
-    b, magnitude = (
-        array if rows is None or array is None else array[..., rows] for array in (pair.b, pair.magnitude)
-    )
+    b = pair.b if rows is None else pair.b[:, rows]
     merged = weight.astype(mx.float32) + pair.scale * (pair.a @ b).T
-    if magnitude is None:
+    if pair.magnitude is None:
         return merged
+    magnitude = pair.magnitude if rows is None else pair.magnitude[rows]
     norm = mx.sqrt(row_sums(mx.square(merged)))
     return merged * (magnitude / mx.where(norm > 0, norm, 1.0))[:, None]
 
