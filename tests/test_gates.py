@@ -21,7 +21,7 @@ TINY_MODULE_LINES = 80
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
     "(root)": 1340,
-    "cli": 1250,
+    "cli": 1260,
     "config": 2050,
     "dashboard": 720,
     "distributed": 440,
