@@ -23,7 +23,7 @@ LINES: dict[str, int] = {
     "(root)": 1340,
     "cli": 1260,
     "config": 2050,
-    "dashboard": 720,
+    "dashboard": 730,
     "distributed": 440,
     "engine": 3690,
     "environments": 4850,

@@ -89,7 +89,7 @@ COMMANDS = (
         "Show runs in a browser: curves, groups, answers, tokens.",
         "mlx_parallm.dashboard.command:dashboard",
         "mlx_parallm_dashboard",
-        "The same page that a training run serves at /dashboard. Reads only; of several runs the page has a list.",
+        "The same page that a training run serves at /dashboard. Reads only; several runs are drawn over each other.",
     ),
     Command(
         "checkpoint",

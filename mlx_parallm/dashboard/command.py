@@ -19,7 +19,7 @@ MOST_RUNS = 26
 def dashboard(parser: ArgumentParser) -> Callable[[Namespace], int]:
     """`mlx_parallm dashboard`: runs on the disk in a browser."""
     parser.add_argument(
-        "runs", metavar="RUN_DIR", type=Path, nargs="+", help="checkpoints/<run>; several: the page has a list"
+        "runs", metavar="RUN_DIR", type=Path, nargs="+", help="checkpoints/<run>; several: compare them"
     )
     parser.add_argument("--port", type=int, default=PORT, help=f"0 takes a free one; default: {PORT}")
 

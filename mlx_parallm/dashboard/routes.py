@@ -21,7 +21,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from mlx_parallm.dashboard.run_view import MOST_ANSWERS, RunView, Search
+from mlx_parallm.dashboard.run_view import MOST_ANSWERS, RunView, Search, differing_settings
 from mlx_parallm.errors import RefusedError
 from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.server.context import Context
@@ -95,6 +95,11 @@ def _run_routes(router: APIRouter, views: Sequence[RunView], *, live: bool) -> N
     def evaluations(run: Run = 0) -> Response:
         """The numbers of each evaluation on held-out problems, with the ends of their intervals."""
         return JSONResponse({"evaluations": _view(views, run).evaluations()})
+
+    @router.get("/dashboard/api/compare")
+    def compare() -> Response:
+        """The settings that differ between the runs, and why a run's are not known."""
+        return JSONResponse(differing_settings(views))
 
     @router.get("/dashboard/api/events")
     async def events(request: Request, context: Context) -> Response:

@@ -27,6 +27,7 @@ from mlx_parallm.rl_training.monitor.explain import explain
 from mlx_parallm.rl_training.monitor.tokens import read_tokens
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory
 from mlx_parallm.system.redaction import Redactor
+from mlx_parallm.tools.compare import differing, read_runs
 from mlx_parallm.tools.rollouts import Answers, Wanted
 
 MOST_NUMBERS = 24_000
@@ -335,6 +336,12 @@ class RunView:
 
     def _shown(self, value: Any) -> Any:
         return sendable(self._redactor.value(value))
+
+
+def differing_settings(views: Sequence[RunView]) -> dict[str, Any]:
+    """Return each setting whose value is not the same in all runs, with a value for each run. Secrets are not in it."""
+    runs = read_runs([view.path for view in views])
+    return {"settings": sendable(differing(runs)), "faults": [run.fault for run in runs]}
 
 
 # ---------------------------------------------------------------------- rows to groups

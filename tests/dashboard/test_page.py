@@ -188,6 +188,21 @@ def test_eight_tabs_do_not_block_each_other(url: str, opened: Opened) -> None:
     assert opened.problems == []
 
 
+def test_two_runs_over_each_other(tmp_path: Path, open_page: Open) -> None:
+    runs = [make_run(tmp_path, name="a"), make_run(tmp_path, steps=5, name="b", learning_rate=5e-4)]
+    with served(runs) as address:
+        page = open_page(f"{address}/dashboard")
+        page.wait_for_selector(".chart canvas")
+        page.keyboard.press("4")
+        page.wait_for_selector(".settings td:has-text('0.0005')")
+        page.locator(".chart button").first.click()
+        rows = [row.split("\t") for row in page.locator(".chart tbody tr").all_inner_texts()]
+        assert [row[0] for row in rows] == ["5", "4", "3", "2", "1"], "the steps of both"
+        assert rows[0][1] == "–" != rows[0][2] and rows[-1][1] == rows[-1][2] == "0.010"
+        page.select_option("select[aria-label=run]", "1")
+        page.wait_for_selector(".count:text-matches('^5 ')")
+
+
 def test_the_pages_functions(url: str, open_page: Open) -> None:
     page = open_page(f"{url}#/search")
     call = "async ([name, values]) => (await import('/dashboard/static/lib.js'))[name](...values)"
@@ -201,6 +216,9 @@ def test_the_pages_functions(url: str, open_page: Open) -> None:
     joined = lib("merged", before, more)
     assert joined["columns"] == {"a": [5, None, None], "b": [None, 7, 8]} and joined["cursor"] == "f-3"
     assert lib("merged", before, more | {"reset": True})["steps"] == [2, 3], "what was there is gone"
+    assert lib("running", [[1, 2], [0.5, None]]) == [1.5, 3.5]
+    both = lib("overlaid", [{"x": [1, 3], "values": [5, 6]}, {"x": [2, 3], "values": [7, 8]}])
+    assert both == {"x": [1, 2, 3], "columns": [[5, None, 6], [None, 7, 8]]}
     assert lib("beganAndNow", [0, 1, 2, 3]) == [0.5, 2.5]
     assert lib("readPlace", lib("writePlace", "group", ["a/b#c"], {"x": "1&2", "y": ""})) == {
         "view": "group",

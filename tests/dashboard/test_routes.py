@@ -19,7 +19,17 @@ from tests.server.serving import RunningServer, running_server
 
 KEY = "sk-of-the-dashboard"
 STATIC = Path(routes.__file__).parent / "static"
-DATA = ("runs", "metrics", "health", "evaluations", "events", "groups", "group?id=sums-1", "tokens?id=sums-1&number=0")
+DATA = (
+    "runs",
+    "compare",
+    "metrics",
+    "health",
+    "evaluations",
+    "events",
+    "groups",
+    "group?id=sums-1",
+    "tokens?id=sums-1&number=0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +118,13 @@ def test_the_command_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.Captu
     run = make_run(tmp_path, steps=0)
     assert cli.dashboard([str(run), str(run)]) == 2
     assert "is named twice" in capsys.readouterr().err
+
+
+def test_settings_that_differ(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, steps=1, name="a"), make_run(tmp_path, steps=1, name="b", learning_rate=5e-4)]
+    with served(runs) as url, httpx.Client(base_url=url, timeout=20) as http:
+        found = http.get("/dashboard/api/compare").json()
+    assert found == {"settings": {"rl_training.learning_rate": ["0.001", "0.0005"]}, "faults": ["", ""]}
 
 
 def test_an_old_run_opens() -> None:

@@ -5,9 +5,10 @@ import { merged, readPlace, writePlace } from "./lib.js";
 import { Overview, KEYS } from "./overview.js";
 import { Group, Search, Step } from "./groups.js";
 import { Tokens } from "./tokens.js";
+import { Compare } from "./compare.js";
 
 const HELP = [
-  ["1 2 3", "overview, groups, search"], ["[ ]", "step before, next step"], ["u i", "group before, next group; o opens it"],
+  ["1 2 3 4", "overview, groups, search, compare"], ["[ ]", "step before, next step"], ["u i", "group before, next group; o opens it"],
   ["j k", "next answer, answer before"], ["← →", "move on a chart or through tokens"], ["Enter", "on a chart: the groups of that step"],
   ["t", "on a chart: its table"], ["/", "search"], ["?", "this help"],
 ];
@@ -96,7 +97,7 @@ function App() {
   useEffect(() => {
     const keys = (event) => {
       if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
-      const to = { 1: writePlace("overview"), 2: writePlace("step", [step]), 3: writePlace("search"), "/": writePlace("search") }[event.key];
+      const to = { 1: writePlace("overview"), 2: writePlace("step", [step]), 3: writePlace("search"), 4: runs?.length > 1 && writePlace("compare"), "/": writePlace("search") }[event.key];
       if (to) {
         event.preventDefault();
         go(to);
@@ -119,6 +120,7 @@ function App() {
     group: () => html`<${Group} key=${place.rest[0]} ...${shared} id=${place.rest[0]} />`,
     tokens: () => html`<${Tokens} key=${place.rest.join()} ...${shared} id=${place.rest[0]} number=${Number(place.rest[1] ?? 0)} />`,
     search: () => html`<${Search} ...${shared} />`,
+    compare: () => runs?.length > 1 && html`<${Compare} ...${shared} runs=${runs} words=${words} smooth=${smooth} />`,
   };
   const tab = (name, view, to, also = []) => html`<a href=${to} aria-current=${place.view === view || also.includes(place.view) ? "page" : null}>${name}</a>`;
   return html`
@@ -128,7 +130,7 @@ function App() {
           : html`<h1>${info?.name ?? "mlx_parallm"}</h1>`}
         ${info && html`<span class="quiet model">${info.model ?? ""}${info.algorithm ? ` · ${info.algorithm}` : ""}</span>`}
       </div>
-      <nav aria-label="views">${tab("Overview", "overview", writePlace("overview"))}${tab("Groups", "step", writePlace("step", [step]), ["group", "tokens"])}${tab("Search", "search", writePlace("search"))}</nav>
+      <nav aria-label="views">${tab("Overview", "overview", writePlace("overview"))}${tab("Groups", "step", writePlace("step", [step]), ["group", "tokens"])}${tab("Search", "search", writePlace("search"))}${runs?.length > 1 && tab("Compare", "compare", writePlace("compare"))}</nav>
       <div class="now">
         ${info && html`<span class=${`badge ${word?.state ?? info.state}`}>${word?.state ?? info.state}</span> <span class="count">${last}${info.total_steps ? ` / ${info.total_steps}` : ""}</span>`}
         <button class="plain" onClick=${turn} aria-label=${theme === "dark" ? "light colours" : "dark colours"} title="light or dark">${theme === "dark" ? "☀" : "☾"}</button>

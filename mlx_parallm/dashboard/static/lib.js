@@ -101,3 +101,20 @@ export function searched(text, regex) {
     return null;
   }
 }
+
+/** Sums of several columns from the first row on: the seconds at which each step ended. */
+export function running(columns) {
+  let sum = 0;
+  const rows = Math.max(0, ...columns.map((column) => column.length));
+  return Array.from({ length: rows }, (_, row) => (sum += columns.reduce((all, column) => all + (column[row] ?? 0), 0)));
+}
+
+/** [{x, values}] of several runs → one rising x and a column for each run, null where it has no value. */
+export function overlaid(runs) {
+  const x = [...new Set(runs.flatMap((run) => run.x))].sort((a, b) => a - b);
+  const columns = runs.map((run) => {
+    const known = new Map(run.x.map((place, row) => [place, run.values[row]]));
+    return x.map((place) => known.get(place) ?? null);
+  });
+  return { x, columns };
+}

@@ -1,6 +1,6 @@
 // View 3: the tokens of one answer, coloured by a number of each.
 import { html, useData, useRef, useState, Problem } from "./ui.js";
-import { short, visible, writePlace } from "./lib.js";
+import { visible, writePlace } from "./lib.js";
 import { Chart } from "./chart.js";
 
 /** How each number is coloured: from `from` (no colour) to `to` (full), or on both sides of `middle`. */
@@ -69,12 +69,14 @@ export function Tokens({ run, id, number, query, theme, go }) {
       series=${[{ label: scale.label, values: sampled.map((i) => column[i] ?? null) }]} onPick=${(place) => { setAt(place - 1 - first); box.current.querySelector(`[data-i="${place - 1 - first}"]`)?.focus(); }} /></div>`}`;
 }
 
+const round = (value) => String(Number(value.toPrecision(3)));
+
 function Scale({ scale }) {
   const levels = Array.from({ length: LEVELS }, (_, n) => n + 1);
   if (scale.middle !== undefined) {
-    return html`<p class="scale quiet"><span>${short(scale.middle - scale.reach)}</span>${levels.toReversed().map((n) => html`<i class=${`n${n}`}></i>`)}<span>${short(scale.middle)}</span>${levels.map((n) => html`<i class=${`p${n}`}></i>`)}<span>${short(scale.middle + scale.reach)}</span></p>`;
+    return html`<p class="scale quiet"><span>${round(scale.middle - scale.reach)}</span>${levels.toReversed().map((n) => html`<i class=${`n${n}`}></i>`)}<span>${round(scale.middle)}</span>${levels.map((n) => html`<i class=${`p${n}`}></i>`)}<span>${round(scale.middle + scale.reach)}</span></p>`;
   }
-  return html`<p class="scale quiet"><span>${short(scale.from)}</span>${levels.map((n) => html`<i class=${`s${n}`}></i>`)}<span>${short(scale.to)} and beyond</span></p>`;
+  return html`<p class="scale quiet"><span>${round(scale.from)}</span>${levels.map((n) => html`<i class=${`s${n}`}></i>`)}<span>${round(scale.to)} and beyond</span></p>`;
 }
 
 /** Every number of the token under the pointer or the focus; its place is kept so that nothing jumps. */
