@@ -99,6 +99,8 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/server/middleware.py:RequestContextMiddleware.__call__": "one HTTP request's bug stays its own",
     "mlx_parallm/execution/user_code.py:user_code": "a user's function may raise anything: one line names it",
     "mlx_parallm/server/sse.py:EventStream._send_all": "the headers are out: the stream says what happened",
+    "mlx_parallm/traces/collector.py:_followed.followed": "what an agent's method raises ends its run, and is raised on",
+    "mlx_parallm/traces/collector.py:_followed.followed_async": "the same",
     "scripts/generate_model_table.py:kernels_called": "whatever an architecture raises is no kernel",
     "scripts/generate_model_table.py:try_one": "whatever an architecture raises is the finding",
 }
@@ -242,7 +244,7 @@ def test_mlx_lms_trainer_is_not_imported() -> None:
 
 
 def test_package_init_files_are_empty() -> None:
-    faces = ("__init__", "cli", "experts", "orchestrator", "primitives")  # what people import from
+    faces = ("__init__", "cli", "experts", "orchestrator", "primitives", "traces")  # what people import from
     inits = [s for s in sources("mlx_parallm") if s.path.endswith("/__init__.py") and s.unit not in faces]
     assert inits
     assert [s.path for s in inits if s.text.strip()] == []

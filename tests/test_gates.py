@@ -43,7 +43,7 @@ LINES: dict[str, int] = {
     "server": 4000,
     "system": 1130,
     "tools": 2810,
-    "traces": 3270,
+    "traces": 4140,
     "trl": 1250,
 }
 
@@ -78,6 +78,9 @@ VARIABLE_ATTRIBUTES: dict[
     "rl_training.plan.preflight:_dtype": "a dtype by the name in the configuration",
     "rl_training.step.optimizer:optimizer_keys": "an optimizer of mlx.optimizers, whatever it has",
     "server.metrics:_EngineCollector.collect": "the engine's counters, by their names in a table",
+    "traces.collector:AgentHook.restore": "the agent's methods, by the names that it gives them",
+    "traces.collector:AgentHook.wrap": "the agent's methods, by the names that it gives them",
+    "traces.collector:_method": "the agent's methods, by the names that it gives them",
     "trl.callbacks:Callbacks.add": "a callback has the methods that it wants",
     "trl.callbacks:Callbacks.call": "a callback has the methods that it wants",
     "system.blas:share_blas_between": "a BLAS's own function that sets its threads",

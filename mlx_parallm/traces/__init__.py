@@ -1,0 +1,23 @@
+"""Traces of agents: follow an agent in this process, read its checkpoints, or the logs of other programs.
+
+from mlx_parallm.traces import TraceCollector, hook_into_agent
+"""
+
+from mlx_parallm.traces.checkpoints import CheckpointLoader
+from mlx_parallm.traces.collector import TraceCollector, hook_into_agent
+from mlx_parallm.traces.execution import ExecutionTrace, ReasoningStep, ToolCallTrace
+from mlx_parallm.traces.reading import read_traces, write_traces
+from mlx_parallm.traces.schema import Label, Trace
+
+__all__ = [
+    "CheckpointLoader",
+    "ExecutionTrace",
+    "Label",
+    "ReasoningStep",
+    "ToolCallTrace",
+    "Trace",
+    "TraceCollector",
+    "hook_into_agent",
+    "read_traces",
+    "write_traces",
+]

@@ -12,7 +12,19 @@ from mlx_parallm.errors import TraceError
 
 SHOWN = 20
 Run = Callable[[Namespace], int]
-FORMATS = ("auto", "atif", "openai", "recorded", "rollouts", "claude-code", "codex", "otlp", "verifiers", "art")
+FORMATS = (
+    "auto",
+    "atif",
+    "openai",
+    "recorded",
+    "collected",
+    "rollouts",
+    "claude-code",
+    "codex",
+    "otlp",
+    "verifiers",
+    "art",
+)
 
 
 def traces(parser: ArgumentParser) -> Run:

@@ -14,7 +14,7 @@ from mlx_parallm.traces.importers.chats import art, atif, openai_chat, verifiers
 from mlx_parallm.traces.importers.coding_agents import claude_code, codex
 from mlx_parallm.traces.importers.otel import holds_spans, otlp
 from mlx_parallm.traces.importers.report import Importer, ImportReport
-from mlx_parallm.traces.importers.runs import is_recording, recorded, rollouts
+from mlx_parallm.traces.importers.runs import collected, is_collection, is_recording, recorded, rollouts
 from mlx_parallm.traces.privacy import RedactionHit, redact_trace, review_lines
 from mlx_parallm.traces.schema import Trace, dump_line, read_jsonl
 
@@ -22,6 +22,7 @@ IMPORTERS: dict[str, Importer] = {
     "atif": atif,
     "openai": openai_chat,
     "recorded": recorded,
+    "collected": collected,
     "rollouts": rollouts,
     "claude-code": claude_code,
     "codex": codex,
@@ -42,6 +43,8 @@ def detect(path: Path) -> str:
         return "recorded"
     if path.name == STORE or (path / STORE).is_file():
         return "rollouts"
+    if is_collection(path):
+        return "collected"
     if path.is_dir():
         raise TraceError(f"{path} is neither a recorder's directory nor a run's: name the files in it")
     return _format_of_file(path)

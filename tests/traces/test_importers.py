@@ -358,5 +358,5 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="there is no format 'xml'"):
         list(read_traces(tmp_path, source="xml"))
     assert set(IMPORTERS) == {
-        *("atif", "openai", "recorded", "rollouts", "claude-code", "codex", "otlp", "verifiers", "art")
+        *("atif", "openai", "recorded", "collected", "rollouts", "claude-code", "codex", "otlp", "verifiers", "art")
     }

@@ -10,10 +10,13 @@ from mlx_parallm.errors import TraceError
 from mlx_parallm.rl_training.monitor.samples import without_template
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, STORE_FILE
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.traces.importers.chats import atif
 from mlx_parallm.traces.importers.report import ImportReport
 from mlx_parallm.traces.schema import Json, Trace, new_trace
 from mlx_parallm.traces.session import SESSIONS, Session, read_sessions
 from mlx_parallm.types import Rollout, weight_spans
+
+COLLECTED = "????-??-??/*.json"
 
 
 def recorded(path: Path, report: ImportReport) -> Iterator[Trace]:
@@ -27,6 +30,12 @@ def recorded(path: Path, report: ImportReport) -> Iterator[Trace]:
         for trace in session.traces():
             report.traces += 1
             yield trace
+
+
+def collected(path: Path, report: ImportReport) -> Iterator[Trace]:
+    """A `TraceCollector`'s directory: `YYYY-MM-DD/ID.json`."""
+    for file in sorted(path.glob(COLLECTED)):
+        yield from atif(file, report)
 
 
 def rollouts(path: Path, report: ImportReport) -> Iterator[Trace]:
@@ -95,6 +104,10 @@ def _sampled_step(segment: Rollout, places: Sequence[int]) -> Json:
     if segment.logprobs is not None:
         metrics["logprobs"] = list(segment.logprobs[first:last])
     return {"metrics": metrics, "llm_call_count": 1}
+
+
+def is_collection(path: Path) -> bool:
+    return path.is_dir() and next(path.glob(COLLECTED), None) is not None
 
 
 def is_recording(path: Path) -> bool:

@@ -1,0 +1,248 @@
+"""CheckpointLoader: the runs in the checkpoints of an agent framework (`session_data`, `task_state`), each once.
+
+A checkpoint is JSON, or a pickle that is read by an unpickler which builds plain values only: it imports nothing and
+calls nothing, and an object of any class becomes its attributes. Checkpoints of one agent overlap; a run's id is made
+of its session, its question and its time, or its place in the session where it has no time.
+"""
+
+import io
+import json
+import pickle
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date, datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import TraceError
+from mlx_parallm.traces.execution import Event, ExecutionTrace, ReasoningStep, ToolCallTrace
+from mlx_parallm.traces.schema import Json, iso_time, parsed_arguments, text_of, unix_time
+
+CHECKPOINTS = Path("Agents") / "checkpoint"
+_PLAIN: Mapping[tuple[str, str], Any] = {
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "bytearray"): bytearray,
+    ("builtins", "complex"): complex,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "defaultdict"): defaultdict,
+    ("collections", "deque"): deque,
+    ("collections", "Counter"): Counter,
+    ("datetime", "datetime"): datetime,
+    ("datetime", "date"): date,
+    ("datetime", "timedelta"): timedelta,
+    ("datetime", "timezone"): timezone,
+}
+"""What a pickle may build. None of them runs code of the file's choice."""
+
+
+class _Inert:
+    """Stands for an object of a class that is not loaded: keeps its attributes and does nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "_Inert":
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["args"] = args
+
+    def __setstate__(self, state: Any) -> None:
+        parts = state if isinstance(state, tuple) else (state,)
+        for part in parts:
+            if isinstance(part, dict):
+                self.__dict__.update({str(key): value for key, value in part.items()})
+
+    def append(self, item: Any) -> None:
+        self.__dict__.setdefault("items", []).append(item)
+
+    def extend(self, items: Iterable[Any]) -> None:
+        self.__dict__.setdefault("items", []).extend(items)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__dict__[str(key)] = value
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _PLAIN.get((module, name), _Inert)
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
+
+
+def read_checkpoint(path: Path) -> Any:
+    """Return a checkpoint's plain values. Raises TraceError: it cannot be read."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        if path.suffix == ".json":
+            return json.loads(data)
+        return _plain(_PlainUnpickler(io.BytesIO(data)).load())
+    except (pickle.UnpicklingError, ValueError, TypeError, EOFError, IndexError, KeyError, AttributeError) as error:
+        raise TraceError(f"{path} is no checkpoint: {type(error).__name__}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _Inert):
+        return {key: _plain(item) for key, item in vars(value).items() if key != "args" or item}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return [_plain(item) for item in value]
+    return value.isoformat() if isinstance(value, date) else value
+
+
+class CheckpointLoader:
+    """Reads the checkpoints of agents: `directory/AGENT/*.pkl` or `*.json`.
+
+    Args:
+        directory: of all agents.
+        max_age_hours: older checkpoints are left out; None = all.
+    """
+
+    def __init__(self, directory: Path | str = CHECKPOINTS, *, max_age_hours: float | None = None) -> None:
+        self.directory = Path(directory)
+        self.max_age_hours = max_age_hours
+        self.skipped: dict[str, str] = {}  # checkpoint → why it was left out
+
+    def discover_all_agents(self) -> list[str]:
+        return sorted(path.name for path in self.directory.glob("*") if path.is_dir() and any(self._files(path.name)))
+
+    def _files(self, agent: str) -> Iterator[Path]:
+        """The newest first: it knows the most of a run."""
+        folder = self.directory / agent
+        files = [path for pattern in ("*.pkl", "*.json") for path in folder.glob(pattern)]
+        oldest = 0.0 if self.max_age_hours is None else time.time() - 3600 * self.max_age_hours
+        newest_first = sorted(files, key=lambda path: (path.stat().st_mtime, path.name), reverse=True)
+        return (path for path in newest_first if path.stat().st_mtime >= oldest)
+
+    def load_traces(self, agent: str) -> list[ExecutionTrace]:
+        """Each run of an agent once, the oldest first. A checkpoint that cannot be read is in `skipped`."""
+        found: dict[str, ExecutionTrace] = {}
+        for path in self._files(agent):
+            try:
+                checkpoint = read_checkpoint(path)
+                if not isinstance(checkpoint, dict):
+                    raise TraceError(f"{path} is no checkpoint: it holds no attributes")
+                views = list(_runs(checkpoint))
+            except (TraceError, TypeError, AttributeError, ValueError) as error:
+                self.skipped[str(path)] = str(error)
+                continue
+            for view in views:
+                found.setdefault(view.trace_id, view)
+        return sorted(found.values(), key=lambda view: view.timestamp)
+
+    def load_all_agents_traces(self) -> dict[str, list[ExecutionTrace]]:
+        return {agent: self.load_traces(agent) for agent in self.discover_all_agents()}
+
+    def get_training_statistics(self) -> Json:
+        everything = self.load_all_agents_traces()
+        views = [view for listed in everything.values() for view in listed]
+        return {
+            "agents": {agent: len(listed) for agent, listed in everything.items()},
+            "traces": len(views),
+            "tool_calls": sum(len(view.tool_calls) for view in views),
+            "skipped": dict(self.skipped),
+        }
+
+
+def _runs(checkpoint: Mapping[str, Any]) -> Iterator[ExecutionTrace]:
+    """A run is a question of the user and what followed up to the next one."""
+    sessions = checkpoint.get("session_data") or {}
+    tasks = list(_tasks(checkpoint.get("task_state") or {}))
+    scopes = checkpoint.get("variable_scopes") or {}
+    for session_id, session in sessions.items():
+        history = session.get("history") or session.get("messages") or [] if isinstance(session, dict) else session
+        turns = _turns(history)
+        for number, turn in enumerate(turns):
+            until = turns[number + 1][0].get("timestamp") if number + 1 < len(turns) else None
+            thoughts = _thoughts(scopes) if number == len(turns) - 1 and len(sessions) == 1 else []
+            yield _run(
+                str(session_id), turn, f"turn-{number}", thoughts, _within(tasks, turn[0].get("timestamp"), until)
+            )
+
+
+def _turns(history: Iterable[Any]) -> list[list[Json]]:
+    turns: list[list[Json]] = []
+    for message in history:
+        if not isinstance(message, dict):
+            continue
+        if message.get("role") == "user":
+            turns.append([message])
+        elif turns:
+            turns[-1].append(message)
+    return turns
+
+
+def _run(
+    session_id: str, turn: Sequence[Json], place: str, thoughts: Sequence[ReasoningStep], tasks: Mapping[str, list[Any]]
+) -> ExecutionTrace:
+    events: list[Event] = [*thoughts]
+    answers: list[str] = []
+    called: dict[str, Json] = {}
+    for message in turn[1:]:
+        for call in message.get("tool_calls") or ():
+            called[str(call.get("id"))] = call.get("function") or {}
+        text = text_of(message.get("content"))
+        if message.get("role") == "tool":
+            function = called.get(str(message.get("tool_call_id")), {})
+            name = str(message.get("name") or function.get("name") or "tool")
+            arguments = parsed_arguments(function.get("arguments")) or {}
+            failed = text.lstrip().lower().startswith("error")
+            events.append(ToolCallTrace(name, arguments, text, not failed, error=text if failed else None))
+        elif message.get("role") == "assistant" and text:
+            answers.append(text)
+    question = turn[0]
+    timestamp = _time(question.get("timestamp"))
+    view = ExecutionTrace.of_events(
+        session_id,
+        text_of(question.get("content")),
+        events,
+        answers[-1] if answers else "",
+        timestamp=timestamp or place,
+        source="checkpoint",
+        **tasks,
+    )
+    if timestamp is None:
+        view.trace.steps[0].timestamp = None
+    return view
+
+
+def _time(value: Any) -> str | None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return iso_time(float(value))
+    return str(value) if value is not None and unix_time(value) is not None else None
+
+
+def _tasks(state: Mapping[str, Any]) -> Iterator[tuple[float | None, str, str]]:
+    """When a task was created, what became of it, and what it was."""
+    for name, task in state.items():
+        if isinstance(task, dict):
+            created = _time(task.get("created_at"))
+            status = str(task.get("status") or "created")
+            yield None if created is None else unix_time(created), status, str(task.get("description") or name)
+
+
+def _within(tasks: Iterable[tuple[float | None, str, str]], begin: Any, end: Any) -> dict[str, list[Any]]:
+    """The tasks that were created between two questions; one without a time belongs to no run."""
+    first, last = (unix_time(text) if (text := _time(value)) is not None else None for value in (begin, end))
+    found: dict[str, list[Any]] = {}
+    for created, status, text in tasks:
+        if created is None or first is None or created < first or (last is not None and created >= last):
+            continue
+        found.setdefault("tasks_created", []).append(text)
+        if status in ("completed", "failed"):
+            found.setdefault(f"tasks_{status}", []).append(text)
+    return found
+
+
+def _thoughts(scopes: Mapping[str, Any]) -> list[ReasoningStep]:
+    found = []
+    for kind in ("reasoning", "delegation"):
+        scope = scopes.get(kind)
+        for name, value in scope.items() if isinstance(scope, dict) else ():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            found.append(ReasoningStep(kind, f"{name}: {text}"))
+    return found

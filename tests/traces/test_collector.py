@@ -1,0 +1,189 @@
+"""Runs of an agent in this process, and of its checkpoints, as ExecutionTrace: each once, unmixed, restored."""
+
+import asyncio
+import json
+import os
+import pickle
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import atif
+import pytest
+
+from mlx_parallm.errors import TraceError
+from mlx_parallm.traces import (
+    CheckpointLoader,
+    ExecutionTrace,
+    ReasoningStep,
+    ToolCallTrace,
+    TraceCollector,
+    hook_into_agent,
+    read_traces,
+)
+
+
+class Agent:
+    """Answers with the sum of its tools' answers; knows nothing of traces."""
+
+    def __init__(self) -> None:
+        self.collector: TraceCollector | None = None
+
+    async def a_run(self, query: str, session_id: str = "default") -> str:
+        first = await self.arun_function("double", x=int(query))
+        await asyncio.sleep(0)
+        second = self.run_function("add", {"a": first, "b": 1})
+        if self.collector is not None:
+            self.collector.record_reasoning_step("plan", f"think of {query}", confidence=0.5, insights=["even"])
+        return f"answer {second}"
+
+    async def arun_function(self, function_name: str, **arguments: Any) -> int:
+        await asyncio.sleep(0)
+        return arguments["x"] * 2
+
+    def run_function(self, name: str, arguments: dict[str, int]) -> int:
+        if arguments["a"] > 100:
+            raise ValueError("too large")
+        return arguments["a"] + arguments["b"]
+
+
+async def test_a_hooked_agent_is_followed_and_restored(tmp_path: Path) -> None:
+    agent, collector = Agent(), TraceCollector(tmp_path)
+    agent.collector = collector
+    with hook_into_agent(agent, collector):
+        answers = await asyncio.gather(*(agent.a_run(str(n), session_id=f"s{n}") for n in range(20)))
+        with pytest.raises(ValueError, match="too large"):
+            await agent.a_run("99", session_id="failed")
+    assert answers == [f"answer {2 * n + 1}" for n in range(20)]
+    await agent.a_run("5")  # not followed any more
+    assert not {"a_run", "arun_function", "run_function"} & set(vars(agent))
+    views = {view.session_id: view for view in collector.load_traces()}
+    assert len(views) == 21
+    for n in range(20):  # at the same time, and not mixed
+        view = views[f"s{n}"]
+        assert (view.user_query, view.final_response) == (str(n), f"answer {2 * n + 1}")
+        calls = [(call.tool_name, call.arguments, call.result, call.success) for call in view.tool_calls]
+        assert calls == [
+            ("double", {"x": n}, str(2 * n), True),
+            ("add", {"a": 2 * n, "b": 1}, str(2 * n + 1), True),
+        ]
+        assert view.reasoning_steps == [ReasoningStep("plan", f"think of {n}", 0.5, ["even"], [])]
+    failed = views["failed"]
+    assert [call.success for call in failed.tool_calls] == [True, False]
+    assert failed.tool_calls[1].error == "ValueError: too large" and failed.tasks_failed == ["ValueError: too large"]
+    with pytest.raises(TraceError, match="none of the methods"):
+        hook_into_agent(object(), collector)
+
+
+def test_labels_statistics_and_the_flat_form(tmp_path: Path) -> None:
+    collector = TraceCollector(tmp_path)
+    with pytest.raises(TraceError, match="no run was started"):
+        collector.finish_trace("x")
+    for number in range(3):
+        collector.start_trace("s", f"question {number}")
+        collector.record_tool_call("look", {"q": number}, {"found": number}, number != 1, 12.5, None)
+        for kind in ("created", "completed") if number else ("created",):
+            collector.record_task(kind, f"task {number}")
+        view = collector.finish_trace(f"answer {number}", total_tokens_in=7, llm_calls_count=2)
+    assert (view.total_tokens_in, view.llm_calls_count, view.tasks_completed) == (7, 2, ["task 2"])
+    atif.Trajectory.model_validate(view.trace.to_json())
+    day = datetime.now(UTC).date().isoformat()
+    assert (tmp_path / day / f"{view.trace_id}.json").is_file() and len(view.trace_id) == 12
+    collector.label_trace(view.trace_id, True)
+    labeled = collector.label_trace(view.trace_id, False, "looked again")
+    assert (labeled.label, labeled.manual_review, labeled.review_notes) == (False, True, "looked again")
+    assert len(labeled.trace.labels) == 2
+    assert [view.user_query for view in collector.get_unlabeled_traces()] == ["question 0", "question 1"]
+    assert collector.load_traces(labeled_only=True)[0].trace_id == view.trace_id
+    assert collector.load_traces(min_tool_calls=2) == []
+    assert [trace.id for trace in read_traces(tmp_path)] == [v.trace_id for v in collector.load_traces()]
+    assert collector.get_statistics()["tool_success_rate"] == pytest.approx(2 / 3)
+    flat = labeled.to_dict()
+    assert flat["tool_calls"][0]["duration_ms"] == 12.5
+    again = ExecutionTrace.from_dict(json.loads(json.dumps(flat)))
+    assert again.to_dict() == flat | {"tool_calls": again.to_dict()["tool_calls"]}
+    assert again.tool_calls == labeled.tool_calls
+    with pytest.raises(TraceError, match="not an execution trace"):
+        ExecutionTrace.from_dict({"session_id": "s"})
+
+
+def test_secrets_of_a_run_are_not_written(tmp_path: Path) -> None:
+    collector = TraceCollector(tmp_path)
+    collector.start_trace("s", "use AKIA2E0A8F3B244C9986")
+    collector.record_tool_call("login", {"password": "hunter2000"}, "ok")
+    collector.finish_trace("done")
+    written = "".join(path.read_text() for path in tmp_path.rglob("*.json"))
+    assert "AKIA2E0A8F3B244C9986" not in written and "hunter2000" not in written
+    assert len(collector.hits) == 2
+
+
+def test_a_trace_of_any_source_has_the_view(tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "run", "arguments": '{"n": 1}'}}
+    rows = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "Error: no such file"},
+        {"role": "assistant", "content": "a"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": rows}) + "\n")
+    [trace] = read_traces(path)
+    view = ExecutionTrace(trace)
+    assert (view.user_query, view.final_response, view.llm_calls_count) == ("q", "a", 2)
+    assert view.tool_calls == [ToolCallTrace("run", {"n": 1}, "Error: no such file", False, 0.0, "Error: no such file")]
+    assert [step.content for step in view.reasoning_steps] == ["hm"]
+
+
+class AgentCheckpoint:
+    """A class of the framework, which the loader does not have."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch /tmp/mlx_parallm_evil",)
+
+
+def message(role: str, content: str, at: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **({"timestamp": at} if at else {}), **more}
+
+
+def test_overlapping_checkpoints_give_each_run_once(tmp_path: Path) -> None:
+    folder = tmp_path / "isaa"
+    folder.mkdir()
+    history = [
+        message("user", "one", "2026-11-22T10:00:00"),
+        message("tool", "Error: down", name="search"),
+        message("assistant", "first"),
+        message("user", "no time"),
+        message("assistant", "second"),
+        message("user", "three", "2026-11-22T12:00:00"),
+        message("assistant", "third"),
+    ]
+    tasks = {
+        "t1": {"description": "find", "status": "completed", "created_at": "2026-11-22T10:05:00"},
+        "t2": {"description": "lost", "status": "failed"},
+    }
+    for number, end in enumerate((3, 5, 7)):
+        checkpoint = AgentCheckpoint(session_data={"s": {"history": history[:end]}}, task_state=tasks)
+        path = folder / f"c{number}.pkl"
+        path.write_bytes(pickle.dumps(checkpoint))
+        os.utime(path, (1000 + number, 1000 + number))
+    (folder / "old.json").write_text(json.dumps({"session_data": {"s": {"history": history[:3]}}}))
+    os.utime(folder / "old.json", (1, 1))
+    (folder / "evil.pkl").write_bytes(pickle.dumps({"session_data": Evil()}))
+    (folder / "broken.pkl").write_bytes(b"\x80\x04nothing")
+    loader = CheckpointLoader(tmp_path)
+    views = {view.user_query: view for view in loader.load_traces("isaa")}
+    assert len(loader.load_traces("isaa")) == len(views) == 3
+    assert not Path("/tmp/mlx_parallm_evil").exists()
+    assert [Path(path).name for path in loader.skipped] == ["broken.pkl"]
+    one = views["one"]
+    assert [(call.tool_name, call.success) for call in one.tool_calls] == [("search", False)]
+    assert (one.final_response, one.tasks_completed) == ("first", ["find"])
+    assert views["three"].tasks_created == []
+    assert loader.discover_all_agents() == ["isaa"]
+    assert loader.get_training_statistics()["traces"] == 3
+    assert CheckpointLoader(tmp_path, max_age_hours=1).load_traces("isaa") == []
