@@ -99,7 +99,7 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/server/middleware.py:RequestContextMiddleware.__call__": "one HTTP request's bug stays its own",
     "mlx_parallm/execution/user_code.py:user_code": "a user's function may raise anything: one line names it",
     "mlx_parallm/server/sse.py:EventStream._send_all": "the headers are out: the stream says what happened",
-    "mlx_parallm/traces/collector.py:_followed.followed": "what an agent's method raises ends its run, and is raised on",
+    "mlx_parallm/traces/collector.py:_followed.followed": "what an agent's method raises ends its run too",
     "mlx_parallm/traces/collector.py:_followed.followed_async": "the same",
     "scripts/generate_model_table.py:kernels_called": "whatever an architecture raises is no kernel",
     "scripts/generate_model_table.py:try_one": "whatever an architecture raises is the finding",

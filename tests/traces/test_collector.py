@@ -96,7 +96,7 @@ def test_labels_statistics_and_the_flat_form(tmp_path: Path) -> None:
     assert [view.user_query for view in collector.get_unlabeled_traces()] == ["question 0", "question 1"]
     assert collector.load_traces(labeled_only=True)[0].trace_id == view.trace_id
     assert collector.load_traces(min_tool_calls=2) == []
-    assert [trace.id for trace in read_traces(tmp_path)] == [v.trace_id for v in collector.load_traces()]
+    assert {trace.id for trace in read_traces(tmp_path)} == {v.trace_id for v in collector.load_traces()}
     assert collector.get_statistics()["tool_success_rate"] == pytest.approx(2 / 3)
     flat = labeled.to_dict()
     assert flat["tool_calls"][0]["duration_ms"] == 12.5
