@@ -126,7 +126,7 @@ function App() {
   return html`
     <header class="bar">
       <div class="who">
-        ${runs && runs.length > 1 ? html`<select aria-label="run" value=${run} onChange=${(event) => choose(Number(event.target.value))}>${runs.map(({ id, name }) => html`<option value=${id} selected=${id === run}>${name}</option>`)}</select>`
+        ${runs && runs.length > 1 ? html`<h1><select aria-label="run" value=${run} onChange=${(event) => choose(Number(event.target.value))}>${runs.map(({ id, name }) => html`<option value=${id} selected=${id === run}>${name}</option>`)}</select></h1>`
           : html`<h1>${info?.name ?? "mlx_parallm"}</h1>`}
         ${info && html`<span class="quiet model">${info.model ?? ""}${info.algorithm ? ` · ${info.algorithm}` : ""}</span>`}
       </div>
