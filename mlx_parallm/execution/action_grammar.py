@@ -62,7 +62,8 @@ def parse_actions(text: str, parameters: Mapping[str, Sequence[str]] | None = No
 
 def write_action(kind: Literal["tool", "delegate"], name: str, arguments: Mapping[str, Any]) -> str:
     """Return the line of a call, which `parse_actions` reads back; the arguments are JSON values."""
-    if any(not key.isidentifier() or keyword.iskeyword(key) for key in arguments):
+    plain = all(key.isascii() and key.isidentifier() and not keyword.iskeyword(key) for key in arguments)
+    if not plain:  # Python reads other letters of an identifier by their NFKC form: "ﬀ" as "ff"
         return f"{kind.upper()}: {name}({json.dumps(dict(arguments), ensure_ascii=False)})"
     values = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
     return f"{kind.upper()}: {name}({values})"

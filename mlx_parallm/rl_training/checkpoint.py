@@ -173,9 +173,13 @@ class Checkpointer:
         return there.same_moment(state)
 
     def _point_beside(self, name: str) -> None:
-        """checkpoints/latest and checkpoints/final, the paths that the specification prints, mean the newest run's."""
+        """checkpoints/latest and checkpoints/final, the paths that the specification prints, mean the newest run's.
+
+        A file or directory of that name stays, and so does a link that does not point into a run: it is the user's.
+        """
         link = self.run_directory.parent / name
-        if link.is_symlink() or not link.exists():
+        is_ours = link.is_symlink() and link.readlink().parts[1:] == (name,)
+        if is_ours or not os.path.lexists(link):
             point(link, f"{self.run_directory.name}/{name}")
 
     # ------------------------------------------------------------------ resume

@@ -263,6 +263,13 @@ def test_old_ones_go_and_latest_follows(tmp_path: Path) -> None:
     assert (tmp_path / "latest").resolve() == run / "step_001000"
 
 
+@pytest.mark.parametrize(("target", "then"), [("data", "data"), ("data/x", "data/x"), ("other/latest", "run/latest")])
+def test_a_link_of_the_users_beside_the_run_stays(tmp_path: Path, target: str, then: str) -> None:
+    (tmp_path / "latest").symlink_to(target)
+    make_checkpointer(tmp_path / "run", trained(steps=0)).save(state_at(1))
+    assert (tmp_path / "latest").readlink() == Path(then)
+
+
 def in_progress(mini_batches: int) -> StepInProgress:
     position = StepPosition(next_mini_batch=mini_batches, updates=mini_batches, order=(1, 0)).to_json()
     return StepInProgress(3, ("a", "b"), position, {"groups": 2})
