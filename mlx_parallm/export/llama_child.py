@@ -17,6 +17,7 @@ def main(file: str, url_file: str, context: str, host: str, adapter: str | None 
     params.model.path = file
     params.hostnames, params.port = [host], 0
     params.n_ctx, params.n_parallel, params.use_jinja, params.warmup = int(context), 1, True, False
+    params.n_gpu_layers, params.no_kv_offload, params.no_op_offload = 0, True, True  # a GPU rounds float32 to float16
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     if adapter:

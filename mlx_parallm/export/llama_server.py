@@ -138,7 +138,19 @@ def _command(file: Path, adapter: Path | None, port_file: Path) -> list[str]:
         port = free.getsockname()[1]
     port_file.write_text(f"http://{HOST}:{port}")
     command = ["llama-server", "-m", str(file), "--host", HOST, "--port", str(port), "-c", str(CONTEXT), "-np", "1"]
-    command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off", "--jinja"]
+    command += [
+        "-ctk",
+        "f32",
+        "-ctv",
+        "f32",
+        "-fa",
+        "off",
+        "--jinja",
+        "-ngl",
+        "0",
+        "--no-kv-offload",
+        "--no-op-offload",
+    ]
     return [*command, *(["--lora", str(adapter)] if adapter else [])]
 
 

@@ -42,6 +42,7 @@ class ModelSource:
         name: of the files, and in the file.
         chat_template: text or file, in the place of the tokenizer's own; None = that one; "none" = there need be none.
         notes: what a reader of the report has to know.
+        revision: of a hub id.
     """
 
     base: str
@@ -49,6 +50,7 @@ class ModelSource:
     name: str = "model"
     chat_template: str | None = None
     notes: tuple[str, ...] = ()
+    revision: str | None = None
 
 
 def source_of_run(path: Path, *, name: str | None = None, chat_template: str | None = None) -> ModelSource:
@@ -69,9 +71,11 @@ def source_of_run(path: Path, *, name: str | None = None, chat_template: str | N
     options = config.model.chat_template_kwargs
     note = f"the run renders chats with {options}: give llama-server --chat-template-kwargs '{json.dumps(options)}' too"
     notes = (note,) if options else ()
+    if config.rl_training.lora.quantize_base:
+        notes += ("the run trained beside a base in 4 bits; the adapter is added to the base as it was before",)
     if (step / "config.json").is_file():  # a run that trained all weights
         return ModelSource(str(step), None, name, template, notes)
-    return ModelSource(config.model.base_path, step, name, template, notes)
+    return ModelSource(config.model.base_path, step, name, template, notes, config.model.revision)
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ class SourceTensor:
 
 def open_model(source: ModelSource) -> OpenModel:
     """Open the files; nothing large is read. Raises ModelError; AdapterError: it is of another model."""
-    path = resolve_model_path(source.base)
+    path = resolve_model_path(source.base, source.revision)
     config = read_config(path)
     try:
         model, _ = load_hf_model(path, lazy=True)

@@ -121,6 +121,8 @@ class ExportPipeline:
             raise ConfigError(f"{directory} exists already: choose another --to, an export never replaces anything")
         if self.destination.ollama and self.adapter_only:
             raise ConfigError("Ollama takes no adapter (since 0.34.1): leave --adapter-only out")
+        if "/" in self.source.name or not self.source.name:
+            raise ConfigError(f"--name {self.source.name!r}: it becomes a file's name, without /")
         deployer = OllamaDeployer(self.ollama_url) if self.destination.ollama else None
         if deployer is not None:
             self.say(f"Ollama {deployer.version()} at {deployer.url}")

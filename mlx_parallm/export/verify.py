@@ -44,7 +44,7 @@ class Limits:
 
 
 LIMITS = {
-    "f32": Limits(1e-3, 0.0, 0),
+    "f32": Limits(1e-2, 1e-2, 1),
     "f16": Limits(0.5, 0.05, PROMPTS),
     "bf16": Limits(0.5, 0.1, PROMPTS),
     "q8_0": Limits(1.0, 0.3, PROMPTS // 4),
@@ -124,7 +124,7 @@ def verify(
     prompts = draw_prompts(tokenizer)
     found = _compare_answers(server, source, kind, prompts)
     limits = LIMITS.get(kind, COARSE)
-    narrow, prompts_allowed = max(limits.gap, rounding), limits.prompts if not rounding else max(2, limits.prompts)
+    narrow, prompts_allowed = max(limits.gap, rounding), max(limits.prompts, 2 if rounding else 0)
     if any(gap > narrow for gap in found.gaps) or len(found.gaps) > prompts_allowed:
         faults.append(
             f"{len(found.gaps)} of {len(prompts)} greedy answers are others, by up to {max(found.gaps):.2g} nats:"
@@ -196,7 +196,7 @@ def draw_prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 def _compare_answers(server: LlamaServer, source: ModelSource, kind: str, prompts: Sequence[list[int]]) -> _Found:
     found = _Found()
-    model = ModelConfig(base_path=source.base, dtype="float32" if kind == "f32" else "auto")
+    model = ModelConfig(base_path=source.base, revision=source.revision, dtype="float32" if kind == "f32" else "auto")
     config = Config(model=model, server=ServerConfig(max_model_len=CONTEXT))
     with InferenceModule(source.base, adapter_path=source.adapter, config=config) as ours:
         result = ours.generate(prompts, TOKENS, temperature=0.0, return_logits=True)

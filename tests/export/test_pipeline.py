@@ -149,6 +149,7 @@ def test_what_can_be_refused_is_refused_before_anything_is_written(
         ([*tiny, "--to", tmp_path / "x", "--adapter-only"], "--adapter-only needs an adapter"),
         (["--base-model", bare, "--to", tmp_path / "x"], "has no chat template: llama.cpp would take another model's"),
         ([tmp_path / "there"], "is no run directory"),
+        ([*tiny, "--name", "a/b"], "it becomes a file's name, without /"),
         ([*tiny, "--to", "ollama:m", "--ollama-url", "http://127.0.0.1:9"], "is `ollama serve` running"),
         ([*tiny, "--verify", "http://127.0.0.1:9"], "http://127.0.0.1:9/tokenize does not answer"),
         ([*tiny, "--verify", "never"], "'never' is not a URL"),
