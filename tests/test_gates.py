@@ -28,7 +28,7 @@ LINES: dict[str, int] = {
     "engine": 3690,
     "environments": 4850,
     "execution": 2650,
-    "experts": 1560,
+    "experts": 1610,
     "export": 2260,
     "inference": 950,
     "integrations": 1470,

@@ -76,6 +76,14 @@ class ExpertOutput:
     hidden: mx.array  # [B, L · S, H] after the step
 
 
+@dataclass(frozen=True)
+class PackedState:
+    """Where B rows of steps begin, when a row may hold several episodes one after the other."""
+
+    state: mx.array  # [B, L · S, H] before the first step
+    begins: np.ndarray  # [B, T] bool: another episode begins with this step, its memory is 0
+
+
 class RNNExpertBase(nn.Module):
     """What GRU and LSTM experts share. A `losses.ppo.Policy`; called, it keeps its own memory (`reset_hidden`)."""
 
@@ -114,16 +122,31 @@ class RNNExpertBase(nn.Module):
         """Return zeros [B, L · S, H]: the memory that an episode begins with."""
         return mx.zeros((rows, self._config.num_layers * self.states, self._config.hidden_dim))
 
-    def features(self, observations: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
+    def features(self, observations: mx.array, state: mx.array | PackedState | None) -> tuple[mx.array, mx.array]:
         """observations [B, T, D] → [B, T, H], and the memory after them."""
-        state = self.initial_state(len(observations)) if state is None else state
+        begins = state.begins if isinstance(state, PackedState) else None
+        memory = state.state if isinstance(state, PackedState) else state
+        memory = self.initial_state(len(observations)) if memory is None else memory
         x, after = nn.relu(self.encoder(observations)), []
         for number, layer in enumerate(self.layers):
             if number:
                 x = self.dropout(x)
-            x, new = self.run_layer(layer, x, state[:, number * self.states : (number + 1) * self.states])
+            own = memory[:, number * self.states : (number + 1) * self.states]
+            x, new = self.run_layer(layer, x, own) if begins is None else self._run_episodes(layer, x, own, begins)
             after.append(new)
         return x, mx.concatenate(after, axis=1)
+
+    def _run_episodes(
+        self, layer: nn.Module, x: mx.array, state: mx.array, begins: np.ndarray
+    ) -> tuple[mx.array, mx.array]:
+        """As `run_layer`; where an episode begins, the row's memory is 0 before the step."""
+        cuts, outputs = np.flatnonzero(begins.any(axis=0)).tolist(), list[mx.array]()
+        for first, part in zip([0, *cuts], mx.split(x, cuts, axis=1), strict=True):
+            if outputs:
+                state = mx.where(mx.array(begins[:, first])[:, None, None], 0.0, state)
+            output, state = self.run_layer(layer, part, state)
+            outputs.append(output)
+        return mx.concatenate(outputs, axis=1), state
 
     def step(
         self,
@@ -152,7 +175,7 @@ class RNNExpertBase(nn.Module):
         return output.raw, output.hidden
 
     def scores(
-        self, observations: mx.array, actions: mx.array, state: mx.array | None
+        self, observations: mx.array, actions: mx.array, state: mx.array | PackedState | None
     ) -> tuple[mx.array, mx.array, mx.array]:
         """`losses.ppo.Policy.scores`: replay rows [B, T, …] of raw actions from `state`."""
         x, _ = self.features(observations, state)

@@ -4,8 +4,9 @@
     cut        columns → rows: one a piece of an episode, right-padded, each with the memory that it began with
     update     `epochs` passes over the rows in mini-batches: `losses.ppo`, the one PPO of this package
 
-A row is replayed from the memory of its first step, so the first update's ratios are 1. An episode that was truncated,
-or that the horizon cuts, has γ V of the state that it stopped in as part of its last reward; a terminated one has not.
+A piece is replayed from the memory of its first step, so the first update's ratios are 1. An episode that was
+truncated, or that the horizon cuts, has γ V of the state that it stopped in as part of its last reward; a terminated
+one has not.
 """
 
 import json
@@ -24,7 +25,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import CheckpointError, ConfigError
-from mlx_parallm.experts.expert import RNNExpertBase
+from mlx_parallm.experts.expert import PackedState, RNNExpertBase
 from mlx_parallm.experts.saving import load_expert, save_expert
 from mlx_parallm.experts.tasks import VectorTask
 from mlx_parallm.losses.policy_gradient import LossOptions, policy_loss
@@ -116,20 +117,37 @@ class Rows:
     state: np.ndarray
 
     def take(self, rows: np.ndarray, mean: float, deviation: float) -> Steps:
-        """Return these rows as a `Steps`, cut to their longest, advantages normalised by `mean` and `deviation`."""
-        longest = int(self.lengths[rows].max())
-        mask = np.arange(longest) < self.lengths[rows][:, None]
-        part = lambda array: mx.array(array[rows, :longest])  # noqa: E731
+        """Return these pieces as a `Steps`, advantages normalised by `mean` and `deviation`.
+
+        A row of it is as long as the longest piece. Short pieces follow each other in one, so that little is padding.
+        """
+        lengths = self.lengths[rows]
+        line, offset = pack(lengths, self.state[rows].any(axis=(1, 2)))
+        inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        source = np.repeat(rows, lengths), inside
+        target = np.repeat(line, lengths), np.repeat(offset, lengths) + inside
+        shape = (int(line.max()) + 1, int(lengths.max()))
+
+        def part(array: np.ndarray) -> np.ndarray:
+            packed = np.zeros((*shape, *array.shape[2:]), array.dtype)
+            packed[target] = array[source]
+            return packed
+
+        mask, begins = np.zeros(shape, bool), np.zeros(shape, bool)
+        mask[target] = True
+        begins[line, offset] = offset > 0
+        state = np.zeros((shape[0], *self.state.shape[1:]), np.float32)
+        state[line[offset == 0]] = self.state[rows[offset == 0]]
         values, advantages = part(self.values), part(self.advantages)
         return Steps(
-            observations=part(self.observations),
-            actions=part(self.actions),
+            observations=mx.array(part(self.observations)),
+            actions=mx.array(part(self.actions)),
             mask=mx.array(mask),
-            logprobs=part(self.log_probs),
-            values=values,
-            advantages=(advantages - mean) / deviation,
-            returns=advantages + values,
-            state=mx.array(self.state[rows]),
+            logprobs=mx.array(part(self.log_probs)),
+            values=mx.array(values),
+            advantages=mx.array((advantages - mean) / deviation),
+            returns=mx.array(advantages + values),
+            state=PackedState(mx.array(state), begins),
         )
 
 
@@ -143,6 +161,27 @@ class Piece:
     values: np.ndarray
     rewards: np.ndarray  # with γ V of the state after the last step where it was cut
     state: np.ndarray
+
+
+def pack(lengths: np.ndarray, remembers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Place pieces into lines as long as the longest; return each piece's line and offset in it, [R] int each.
+
+    Pieces that begin with a memory (`remembers`, [R] bool) begin a line. The others go into the first line with room
+    for them, the longest first.
+
+    Worked: lengths [1, 3, 2, 1], the last one remembers → it begins line 0; the piece of 3 line 1; the piece of 2 goes
+    to line 0 behind the last one; the piece of 1 finds no room and begins line 2.
+    """
+    longest, room = int(lengths.max()), list[int]()
+    line, offset = np.zeros(len(lengths), int), np.zeros(len(lengths), int)
+    for piece in sorted(range(len(lengths)), key=lambda piece: (not remembers[piece], -lengths[piece])):
+        fits = None if remembers[piece] else next((n for n, left in enumerate(room) if left >= lengths[piece]), None)
+        if fits is None:
+            fits = len(room)
+            room.append(longest)
+        line[piece], offset[piece] = fits, longest - room[fits]
+        room[fits] -= int(lengths[piece])
+    return line, offset
 
 
 def cut(columns: Columns, gamma: float, gae_lambda: float) -> Rows:

@@ -15,7 +15,7 @@ from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.experts import ExpertConfig, RecurrentPPO, RecurrentPPOConfig, RNNExpertBase, evaluate, load_expert
 from mlx_parallm.experts.examples.running import exit_in_words
 from mlx_parallm.experts.expert import make_expert
-from mlx_parallm.experts.ppo import Columns, cut
+from mlx_parallm.experts.ppo import Columns, cut, pack
 from mlx_parallm.experts.saving import save_expert
 from mlx_parallm.experts.tasks import (
     ConstantTask,
@@ -25,7 +25,7 @@ from mlx_parallm.experts.tasks import (
     flight,
     projectile_observation,
 )
-from mlx_parallm.losses.ppo import loss_inputs
+from mlx_parallm.losses.ppo import Steps, loss_inputs
 
 
 class RecallTask:
@@ -95,9 +95,49 @@ def test_pieces_of_episodes_and_their_advantages() -> None:
     assert rows.actions.tolist() == [[0, 1, 0], [2, 3, 4]]
     assert rows.state[:, 0, 0].tolist() == [7.0, 0.0]  # only an episode's first piece goes on from before
     steps = rows.take(np.array([1, 0]), mean=1.0, deviation=2.0)
-    assert steps.mask.tolist() == [[True, True, True], [True, True, False]]
-    np.testing.assert_allclose(np.array(steps.advantages)[0], [0, 0, 0.5])
-    np.testing.assert_allclose(np.array(steps.returns)[0], [1, 2, 4])
+    assert steps.mask.tolist() == [[True, True, False], [True, True, True]]  # what goes on from before is first
+    np.testing.assert_allclose(np.array(steps.advantages)[1], [0, 0, 0.5])
+    np.testing.assert_allclose(np.array(steps.returns)[1], [1, 2, 4])
+    assert steps.state.state[:, 0, 0].tolist() == [7.0, 0.0] and not steps.state.begins.any()
+
+
+def test_short_pieces_share_a_row() -> None:
+    """Lengths 1, 3, 2, 1, the last with a memory: it begins row 0, the piece of 2 follows it; 3 fills row 1."""
+    line, offset = pack(np.array([1, 3, 2, 1]), np.array([False, False, False, True]))
+    assert line.tolist() == [2, 1, 0, 0] and offset.tolist() == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("kind", ["gru", "lstm"])
+def test_an_episode_in_a_shared_row_counts_as_in_a_row_of_its_own(kind: str) -> None:
+    """Log-probabilities, values and gradients of packed rows, beside those of each piece by itself."""
+    task = ProjectileTask(4)
+    ppo = RecurrentPPO(expert_for(task, kind), task, RecurrentPPOConfig(horizon=12))
+    for head in (ppo.expert.policy_mean, ppo.expert.value_head):
+        head.weight = mx.random.normal(head.weight.shape)
+    ppo.collect()
+    columns = ppo.collect()
+    columns.ended[[1, 3, 4, 8], [0, 1, 1, 2]] = True  # short ones; what they contain does not matter here
+    rows = cut(columns, 0.9, 0.95)
+    everything = np.arange(len(rows.lengths))
+    together = rows.take(everything, 0.0, 1.0)
+    assert together.state.begins.any() and len(together.mask) < len(rows.lengths) and together.mask.sum() == 48
+
+    def summed(batches: list[Steps]) -> tuple[float, list[mx.array]]:
+        def loss(parameters: dict[str, Any]) -> mx.array:
+            ppo.expert.update(parameters)
+            parts = []
+            for batch in batches:
+                logprobs, entropy, values = ppo.expert.scores(batch.observations, batch.actions, batch.state)
+                parts.append((batch.mask * batch.returns * (logprobs + values**2 + entropy)).sum())
+            return sum(parts[1:], parts[0])
+
+        value, gradient = mx.value_and_grad(loss)(ppo.expert.trainable_parameters())
+        return value.item(), [array for _, array in tree_flatten(gradient)]
+
+    packed, alone = summed([together]), summed([rows.take(np.array([row]), 0.0, 1.0) for row in everything])
+    assert packed[0] == pytest.approx(alone[0], rel=1e-4)
+    for one, other in zip(packed[1], alone[1], strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4 * float(mx.abs(other).max()) + 1e-5)
 
 
 @pytest.mark.parametrize("limit", [False, True])

@@ -17,7 +17,7 @@ from mlx_parallm.experts.saving import load_expert
 from mlx_parallm.experts.tasks import GymnasiumTask
 
 EPISODES = 20  # to choose the best expert by, and other ones to judge it by
-CHOSEN_BY, UNSEEN = 10**6, 3 * 10**6
+CHOSEN_BY, UNSEEN = 10**6, 8 * 10**6
 
 
 def mean_return(expert: RNNExpertBase, id: str, seed: int) -> float:
