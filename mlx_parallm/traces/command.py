@@ -203,4 +203,56 @@ def _scan(commands: Any) -> Run:
     return run
 
 
-ACTIONS = {"record": _record, "import": _import, "show": _show, "scan": _scan}
+def _build(commands: Any) -> Run:
+    """Make a data set of traces: rows for training, split by session, without near-duplicates."""
+    parser = commands.add_parser("build", help="make a data set of traces", description=_build.__doc__)
+    parser.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="traces, or anything that can be imported")
+    parser.add_argument("--kind", choices=("sft", "preference", "kto", "grpo", "prompts", "atif"), required=True)
+    parser.add_argument(
+        "--to", metavar="DIR", type=Path, required=True, help="gets train.jsonl, test.jsonl, dataset.json"
+    )
+    parser.add_argument("--test-fraction", type=float, default=0.1, help="share that is held out (default 0.1)")
+    parser.add_argument(
+        "--near-duplicates", type=float, default=0.9, help="similarity of rows that count as one; 1 = equal"
+    )
+    parser.add_argument("--good-from", type=float, default=0.5, help="least score of a good trace (default 0.5)")
+    parser.add_argument("--least-gap", type=float, default=0.1, help="between chosen and rejected (default 0.1)")
+    parser.add_argument("--balance", type=float, default=0.0, help="kto: most times that one side may be the other")
+    parser.add_argument("--sidechains", action="store_true", help="keep the runs of sub-agents")
+    parser.add_argument("--license", metavar="NAME", help="of the data set")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="upload it to the Hugging Face hub, as a private data set")
+    _add_redaction(parser)
+
+    def run(args: Namespace) -> int:
+        from mlx_parallm.traces.builders import DatasetOptions, build_dataset, write_dataset
+        from mlx_parallm.traces.privacy import RedactionHit, secret_finder
+        from mlx_parallm.traces.publishing import check_leftovers, push_dataset
+        from mlx_parallm.traces.reading import read_traces, redacted
+
+        finder = None if args.no_redact else secret_finder()
+        options = DatasetOptions(
+            args.kind,
+            test_fraction=args.test_fraction,
+            near_duplicates=args.near_duplicates,
+            good_from=args.good_from,
+            least_gap=args.least_gap,
+            balance=args.balance,
+            sidechains=args.sidechains,
+        )
+        hits = list[RedactionHit]()
+        found = (trace for path in args.paths for trace in redacted(read_traces(path), finder, hits))
+        card = write_dataset(build_dataset(found, options), args.to, license=args.license)
+        lines = [f"{args.kind}: {card['rows']['train']} rows to train on, {card['rows']['test']} held out: {args.to}"]
+        lines += [f"left out {count}: {reason}" for reason, count in card["left_out"].items()]
+        if hits:
+            lines.append(f"redacted: {len(hits)} places")
+        _print(lines)
+        if args.push:
+            check_leftovers(args.to)
+            _print([f"pushed: {push_dataset(args.to, args.push)}"])
+        return 0
+
+    return run
+
+
+ACTIONS = {"record": _record, "import": _import, "show": _show, "build": _build, "scan": _scan}

@@ -1,6 +1,6 @@
 """GRPO on recorded sessions: agents of two turns, scored by the feedback route; the held-out gain over the base.
 
-    .venv/bin/python -m scripts.bench.sessions_grpo --seeds 3 --steps 30
+    .venv/bin/python -m scripts.bench.sessions_grpo --seeds 0 1 2 --steps 30
 
 The agent is openai's client with `base_url=…/sessions/NAME/v1`: it asks the tiny model to reverse four letters, then
 another four, and scores the session by the share of right answers. Eight sessions of one opening are a group. Held out
@@ -157,10 +157,10 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args()
-    for seed in range(args.seeds):
+    for seed in args.seeds:
         with tempfile.TemporaryDirectory() as directory:
             Run(seed, args.steps).execute(Path(directory))
 

@@ -2,12 +2,14 @@
 
 Forms (TRL's): `prompt, chosen, rejected`, or `chosen, rejected` as message lists with a common beginning; KTO:
 `prompt, completion, label`, or pairs, which are split up; SFT: `messages`, `prompt, completion` or `text`. Prompts and
-completions are strings or lists of messages.
+completions are strings or lists of messages. Each form may have `tools` (a list of definitions, or JSON text of one).
+An assistant's message of `weight` 0 is context that is not learned.
 """
 
 import difflib
 import functools
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +41,7 @@ class Example:
     completions: tuple[Text, ...]
     key: str
     label: bool = True
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 def read_examples(config: DataConfig, algorithm: str) -> tuple[list[Example], list[Example]]:
@@ -59,19 +62,22 @@ def _read(config: DataConfig, algorithm: str, file: str, split: str) -> list[Exa
     examples = []
     for where, row in rows_of(file, config.subset, split, SECTION):
         columns = _form(row, forms, algorithm, where)
+        tools = _tools(row.get("tools"), where)
         if "chosen" in columns:
             prompt, chosen, rejected = _pair(row, chat=chat, where=where)
             key = prompt_key(prompt)
             if algorithm in PAIRED:
-                examples.append(Example(where, prompt, (chosen, rejected), key))
+                examples.append(Example(where, prompt, (chosen, rejected), key, tools=tools))
             else:
-                examples += [Example(where, prompt, (chosen,), key), Example(where, prompt, (rejected,), key, False)]
+                sides = ((chosen, True), (rejected, False))
+                examples += [Example(where, prompt, (side,), key, good, tools) for side, good in sides]
             continue
         label = row.get("label", True)
         if "label" in columns and not isinstance(label, bool):
             raise _bad(where, f"label is {label!r}; expected true (desirable) or false")
         prompt, completion = _single(row, columns, chat=chat, where=where)
-        examples.append(Example(where, prompt, (completion,), prompt_key(prompt or _opening(completion)), label))
+        key = prompt_key(prompt or _opening(completion))
+        examples.append(Example(where, prompt, (completion,), key, label, tools))
     return examples
 
 
@@ -168,9 +174,42 @@ def _opening(conversation: Text) -> Text:
 def _messages(value: Any, name: str, where: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list) or not value:
         raise _bad(where, f"{name} is {value!r}; expected a string or a list of messages")
-    if problem := bad_message(value):
+    if not all(isinstance(message, Mapping) for message in value):
+        raise _bad(where, f"{name}: a message is no object")
+    messages = [_for_template(message) for message in value]
+    if problem := bad_message(messages):
         raise _bad(where, f"{name}: {problem}")
-    return tuple(value)
+    return tuple(messages)
+
+
+def _for_template(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message as chat templates read it: the arguments of calls are objects, the content of bare calls is ""."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [_call_for_template(call) for call in message["tool_calls"]]
+    content = "" if message.get("content") is None else message["content"]
+    return {**message, "content": content, "tool_calls": calls}
+
+
+def _call_for_template(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise _bad(where, f"tools is text, but not JSON: {error}") from error
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise _bad(where, "tools is no list of objects (or JSON text of one)")
+    return tuple(tools or ())
 
 
 def _string(value: Any, name: str, where: str) -> str:

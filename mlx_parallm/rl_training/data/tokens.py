@@ -76,10 +76,11 @@ def encode_all(
 
     Raises ConfigError: a row that the template refuses or rewrites, or that is too long (see `data.too_long`).
     """
-    render = partial(tokenizer.render_chat_text, template_kwargs=template_kwargs)
+    plain = partial(tokenizer.render_chat_text, template_kwargs=template_kwargs)
     units, skipped, first = [], 0, ""
     for example in examples:
         own = config.end_token == "tokenizer"
+        render = partial(plain, tools=list(example.tools)) if example.tools else plain
         sides = [_encode(example, text, tokenizer, render, own_end=own) for text in example.completions]
         if not segments and any(len(side) > 1 for side in sides):
             raise ConfigError(
@@ -150,9 +151,10 @@ def _turns(
             sequences[-1].append((encode(before[len(shown) :]), False))
         else:
             sequences.append([(encode(before), False)])
-        sequences[-1].append((encode(answer) + closing, True))
+        sequences[-1].append((encode(answer) + closing, messages[number].get("weight") != 0))
         shown = before + answer if closed else None  # the template's next turn does not show that end
-    return [_joined(spans, example) for spans in sequences]
+    learned = [spans for spans in sequences if any(trained for _, trained in spans)]
+    return [_joined(spans, example) for spans in learned or sequences]
 
 
 def _without_tail(answer: str, tokenizer: ChatTokenizer) -> tuple[str, bool]:

@@ -202,3 +202,24 @@ def test_a_saved_configuration_is_read_again(tmp_path: Path) -> None:
     assert config.data.path == str(tmp_path / "rows.jsonl")
     (tmp_path / "saved.toml").write_text(config.to_toml())
     assert load_config(tmp_path / "saved.toml") == config
+
+
+def test_tools_and_calls_as_json_text(tmp_path: Path) -> None:
+    """Definitions and arguments may be JSON text: they reach the template as objects, whatever the form."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    answer = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    row = {"prompt": "q", "completion": answer, "label": True, "tools": json.dumps(tools)}
+    pair = {"prompt": "q", "chosen": answer, "rejected": "no", "tools": tools}
+    path = tmp_path / "rows.jsonl"
+    for rows, algorithm in (([row], "kto"), ([pair], "dpo")):
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        [example], _ = read_examples(DataConfig(path=str(path), eval_fraction=0), algorithm)
+        assert list(example.tools) == tools
+        [message] = example.completions[0]
+        assert isinstance(message, dict)
+        assert message["content"] == "" and message["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
+    for wrong in ("{", '{"a": 1}', 3):
+        path.write_text(json.dumps(row | {"tools": wrong}) + "\n")
+        with pytest.raises(ConfigError, match="tools is"):
+            read_examples(DataConfig(path=str(path), eval_fraction=0), "kto")

@@ -147,3 +147,17 @@ def test_the_tiny_models_tokens(tiny_tokenizer: Tokenizer) -> None:
 def test_a_rollout_of_it_was_sampled_by_nobody() -> None:
     rollout = Encoded(np.array([5, 6, 7], np.int32), np.array([False, True, True])).rollout()
     assert (rollout.tokens, rollout.mask, rollout.policy_versions) == ((5, 6, 7), (0, 1, 1), (-1, -1, -1))
+
+
+def test_an_answer_of_weight_0_is_context() -> None:
+    shown = ANSWER | {"weight": 0}
+    [unit] = encode(Characters(), Example("x:1", (), ((USER, shown, MORE, SECOND),), "k"), segments=True)
+    whole, learned = texts(unit.sequences[0])
+    assert whole == "u:2+2?$\na:4$\nu:and 3+3?$\na:six$"
+    assert learned == "." * (len(whole) - 4) + "six$"
+    # Where the template rewrites history, the shown answer would be a sequence of its own: there is none.
+    tokenizer = Characters(forgets_thoughts=True)
+    thought = SECOND | {"content": "hm</think>six"}
+    example = Example("x:1", (), ((USER, thought | {"weight": 0}, MORE, thought),), "k")
+    [only] = encode(tokenizer, example, segments=True)
+    assert texts(only.sequences[0])[1].strip(".") == "hm</think>six$"
