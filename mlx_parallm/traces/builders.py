@@ -26,6 +26,7 @@ from mlx_parallm import __version__
 from mlx_parallm.errors import ConfigError, TraceError
 from mlx_parallm.system.files import write_directory
 from mlx_parallm.traces.execution import MANUAL
+from mlx_parallm.traces.privacy import leftovers
 from mlx_parallm.traces.schema import Json, Trace, TraceStep, dump_line, messages_of, text_of
 from mlx_parallm.traces.session import prompt_hash
 
@@ -34,6 +35,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 FEEDBACK = "feedback"
 PERMUTATIONS = 128  # of MinHash: its estimate of similarity is off by 0.09 at most
 SHINGLE = 5  # words
+SHOWN_LEFTOVERS = 5
 LABEL_WORDS = {"good": 1.0, "bad": 0.0, "up": 1.0, "down": 0.0}
 
 
@@ -416,3 +418,26 @@ def write_dataset(dataset: Dataset, directory: Path, *, license: str | None = No
 
 def _only(counts: Counter[str]) -> str:
     return next(iter(counts)) if len(counts) == 1 else "mixed"
+
+
+def check_leftovers(directory: Path) -> None:
+    """Raises TraceError: a secret still stands in the files of a data set."""
+    found = list(leftovers(sorted(directory.glob("*.jsonl"))))
+    if found:
+        more = f" and {len(found) - SHOWN_LEFTOVERS} more" if len(found) > SHOWN_LEFTOVERS else ""
+        raise TraceError(f"not pushed: secrets still stand in {'; '.join(found[:SHOWN_LEFTOVERS])}{more}")
+
+
+def push_dataset(directory: Path, repository: str) -> str:
+    """Upload a data set's directory as a private data set; return its URL. Raises TraceError: the hub refuses."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HTTPError as TransportError
+
+    try:
+        api = HfApi()
+        url = api.create_repo(repository, repo_type="dataset", private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, repo_type="dataset", folder_path=directory)
+    except (HfHubHTTPError, HFValidationError, TransportError, OSError) as error:
+        raise TraceError(f"the hub does not take {repository}: {error}") from error
+    return str(url)

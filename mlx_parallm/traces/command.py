@@ -224,9 +224,14 @@ def _build(commands: Any) -> Run:
     _add_redaction(parser)
 
     def run(args: Namespace) -> int:
-        from mlx_parallm.traces.builders import DatasetOptions, build_dataset, write_dataset
+        from mlx_parallm.traces.builders import (
+            DatasetOptions,
+            build_dataset,
+            check_leftovers,
+            push_dataset,
+            write_dataset,
+        )
         from mlx_parallm.traces.privacy import RedactionHit, secret_finder
-        from mlx_parallm.traces.publishing import check_leftovers, push_dataset
         from mlx_parallm.traces.reading import read_traces, redacted
 
         finder = None if args.no_redact else secret_finder()
