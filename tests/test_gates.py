@@ -38,7 +38,7 @@ LINES: dict[str, int] = {
     "orchestrator": 1920,
     "primitives": 160,
     "rewards": 2070,
-    "rl_training": 10580,
+    "rl_training": 10660,
     "rollout_store": 1280,
     "server": 4000,
     "system": 1130,
