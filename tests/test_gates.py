@@ -43,7 +43,7 @@ LINES: dict[str, int] = {
     "server": 4000,
     "system": 1130,
     "tools": 2810,
-    "traces": 4640,
+    "traces": 4780,
     "trl": 1250,
 }
 
