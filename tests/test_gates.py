@@ -21,7 +21,7 @@ TINY_MODULE_LINES = 80
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
     "(root)": 1340,
-    "cli": 1260,
+    "cli": 1270,
     "config": 2050,
     "dashboard": 730,
     "distributed": 440,
@@ -31,7 +31,7 @@ LINES: dict[str, int] = {
     "experts": 1610,
     "export": 2260,
     "inference": 950,
-    "integrations": 1470,
+    "integrations": 1870,
     "library": 1010,
     "losses": 860,
     "models": 3450,

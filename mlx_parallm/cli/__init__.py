@@ -7,6 +7,7 @@ serve = script("mlx_parallm_serve")
 explain = script("mlx_parallm_explain")
 rollouts = script("mlx_parallm_rollouts")
 dashboard = script("mlx_parallm_dashboard")
+mcp = script("mlx_parallm_mcp")
 show_checkpoint = script("mlx_parallm_show_checkpoint")
 evaluate = script("mlx_parallm_eval")
 replay = script("mlx_parallm_replay")
@@ -24,6 +25,7 @@ __all__ = [
     "explain",
     "export",
     "main",
+    "mcp",
     "merge_lora",
     "replay",
     "rollouts",

@@ -66,6 +66,14 @@ COMMANDS = (
         "mlx_parallm_serve",
     ),
     Command(
+        "mcp",
+        "start",
+        "Serve the tools with which an agent runs trainings, over MCP.",
+        "mlx_parallm.integrations.mcp_server.server:mcp",
+        "mlx_parallm_mcp",
+        "Trainings go on when it ends, and are found again. docs/mcp_server.md.",
+    ),
+    Command(
         "explain",
         "look",
         "Say what a run did and why it does not learn.",

@@ -61,7 +61,7 @@ def build_sources(
             source = make(config, seed=seed, name=name)
         source.progress = progress
         source.use_tools(tools)
-        if config.kind == "tools" and source.tools is None:
+        if config.kind == "tools" and source.tools is None and config.tools != ():
             raise ConfigError('kind = "tools" needs tools: set [[tools.mcp]] or tools.functions (docs/tools.md)')
         sources.append(source)
     return tuple(sources)

@@ -1,0 +1,258 @@
+"""Trainings: real `mlx_parallm train` processes that are started, watched and ended by name.
+
+    DIRECTORY/NAME/training.json   what was started: process, port, configuration
+    DIRECTORY/NAME/exit_code       written by the shell around the process when it ends
+    DIRECTORY/NAME/train.log       what it printed
+    DIRECTORY/NAME/run             its run directory
+    DIRECTORY/current              the training that is meant where no name is said
+
+Nothing is kept in memory alone: a training goes on while its starter restarts, and is found again.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from mlx_parallm.config.load import load_config
+from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
+from mlx_parallm.system.files import write_atomically
+
+State = Literal["starting", "running", "completed", "stopped", "failed"]
+
+RECORD, EXIT_CODE, LOG, RUN, CONFIG, CURRENT = (
+    *("training.json", "exit_code", "train.log", "run", "config.toml"),
+    "current",
+)
+STOP_TIMEOUT_S = 90.0  # for the last checkpoint; then the process is killed
+LOG_LINES = 20
+SHOWN = ("step", "reward_mean", "loss", "kl", "grad_norm", "tokens", "time_rollout_s", "time_train_s")
+# The shell outlives a SIGTERM to the group, so that it can write the exit code of what it has started.
+_SHELL = """trap : TERM INT HUP
+"$@" & child=$!
+while :; do wait $child; code=$?; kill -0 $child 2>/dev/null || break; done
+echo $code > "$0.new"; mv "$0.new" "$0"
+"""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What training.json holds. `pid` is the shell's, which leads the process group; `created` tells it from a later
+    process of the same number."""
+
+    name: str
+    pid: int
+    created: float
+    port: int
+    total_steps: int
+    started_at: float
+    stop_requested: bool = False
+
+
+class Trainings:
+    """The trainings of a directory. Any number of threads may call it."""
+
+    def __init__(self, directory: Path, *, most_running: int = 1) -> None:
+        self.directory, self._most_running = directory.absolute(), most_running
+        self._lock = threading.Lock()
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def start(self, name: str, config: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+        """Start a training; return its status.
+
+        Args:
+            config: a TOML file, the name of a shipped configuration, or TOML text.
+            overrides: "section.key=value".
+
+        Raises ConfigError: a name that is taken or no file name, a bad configuration, too many trainings.
+        """
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"name {name!r}: letters, digits, points, - and _, at most 64, beginning with no sign")
+        if "\n" in config:
+            loaded = load_config(None, list(overrides), text=config)
+        else:
+            loaded = load_config(config, list(overrides))
+        with self._lock:
+            home = self.directory / name
+            if home.exists():
+                raise ConfigError(f"there is a training {name!r} already: choose another name")
+            running = [each["name"] for each in self.all() if each["state"] in ("starting", "running")]
+            if len(running) >= self._most_running:
+                raise ConfigError(f"{', '.join(running)} is running, and at most {self._most_running} may: stop one")
+            home.mkdir()
+            file = home / CONFIG
+            if "\n" in config:
+                file.write_text(config, encoding="utf-8")
+            port = _free_port()
+            settings = [
+                *overrides,
+                f"server.port={port}",
+                f"rl_training.checkpoint_dir={home}",
+                f"rl_training.run_name={RUN}",
+            ]
+            command = [
+                sys.executable,
+                "-m",
+                "mlx_parallm",
+                "train",
+                "--config",
+                str(file if "\n" in config else config),
+            ]
+            command += [part for setting in settings for part in ("--set", setting)]
+            with (home / LOG).open("wb") as log:
+                process = subprocess.Popen(
+                    ["/bin/sh", "-c", _SHELL, str(home / EXIT_CODE), *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self._children[name] = process
+            created = psutil.Process(process.pid).create_time()
+            self._write(Training(name, process.pid, created, port, loaded.rl_training.total_steps, time.time()))
+            write_atomically(self.directory / CURRENT, name.encode())
+        return self.status(name)
+
+    def stop(self, name: str = "") -> dict[str, Any]:
+        """Ask a training to save and end; kill it if it does not within STOP_TIMEOUT_S. Return its status.
+
+        Raises ConfigError: there is none of this name.
+        """
+        training = self._read(name or self.current())
+        if self._process(training) is not None:
+            self._write(Training(**{**asdict(training), "stop_requested": True}))
+            _signal(training, signal.SIGTERM)
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            while self._process(training) is not None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if self._process(training) is not None:
+                _signal(training, signal.SIGKILL)
+        return self.status(training.name)
+
+    def switch(self, name: str) -> dict[str, Any]:
+        """Make a training the current one; return its status. Raises ConfigError: there is none of this name."""
+        training = self._read(name)
+        write_atomically(self.directory / CURRENT, training.name.encode())
+        return self.status(training.name)
+
+    def all(self) -> list[dict[str, Any]]:
+        """Return the status of every training, the newest first."""
+        names = [path.parent.name for path in self.directory.glob(f"*/{RECORD}")]
+        return sorted(map(self.status, names), key=lambda status: -status["started_at"])
+
+    def status(self, name: str = "") -> dict[str, Any]:
+        """Return state, step, metrics of the last step and address of a training, and after a failure the end of its
+        log. Raises ConfigError: there is none of this name."""
+        training = self._read(name or self.current())
+        state, lines = self._state(training), self._lines(training.name)
+        last = lines[-1] if lines else {}
+        status: dict[str, Any] = {
+            "name": training.name,
+            "state": state,
+            "current": training.name == self._current(),
+            "step": last.get("step", 0),
+            "total_steps": training.total_steps,
+            "metrics": {key: last[key] for key in SHOWN if last.get(key) is not None},
+            "url": f"http://127.0.0.1:{training.port}/v1" if state == "running" else None,
+            "run": str(self.directory / training.name / RUN),
+            "started_at": training.started_at,
+        }
+        if state == "failed":
+            status["log"] = self.log(training.name)
+        return status
+
+    def log(self, name: str = "", lines: int = LOG_LINES) -> str:
+        """Return the end of what a training printed. Raises ConfigError: there is none of this name."""
+        path = self.directory / self._read(name or self.current()).name / LOG
+        return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+    def running(self, name: str = "") -> Training:
+        """Return a training that serves. Raises ConfigError: there is none of this name, or it does not run."""
+        training = self._read(name or self.current())
+        if (state := self._state(training)) != "running":
+            raise ConfigError(f"training {training.name!r} is {state}: only one that runs answers")
+        return training
+
+    def current(self) -> str:
+        """Raises ConfigError: no training was started."""
+        if name := self._current():
+            return name
+        raise ConfigError("there is no training yet: start one, or say its name")
+
+    def _current(self) -> str:
+        path = self.directory / CURRENT
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+    def _state(self, training: Training) -> State:
+        if self._process(training) is not None:
+            return "running" if self._serves(training) else "starting"
+        path = self.directory / training.name / EXIT_CODE
+        code = path.read_text().strip() if path.is_file() else ""  # none: killed, or the machine went down
+        lines = self._lines(training.name)
+        if code == "0":
+            return "completed" if lines and lines[-1]["step"] >= training.total_steps else "stopped"
+        return "stopped" if training.stop_requested else "failed"
+
+    def _serves(self, training: Training) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", training.port), timeout=1.0):
+                return True
+        except OSError:
+            return False
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        try:
+            return MetricsFile(self.directory / name / RUN / METRICS_FILE).last(1)
+        except CheckpointError:  # it is being written
+            return []
+
+    def _process(self, training: Training) -> psutil.Process | None:
+        """Return the running process; collect one that has ended."""
+        child = self._children.get(training.name)
+        if child is not None:
+            child.poll()
+        try:
+            process = psutil.Process(training.pid)
+            same = abs(process.create_time() - training.created) < 1.0
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.Error:
+            return None
+
+    def _read(self, name: str) -> Training:
+        """Raises ConfigError."""
+        path = self.directory / name / RECORD
+        if not _NAME.fullmatch(name) or not path.is_file():
+            known = ", ".join(sorted(found.parent.name for found in self.directory.glob(f"*/{RECORD}"))) or "none"
+            raise ConfigError(f"there is no training {name!r}; there are: {known}")
+        data: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return Training(**data)
+
+    def _write(self, training: Training) -> None:
+        write_atomically(self.directory / training.name / RECORD, (json.dumps(asdict(training)) + "\n").encode())
+
+
+def _signal(training: Training, number: int) -> None:
+    try:
+        os.killpg(training.pid, number)
+    except ProcessLookupError:  # it has ended meanwhile
+        return
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
