@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.cli.command import Run
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.execution.tool_client import INSTALL
@@ -28,7 +27,7 @@ INSTRUCTIONS = (
 )
 
 
-def mcp(parser: ArgumentParser) -> Run:
+def mcp(parser: ArgumentParser) -> Callable[[Namespace], int]:
     """`mlx_parallm mcp`: the server, over stdio or streamable HTTP on this machine."""
     parser.add_argument("--directory", type=Path, default=Path("trainings"), metavar="DIR", help="of trainings")
     parser.add_argument("--http", type=int, metavar="PORT", help="serve http://127.0.0.1:PORT/mcp; default: stdio")
