@@ -20,6 +20,7 @@ GRAVITY = 9.81  # m/s²
 HIT_M = 1.0  # a shot nearer than this hits
 ATTEMPTS = 10
 MAX_VELOCITY = 100.0  # m/s
+TARGETS_M, WINDS = (50.0, 200.0), (-5.0, 5.0)  # of the projectile task; wind in m/s
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class ProjectileTask:
 
     def _begin(self, rows: np.ndarray) -> None:
         count = int(rows.sum())
-        self._target[rows] = self._random.uniform(50, 200, count)
-        self._wind[rows] = self._random.uniform(-5, 5, count)
+        self._target[rows] = self._random.uniform(*TARGETS_M, count)
+        self._wind[rows] = self._random.uniform(*WINDS, count)
         self._error[rows] = self._distance[rows] = self._attempts[rows] = 0
         self._nearest[rows] = np.inf
 

@@ -21,7 +21,7 @@ from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import ToolFailedError
 from mlx_parallm.execution.tool_client import ToolResult
 from mlx_parallm.experts.expert import RNNExpertBase
-from mlx_parallm.experts.tasks import ATTEMPTS, shot_of
+from mlx_parallm.experts.tasks import ATTEMPTS, TARGETS_M, WINDS, shot_of
 from mlx_parallm.orchestrator.observation import ObservationBuilder
 from mlx_parallm.orchestrator.reward import SIMULATOR, HybridTask
 
@@ -66,7 +66,8 @@ ExpertControl = Callable[[HybridTask, Mapping[str, Any]], ControlLoop]
 class ProjectileLoop:
     """Aim at a target with `physics_simulate`, as `experts.tasks.ProjectileTask`: same numbers, rewards, ten attempts.
 
-    Arguments of DELEGATE: target (m), wind (m/s, default 0). A shot nearer than the task's tolerance ends the loop.
+    Arguments of DELEGATE: target (50 to 200 m), wind (-5 to 5 m/s, default 0): what the expert was trained for, and
+    learns from. A shot nearer than the task's tolerance ends the loop.
     """
 
     tool = SIMULATOR
@@ -75,13 +76,11 @@ class ProjectileLoop:
         numbers = {"wind": 0.0, **arguments}
         if unknown := sorted(set(numbers) - {"target", "wind"}):
             raise ToolFailedError(f"there is no argument {unknown[0]!r}: there are target and wind")
-        for name in ("target", "wind"):
+        for name, (low, high) in {"target": TARGETS_M, "wind": WINDS}.items():
             value = numbers.get(name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ToolFailedError(f"{name} has to be a number, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ToolFailedError(f"{name} has to be a number from {low:g} to {high:g}, not {value!r}")
         self._target, self._wind = float(numbers["target"]), float(numbers["wind"])
-        if self._target <= 0:
-            raise ToolFailedError(f"target has to be above 0 m, not {self._target:g}")
         self._tolerance = float(task.goal.get("tolerance", LOOP_TOLERANCE_M))
         self._error = self._distance = 0.0
         self._attempts = 0
@@ -199,7 +198,7 @@ def run_loop(
         memory = acted.memory
         trajectory.append({"arguments": arguments, "result": result.structured, "reward": judgement.reward})
         if steps is not None:
-            steps.observations.append(seen.tolist())
+            steps.observations.append(_short(seen))
             steps.raw_actions.append(acted.raw)
             steps.log_probs.append(acted.log_prob)
             steps.values.append(acted.value)
@@ -231,6 +230,11 @@ class _Acted:
     memory: mx.array  # [1, L · S, H]
 
 
+def _short(numbers: np.ndarray) -> list[float]:
+    """Return float32 numbers in nine digits, which give back every bit of them and are half as long as JSON."""
+    return [float(f"{number:.9g}") for number in numbers.tolist()]
+
+
 def _act(
     expert: RNNExpertBase, seen: np.ndarray, memory: mx.array | None, explore: bool, seed: int, number: int
 ) -> _Acted:
@@ -241,7 +245,7 @@ def _act(
     action: Any = np.array(output.action)[0]
     return _Acted(
         action=int(action) if expert.config.discrete_actions else action,
-        raw=np.array(output.raw)[0].tolist(),
+        raw=np.array(output.raw)[0].tolist() if expert.config.discrete_actions else _short(np.array(output.raw)[0]),
         log_prob=float(np.array(output.log_prob)[0]),
         value=float(np.array(output.value)[0]),
         memory=output.hidden,

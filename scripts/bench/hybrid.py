@@ -1,10 +1,13 @@
 """The hybrid system, measured: routing over a real MCP server, and joint training against each part alone.
 
-    python examples/hybrid/make_planner.py --output P/planner_0 --seed 0        (and seeds 1, 2)
-    python -m mlx_parallm.experts.examples.train_physics_expert --seed 0 --checkpoint-dir P/expert_0    (…)
-    python -m mlx_parallm.experts.examples.train_physics_expert --timesteps 20000 --checkpoint-dir P/half_0 --seed 0
+    python examples/hybrid/make_planner.py --output P/planner_0 --seed 0
+    python examples/hybrid/make_planner.py --output P/half_planner_0 --seed 0 --knows 0.4 --steps 300
+    python -m mlx_parallm.experts.examples.train_physics_expert --seed 0 --checkpoint-dir P/expert_0
+    python -m mlx_parallm.experts.examples.train_physics_expert --seed 0 --timesteps 20000 \\
+        --checkpoint-dir P/half_expert_0
+    (and the same of seeds 1 and 2)
     python scripts/bench/hybrid.py routing P --seeds 0 1 2
-    python scripts/bench/hybrid.py joint P --seeds 0 1 2
+    python scripts/bench/hybrid.py joint P --seeds 0 1 2 --steps 25
     python scripts/bench/hybrid.py figures P --output docs
 
 A run is `mlx_parallm train` as a process. What it leaves is measured on held-out tasks, greedy:
@@ -13,7 +16,9 @@ A run is `mlx_parallm train` as a process. What it leaves is measured on held-ou
     hits     the share of 500 unseen targets that the expert hits: the expert alone
     solved   what both reach together
 
-`joint` begins with a planner that chooses by chance and an expert of 20,000 steps.
+`routing` begins with a planner that chooses by chance and a trained expert, and rewards solved tasks. `joint` begins
+with a planner that knows what is right in 0.4 of the tasks and chooses by chance in the others, and with an expert of
+20,000 steps; its reward is RewardConfig's.
 """
 
 import argparse
@@ -59,27 +64,26 @@ def targets_first(index: int, split: str = "train", seed: int = 0) -> dict[str, 
 def configuration(planner: Path, expert: Path, run: Path, *, learn: str, steps: int, seed: int, live: bool) -> Any:
     tools = {"mcp": [{"command": SERVER}]} if live else {"functions": [f"{TOOLS}:{t}" for t in TOOL_NAMES]}
     tasks = "builtin:routing" if live else f"python:{Path(__file__).resolve()}:targets_first"
-    ppo = {"epochs": 10, "batch_size": 128, "learning_rate": 1e-3, "gamma": 0.9, "value_clip": 0.0}
+    ppo = {"epochs": 10, "batch_size": 250, "learning_rate": 5e-4, "gamma": 0.9, "value_clip": 0.0, "target_kl": 0.05}
     return {
         "model": {"base_path": str(planner)},
         "server": {"port": 0, "batch_size": 128, "max_concurrent_requests": 512},
         "rl_training": {
             "total_steps": steps,
-            "learning_rate": 1e-3,
-            "lr_schedule": "linear",
-            "batch_size": 64,
+            "learning_rate": 1.5e-3,
+            "batch_size": 32,
             "update_epochs": 1,
             "token_budget": 16384,
             "blocks_per_eval": 0,
             "kl_beta": 0.0,
-            "entropy_weight": 0.0,
+            "entropy_weight": 0.01,
             "dynamic_sampling": False,
             "max_staleness": 0,
             "checkpoint_interval": 1000,
             "checkpoint_dir": str(run.parent),
             "run_name": run.name,
             "seed": seed,
-            "lora": {"rank": 8, "alpha": 16.0, "target_modules": "all-linear"},
+            "lora": {"rank": 16, "alpha": 32.0, "target_modules": "all-linear"},
             "atropos": {"api_url": "embedded", "rollout_batch_size": 128, "max_token_length": 160},
         },
         "environments": [
@@ -87,15 +91,15 @@ def configuration(planner: Path, expert: Path, run: Path, *, learn: str, steps: 
                 "kind": "hybrid",
                 "group_size": 8,
                 "max_tokens": 32,
-                "rewards": ["python:mlx_parallm.orchestrator.environment:solved"],
+                **({"rewards": ["python:mlx_parallm.orchestrator.environment:solved"]} if live else {}),
                 "options": {
                     "tasks": tasks,
                     "experts": {EXPERT: str(expert)},
                     "instructions": "",
                     "max_steps": 4,
                     "learn": learn,
-                    "alternate_every": 10,
-                    "min_steps": 256,
+                    "alternate_every": 5,
+                    "min_steps": 600,
                     "ppo": ppo,
                     **tools,
                 },
@@ -146,7 +150,7 @@ def right_first(task: dict[str, Any], text: str) -> bool:
 
 
 def measure(planner: Path, adapter: Path | None, expert: Path, *, live: bool, make: Any) -> dict[str, float]:
-    """Play held-out tasks greedily; the expert's most likely actions."""
+    """Play held-out tasks: live ones greedily, others at temperature 1; the expert's most likely actions."""
     tasks = [make(index, "heldout") for index in range(HELDOUT)]
     registry = ExpertRegistry()
     registry.register(load_expert(expert), EXPERT)
@@ -157,9 +161,10 @@ def measure(planner: Path, adapter: Path | None, expert: Path, *, live: bool, ma
             episode.reset(task)
         talks = [[{"role": "user", "content": task["prompt"]}] for task in tasks]
         firsts: list[str] = []
+        sampling: dict[str, Any] = {"temperature": 0.0} if live else {"temperature": 1.0, "seed": 7}
         with InferenceModule(str(planner), adapter_path=adapter) as inference:
             while waiting := [n for n, episode in enumerate(episodes) if not episode.done]:
-                texts = list(inference.generate([talks[n] for n in waiting], max_new_tokens=32, temperature=0.0))
+                texts = list(inference.generate([talks[n] for n in waiting], max_new_tokens=32, **sampling))
                 firsts = firsts or texts
                 for n, text in zip(waiting, texts, strict=True):
                     step = episodes[n].step_text(text)
@@ -198,8 +203,9 @@ def note(path: Path, **row: Any) -> None:
     print(row, flush=True)
 
 
-def one(place: Path, name: str, seed: int, steps: int, learn: str, expert: Path, *, live: bool) -> None:
-    run, planner = place / "runs" / f"{name}_{learn}_{seed}", place / f"planner_{seed}"
+def one(place: Path, name: str, seed: int, steps: int, learn: str, *, live: bool) -> None:
+    run, half = place / "runs" / f"{name}_{learn}_{seed}", "" if live else "half_"
+    planner, expert = place / f"{half}planner_{seed}", place / f"{half}expert_{seed}" / "best.safetensors"
     table = place / f"{name}.jsonl"
     kept = [(row["seed"], row["learn"]) for row in results(table)]
     make = routing_task if live else targets_first
@@ -220,7 +226,7 @@ def main() -> None:
     parser.add_argument("place", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=110)
     parser.add_argument("--output", type=Path, default=Path("docs"))
     arguments = parser.parse_args()
     if arguments.what == "figures":
@@ -230,12 +236,10 @@ def main() -> None:
         return
     for seed in arguments.seeds:
         if arguments.what == "routing":
-            best = arguments.place / f"expert_{seed}" / "best.safetensors"
-            one(arguments.place, "routing", seed, arguments.steps, "planner", best, live=True)
-        else:
-            half = arguments.place / f"half_{seed}" / "best.safetensors"
-            for learn in arguments.modes:
-                one(arguments.place, "joint", seed, arguments.steps, learn, half, live=False)
+            one(arguments.place, "routing", seed, arguments.steps, "planner", live=True)
+            continue
+        for learn in arguments.modes:
+            one(arguments.place, "joint", seed, arguments.steps, learn, live=False)
 
 
 if __name__ == "__main__":

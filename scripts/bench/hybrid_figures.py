@@ -16,7 +16,7 @@ from mlx_parallm.orchestrator import Orchestrator
 from mlx_parallm.orchestrator.tool_server import GRAVITY, physics_simulate
 
 EXPERT = "physics_controller"
-ROUTES = {"first_tool": "TOOL", "first_delegate": "DELEGATE", "first_answer": "ANSWER", "first_invalid": "not readable"}
+ROUTES = {"first_tool": "TOOL", "first_delegate": "DELEGATE", "first_answer": "ANSWER", "first_invalid": "refused"}
 WIDTH, DPI = 8.0, 90
 
 
@@ -60,9 +60,10 @@ def joint(place: Path, file: Path) -> None:
     """Reward of planner and expert over the steps, by who learns; the mean of the seeds."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.0))
     for learn in ("planner", "experts", "alternate", "both"):
-        runs = [lines_of(run) for run in sorted((place / "runs").glob(f"joint_{learn}_?"))]
-        for axes, key in ((left, "reward_mean"), (right, f"experts/{EXPERT}/return")):
-            curves = [[line.get(key) or np.nan for line in lines] for lines in runs]
+        runs = [lines_of(run) for run in sorted((place / "runs").glob(f"joint_{learn}_?")) if (run / "final").exists()]
+        runs = [lines[: min(map(len, runs))] for lines in runs]
+        for axes, key in ((left, "metrics/solved/mean"), (right, f"experts/{EXPERT}/return")):
+            curves = [[np.nan if line.get(key) is None else line[key] for line in lines] for lines in runs]
             if curves and np.isfinite(curves).any():
                 axes.plot(smooth(list(np.nanmean(curves, axis=0))), label=learn)
     left.set(title="solved", xlabel="step", ylim=(0, 1))
@@ -81,7 +82,7 @@ def path_of(shot: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
 
 def shots(place: Path, file: Path) -> None:
     """The shots of delegations at three targets: the expert before and after joint training."""
-    before = place / "half_0" / "best.safetensors"
+    before = place / "half_expert_0" / "best.safetensors"
     after = place / "runs" / "joint_both_0" / "final" / "learners" / "hybrid" / EXPERT / "expert.safetensors"
     figure, rows = plt.subplots(2, 3, figsize=(WIDTH, 4.4), sharex=True, sharey=True)
     with ToolClient(functions=[physics_simulate]) as tools:

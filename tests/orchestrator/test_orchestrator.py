@@ -177,7 +177,7 @@ def test_a_tool_that_fails_ends_the_loop() -> None:
         assert len(orchestrator.expert_steps) == 1
 
 
-WRONG = [{}, {"target": "x"}, {"target": -5}, {"target": 5, "speed": 1}, {"target": True}]
+WRONG = [{}, {"target": "x"}, {"target": 49}, {"target": 90, "wind": 6}, {"target": 90, "speed": 1}, {"target": True}]
 
 
 @pytest.mark.parametrize("arguments", WRONG)
