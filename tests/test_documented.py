@@ -38,6 +38,7 @@ from tests.test_architecture import ROOT, Source, functions, sources
 ALGORITHMS_PAGE = "docs/algorithms.md"
 COMMANDS_PAGE = "docs/stability.md"
 CONFIG_PAGE = "docs/config.md"
+INPUTS_PAGE = "docs/extending.md"
 PARTS_PAGE = "docs/reward_parts.md"
 METHODS = ("get", "post", "put", "patch", "delete", "head")
 
@@ -80,6 +81,32 @@ def names_in_tests(folder: str) -> set[str]:
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
+
+
+# ---------------------------------------------------------------------- losses of one's own
+
+
+def test_what_a_loss_gets() -> None:
+    """Every field of `LossInputs`, with the shape and type that its comment has, and when it is None."""
+    [source] = [source for source in sources("mlx_parallm") if source.module == "losses.types"]
+    [class_] = [node for node in source.tree.body if isinstance(node, ast.ClassDef) and node.name == "LossInputs"]
+    rows = table(INPUTS_PAGE, "field of `LossInputs`", "None when")
+    lines = text(source.path).splitlines()
+    fields = {node.target.id: node for node in class_.body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
+    missing = [f"`{name}` is no field any more: remove its row" for name in rows if name not in fields]
+    for name, node in fields.items():
+        if name not in rows:
+            missing.append(f"add a row for `{name}`")
+            continue
+        shape, _, none = rows[name]
+        annotation, comment = ast.unparse(node.annotation), lines[node.lineno - 1].partition("#")[2]
+        is_array = re.match(r" (\[[^]]*\] \w+)", comment) if "mx.array" in annotation else None
+        expected = is_array[1] if is_array else "name → float" if "Mapping" in annotation else "float"
+        if shape != expected:
+            missing.append(f"`{name}` is {expected}, the row has {shape}")
+        if (none == "never") == ("None" in annotation):
+            missing.append(f"`{name}` has the type {annotation}: is it None {none}?")
+    report(f"{INPUTS_PAGE}, the table of LossInputs: {what}" for what in missing)
 
 
 # ---------------------------------------------------------------------- algorithms

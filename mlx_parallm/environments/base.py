@@ -25,11 +25,17 @@ from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.execution.user_code import user_code
 from mlx_parallm.rewards.base import GroupReward
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import ChatTokenizer, PolicyClient, RolloutGroup, Trajectory
 
 Messages = tuple[Mapping[str, str], ...]
 Split = Literal["train", "heldout"]
 
+log = get_logger("environments")
+
+NEVER_DONE = "an episode does not end"  # the event of run.log, which `explain` looks for
+MANY_TURNS = 64
+"""More than almost any conversation has. A game may have more: then the warning is taken back by its first end."""
 DRAWS_PER_HELDOUT_TASK = 20
 """A source whose held-out draws repeat more often than this has no more distinct tasks."""
 
@@ -130,6 +136,30 @@ class EnvironmentSource(ABC):
         self.config = config
         self.seed = seed
         self.name = name or config.name
+        self._ends_episodes = False  # it has ended one
+
+    @property
+    def how_to_end(self) -> str:
+        """Say what has not ended an episode, and what would."""
+        return "step() returned messages each time: return None when the episode is over"
+
+    def note_turn(self, episode: Episode) -> None:
+        """Warn once of an environment that has ended no episode yet, when one has many turns."""
+        if episode.turns >= MANY_TURNS:
+            self._warn_of(episode)
+
+    def note_end(self, episode: Episode) -> None:
+        """Warn once of an environment that has ended no episode yet, when there is no room for another turn."""
+        if episode.never_done:
+            self._warn_of(episode)
+        elif not episode.cut:
+            self._ends_episodes, self.endless = True, None
+
+    def _warn_of(self, episode: Episode) -> None:
+        if self._ends_episodes or self.endless is not None:
+            return
+        self.endless = f"{episode.turns} turns and {self.how_to_end}"
+        log.warning(NEVER_DONE, environment=self.name, reason=self.endless)
 
     @abstractmethod
     def task(self, index: int, split: Split = "train") -> Task:
@@ -200,6 +230,7 @@ class EnvironmentSource(ABC):
         prompt = task.opening
         for _ in range(max_steps):
             completion = await episode.turn(prompt)
+            self.note_turn(episode)
             answer = await _answer(environment, completion.text)
             if answer is None or completion.finish_reason == "length":
                 return

@@ -292,12 +292,14 @@ class Episode:
         Args:
             seed: of the group.
             number: place in the group.
+            bounded: whoever plays it has set a number of steps after which it is cut.
             format_prompt: makes an environment's prompt what the policy is asked (`EnvironmentSource.format_prompt`).
             tools: what the policy may call.
         """
         self.name = f"{group_id}/{number}"
         self.group_id = group_id
         self.cut = False  # a limit has ended it
+        self._bounded = bounded
         self.played: Played | None = None
         self._full = False  # there was no room for another turn
         self._policy, self._config, self._opening, self._format_prompt = policy, config, opening, format_prompt
@@ -484,6 +486,16 @@ class Episode:
         return text_of(prompt, seen if seen < len(prompt) else 0)
 
     # --- its end
+
+    @property
+    def turns(self) -> int:
+        """Turns that the policy has taken."""
+        return len(self._turns)
+
+    @property
+    def never_done(self) -> bool:
+        """Whether it went on, for several turns, until there was no room: the environment did not end it."""
+        return self.cut and len(self._turns) > 1 and (self._full or not self._bounded)
 
     def close(self) -> None:
         """Allow no more turns; whoever waits for one gets EpisodeOver. Call it on the loop's thread."""

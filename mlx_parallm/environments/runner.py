@@ -78,6 +78,13 @@ class _Job:
     request: Request | None  # of the opening, for all members; None: each asks for itself
 
 
+@dataclass(frozen=True, slots=True)
+class _PlayedEpisode:
+    trajectory: Trajectory
+    may_pass: bool  # its failure
+    never_done: int  # turns, where the environment did not end it; else 0
+
+
 class EpisodeRunner:
     def __init__(self, policy: TurnPolicy) -> None:
         self._policy = policy
@@ -139,7 +146,7 @@ class EpisodeRunner:
         first: Sequence[Completion | None] = output.completions if output else [None] * job.plan.size
         episodes = (self._episode(job, number, completion) for number, completion in enumerate(first))
         played = await asyncio.gather(*episodes)
-        trajectories, may_pass = tuple(each for each, _ in played), any(may_pass for _, may_pass in played)
+        trajectories, may_pass = tuple(each.trajectory for each in played), any(each.may_pass for each in played)
         failure = next((each.error for each in trajectories if each.error is not None), None)
         if failure is None and job.task.reward is not None:
             with attempt() as outcome:
@@ -151,13 +158,17 @@ class EpisodeRunner:
                 )
             failure, may_pass = outcome.failure and f"reward: {outcome.failure}", outcome.may_pass
         rollouts = tuple(trajectory.rollout for trajectory in trajectories)
-        out_of_room = sum(each.out_of_room for each in trajectories)
         kept = job.plan.source.group_metadata(trajectories) if failure is None else {}
-        group = _group(job.plan, rollouts, job.task, out_of_room=out_of_room, kept=kept)
+        counts = {
+            "out_of_room": sum(each.out_of_room for each in trajectories),
+            "never_done": sum(each.never_done > 0 for each in played),
+            "never_done_turns": sum(each.never_done for each in played),
+        }
+        group = _group(job.plan, rollouts, job.task, {**kept, **counts})
         return GroupResult(job.plan, group, trajectories, job.task, failure, may_pass)
 
-    async def _episode(self, job: _Job, number: int, first: Completion | None) -> tuple[Trajectory, bool]:
-        """Play one rollout; return it, with its error if it failed, and whether that failure may pass."""
+    async def _episode(self, job: _Job, number: int, first: Completion | None) -> _PlayedEpisode:
+        """Play one rollout; return it, with its error if it failed."""
         plan, opening = job.plan, None
         if first is not None and job.request is not None:
             opening = Opening(job.opening, job.request.prompt_token_ids, first)
@@ -175,13 +186,15 @@ class EpisodeRunner:
         CURRENT.set(episode)  # for this task only: gather gives each episode a context of its own
         with attempt() as outcome:
             try:
-                async with _deadline(job):
+                async with _deadline(job, lambda: plan.source.endless):
                     with suppress(EpisodeOver):
                         await plan.source.play(episode, job.task, plan.max_steps or self._policy.longest)
                 episode.check()
+                plan.source.note_end(episode)
             finally:
                 episode.close()
-        return episode.trajectory(outcome.failure), outcome.may_pass
+        never_done = episode.turns if outcome.failure is None and episode.never_done else 0
+        return _PlayedEpisode(episode.trajectory(outcome.failure), outcome.may_pass, never_done)
 
 
 class RolloutWorker:
@@ -256,7 +269,7 @@ def _may_pass(error: BaseException | None) -> bool:
 
 
 @asynccontextmanager
-async def _deadline(job: _Job) -> AsyncIterator[None]:
+async def _deadline(job: _Job, why: Callable[[], str | None] = lambda: None) -> AsyncIterator[None]:
     limit = asyncio.timeout_at(job.deadline)
     try:
         async with limit:
@@ -264,7 +277,8 @@ async def _deadline(job: _Job) -> AsyncIterator[None]:
     except TimeoutError as error:
         if limit.expired():  # and not some other time-out inside the environment
             allowed = f"timeout_s = {job.plan.source.config.timeout_s:g} s"
-            raise RolloutRejectedError(f"not finished within {allowed}") from error
+            reason = f" ({words})" if (words := why()) else ""
+            raise RolloutRejectedError(f"not finished within {allowed}{reason}") from error
         raise
 
 
@@ -276,11 +290,9 @@ def _group(
     plan: GroupPlan,
     rollouts: tuple[Rollout, ...],
     task: Task | None,
-    *,
-    out_of_room: int = 0,
-    kept: Mapping[str, Any] = MappingProxyType({}),
+    known: Mapping[str, Any] = MappingProxyType({"out_of_room": 0}),
 ) -> RolloutGroup:
-    metadata: dict[str, Any] = {**kept, "task_index": plan.task_index, "out_of_room": out_of_room}
+    metadata: dict[str, Any] = {**known, "task_index": plan.task_index}
     if task is not None:
         metadata |= {"key": task.key, "answer": task.answer}
     return RolloutGroup(plan.group_id, plan.source.name, rollouts, index=plan.index, metadata=metadata)

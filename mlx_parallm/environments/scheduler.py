@@ -199,6 +199,11 @@ class RolloutScheduler(ABC):
             now = self._clock()
             late = {queue for queue in self._absent(now) if is_late(queue, self._queues, now)}
             sentences = [queue.health(late=queue in late, stall_after_s=self._stall_after_s) for queue in self._queues]
+        sentences += [
+            f"environment {queue.source.name} does not end its episodes: {queue.source.endless}"
+            for queue in self._queues
+            if queue.source.endless
+        ]
         left = [_left_behind(queue.source) for queue in self._queues if queue.source.left_behind]
         return "; ".join([sentence for sentence in sentences if sentence] + left) or None
 

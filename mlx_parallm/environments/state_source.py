@@ -135,6 +135,7 @@ class StateSource(EnvironmentSource):
                     state = thread.state = episode.played = await step(state)
                     state.trajectory_id = episode.name
                     state.step_count = max(state.step_count, before + 1)
+                    self.note_turn(episode)
                     await asyncio.sleep(0)  # a step that waits for nothing leaves the others their turn
                 episode.cut = not _is_over(environment, state)
         except RolloutRejectedError as error:
@@ -148,6 +149,15 @@ class StateSource(EnvironmentSource):
 
     def router(self) -> Any:
         return self.template.router(self.name)
+
+    @property
+    def how_to_end(self) -> str:
+        kind = type(self.template)
+        where = "step" if overrides_step(self.template) else "update_state"
+        return (
+            f"nothing set state.done: {kind.__name__}.{where} has to set it when the episode is over, or is_terminal"
+            " has to return True"
+        )
 
     @property
     def left_behind(self) -> int:

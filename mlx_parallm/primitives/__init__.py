@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         load_algorithm_from_checkpoint,
     )
     from mlx_parallm.library.backprop import BackpropModule
+    from mlx_parallm.library.evaluation import evaluate
     from mlx_parallm.rewards.computers import ParetoRewardComputer, WeightedRewardComputer, create_reward_computer
     from mlx_parallm.rewards.methods import RewardComputer
     from mlx_parallm.rewards.parts import SVRLRewardComputer
@@ -62,6 +63,7 @@ __all__ = [
     "create_algorithm",
     "create_environment",
     "create_reward_computer",
+    "evaluate",
     "load_algorithm_from_checkpoint",
 ]
 
@@ -69,6 +71,7 @@ _HOMES = {
     "library.algorithms": "GRPOAlgorithm PPOAlgorithm REINFORCEAlgorithm TrainingMetrics create_algorithm"
     " load_algorithm_from_checkpoint",
     "library.backprop": "BackpropModule",
+    "library.evaluation": "evaluate",
     "config.training": "LoraConfig",
     "config.library": "AlgorithmConfig BackpropConfig",
     "environments.kinds.conversation": "ConversationEnvironment",

@@ -26,6 +26,7 @@ KEYS = (
     *("groups", "sequences", "groups_without_variance", "groups_all_wrong", "groups_all_right"),
     *("reward_max", "reward_std_in_groups", "groups_same_answer"),
     *("truncated_fraction", "out_of_room_fraction", "eos_fraction", "completion_tokens_mean", "rollout_entropy"),
+    *("never_done_fraction", "never_done_turns"),
     *("dropped_misfit", "dropped_without_variance", "groups_without_logprobs", "extra_segments"),
     *("dropped_stale", "skipped_steps", "optimizer_updates", "stopped_at_kl", "publish_timeouts", "gave_up"),
     *("publishes_refused", "publish_kl", "rolled_back_to"),
@@ -52,6 +53,8 @@ estimate of KL(engine || trainer) over the same tokens.
 target_kl). `update_norm`, `weight_norm`, `weights_moved`: `optimizer.Movement`, means over the step's updates.
 `eos_fraction`: share of the answers that ended by themselves, null where their senders do not report it.
 `out_of_room_fraction`: share of the sequences that max_token_length ended, for environments in this process.
+`never_done_fraction`: share of the sequences of several turns that no environment ended; `never_done_turns`: their
+mean number.
 `rollout_entropy`: mean of -logprobs of the sampled tokens that have one, also in steps with nothing to train on.
 `time_rollout_s`: how long the step waited for its batch. `publishes_refused`: updates taken back by the guard.
 `publish_kl`: `publish_guard.kl_from_served`, null unless max_publish_kl is set. `rolled_back_to`: the checkpoint or

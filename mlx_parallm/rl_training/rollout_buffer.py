@@ -28,7 +28,8 @@ import numpy as np
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.losses.advantages import PLAIN, Estimator, Shaping, token_advantages
-from mlx_parallm.rl_training.monitor.health import Arrivals, find_waiting
+from mlx_parallm.rl_training.monitor.evidence import Arrivals
+from mlx_parallm.rl_training.monitor.health import find_waiting
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.step.batch import StatisticsCollector, TrainBatch, TrainSequence
 from mlx_parallm.rollout_store.checks import OTHER_MODEL, TOO_LARGE, is_too_large

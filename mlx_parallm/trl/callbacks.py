@@ -47,13 +47,9 @@ ABOUT_ROLLOUTS = (
     "clip_ratio/region_mean",
 )
 CALLED = ("on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
-EVALUATED = {
-    "sampled_reward": "eval_reward",
-    "sampled_reward_low": "eval_reward_low",
-    "sampled_reward_high": "eval_reward_high",
-    "truncated": "eval_completions/clipped_ratio",
-}
-"""Number of an environment's evaluation → its name here; the ends of the interval are not TRL's."""
+EVALUATED = {"sampled_reward": "reward", "reward": "greedy_reward", "truncated": "completions/clipped_ratio"}
+"""Metric of an environment's evaluation → its name behind "eval_". Others keep theirs: pass@1, accuracy, problems."""
+ENDS = ("_low", "_high")  # of the metric's 95% interval; TRL has none
 
 
 @dataclass
@@ -105,8 +101,10 @@ def evaluation_numbers(numbers: Mapping[str, Any]) -> dict[str, float]:
             continue
         if f"{PREFIX}version" not in numbers:  # of rows
             found[f"eval_{name}"] = value
-        elif (own := name.removeprefix(f"{EVALUATED_AS}/")) in EVALUATED:
-            found[EVALUATED[own]] = value
+        elif (own := name.removeprefix(f"{EVALUATED_AS}/")) != name:
+            end = next((end for end in ENDS if own.endswith(end)), "")
+            metric = own.removesuffix(end)
+            found[f"eval_{EVALUATED.get(metric, metric)}{end}"] = value
     return found
 
 
@@ -162,8 +160,10 @@ class Callbacks:
     def evaluated(self, numbers: Mapping[str, float], *, at: tuple[int, float] | None = None) -> dict[str, float]:
         """Record the result of an evaluation, and return it. `at`: the update and epoch of its weights, if not now."""
         update, epoch = at or (self.state.global_step, self.state.epoch)
-        entry = dict(numbers) | {"epoch": epoch}
-        self.state.log_history.append(entry | {"step": update})
+        entry, history = dict(numbers) | {"epoch": epoch}, self.state.log_history
+        if history and history[-1]["step"] == update and any(name in history[-1] for name in numbers):
+            history.pop()  # the run has evaluated these weights already
+        history.append(entry | {"step": update})
         self.call("on_evaluate", metrics=entry)
         return entry
 

@@ -22,6 +22,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from mlx_parallm.rl_training.monitor import health  # noqa: E402
+from mlx_parallm.rl_training.monitor.evidence import WINDOW  # noqa: E402
 from mlx_parallm.rl_training.monitor.explain import Finding, explain  # noqa: E402
 from tests.integration.provocations import PROVOCATIONS  # noqa: E402
 
@@ -75,7 +76,7 @@ def healthy(runs: list[Path]) -> int:
     for run in runs:
         explanation = explain(run)
         named = ", ".join(finding.diagnosis.name for finding in explanation.findings)
-        ends = (explanation.rewards[: health.WINDOW], explanation.rewards[-health.WINDOW :])
+        ends = (explanation.rewards[:WINDOW], explanation.rewards[-WINDOW:])
         first, last = (f"{sum(rewards) / len(rewards):.3f}" for rewards in ends)
         table.add_row(explanation.run, str(explanation.steps), first, last, named or "nothing")
         wrong += bool(named)

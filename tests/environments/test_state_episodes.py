@@ -279,6 +279,38 @@ async def test_no_room_for_another_turn_truncates(tokenizer, kind):
     assert all(len(r.prompt_token_ids) + r.params.max_tokens <= length for r in client.requests)
 
 
+class Endless(Counting):
+    """Its `done` is forgotten."""
+
+    def is_terminal(self, state: State) -> bool:
+        return state.done
+
+
+async def test_an_environment_that_never_ends_an_episode_is_named_once(tokenizer, warned):
+    """The answers were said to lack their end token, the environment to be stalled."""
+    endless, client = source(Endless()), ScriptedClient(tokenizer, lambda *_: "xyxyxy")
+    for _ in range(2):
+        result = await played(tokenizer, client, endless, task=9, runner={"max_token_length": 60})
+        turns = [trajectory.step_count for trajectory in result.trajectories]
+        counts = {name: result.group.metadata[name] for name in ("never_done", "never_done_turns")}
+        assert counts == {"never_done": 2, "never_done_turns": sum(turns)} and min(turns) > 1
+    what = "nothing set state.done: Endless.update_state has to set it when the episode is over, or is_terminal"
+    assert endless.endless == f"{turns[0]} turns and {what} has to return True"
+    warnings = [entry for entry in warned if entry["event"] == "an episode does not end"]
+    assert [entry["reason"] for entry in warnings] == [endless.endless]
+    cut = await played(tokenizer, client, source(Endless()), task=9, max_steps=3)
+    assert cut.group.metadata["never_done"] == 0, "whoever set the limit knows that it ends them"
+
+
+async def test_a_long_episode_is_told_of_while_it_goes_on_and_an_end_takes_it_back(tokenizer, warned):
+    long, client = source(Counting()), ScriptedClient(tokenizer, lambda *_: "x")
+    result = await played(tokenizer, client, long, task=70)
+    assert result.failure is None and result.group.metadata["never_done"] == 0
+    [warning] = [entry for entry in warned if entry["event"] == "an episode does not end"]
+    assert warning["reason"].startswith("64 turns and nothing set state.done: Counting.")
+    assert long.endless is None
+
+
 async def test_an_engine_failure_is_not_swallowed(tokenizer):
     broken = finished(0, "", [7], reason="error", error="NaN in the logits")
     result = await played(tokenizer, ScriptedClient(tokenizer, lambda *_: broken), source(Careless()), size=1)

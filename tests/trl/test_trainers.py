@@ -92,6 +92,12 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+def evaluated(directory: Path) -> list[dict[str, Any]]:
+    """The problems of the newest evaluation."""
+    newest = (directory / "evaluations.jsonl").read_text().splitlines()[-1]
+    return list(json.loads(newest)["environments"]["eval_dataset"]["problems"])
+
+
 def test_the_package_imports_no_mlx_until_a_name_is_asked_for() -> None:
     assert set(mlx_parallm.__all__) <= set(dir(mlx_parallm))
     with pytest.raises(AttributeError, match="GRPOTrainr"):
@@ -115,7 +121,14 @@ def test_grpo_trains_serves_evaluates_saves_and_goes_on(tmp_path: Path) -> None:
         json={"model": "default", "messages": PROMPTS[0]["prompt"], "max_tokens": 4},
     )
     assert answer.status_code == 200
-    assert trainer.evaluate()["eval_reward"] >= 0
+    numbers = trainer.evaluate()
+    assert numbers["eval_problems"] == 2 and numbers["eval_pass@1_low"] <= numbers["eval_pass@1"]
+    rewards = [answer for problem in evaluated(run) for answer in problem["sampled"]]
+    assert numbers["eval_pass@1"] == sum(reward >= 1 for reward in rewards) / 8
+    assert numbers["eval_reward"] == pytest.approx(sum(rewards) / 8)
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text()
+    names = {name.removesuffix("_low").removesuffix("_high") for name in numbers} - {"eval_pass@4"}
+    assert [name for name in names if f"`{name}`" not in page] == []
 
     # two steps' means, by TRL's names, from the run's own lines
     first = trainer.state.log_history[0]
@@ -160,6 +173,10 @@ def test_evaluations_come_after_their_step(
     with grpo(run, max_steps=4, logging_steps=1, callbacks=[heard], eval_dataset=PROMPTS[:2], **options) as trainer:
         trainer.train()
         trainer.save_model(tmp_path / "saved")
+        entries = len(trainer.state.log_history)
+        assert trainer.evaluate() == {name: trainer.state.log_history[-1][name] for name in trainer.evaluate()}
+        assert len(trainer.state.log_history) == entries, "of the same weights there is one entry"
+        heard.calls, heard.evaluated = heard.calls[:-2], heard.evaluated[:-2]
     first_two = ["step 1", "log", "step 2", "log", "evaluate"]
     last_two = ["step 3", "log", "step 4", "log", "evaluate"]
     assert [call for call in heard.calls if call != "save"] == ["begin", *first_two, *last_two, "end"]
@@ -167,7 +184,7 @@ def test_evaluations_come_after_their_step(
     evaluated = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
     assert [(entry["step"], entry["epoch"]) for entry in evaluated] == [(2, 0.5), (4, 1.0)]
     written = [json.loads(text) for text in (run / "evaluations.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in written] == [2, 4] and set(written[0]["environments"]) == {"eval_dataset"}
+    assert [line["step"] for line in written] == [2, 4, 4, 4] and set(written[0]["environments"]) == {"eval_dataset"}
     report = capsys.readouterr().err
     assert "after step 2 -> at the end" in report and "eval_dataset (mean reward):" in report
     saved, best = load_adapter(tmp_path / "saved"), load_adapter(run / "best")

@@ -36,7 +36,8 @@ from mlx_parallm.rl_training.events import (
 )
 from mlx_parallm.rl_training.metrics import of_rows, words_of
 from mlx_parallm.rl_training.monitor.drawing import CURVE_WIDTH, began_and_now, command_lines, sparkline
-from mlx_parallm.rl_training.monitor.health import HEALTHY, WINDOW, diagnose
+from mlx_parallm.rl_training.monitor.evidence import WINDOW
+from mlx_parallm.rl_training.monitor.health import HEALTHY, diagnose
 from mlx_parallm.rl_training.monitor.samples import Readable, Sample, merged, samples_table, shortened
 from mlx_parallm.system.log import FILE_ONLY, get_logger
 from mlx_parallm.system.terminal import Console

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len
 
-from mlx_parallm.rl_training.monitor.health import WINDOW
+from mlx_parallm.rl_training.monitor.evidence import WINDOW
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 40

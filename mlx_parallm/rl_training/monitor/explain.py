@@ -19,12 +19,14 @@ from typing import Any
 import tomli
 from rich.text import Text
 
+from mlx_parallm.environments.base import NEVER_DONE
 from mlx_parallm.errors import StoreError
 from mlx_parallm.losses.advantages import group_advantages, token_advantages
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, of_rows
 from mlx_parallm.rl_training.monitor import health
 from mlx_parallm.rl_training.monitor.drawing import began_and_now, sparkline
-from mlx_parallm.rl_training.monitor.health import WINDOW, Arrivals, Diagnosis, Evidence
+from mlx_parallm.rl_training.monitor.evidence import WINDOW, Arrivals, Evidence
+from mlx_parallm.rl_training.monitor.health import Diagnosis
 from mlx_parallm.rl_training.rollout_buffer import TOO_OLD
 from mlx_parallm.rl_training.run_directory import (
     CONFIG_FILE,
@@ -38,6 +40,7 @@ from mlx_parallm.rl_training.run_directory import (
 from mlx_parallm.rl_training.step.batch import StatisticsCollector
 from mlx_parallm.rollout_store.checks import OTHER_MODEL
 from mlx_parallm.rollout_store.store import RolloutStore, StoreCounts
+from mlx_parallm.system.log import RUN_LOG_FILE
 from mlx_parallm.system.terminal import Console
 
 Metrics = Mapping[str, Any]
@@ -188,8 +191,22 @@ def outside_of_steps(record: Record) -> Iterator[Diagnosis]:
         misfit=contents.misfits - round(sum(line.get("dropped_misfit") or 0 for line in record.lines)),
         received=groups,
         silent_s=_silent_s(record, groups),
+        endless="" if record.lines else _endless(record.path),
     )
     yield from health.find_waiting(arrivals)[:1]
+
+
+def _endless(run: Path) -> str:
+    """Return what run.log tells about episodes that nothing ends; "" if it is silent about them."""
+    log = run / RUN_LOG_FILE
+    if not log.is_file():
+        return ""
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        line = next((line for line in lines if f'"{NEVER_DONE}"' in line), "{}")
+    try:
+        return str(json.loads(line).get("reason", ""))
+    except ValueError:
+        return ""
 
 
 def _silent_s(record: Record, groups: int) -> float | None:

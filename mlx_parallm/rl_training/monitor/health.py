@@ -15,25 +15,29 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-Metrics = Mapping[str, Any]
-Window = Sequence[Metrics]
+from mlx_parallm.rl_training.monitor.evidence import (
+    FEWEST_STEPS,
+    GAIN,
+    SAME_REWARD,
+    WINDOW,
+    Arrivals,
+    Evidence,
+    Sign,
+    Window,
+    mean_of,
+    values_of,
+)
 
 HEALTHY = "healthy"
 PAGE = "docs/troubleshooting.md"
-WINDOW = 5
-"""Steps that are judged together."""
-FEWEST_STEPS, FEWEST_GROUPS = 3, 32
-"""With fewer of both, groups are not judged: three of three without variance is chance."""
-GAIN = 0.5
-"""In standard deviations of the first rewards: more than noise (0.1 over five small steps), and more than a collapsed
-policy reaches."""
+ALWAYS = 0.95
+"""Share of the episodes: an environment that ends its episodes ends one in twenty before there is no room."""
 OVERSAMPLED = 0.75
 """Share of the groups that were sampled and dropped: four for each one that is trained on."""
 MOST_GROUPS = 0.8
 """Many groups without variance are normal (quickstart: up to 0.7 once most answers are right)."""
-SAME_REWARD = 1e-6
 NO_ROOM = 0.05
 """A reward this close to 1 has no room to gain."""
 TRUNCATED, NEVER_ENDS = 0.2, 0.01
@@ -92,72 +96,6 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return f"{self.sentence} ({self.setting})"
-
-
-class Sign(NamedTuple):
-    """A sentence and the numbers in it. A `setting` replaces that of the rule."""
-
-    words: str
-    numbers: Mapping[str, float]
-    setting: str = ""
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Metrics lines of the last steps, and of the run's first ones; without those the window is all there is."""
-
-    window: Window
-    start: Window = ()
-
-    def values(self, key: str) -> list[float]:
-        return _values(self.window, key)
-
-    def total(self, key: str) -> int:
-        return round(sum(self.values(key)))
-
-    def mean(self, key: str) -> float | None:
-        return _mean(self.window, key)
-
-    @property
-    def lines(self) -> Window:
-        """The first steps and the last ones."""
-        return [*self.start, *self.window]
-
-    def first(self, key: str) -> float | None:
-        return _mean(self.start or self.window, key)
-
-    def known(self, *keys: str) -> dict[str, float]:
-        """The means of those keys that the window has."""
-        return {key: mean for key in keys if (mean := self.mean(key)) is not None}
-
-    @property
-    def steps(self) -> str:
-        return f"{len(self.window)} steps"
-
-    @property
-    def has_enough_groups(self) -> bool:
-        return len(self.window) >= FEWEST_STEPS or self.total("groups") >= FEWEST_GROUPS
-
-    @property
-    def gained(self) -> bool:
-        """Whether the reward is well above that of the first steps: the run learns, or has learned."""
-        then, now, spread = self.first("reward_mean"), self.mean("reward_mean"), self.first("reward_std")
-        return then is not None and now is not None and now - then > GAIN * (spread or 0.0) + SAME_REWARD
-
-
-@dataclass(frozen=True)
-class Arrivals:
-    """Groups that have come for a step that has no batch yet: no metrics line shows them."""
-
-    step: int
-    usable: int = 0
-    stale: int = 0
-    misfit: int = 0
-    received: int = 0  # all, the rejected ones too
-    rejected: int = 0
-    reason: str = ""  # the most frequent one of the rejections
-    times: int = 0  # of that reason, among the newest rejections
-    silent_s: float | None = None  # since anything came, where that is too long
 
 
 @dataclass(frozen=True)
@@ -249,7 +187,10 @@ def _logprob_mismatch(evidence: Evidence) -> Sign | None:
         if runs_away and not fresh:
             continue
         lines = [line for line in evidence.window if (line.get("mismatch_fresh") is not False) == fresh]
-        largest, mean = max(_values(lines, "logprob_diff_max"), default=0.0), _mean(lines, "logprob_diff_mean") or 0.0
+        largest, mean = (
+            max(values_of(lines, "logprob_diff_max"), default=0.0),
+            mean_of(lines, "logprob_diff_mean") or 0.0,
+        )
         bound = LOGPROB_MISMATCH_MEAN if fresh else STALE_MISMATCH_MEAN
         if mean > bound or (fresh and largest > LOGPROB_MISMATCH):
             words = f"rollouts and trainer differ by {mean:.2g} on average, {largest:.2g} at most, on {weights}"
@@ -310,7 +251,7 @@ def _same_answers(evidence: Evidence) -> Sign | None:
     same, reward = evidence.mean("groups_same_answer"), evidence.mean("reward_mean")
     if same is None or reward is None or same < SAME_ANSWERS or not evidence.has_enough_groups:
         return None
-    room = max(_values(evidence.lines, "reward_max"), default=reward) - reward
+    room = max(values_of(evidence.lines, "reward_max"), default=reward) - reward
     if reward >= 1 - NO_ROOM or (evidence.gained and room <= GAIN * (evidence.first("reward_std") or 0.0)):
         return None
     began, entropy = evidence.first("groups_same_answer") or 0.0, evidence.first("rollout_entropy")
@@ -412,7 +353,7 @@ def _constant_part(evidence: Evidence) -> Sign | None:
         return None
     constant = {}
     for key, name in parts.items():
-        scores, spreads = _values(evidence.lines, key), _values(evidence.lines, f"rewards/{name}/std")
+        scores, spreads = values_of(evidence.lines, key), values_of(evidence.lines, f"rewards/{name}/std")
         same = bool(spreads) and max(*spreads, max(scores) - min(scores)) <= SAME_REWARD
         if same and scores[0] < 1 and (scores[0] != 0 or not PENALTY.fullmatch(name)):
             constant[name] = scores[0]
@@ -431,7 +372,7 @@ def _reward_below_one(evidence: Evidence) -> Sign | None:
     """The best answer of most steps earned the same, and no answer more: a limit below what accuracy calls right."""
     environments = evidence.window[-1].get("environments") or {}
     for name in environments if len(evidence.window) >= WINDOW else ():
-        accuracy = _values(evidence.lines, f"eval/{name}/accuracy")
+        accuracy = values_of(evidence.lines, f"eval/{name}/accuracy")
         limit, times, of = reward_limit(evidence.lines, name)
         if 0 < limit < 1 - SAME_REWARD and times > of / 2 and accuracy and not any(accuracy):
             words = f"reward below 1: no answer of {name} earned more than {limit:.3g}, so its accuracy stays 0"
@@ -441,9 +382,29 @@ def _reward_below_one(evidence: Evidence) -> Sign | None:
 
 def reward_limit(lines: Window, environment: str) -> tuple[float, int, int]:
     """Return the highest reward of an environment's answers, in how many steps one earned it, and of how many steps."""
-    each = _values([(line.get("environments") or {}).get(environment, {}) for line in lines], "reward_max")
+    each = values_of([(line.get("environments") or {}).get(environment, {}) for line in lines], "reward_max")
     highest = max(each, default=0.0)
     return highest, sum(highest - best <= SAME_REWARD for best in each), len(each)
+
+
+@_rule("episodes-never-end", "set state.done when an episode is over; or raise max_token_length, if it ends later")
+def _never_done_in_metrics(evidence: Evidence) -> Sign | None:
+    if not (share := _never_done(evidence)):
+        return None
+    turns = evidence.mean("never_done_turns") or 0.0
+    words = f"episodes never end: {turns:.0f} turns on average, and nothing set state.done in {_share(share)} of them"
+    return Sign(words, {"never_done_fraction": share, "never_done_turns": turns} | evidence.known("time_rollout_s"))
+
+
+def _never_done(evidence: Evidence) -> float:
+    """The share of episodes that no environment ended; 0 where it ends some."""
+    share = evidence.mean("never_done_fraction") or 0.0
+    return share if share >= ALWAYS and evidence.has_enough_groups else 0.0
+
+
+@_waiting_rule("episodes-never-end")
+def _never_done_waiting(arrivals: Arrivals) -> Sign | None:
+    return Sign(f"episodes never end: {arrivals.endless}", {}) if arrivals.endless else None
 
 
 @_rule("truncation", "raise max_tokens")
@@ -471,6 +432,7 @@ def _truncated(evidence: Evidence) -> dict[str, float]:
     """The numbers of answers that are cut; empty where few are."""
     keys = ("truncated_fraction", "out_of_room_fraction", "eos_fraction", "completion_tokens_mean")
     enough = (evidence.mean("truncated_fraction") or 0.0) >= TRUNCATED and evidence.has_enough_groups
+    enough = enough and not _never_done(evidence)  # which is why they are cut
     return evidence.known(*keys) if enough else {}
 
 
@@ -481,7 +443,7 @@ def _out_of_room(numbers: Mapping[str, float]) -> bool:
 @_rule("learning-rate-too-small", "raise learning_rate")
 def _small_updates(evidence: Evidence) -> Sign | None:
     """Updates that do not move the weights, or not in the precision that they are served in."""
-    peak = max(_values([*evidence.start, *evidence.window], "learning_rate"), default=0.0)
+    peak = max(values_of([*evidence.start, *evidence.window], "learning_rate"), default=0.0)
     rate = max(evidence.values("learning_rate"), default=0.0)
     norms = [
         (line["update_norm"], line["weight_norm"])
@@ -543,8 +505,8 @@ def _stale_waiting(arrivals: Arrivals) -> Sign | None:
 @_rule("environment-stalled", "see what the environment waits for; timeout_s bounds an episode")
 def _stalled_in_metrics(evidence: Evidence) -> Sign | None:
     waits = [line for line in evidence.window if not line.get("gave_up")]  # giving up takes many rounds
-    longest = max(_values(waits, "time_rollout_s"), default=0.0)
-    usual = statistics.median(_values([*evidence.start, *evidence.window], "time_rollout_s") or [0.0])
+    longest = max(values_of(waits, "time_rollout_s"), default=0.0)
+    usual = statistics.median(values_of([*evidence.start, *evidence.window], "time_rollout_s") or [0.0])
     if longest < STALLED_AFTER_S or longest < STALLED_TIMES * usual:
         return None
     words = f"environment stalled: a step waited {longest:.0f} s for its rollouts, {usual:.2g} s is usual"
@@ -580,16 +542,6 @@ def _refused(arrivals: Arrivals) -> Sign | None:
         f"groups refused: {arrivals.rejected} of {arrivals.received}; the most frequent reason: {arrivals.reason}",
         {"rejected": arrivals.rejected, "groups": arrivals.received, "with_this_reason": arrivals.times},
     )
-
-
-def _values(window: Window, key: str) -> list[float]:
-    numbers = (line.get(key) for line in window)
-    return [float(number) for number in numbers if isinstance(number, int | float) and math.isfinite(number)]
-
-
-def _mean(window: Window, key: str) -> float | None:
-    values = _values(window, key)
-    return sum(values) / len(values) if values else None
 
 
 def _share(value: float) -> str:

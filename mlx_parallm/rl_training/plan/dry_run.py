@@ -445,7 +445,13 @@ def remarks(result: GroupResult, config_key: str) -> list[str]:
             f"every completion of this group scores {rewards.pop():g}: nothing can be learnt from equal rewards"
         )
     cut = sum(rollout.stop_reason == "length" for rollout in rollouts)
-    if sum(trajectory.out_of_room for trajectory in result.trajectories) > cut / 2:
+    if result.group.metadata.get("never_done") == len(rollouts):
+        turns = round(result.group.metadata["never_done_turns"] / len(rollouts))
+        found.append(
+            f"no episode was ended by the environment, all {cut} were cut off after {turns} turns:"
+            f" {result.plan.source.how_to_end}. If it is to end later: raise rl_training.atropos.max_token_length"
+        )
+    elif sum(trajectory.out_of_room for trajectory in result.trajectories) > cut / 2:
         what = "rl_training.atropos.max_token_length, which holds prompt and all turns"
         found.append(f"{cut} of {len(rollouts)} completions were cut off: raise {what}")
     elif cut == len(rollouts):

@@ -56,6 +56,8 @@ class BatchStatistics:
     groups_same_answer: float = 0.0  # fraction: several answers, all of the same sampled tokens
     truncated_fraction: float = 0.0
     out_of_room_fraction: float = 0.0  # truncated by max_token_length, as far as is known: in-process environments
+    never_done_fraction: float = 0.0  # of those with several turns, which their environment did not end
+    never_done_turns: float | None = None  # mean turns of these
     eos_fraction: float | None = None  # of the sequences that say how they ended
     completion_tokens_mean: float = 0.0
     rollout_entropy: float | None = None  # mean of -logprobs over the sampled tokens that have one, in nats
@@ -136,6 +138,7 @@ class StatisticsCollector:
         self._without_variance = self._dropped_without_variance = 0
         self._staleness: list[int] = []
         self._stale = self._misfit = self._out_of_room = 0
+        self._never_done = self._never_done_turns = 0
         self._without_logprobs = self._extra_segments = 0
 
     def add_trained(self, group: RolloutGroup, staleness: int, *, varied: bool = True) -> None:
@@ -188,6 +191,8 @@ class StatisticsCollector:
         self._without_logprobs += any(rollout.logprobs is None for rollout in group.rollouts)
         self._extra_segments += sum(len(rollout.earlier) for rollout in group.rollouts)
         self._out_of_room += group.metadata.get("out_of_room", 0)
+        self._never_done += group.metadata.get("never_done", 0)
+        self._never_done_turns += group.metadata.get("never_done_turns", 0)
         rewards = [rollout.reward for rollout in group.rollouts]
         self._rewards += rewards
         self._by_environment[group.environment].groups += 1
@@ -229,6 +234,8 @@ class StatisticsCollector:
             groups_same_answer=self._same_answer / self._groups,
             truncated_fraction=self._ends.count("length") / count,
             out_of_room_fraction=self._out_of_room / count,
+            never_done_fraction=self._never_done / count,
+            never_done_turns=self._never_done_turns / self._never_done if self._never_done else None,
             eos_fraction=known.count("stop") / len(known) if known else None,
             completion_tokens_mean=sum(self._lengths) / count,
             rollout_entropy=self._surprise / self._surprising if self._surprising else None,

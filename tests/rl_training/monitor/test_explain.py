@@ -11,6 +11,7 @@ import pytest
 
 from mlx_parallm import cli
 from mlx_parallm.config.load import Config
+from mlx_parallm.environments.base import NEVER_DONE
 from mlx_parallm.rl_training.metrics import METRICS_FILE, complete
 from mlx_parallm.rl_training.monitor.explain import explain
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD
@@ -100,6 +101,17 @@ def test_without_a_step_and_a_group_it_was_the_environment(directory):
     (finding,) = explain(directory).findings
     assert finding.diagnosis.name == "environment-stalled"
     assert "no group of rollouts ever came, step 1 waits for its batch" in finding.diagnosis.sentence
+
+
+def test_without_a_step_the_log_tells_of_episodes_that_nothing_ends(directory):
+    """The environment was called stalled: its first group took minutes."""
+    reason = "64 turns and nothing set state.done: Guess.update_state has to set it"
+    entry = {"level": "warning", "event": NEVER_DONE, "environment": "guess", "reason": reason}
+    (directory / "run.log").write_text('{"event": "resumed"}\n' + json.dumps(entry) + "\n")
+    (finding,) = explain(directory).findings
+    assert (finding.diagnosis.name, finding.diagnosis.sentence) == (
+        "episodes-never-end", f"episodes never end: {reason}",
+    )  # fmt: skip
 
 
 def test_without_a_step_the_refused_groups_say_why(directory, store):

@@ -11,7 +11,8 @@ from rich.console import Console
 from mlx_parallm.rl_training.metrics import KEYS
 from mlx_parallm.rl_training.monitor import health
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
-from mlx_parallm.rl_training.monitor.health import HEALTHY, PAGE, RULES, WINDOW, diagnose, find
+from mlx_parallm.rl_training.monitor.evidence import WINDOW
+from mlx_parallm.rl_training.monitor.health import HEALTHY, PAGE, RULES, diagnose, find
 from tests.rl_training.monitor.test_display import INFO
 
 ROOT = Path(__file__).parents[3]
@@ -94,6 +95,11 @@ def test_nothing_wrong_is_healthy():
             {"truncated_fraction": 0.4, "out_of_room_fraction": 0.3},
             "truncation",
             "truncation: 40% of the answers hit the length limit of prompt and all turns (raise max_token_length)",
+        ),
+        (
+            {"truncated_fraction": 1.0, "eos_fraction": 0.0, "never_done_fraction": 1.0, "never_done_turns": 41.6},
+            "episodes-never-end",
+            "episodes never end: 42 turns on average, and nothing set state.done in all of them (set state.done",
         ),
         (
             {"truncated_fraction": 1.0, "eos_fraction": 0.0},

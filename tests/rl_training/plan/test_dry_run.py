@@ -106,6 +106,16 @@ def test_all_turns_of_a_group_are_shown_and_the_limit_that_ended_them_is_named(t
     assert found.startswith("2 of 2 completions were cut off: raise rl_training.atropos.max_token_length")
 
 
+def test_episodes_that_their_environment_does_not_end_are_not_the_models_fault() -> None:
+    """ "the model does not sample its end token within max_tokens" was said of them."""
+    made = group((0.0, "length"), (1.0, "length"))
+    made = replace(made, group=replace(made.group, metadata={"never_done": 2, "never_done_turns": 14}))
+    [found] = remarks(made, KEY)
+    assert found.startswith(
+        "no episode was ended by the environment, all 2 were cut off after 7 turns: step() returned"
+    )
+
+
 @pytest.fixture
 def tokenizer() -> Tokenizer:
     config = parse_config({}).model

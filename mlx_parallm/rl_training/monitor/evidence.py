@@ -1,0 +1,95 @@
+"""What `health` judges: `Evidence`, metrics lines, and `Arrivals`, what has come for a step that waits. No MLX."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Metrics = Mapping[str, Any]
+Window = Sequence[Metrics]
+
+WINDOW = 5
+"""Steps that are judged together."""
+FEWEST_STEPS, FEWEST_GROUPS = 3, 32
+"""With fewer of both, groups are not judged: three of three without variance is chance."""
+GAIN = 0.5
+"""In standard deviations of the first rewards: more than noise (0.1 over five small steps), and more than a collapsed
+policy reaches."""
+SAME_REWARD = 1e-6
+
+
+class Sign(NamedTuple):
+    """A sentence and the numbers in it. A `setting` replaces that of the rule."""
+
+    words: str
+    numbers: Mapping[str, float]
+    setting: str = ""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Metrics lines of the last steps, and of the run's first ones; without those the window is all there is."""
+
+    window: Window
+    start: Window = ()
+
+    def values(self, key: str) -> list[float]:
+        return values_of(self.window, key)
+
+    def total(self, key: str) -> int:
+        return round(sum(self.values(key)))
+
+    def mean(self, key: str) -> float | None:
+        return mean_of(self.window, key)
+
+    @property
+    def lines(self) -> Window:
+        """The first steps and the last ones."""
+        return [*self.start, *self.window]
+
+    def first(self, key: str) -> float | None:
+        return mean_of(self.start or self.window, key)
+
+    def known(self, *keys: str) -> dict[str, float]:
+        """The means of those keys that the window has."""
+        return {key: mean for key in keys if (mean := self.mean(key)) is not None}
+
+    @property
+    def steps(self) -> str:
+        return f"{len(self.window)} steps"
+
+    @property
+    def has_enough_groups(self) -> bool:
+        return len(self.window) >= FEWEST_STEPS or self.total("groups") >= FEWEST_GROUPS
+
+    @property
+    def gained(self) -> bool:
+        """Whether the reward is well above that of the first steps: the run learns, or has learned."""
+        then, now, spread = self.first("reward_mean"), self.mean("reward_mean"), self.first("reward_std")
+        return then is not None and now is not None and now - then > GAIN * (spread or 0.0) + SAME_REWARD
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Groups that have come for a step that has no batch yet: no metrics line shows them."""
+
+    step: int
+    usable: int = 0
+    stale: int = 0
+    misfit: int = 0
+    received: int = 0  # all, the rejected ones too
+    rejected: int = 0
+    reason: str = ""  # the most frequent one of the rejections
+    times: int = 0  # of that reason, among the newest rejections
+    silent_s: float | None = None  # since anything came, where that is too long
+    endless: str = ""  # what run.log tells about episodes that nothing ends
+
+
+def values_of(window: Window, key: str) -> list[float]:
+    numbers = (line.get(key) for line in window)
+    return [float(number) for number in numbers if isinstance(number, int | float) and math.isfinite(number)]
+
+
+def mean_of(window: Window, key: str) -> float | None:
+    values = values_of(window, key)
+    return sum(values) / len(values) if values else None
