@@ -38,12 +38,12 @@ LINES: dict[str, int] = {
     "orchestrator": 1920,
     "primitives": 160,
     "rewards": 2070,
-    "rl_training": 10740,
+    "rl_training": 10830,
     "rollout_store": 1280,
     "server": 4000,
     "system": 1130,
     "tools": 2810,
-    "traces": 4640,
+    "traces": 4780,
     "trl": 1250,
 }
 

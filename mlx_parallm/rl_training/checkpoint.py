@@ -40,6 +40,7 @@ from mlx_parallm.system.files import GB, free_bytes, point, remove_leftovers, wr
 OPTIMIZER_FILE = "optimizer.safetensors"
 LEARNERS = "learners"  # a directory of it for each learner beside the policy
 SUPERSEDED = "superseded_"
+SERVED_FILE = "served.safetensors"  # where the server answers with older weights: inside a step, or a publish is due
 STATE_BYTES = 64 << 10  # of a checkpoint's small files: configuration, random states, the last blocks of each file
 SCORED_STEPS = 10
 HELDOUT = "heldout_score"  # of metrics.jsonl (data_heldout.py)
@@ -87,11 +88,19 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ save
 
-    def save(self, state: TrainerState, *, final: bool = False, best: bool = False) -> Path:
+    def save(
+        self,
+        state: TrainerState,
+        *,
+        final: bool = False,
+        best: bool = False,
+        served: Mapping[str, mx.array] | None = None,
+    ) -> Path:
         """Writes the checkpoint of `state`, points `latest` at it, removes the oldest beyond `keep` but for the best.
 
         `best`: this checkpoint is the best one, whatever the scores say. `best` is then a directory of its own, and the
-        scores no longer change it. Raises CheckpointError (a full disk, …): the earlier checkpoints are all there, and
+        scores no longer change it. `served`: the weights of `policy_version`, where the policy's are newer. Raises
+        CheckpointError (a full disk, …): the earlier checkpoints are all there, and
         `latest` is one of them.
         """
         path = self.run_directory / state.checkpoint_name
@@ -99,8 +108,8 @@ class Checkpointer:
         found = score(self.run_directory / METRICS_FILE, state.step, after=left)
         state = replace(state, random_state=random_state(), score=found)
         if not (path.is_dir() and self._same(path, state)):
-            self._check_room(path)
-            write_directory(path, lambda directory: self._fill(directory, state))
+            self._check_room(path, served or {})
+            write_directory(path, lambda directory: self._fill(directory, state, served or {}))
         point(self.run_directory / LATEST, path.name)
         self._point_beside(LATEST)
         if final:
@@ -142,10 +151,10 @@ class Checkpointer:
             return None if state.unpublished else self._judge.score(state.step, state.policy_version)
         return state.score
 
-    def _check_room(self, path: Path) -> None:
+    def _check_room(self, path: Path, served: Mapping[str, mx.array]) -> None:
         """Raise CheckpointError before the first byte is written if the disk has no room."""
         optimizer = sum(array.nbytes for array in self._optimizer.state().values())
-        needed = self._policy.saved_bytes() + optimizer + STATE_BYTES
+        needed = self._policy.saved_bytes() + optimizer + STATE_BYTES + sum(array.nbytes for array in served.values())
         if (free := free_bytes(self.run_directory)) < needed:
             kept = ", ".join(old.name for old in checkpoints(self.run_directory)) or "none"
             raise CheckpointError(
@@ -153,8 +162,10 @@ class Checkpointer:
                 f" and go on with --resume {self.run_directory} (checkpoints there: {kept})"
             )
 
-    def _fill(self, directory: Path, state: TrainerState) -> None:
+    def _fill(self, directory: Path, state: TrainerState, served: Mapping[str, mx.array]) -> None:
         self._policy.save(directory)
+        if served:
+            mx.save_safetensors(str(directory / SERVED_FILE), dict(served))
         kind = {"optimizer": self._optimizer.kind}
         mx.save_safetensors(str(directory / OPTIMIZER_FILE), self._optimizer.state(), metadata=kind)
         (directory / STATE_FILE).write_text(state.to_text(), encoding="utf-8")
@@ -212,6 +223,18 @@ class Checkpointer:
             (self.run_directory / BEST).unlink(missing_ok=True)  # it was set aside
         log.info("resumed", checkpoint=checkpoint.name, steps=state.step, mini_batches=state.mini_batches)
         return state
+
+    def served(self, checkpoint: Path, state: TrainerState) -> dict[str, mx.array]:
+        """Return the weights that the server answered with, where the checkpoint's are newer; else, or where an older
+        version wrote it, nothing. Raises CheckpointError."""
+        file, trained = checkpoint / SERVED_FILE, self._policy.full_parameters()
+        if not (state.unpublished and file.is_file()):
+            return {}
+        tensors = read_tensors(file)
+        if tensors.keys() != trained.keys():
+            raise CheckpointError(f"{file}: its weights are not those of this model: {sorted(tensors)[:1]} …")
+        mx.eval(tensors)  # the file may be pruned before they are used
+        return {name: tensors[name] for name in trained}
 
     def set_aside(self, name: str) -> None:
         """The checkpoint of that name, if there is one, belongs to a timeline that a rollback left. It stays what a

@@ -296,7 +296,7 @@ class TrainingLoop:
         state, checkpointer = self._state(work), self._parts.checkpointer
         if checkpointer is not None and (state.checkpoint_name != self._saved or final or anew):
             with self._events.span("checkpoint", self._step):
-                path = checkpointer.save(state, final=final)
+                path = checkpointer.save(state, final=final, served=self._served(state))
             self._events.emit(CheckpointSaved(self._step, path))
         self._saved = state.checkpoint_name
 
@@ -308,10 +308,13 @@ class TrainingLoop:
         if self._parts.checkpointer is None:
             raise CheckpointError("this run has no directory for checkpoints")
         state = self._state(None)
-        path = self._parts.checkpointer.save(state, best=best)
+        path = self._parts.checkpointer.save(state, best=best, served=self._served(state))
         self._events.emit(CheckpointSaved(self._step, path))
         self._saved = state.checkpoint_name
         return path
+
+    def _served(self, state: TrainerState) -> dict[str, mx.array] | None:
+        return self._parts.updater.served() if state.unpublished else None
 
     def _state(self, work: StepInProgress | None) -> TrainerState:
         updater = self._parts.updater

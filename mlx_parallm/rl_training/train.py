@@ -9,7 +9,7 @@ after a failure half way. The daemon chooses the serving half and the kinds of s
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -285,8 +285,10 @@ class TrainingRun:
             store.restore(0)
             metrics.cut(0)
         numbers = VersionNumbers(store)
-        versions = state.restored_versions(numbers) if state else VersionSteps()
-        weights = self._open_serving(loaded, policy, versions, directory.path)
+        served = checkpointer.served(self._checkpoint, state) if self._checkpoint and state else {}
+        versions = state.restored_versions(numbers, served_known=bool(served)) if state else VersionSteps()
+        with policy.serving(served, self._checkpoint) if served and self._checkpoint else nullcontext():
+            weights = self._open_serving(loaded, policy, versions, directory.path)
         updater = WeightUpdater(
             weights,
             trainer,
@@ -296,6 +298,8 @@ class TrainingRun:
             drained=self._drained,
             events=self.events,
         )
+        if served and state:
+            updater.resume(served, due=state.publish_is_due(training.weight_updates.update_every_n_steps))
         rollbacks = Rollbacks(self._rollbacks, directory.path, trainer, updater)
         self._closing.callback(store.wake)
         self._closing.callback(sources.stop)

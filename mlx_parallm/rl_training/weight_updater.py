@@ -9,14 +9,23 @@ Weights that the guard refuses are taken back, with their optimizer, to those of
 serving: left as they are they would be refused after every later step too, and their rollouts would grow stale.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+
+import mlx.core as mx
 
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, PublishTimeoutError
 from mlx_parallm.rl_training.events import RunEvents, WeightsPublished
-from mlx_parallm.rl_training.publish.guard import PublishGuard, TrainingState, TrainingStates, Verdict, digest
+from mlx_parallm.rl_training.publish.guard import (
+    NOT_SERVED,
+    PublishGuard,
+    TrainingState,
+    TrainingStates,
+    Verdict,
+    digest,
+)
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import Rollout
@@ -60,13 +69,28 @@ class WeightUpdater:
         self._drained = drained if updates.in_flight == "drain" else nullcontext
         self._events = events or RunEvents()
         self._state = UpdaterState()
+        self._resumed: tuple[list[mx.array], bool] | None = None
         self.timeouts = self.refused = 0
         self.publish_kl: float | None = None  # of the last step that was to be published
 
+    def resume(self, served: Mapping[str, mx.array], *, due: bool) -> None:
+        """Note, before `begin`, that these are served, and the trained weights are newer. `due`: to be published."""
+        self._resumed = list(served.values()), due
+
     def begin(self) -> None:
         """Note that the trained weights are the served ones: before the first step, and after each publish."""
-        self._guard.published()
-        self.states.keep()
+        if self._resumed is None:
+            self._guard.published()
+            self.states.keep()
+            return
+        (served, due), self._resumed = self._resumed, None
+        self._guard.published(served)
+        self.states.keep(served=False)
+        self._state = UpdaterState(dirty=True, due=due)
+
+    def served(self) -> dict[str, mx.array]:
+        """The weights that are served, by the names of `TrainedPolicy.full_parameters`."""
+        return dict(zip(self._policy.full_parameters(), self._guard.served, strict=True))
 
     @property
     def version(self) -> int:
@@ -120,9 +144,9 @@ class WeightUpdater:
 
     def _look_at(self, verdict: Verdict, step: int) -> None:
         self.publish_kl = verdict.kl
+        state = self.states.newest()
         if verdict.reason:
             self.refused += 1
-            state = self.states.newest()
             if state is None:
                 raise CheckpointError(
                     f"step {step} is not published: {verdict.reason}. Go back with --resume to a checkpoint before it,"
@@ -131,7 +155,8 @@ class WeightUpdater:
             self._events.warn("update taken back, the old weights keep serving", step=step, reason=verdict.reason)
             self.states.put_back(state)
         if verdict.reason or not verdict.moved:
-            self._state = UpdaterState()
+            unserved = bool(verdict.reason) and state is not None and state.version == NOT_SERVED
+            self._state = UpdaterState(dirty=unserved, due=unserved)
 
     def _publish(self, timeout_s: float | None) -> PublishReport:
         """Raises PublishTimeoutError."""

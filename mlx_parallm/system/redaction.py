@@ -51,7 +51,7 @@ SECRET_FORMS: tuple[SecretForm, ...] = (
     _form("openai", "sk-", r"\bsk-(?:[A-Za-z0-9_]{12,}[A-Za-z0-9_-]*|(?=[A-Za-z_-]*\d)[A-Za-z0-9_-]{16,})"),
     _form("wandb", "wandb_v1_", r"\bwandb_v1_\w{12,}"),
     _form("aws", "akia asia abia acca", r"\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b"),
-    _form("github", "gh _pat_", r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{22,})"),
+    _form("github", "ghp_ gho_ ghu_ ghs_ ghr_ _pat_", r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{22,})"),
     _form("gitlab", "glpat-", r"\bglpat-[A-Za-z0-9_-]{20,}"),
     _form(
         "slack",

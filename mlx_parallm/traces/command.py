@@ -260,4 +260,44 @@ def _build(commands: Any) -> Run:
     return run
 
 
-ACTIONS = {"record": _record, "import": _import, "show": _show, "build": _build, "scan": _scan}
+def _label(commands: Any) -> Run:
+    """Label the traces of a file: by a function, or by you, one after another. Earlier labels stay."""
+    parser = commands.add_parser("label", help="label traces, by a function or by hand", description=_label.__doc__)
+    parser.add_argument("path", metavar="FILE", type=Path, help="traces, as `import` writes them")
+    parser.add_argument("--rule", metavar="python:FILE.py:NAME", help="a function of an ExecutionTrace")
+    parser.add_argument("--name", default="rule", help="what the rule judges (default: rule)")
+
+    def run(args: Namespace) -> int:
+        from mlx_parallm.system.terminal import escaped
+        from mlx_parallm.traces.labeling import add_rule_labels, label_by_hand, read_labelable
+        from mlx_parallm.traces.reading import write_lines
+
+        found = read_labelable(args.path)
+        if args.rule:
+            labelled, left = add_rule_labels(found, args.rule, args.name)
+            write_lines(found, args.path)
+            _print([f"{args.rule}: {labelled} labelled, {left} left alone"])
+            return 0
+
+        def ask(question: str) -> None:
+            sys.stdout.write(question)
+            sys.stdout.flush()
+
+        def show(trace: Any) -> None:
+            _print(["", *(escaped(line, lines=True) for line in _conversation(trace)), ""])
+
+        done = label_by_hand(args.path, found, iter(sys.stdin.readline, ""), show, ask)
+        _print(["", f"{done} labelled"])
+        return 0
+
+    return run
+
+
+ACTIONS = {
+    "record": _record,
+    "import": _import,
+    "show": _show,
+    "label": _label,
+    "build": _build,
+    "scan": _scan,
+}

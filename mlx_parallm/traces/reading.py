@@ -99,9 +99,14 @@ def redacted(traces: Iterable[Trace], finder: Redactor | None, hits: list[Redact
         yield cleaned
 
 
+def write_lines(traces: Iterable[Trace], path: Path) -> None:
+    """Write the traces, complete or not at all. Raises CheckpointError."""
+    write_atomically(path, b"".join(dump_line(trace.to_json()) for trace in traces))
+
+
 def write_traces(traces: Iterable[Trace], path: Path, hits: Iterable[RedactionHit] = ()) -> Path | None:
     """Write the traces, and the review of hits beside them; return the review's path. Raises CheckpointError."""
-    write_atomically(path, b"".join(dump_line(trace.to_json()) for trace in traces))
+    write_lines(traces, path)
     review = path.with_suffix(".review.jsonl")
     lines = b"".join(map(dump_line, review_lines(hits)))
     if lines:

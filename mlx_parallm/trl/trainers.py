@@ -384,7 +384,7 @@ def _save(checkpoint: Path, target: Path, *, lora: LoraConfig, base: str) -> Non
         layers = load_adapter(checkpoint).layers
         write_into(target, lambda directory: save_peft(directory, layers, dropout=lora.dropout, base=base))
         return
-    skipped = ("trainer_state", "optimizer", CHECKSUMS_FILE)
+    skipped = ("trainer_state", "optimizer", "served", CHECKSUMS_FILE)
 
     def copy(directory: Path) -> None:
         for file in checkpoint.iterdir():

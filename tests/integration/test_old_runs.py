@@ -16,6 +16,7 @@ from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.run_directory import checkpoint_at, find_run
 from mlx_parallm.rollout_store.store import RolloutStore
+from mlx_parallm.system.log import configure_logging
 from tests.integration.processes import Daemon, free_port, metrics
 
 DATA = Path(__file__).parents[1] / "data"
@@ -41,6 +42,7 @@ def test_a_run_without_its_rollouts_goes_on_and_says_what_is_lost(tmp_path: Path
     config = load_config(run / "config.toml", saved=True)
     config = config.model_copy(update={"rl_training": config.rl_training.model_copy(update={"total_steps": 3})})
     stop.set()  # it builds everything and ends
+    configure_logging(level="warning")
     with capture_logs() as logs:
         in_mlx_thread(lambda: start(config, run, stop))
     [warning] = [entry for entry in logs if "accepted groups are lost" in entry["event"]]

@@ -101,7 +101,8 @@ def open_run(
         assert found is not None
         state = checkpointer.resume(found, store, metrics)
     numbers = VersionNumbers(store)
-    versions = state.restored_versions(numbers) if state else VersionSteps()
+    served = checkpointer.served(found, state) if state else {}
+    versions = state.restored_versions(numbers, served_known=bool(served)) if state else VersionSteps()
     shared = SharedWeights(make_model(), policy="policy", version=versions.newest[0], keep_versions=1)
     events: list[str] = []
     bandit = Bandit(trainer, shared, store, events)
@@ -112,6 +113,8 @@ def open_run(
     stream.subscribe(StepFinished, lambda event: events.append(f"line {event.line['step']}"))
     stream.subscribe(CheckpointSaved, lambda event: events.append(f"saved {event.path.name}"))
     updater = WeightUpdater(shared, trainer, versions, config, numbers=numbers, events=stream)
+    if served and state:
+        updater.resume(served, due=state.publish_is_due(config.weight_updates.update_every_n_steps))
     rollback_service = RollbackService()
     rollbacks = Rollbacks(rollback_service, directory, trainer, updater)
     buffer = build_buffer(store, versions, trainer, config, group_sizes=[GROUP], request_groups=bandit)

@@ -17,6 +17,7 @@ from mlx_parallm.rl_training.events import Waiting
 from mlx_parallm.rl_training.loop import RunControl
 from mlx_parallm.rl_training.metrics import KEYS, TIMES
 from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.rl_training.weight_updater import UpdaterState
 from mlx_parallm.system.log import configure_logging
 from tests.rl_training.bandit_run import Run, running
 from tests.rl_training.making import assert_same_training, weights
@@ -221,14 +222,50 @@ def test_stopping_inside_a_step_saves_the_place_and_goes_on_there(tmp_path: Path
         assert [line["step"] for line in run.lines] == [1]
         assert (run.directory / "latest").resolve().name == "step_000001_mb0001"
         assert run.store.counts().taken > 2
+        served = run.parts.updater.served()
+    older = shutil.copytree(tmp_path / "run", tmp_path / "older", symlinks=True)
     with running(tmp_path / "run", resume=True, **values) as run:
+        assert run.parts.updater.served().keys() == served.keys()
+        assert all(mx.array_equal(array, served[name]) for name, array in run.parts.updater.served().items())
+        assert run.parts.updater.state() == UpdaterState(dirty=True)
         assert run.loop.run() == "finished"
         for one, other in zip(run.lines, whole.lines, strict=True):
-            assert one["step"] == other["step"]
-            assert one["reward_mean"] == other["reward_mean"]
-            assert one["optimizer_updates"] == other["optimizer_updates"]
+            for key in ("step", "reward_mean", "optimizer_updates", "policy_version"):
+                assert one[key] == other[key]
         assert_same_training(weights(run.parts.trainer), weights(whole.parts.trainer))
-        assert run.shared.version == whole.shared.version + 1, "the half-trained weights were served as a version"
+        assert run.shared.version == whole.shared.version, "what was served before is served on until the step ends"
+    for name in ("served.safetensors", "SHA256SUMS"):
+        (older / "step_000001_mb0001" / name).unlink()
+    with running(older, resume=True, **values) as run:
+        assert run.loop.run() == "finished"
+        assert run.shared.version == whole.shared.version + 1, "half-trained weights have a version of their own"
+
+
+def test_a_publish_that_was_due_is_made_after_a_resume(tmp_path: Path) -> None:
+    """The lock was busy at the end of the step that the checkpoint is of; on-policy rollouts can only come after it."""
+    stop = threading.Event()
+    control = RunControl(should_stop=stop.is_set, while_waiting=stop.set)
+    values: dict[str, Any] = {"weight_updates": {"lock_timeout_ms": 1}, "total_steps": 2}
+    with running(tmp_path / "run", control=control, **values) as run:
+        entered, leave = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with run.shared.lock.read():
+                entered.set()
+                leave.wait(30)
+
+        reader = threading.Thread(target=hold)
+        reader.start()
+        entered.wait(30)
+        assert run.loop.run() == "stopped"
+        leave.set()
+        reader.join()
+        assert (run.directory / "latest" / "served.safetensors").is_file()
+    with running(tmp_path / "run", resume=True, **values) as run:
+        assert run.parts.updater.state() == UpdaterState(dirty=True, due=True)
+        assert run.loop.run() == "finished"
+        assert [report.version for report in run.published] == [2, 3], "1 was given out, and perhaps served"
+        assert run.lines[1]["staleness_max"] == 0
 
 
 def test_scores_and_the_adaptive_coefficient_go_on_too(tmp_path: Path) -> None:

@@ -59,13 +59,18 @@ class TrainerState:
     def checkpoint_name(self) -> str:
         return f"step_{self.step:06d}" + (f"_mb{self.mini_batches:04d}" if self.mini_batches else "")
 
-    def restored_versions(self, numbers: VersionNumbers) -> VersionSteps:
-        """The version table of a resumed run. Weights that were never published get a number of their own."""
+    def restored_versions(self, numbers: VersionNumbers, *, served_known: bool = False) -> VersionSteps:
+        """The version table of a resumed run. Weights that were never published get a number of their own, unless the
+        checkpoint has those that were (`served_known`): then these are served on."""
         versions = VersionSteps.restored(self.versions)
-        if self.unpublished:
+        if self.unpublished and not served_known:
             versions.record(numbers.reserve(self.policy_version), self.step)
             numbers.used()
         return versions
+
+    def publish_is_due(self, every: int) -> bool:
+        """Whether its weights were to be published, every n-th step, and no lock could be taken in time."""
+        return self.unpublished and self.in_progress is None and self.step % every == 0
 
     def same_moment(self, other: "TrainerState") -> bool:
         """Same weights: nothing was trained or published between the two. Positions of the environments may differ."""

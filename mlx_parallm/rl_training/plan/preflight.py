@@ -422,6 +422,8 @@ class MemoryWatch:
         self._config, self._shape = config, shape
         self._seen = Lengths(0, 0)
         self._peak = 0
+        # A program, or a notebook, may hold more than a process of the daemon's: torch, the model of an earlier run.
+        self._others = max(0, measured_bytes([]) - PROCESS_BYTES) if on_cpu() else 0
 
     @classmethod
     def checked(cls, config: Config, model_config: Mapping[str, Any]) -> "MemoryWatch":
@@ -446,7 +448,7 @@ class MemoryWatch:
     def add(self, event: StepFinished) -> None:
         """The lengths and the peak of one step."""
         self._seen = self._seen.with_batch(event.batch)
-        self._peak = max(self._peak, measured_bytes([event.line]))
+        self._peak = max(self._peak, measured_bytes([event.line]) - self._others)
 
     @property
     def predicted(self) -> int:

@@ -9,7 +9,7 @@ TrainingStates         what a refused update and a rollback go back to
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +26,8 @@ MEASURED_TOKENS = 1024
 NOT_FINITE = "the weights are not finite"
 NO_ANSWERS = "the weights are finite, but the log-probabilities that they give are not"
 TRIED_TOKENS = 16
+NOT_SERVED = -2
+"""Stands for the version of a state that was resumed and never served; -1 is that of weights at the start."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,17 @@ class PublishGuard:
         max_kl: float | None,
     ) -> None:
         self._policy, self._score, self._max_kl = policy, score, max_kl
-        self._served: list[mx.array] = []
+        self.served: list[mx.array] = []  # in the order of `TrainedPolicy.served_arrays`
 
-    def published(self) -> None:
-        """Note that the trained weights are the served ones."""
-        self._served = self._policy.served_arrays()
+    def published(self, served: list[mx.array] | None = None) -> None:
+        """Note what is served; None: the trained weights."""
+        self.served = self._policy.served_arrays() if served is None else served
 
     def judge(self, rollouts: Sequence[Rollout]) -> Verdict:
         """Judge the weights as they are now. `rollouts`: those that the step was trained on."""
         if not all(mx.isfinite(array).all().item() for array in self._policy.slots.read()):
             return Verdict(NOT_FINITE)
-        pairs = zip(self._served, self._policy.served_arrays(), strict=True)
+        pairs = zip(self.served, self._policy.served_arrays(), strict=True)
         if all(mx.array_equal(old, new).item() for old, new in pairs):
             return Verdict(moved=False)
         if self._max_kl is None:
@@ -140,9 +142,10 @@ class TrainingStates:
         self._trainer, self._versions, self._limit = trainer, versions, keep
         self._kept: list[TrainingState] = []
 
-    def keep(self) -> None:
-        """Keep the present state: it is that of the newest version."""
-        self._kept = [*self._kept, self.now()][-self._limit :] if self._limit else []
+    def keep(self, *, served: bool = True) -> None:
+        """Keep the present state: it is that of the newest version, unless it was resumed and never `served`."""
+        state = self.now() if served else replace(self.now(), version=NOT_SERVED)
+        self._kept = [*self._kept, state][-self._limit :] if self._limit else []
 
     def now(self) -> TrainingState:
         version, steps = self._versions.newest
@@ -153,7 +156,7 @@ class TrainingStates:
 
     def kept(self) -> list[int]:
         """Versions."""
-        return [state.version for state in self._kept]
+        return [state.version for state in self._kept if state.version != NOT_SERVED]
 
     def find(self, version: int) -> TrainingState | None:
         return next((state for state in self._kept if state.version == version), None)

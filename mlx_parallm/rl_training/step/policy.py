@@ -115,6 +115,16 @@ class TrainedPolicy:
             yield
 
     @contextmanager
+    def serving(self, served: Mapping[str, mx.array], where: Path) -> Iterator[None]:
+        """The tree has these weights, of the names of `full_parameters`, for the length of the block.
+
+        Raises CheckpointError: they do not fit; they are from `where`.
+        """
+        own = dict(zip(self.slots.names, self.slots.read(), strict=True))
+        with self.slots.bound(self._arranged(own | dict(served), where, range(len(self.slots)))):
+            yield
+
+    @contextmanager
     def _without_adapter(self) -> Iterator[None]:
         adapted = trainer_lora_layers(self.model)
         self.model.update_modules(tree_unflatten([(path, layer.linear) for path, layer in adapted.items()]))

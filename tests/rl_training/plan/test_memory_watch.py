@@ -172,6 +172,18 @@ def test_on_a_cpu_the_whole_process_counts() -> None:
     assert 0.9 * resident <= measured_bytes([]) <= psutil.virtual_memory().total
 
 
+def test_what_a_program_held_before_the_run_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch, or the model of a notebook's earlier cell: "the preflight predicted too little"."""
+    before = memory_watch.PROCESS_BYTES + 20 * GIB
+    sizes = iter([before, before + 2**20])
+    monkeypatch.setattr(memory_watch, "on_cpu", lambda: True)
+    monkeypatch.setattr(memory_watch, "measured_bytes", lambda lines: next(sizes))
+    out, watch = io.StringIO(), watched(1.0)
+    assert watch.health() is None
+    watch.tell(Console(file=out))
+    assert out.getvalue().startswith("memory: 1.0 MiB at the peak")
+
+
 def test_the_longest_lengths_are_kept() -> None:
     seen = Lengths(0, 0).with_batch(batch(5, 9)).with_batch(batch(7, 3, rows=True)).with_batch(batch(2, 4))
     assert seen == Lengths(7, 9)
