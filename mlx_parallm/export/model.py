@@ -70,7 +70,7 @@ def source_of_run(path: Path, *, name: str | None = None, chat_template: str | N
     template, name = chat_template or config.model.chat_template, name or run.name
     options = config.model.chat_template_kwargs
     note = f"the run renders chats with {options}: give llama-server --chat-template-kwargs '{json.dumps(options)}' too"
-    notes = (note,) if options else ()
+    notes: tuple[str, ...] = (note,) if options else ()
     if config.rl_training.lora.quantize_base:
         notes += ("the run trained beside a base in 4 bits; the adapter is added to the base as it was before",)
     if (step / "config.json").is_file():  # a run that trained all weights
