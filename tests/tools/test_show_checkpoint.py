@@ -109,7 +109,8 @@ def test_a_changed_byte_is_found(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "step_000012"
     shutil.copytree(run / "step_000012", copy)
     weights = copy / "adapters.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     found = describe(copy)
     assert found["problems"] == ["adapters.safetensors is not what was written (SHA-256)"]
     assert not found["complete"] and "checksums     another one: adapters.safetensors\n" in as_text(found)

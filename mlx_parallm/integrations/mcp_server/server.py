@@ -11,12 +11,12 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.errors import ConfigError, ParallmError
-from mlx_parallm.execution.openai_client import OpenAIEndpoint
-from mlx_parallm.execution.tool_client import INSTALL
-from mlx_parallm.integrations.mcp_server.trainings import Trainings
+
+if TYPE_CHECKING:
+    from mlx_parallm.integrations.mcp_server.trainings import Trainings
 
 EVALUATION_TIMEOUT_S = 3600.0
 ASK_TIMEOUT_S = 600.0
@@ -36,6 +36,8 @@ def mcp(parser: ArgumentParser) -> Callable[[Namespace], int]:
     def run(args: Namespace) -> int:
         if args.most_running < 1:
             parser.error("--most-running: at least 1")
+        from mlx_parallm.integrations.mcp_server.trainings import Trainings  # --help stays quick
+
         server = make_server(Trainings(args.directory, most_running=args.most_running))
         if args.http is None:
             server.run("stdio")
@@ -46,13 +48,15 @@ def mcp(parser: ArgumentParser) -> Callable[[Namespace], int]:
     return run
 
 
-def make_server(trainings: Trainings) -> Any:
+def make_server(trainings: "Trainings") -> Any:
     """Return the SDK's server with the tools of `trainings`. Raises ConfigError: the SDK is not installed."""
     try:
         from mcp.server.mcpserver import MCPServer
         from mcp.server.mcpserver.exceptions import ToolError
         from mcp_types import ToolAnnotations
     except ImportError as error:
+        from mlx_parallm.execution.tool_client import INSTALL
+
         raise ConfigError(f"mlx_parallm mcp needs the MCP SDK: {INSTALL}") from error
     server, tools = MCPServer("mlx_parallm", instructions=INSTRUCTIONS), AgentTools(trainings, ToolError)
     for tool in tools.all():
@@ -65,7 +69,7 @@ class AgentTools:
     """What an agent can do. Signatures and docstrings are the tools' definitions; `failure` is raised with the reason
     of a failed call."""
 
-    def __init__(self, trainings: Trainings, failure: type[Exception]) -> None:
+    def __init__(self, trainings: "Trainings", failure: type[Exception]) -> None:
         self._trainings, self._failure = trainings, failure
 
     def all(self) -> Sequence[Callable[..., Any]]:
@@ -118,9 +122,11 @@ class AgentTools:
             raise self._failure(str(error)) from error
 
 
-async def _ask(trainings: Trainings, prompt: str, name: str, max_tokens: int, temperature: float) -> str:
+async def _ask(trainings: "Trainings", prompt: str, name: str, max_tokens: int, temperature: float) -> str:
     """Raises ConfigError, EndpointError."""
     training = await asyncio.to_thread(trainings.running, name)
+    from mlx_parallm.execution.openai_client import OpenAIEndpoint
+
     endpoint = OpenAIEndpoint(f"http://127.0.0.1:{training.port}/v1", None, timeout_s=ASK_TIMEOUT_S)
     try:
         body = {"model": "default", "messages": [{"role": "user", "content": prompt}]}
@@ -130,7 +136,7 @@ async def _ask(trainings: Trainings, prompt: str, name: str, max_tokens: int, te
     return str(reply["choices"][0]["message"]["content"] or "")
 
 
-def _evaluate(trainings: Trainings, name: str, problems: int) -> Mapping[str, Any]:
+def _evaluate(trainings: "Trainings", name: str, problems: int) -> Mapping[str, Any]:
     """Raises ConfigError: it does not run, or the evaluation failed."""
     training = trainings.running(name)
     run = trainings.directory / training.name / "run"
