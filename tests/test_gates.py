@@ -31,7 +31,7 @@ LINES: dict[str, int] = {
     "experts": 1610,
     "export": 2260,
     "inference": 950,
-    "integrations": 1870,
+    "integrations": 1880,
     "library": 1110,
     "losses": 860,
     "models": 3450,
@@ -43,7 +43,7 @@ LINES: dict[str, int] = {
     "server": 4000,
     "system": 1130,
     "tools": 2810,
-    "traces": 4780,
+    "traces": 4800,
     "trl": 1250,
 }
 
@@ -75,6 +75,7 @@ VARIABLE_ATTRIBUTES: dict[
     "models.loading:_dtype": "a dtype by the name in the configuration",
     "orchestrator.__init__:__getattr__": "names are imported when they are asked for",
     "primitives.__init__:__getattr__": "names are imported when they are asked for",
+    "traces.__init__:__getattr__": "names are imported when they are asked for",
     "rl_training.plan.preflight:_dtype": "a dtype by the name in the configuration",
     "rl_training.step.optimizer:optimizer_keys": "an optimizer of mlx.optimizers, whatever it has",
     "server.metrics:_EngineCollector.collect": "the engine's counters, by their names in a table",
