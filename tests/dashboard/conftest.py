@@ -1,4 +1,4 @@
-"""One Chromium for all tests of the page. They are skipped, with the reason, where there is none."""
+"""One Chromium for the tests of a file. They are skipped, with the reason, where there is none."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,8 +11,10 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 HOW = "scripts/setup_browser gets it"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
+    """A browser. While it is open an event loop counts as running in this thread: it must not outlive its file's tests,
+    or `asyncio.run` fails in those of the next."""
     playwright = pytest.importorskip("playwright.sync_api", reason=f"no playwright: {HOW}")
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:

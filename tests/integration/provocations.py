@@ -145,6 +145,7 @@ PROVOCATIONS: dict[str, Provocation] = {
     "temperature 0.01": Provocation("same-answers", training={"temperature": 0.01}),
     "max_tokens 4": Provocation("truncation", entry={"max_tokens": 4}),
     "max_tokens 1": Provocation("eos-never-sampled", entry={"max_tokens": 1}),
+    "no end of turns": Provocation("episodes-never-end", "endless"),
     "high rate, KL watched": Provocation("kl-running-away", training={"learning_rate": 5e-2, "kl_beta": 1e-4}),
     "reward for brevity": Provocation("entropy-collapse", "brevity", {"learning_rate": 1e-2}),
     "many epochs": Provocation("ratio-mismatch", training={"learning_rate": 1e-2, "update_epochs": 6, "batch_size": 4}),

@@ -40,6 +40,13 @@ class Late(Environment):
         return None
 
 
+class Endless(Environment):
+    """Has always something more to say."""
+
+    async def step(self, text: str) -> Messages | None:
+        return ({"role": "user", "content": "Go on."},)
+
+
 class Scripted(EnvironmentSource):
     """Options: `silence_s`, how long the environments of "late" and "silent" do not answer."""
 
@@ -50,6 +57,8 @@ class Scripted(EnvironmentSource):
         return Task(f"{index}", self.open_with(problem.messages), reward)
 
     def environment(self, task: Task) -> Environment:
+        if self.config.name == "endless":
+            return Endless()
         index = int(task.key)
         silent = self.config.name == "silent" and index >= GROUPS_BEFORE
         late = self.config.name == "late" and index == GROUPS_BEFORE
