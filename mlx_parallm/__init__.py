@@ -4,11 +4,11 @@ Importing the package puts a fast BLAS under MLX on Linux CPU (`blas.py`) and ha
 it imports no MLX itself.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlx_parallm.system.blas import preload_fast_blas
 from mlx_parallm.system.heap import keep_freed_memory
+from mlx_parallm.system.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from mlx_parallm.config.training import LoraConfig
@@ -28,24 +28,14 @@ __all__ = [
     "SFTTrainer",
 ]
 
-_HOMES = {
-    "config.training": "LoraConfig",
-    "config.trl": "GRPOConfig SFTConfig DPOConfig KTOConfig",
-    "trl.trainers": "GRPOTrainer SFTTrainer DPOTrainer KTOTrainer",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load TRL's names at their first use (PEP 562), so that importing the package stays cheap. docs/trl.md"""
-    for home, names in _HOMES.items():
-        if name in names.split():
-            return getattr(importlib.import_module(f"mlx_parallm.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
+__getattr__, __dir__ = lazy_names(  # TRL's names (docs/trl.md); importing the package stays cheap
+    __name__,
+    {
+        "config.training": "LoraConfig",
+        "config.trl": "GRPOConfig SFTConfig DPOConfig KTOConfig",
+        "trl.trainers": "GRPOTrainer SFTTrainer DPOTrainer KTOTrainer",
+    },
+)
 
 preload_fast_blas()
 keep_freed_memory()

@@ -12,11 +12,12 @@ tasks.py          task pools, generators, and the routing tasks
 tool_server.py    the tools `math_solve` and `physics_simulate`, and a server of them
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mlx_parallm.system.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from mlx_parallm.execution.tool_client import ToolClient as MCPToolClient
+    from mlx_parallm.execution.tool_client import MCPToolClient
     from mlx_parallm.orchestrator.hybrid_env import HybridEnv, VectorizedHybridEnv
     from mlx_parallm.orchestrator.observation import ObservationBuilder
     from mlx_parallm.orchestrator.orchestrator import Orchestrator, OrchestratorConfig, StepResult
@@ -33,23 +34,13 @@ __all__ = [
     "VectorizedHybridEnv",
 ]
 
-_HOMES = {
-    "HybridEnv": "hybrid_env",
-    "VectorizedHybridEnv": "hybrid_env",
-    "ObservationBuilder": "observation",
-    "Orchestrator": "orchestrator",
-    "OrchestratorConfig": "orchestrator",
-    "StepResult": "orchestrator",
-    "RewardConfig": "reward",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load a name at its first use (PEP 562): the tool server starts without MLX."""
-    if name == "MCPToolClient":
-        from mlx_parallm.execution.tool_client import ToolClient
-
-        return ToolClient
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __dir__ = lazy_names(  # the tool server starts without MLX
+    __name__,
+    {
+        "execution.tool_client": "MCPToolClient",
+        "orchestrator.hybrid_env": "HybridEnv VectorizedHybridEnv",
+        "orchestrator.observation": "ObservationBuilder",
+        "orchestrator.orchestrator": "Orchestrator OrchestratorConfig StepResult",
+        "orchestrator.reward": "RewardConfig",
+    },
+)

@@ -4,8 +4,9 @@ Each name is loaded at its first use (PEP 562), so that settings and environment
 them all.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mlx_parallm.system.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from mlx_parallm.config.library import AlgorithmConfig, BackpropConfig
@@ -67,36 +68,28 @@ __all__ = [
     "load_algorithm_from_checkpoint",
 ]
 
-_HOMES = {
-    "library.algorithms": "GRPOAlgorithm PPOAlgorithm REINFORCEAlgorithm TrainingMetrics create_algorithm"
-    " load_algorithm_from_checkpoint",
-    "library.backprop": "BackpropModule",
-    "library.evaluation": "evaluate",
-    "config.training": "LoraConfig",
-    "config.library": "AlgorithmConfig BackpropConfig",
-    "environments.kinds.conversation": "ConversationEnvironment",
-    "environments.kinds.gymnasium": "GymnasiumEnvironment",
-    "environments.registry": "create_environment",
-    "environments.manager": "RolloutConfig RolloutManager",
-    "environments.kinds.simple_text": "SimpleTextEnvironment",
-    "environments.state": "BaseEnvironment State",
-    "environments.kinds.svrl": "SVRLEnvironment",
-    "inference.module": "InferenceModule",
-    "inference.types": "GenerationResult",
-    "types": "Trajectory",
-    "rewards.computers": "ParetoRewardComputer WeightedRewardComputer create_reward_computer",
-    "rewards.methods": "RewardComputer",
-    "rewards.parts": "SVRLRewardComputer",
-    "execution.tool_calls": "ToolCall",
-}
-
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names.split():
-            return getattr(importlib.import_module(f"mlx_parallm.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "library.algorithms": "GRPOAlgorithm PPOAlgorithm REINFORCEAlgorithm TrainingMetrics create_algorithm"
+        " load_algorithm_from_checkpoint",
+        "library.backprop": "BackpropModule",
+        "library.evaluation": "evaluate",
+        "config.training": "LoraConfig",
+        "config.library": "AlgorithmConfig BackpropConfig",
+        "environments.kinds.conversation": "ConversationEnvironment",
+        "environments.kinds.gymnasium": "GymnasiumEnvironment",
+        "environments.registry": "create_environment",
+        "environments.manager": "RolloutConfig RolloutManager",
+        "environments.kinds.simple_text": "SimpleTextEnvironment",
+        "environments.state": "BaseEnvironment State",
+        "environments.kinds.svrl": "SVRLEnvironment",
+        "inference.module": "InferenceModule",
+        "inference.types": "GenerationResult",
+        "types": "Trajectory",
+        "rewards.computers": "ParetoRewardComputer WeightedRewardComputer create_reward_computer",
+        "rewards.methods": "RewardComputer",
+        "rewards.parts": "SVRLRewardComputer",
+        "execution.tool_calls": "ToolCall",
+    },
+)

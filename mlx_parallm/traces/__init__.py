@@ -3,8 +3,9 @@
 from mlx_parallm.traces import TraceCollector, hook_into_agent
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mlx_parallm.system.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from mlx_parallm.traces.checkpoints import CheckpointLoader
@@ -26,18 +27,13 @@ __all__ = [
     "write_traces",
 ]
 
-_HOMES = {
-    "checkpoints": "CheckpointLoader",
-    "collector": "TraceCollector hook_into_agent",
-    "execution": "ExecutionTrace ReasoningStep ToolCallTrace",
-    "reading": "read_traces write_traces",
-    "schema": "Label Trace",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Load a name at its first use (PEP 562), so that `mlx_parallm traces --help` stays quick."""
-    for home, names in _HOMES.items():
-        if name in names.split():
-            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(  # so that `mlx_parallm traces --help` stays quick
+    __name__,
+    {
+        "traces.checkpoints": "CheckpointLoader",
+        "traces.collector": "TraceCollector hook_into_agent",
+        "traces.execution": "ExecutionTrace ReasoningStep ToolCallTrace",
+        "traces.reading": "read_traces write_traces",
+        "traces.schema": "Label Trace",
+    },
+)
