@@ -36,14 +36,14 @@ LINES: dict[str, int] = {
     "losses": 860,
     "models": 3450,
     "orchestrator": 1920,
-    "primitives": 110,
+    "primitives": 160,
     "rewards": 2070,
     "rl_training": 10830,
     "rollout_store": 1280,
     "server": 4000,
     "system": 1150,
     "tools": 2810,
-    "traces": 4790,
+    "traces": 4800,
     "trl": 1250,
 }
 
