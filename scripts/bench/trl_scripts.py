@@ -1,10 +1,11 @@
 """The same script text under TRL and here: only its import line and its model path differ. Prints both curves.
 
-    .venv/bin/python scripts/bench/trl_scripts.py --theirs PYTHON [--only grpo sft dpo] [--seeds 3]
+    .venv/bin/python scripts/bench/trl_scripts.py --theirs PYTHON [--only grpo sft dpo] [--seeds 3] [--same-rows]
 
 `--theirs`: a Python that has TRL (`setup_peers trl` makes build/peers-trl). All weights of the tiny model are
 trained in float32, on the same rows; TRL's random numbers differ from ours, so curves are compared by the means and the
-spread of seeds. Our environment has no package `datasets`: a module of that name makes a data set a list there.
+spread of seeds. `--same-rows` gives TRL's SFT and DPO our order of rows: then the curves have to agree
+in all digits. Our environment has no package `datasets`: a module of that name makes a data set a list there.
 """
 
 import argparse
@@ -78,9 +79,27 @@ trainer = DPOTrainer(model=MODEL, args=training_args, train_dataset=dataset)
 }
 
 
-def script(name: str, *, ours: bool) -> str:
+SAME_ROWS = """
+import numpy as np
+from torch.utils.data import DataLoader
+
+class SameRows({trainer}):
+    def get_train_dataloader(self):  # as rl_training/data/batches.py: a permutation an epoch, cut into equal parts
+        rows, batches = len(self.train_dataset), []
+        steps = -(-rows // self.args.per_device_train_batch_size)
+        for epoch in range(3):
+            order = np.random.default_rng([SEED, epoch]).permutation(rows)
+            batches += [part.tolist() for part in np.array_split(order, steps)]
+        return DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)
+"""
+
+
+def script(name: str, *, ours: bool, same_rows: bool) -> str:
     """The text; for our side with another import line, for both with the model's path."""
     config, trainer, _, body = SCRIPTS[name]
+    if same_rows and not ours:
+        wanted = SAME_ROWS.format(trainer=trainer)
+        body = wanted + body.replace(f"= {trainer}(", "= SameRows(")
     text = (HEAD.format(config=config, trainer=trainer) + body + TAIL).replace('"tiny"', repr(str(TINY)))
     return text.replace("from trl import", "from mlx_parallm import") if ours else text
 
@@ -100,11 +119,11 @@ for seed in sys.argv[1:]:  # one process: importing torch takes longer than the 
 """
 
 
-def run(name: str, seeds: int, python: str, *, ours: bool) -> list[list[float]]:
+def run(name: str, seeds: int, python: str, *, ours: bool, same_rows: bool) -> list[list[float]]:
     """The curves of one side: the metric of each step, for each seed."""
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        (place / "script.py").write_text(script(name, ours=ours))
+        (place / "script.py").write_text(script(name, ours=ours, same_rows=same_rows))
         (place / "driver.py").write_text(DRIVER)
         if ours:
             (place / "datasets.py").write_text(DATASETS)
@@ -127,10 +146,15 @@ def main() -> None:
     parser.add_argument("--theirs", default=str(ROOT / "build" / "peers-trl" / "bin" / "python"), metavar="PYTHON")
     parser.add_argument("--only", nargs="+", default=list(SCRIPTS), choices=list(SCRIPTS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--same-rows", action="store_true", help="TRL's SFT and DPO train on our order of rows")
     args = parser.parse_args()
+    if args.same_rows:
+        args.only = [name for name in args.only if name != "grpo"]
     for name in args.only:
         sides = (("TRL", args.theirs), ("here", sys.executable))
-        found = {side: run(name, args.seeds, python, ours=side == "here") for side, python in sides}
+        found = {
+            side: run(name, args.seeds, python, ours=side == "here", same_rows=args.same_rows) for side, python in sides
+        }
         means = {side: [fifths(curve) for curve in curves] for side, curves in found.items()}
         print(f"\n{name}: {SCRIPTS[name][2]}, {len(found['TRL'][0])} steps, mean of {args.seeds} seeds ± their std")
         for side, rows in means.items():
