@@ -23,7 +23,7 @@ LINES: dict[str, int] = {
     "(root)": 1340,
     "cli": 1270,
     "config": 2050,
-    "dashboard": 730,
+    "dashboard": 740,
     "distributed": 440,
     "engine": 3690,
     "environments": 4940,

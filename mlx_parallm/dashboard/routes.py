@@ -70,9 +70,15 @@ def _page_routes(router: APIRouter) -> None:
 
 def _run_routes(router: APIRouter, views: Sequence[RunView], *, live: bool) -> None:
     @router.get("/dashboard/api/runs")
-    def runs() -> Response:
-        """The runs that this page shows. `live`: this process trains it, and controls work."""
-        shown = [view.summary() | {"id": number, "live": live and number == 0} for number, view in enumerate(views)]
+    def runs(context: Context) -> Response:
+        """The runs that this page shows. `live`: this process trains it, and can be talked to; `rewards`: its answers
+        may be rewarded."""
+        kept = context.deps.completions
+        here = {"live": live, "rewards": live and kept is not None and kept.enabled}
+        shown = [
+            view.summary() | {"id": number} | (here if number == 0 else dict.fromkeys(here, False))
+            for number, view in enumerate(views)
+        ]
         return JSONResponse({"runs": shown})
 
     @router.get("/dashboard/api/metrics")

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.dashboard.conftest import Opened
-from tests.integration.processes import train, wait_for_step, write_config
+from tests.integration.processes import Daemon, free_port, metrics, train, wait_for_step, write_config
 
 pytestmark = pytest.mark.slow
 KEY = "sk-of-a-live-dashboard"
@@ -91,3 +91,47 @@ def groups_of(ask: httpx.Client) -> set[str]:
         if part["older"] is None:
             return found
         query["older_than"] = part["older"]
+
+
+def test_the_page_talks_to_the_policy_and_trains_it(tmp_path: Path, opened: Opened) -> None:
+    """Nothing else asks or rewards this run: it stands still until the page sends a group."""
+    port, run = free_port(), tmp_path / "run"
+    letters = Path(__file__).parents[2] / "examples" / "rewards_by_id" / "letters.toml"
+    settings = {
+        "server.port": port,
+        "rl_training.checkpoint_dir": tmp_path,
+        "rl_training.run_name": "run",
+        "rl_training.batch_size": 4,
+        "rl_training.atropos.rollout_batch_size": 4,
+        "rl_training.total_steps": 4,
+    }
+    flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    with Daemon("mlx_parallm_train", "--config", str(letters), *flags, port=port) as daemon:
+        daemon.wait_until_ready()
+        page = opened.page(f"{daemon.url}/dashboard#/chat?left=policy@0&temperature=0&answers=2")
+        ask_page(page, "Reverse: abcd")
+        page.wait_for_selector(".side >> nth=1 >> .answer >> nth=1 >> text=ended by")
+        left, right = (page.locator(".side").nth(side).locator(".answer .text").first.inner_text() for side in (0, 1))
+        messages = [{"role": "user", "content": "Reverse: abcd"}]
+        for model, shown in (("policy@0", left), ("default", right)):
+            body = {"model": model, "messages": messages, "temperature": 0, "n": 2, "logprobs": True}
+            (choice, _) = httpx.post(f"{daemon.url}/v1/chat/completions", json=body, timeout=60).json()["choices"]
+            assert shown == "".join(token["token"] for token in choice["logprobs"]["content"])
+            assert choice["message"]["content"] and choice["message"]["content"] in shown
+        page.goto(f"{daemon.url}/dashboard#/chat?left=default&right=default&answers=2")
+        page.click("text=New conversation")
+        ask_page(page, "Reverse: wxyz")
+        for number, mark in enumerate(("right", "wrong", "right", "wrong")):
+            page.locator(".answer").nth(number).locator(f"button:text-is('{mark}')").click()
+        page.click("button:text-is('Send 4 rewards')")
+        page.click("[role=status] a")
+        page.wait_for_selector(".answer >> nth=3")
+        assert sorted(page.locator(".answer .reward").all_inner_texts()) == ["0", "0", "1", "1"]
+        page.wait_for_selector(".count:text-matches('^1 ')")
+        assert [line["reward_mean"] for line in metrics(run)] == [0.5]
+    assert opened.problems == []
+
+
+def ask_page(page: Any, prompt: str) -> None:
+    page.fill("textarea[name=prompt]", prompt)
+    page.press("textarea[name=prompt]", "Enter")

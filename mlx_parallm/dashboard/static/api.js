@@ -37,10 +37,46 @@ async function checked(request) {
   throw new Failure(body?.error?.message ?? `HTTP ${response.status}`, response.status);
 }
 
-export async function get(name, query = {}, signal) {
+const queryOf = (query) => {
   const kept = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
-  const url = `/dashboard/api/${name}${kept.length ? `?${new URLSearchParams(kept)}` : ""}`;
-  return (await checked(fetch(url, { headers: headers(), signal }))).json();
+  return kept.length ? `?${new URLSearchParams(kept)}` : "";
+};
+
+/** Any route of the server, e.g. "/v1/models". */
+export const ask = async (path, signal) => (await checked(fetch(path, { headers: headers(), signal }))).json();
+
+export const get = (name, query = {}, signal) => ask(`/dashboard/api/${name}${queryOf(query)}`, signal);
+
+const posted = (path, body, signal) => checked(fetch(path, {
+  method: "POST", headers: { ...headers(), "Content-Type": "application/json" }, body: JSON.stringify(body), signal,
+}));
+
+export const post = async (path, body = {}) => (await posted(path, body)).json();
+
+/** The answer to a POST with `stream: true`, one event after the other. Throws Failure: what the server says in it. */
+export async function* streamed(path, body, signal) {
+  for await (const event of events(await posted(path, body, signal))) {
+    if (event.error) throw new Failure(event.error.message, 0);
+    yield event;
+  }
+}
+
+/** Server-sent events as objects; `onBytes`: called whenever something has come. */
+async function* events(response, onBytes = () => {}) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    onBytes();
+    const { value, done } = await reader.read();
+    if (done) return;
+    text += value;
+    const parts = text.split("\n\n");
+    text = parts.pop();
+    for (const part of parts) {
+      const data = part.replace(/^data: /, "");
+      if (data !== "[DONE]") yield JSON.parse(data);
+    }
+  }
 }
 
 const QUIET_MS = 25000; // the server sends something every 8 s
@@ -68,21 +104,8 @@ export function follow(onChange, onState) {
     try {
       const response = await checked(fetch("/dashboard/api/events", { headers: headers(), signal: abort.signal }));
       onState(null);
-      const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-      let text = "";
-      for (;;) {
-        clearTimeout(timer);
-        timer = setTimeout(() => abort.abort(), QUIET_MS);
-        const { value, done } = await reader.read();
-        if (done) return;
-        text += value;
-        const events = text.split("\n\n");
-        text = events.pop();
-        for (const event of events) {
-          const data = event.replace(/^data: /, "");
-          if (data !== "[DONE]") onChange(JSON.parse(data).runs ?? null);
-        }
-      }
+      const heard = () => { clearTimeout(timer); timer = setTimeout(() => abort.abort(), QUIET_MS); };
+      for await (const event of events(response, heard)) onChange(event.runs ?? null);
     } catch (error) {
       if (stalled) onChange(null);
       else if (error.name !== "AbortError") onState(error instanceof Failure ? error : new Failure("the connection was lost", 0));

@@ -5,6 +5,7 @@ import { merged, readPlace, writePlace } from "./lib.js";
 import { Overview, KEYS } from "./overview.js";
 import { Group, Search, Step } from "./groups.js";
 import { Tokens } from "./tokens.js";
+import { Chat } from "./chat.js";
 import { Compare } from "./compare.js";
 
 const HELP = [
@@ -120,6 +121,7 @@ function App() {
     group: () => html`<${Group} key=${place.rest[0]} ...${shared} id=${place.rest[0]} />`,
     tokens: () => html`<${Tokens} key=${place.rest.join()} ...${shared} id=${place.rest[0]} number=${Number(place.rest[1] ?? 0)} />`,
     search: () => html`<${Search} ...${shared} />`,
+    chat: () => html`<${Chat} key=${run} ...${shared} />`,
     compare: () => runs?.length > 1 && html`<${Compare} ...${shared} runs=${runs} words=${words} smooth=${smooth} />`,
   };
   const tab = (name, view, to, also = []) => html`<a href=${to} aria-current=${place.view === view || also.includes(place.view) ? "page" : null}>${name}</a>`;
@@ -130,7 +132,7 @@ function App() {
           : html`<h1>${info?.name ?? "mlx_parallm"}</h1>`}
         ${info && html`<span class="quiet model">${info.model ?? ""}${info.algorithm ? ` · ${info.algorithm}` : ""}</span>`}
       </div>
-      <nav aria-label="views">${tab("Overview", "overview", writePlace("overview"))}${tab("Groups", "step", writePlace("step", [step]), ["group", "tokens"])}${tab("Search", "search", writePlace("search"))}${runs?.length > 1 && tab("Compare", "compare", writePlace("compare"))}</nav>
+      <nav aria-label="views">${tab("Overview", "overview", writePlace("overview"))}${tab("Groups", "step", writePlace("step", [step]), ["group", "tokens"])}${tab("Search", "search", writePlace("search"))}${info?.live && tab("Chat", "chat", writePlace("chat"))}${runs?.length > 1 && tab("Compare", "compare", writePlace("compare"))}</nav>
       <div class="now">
         ${info && html`<span class=${`badge ${word?.state ?? info.state}`}>${word?.state ?? info.state}</span> <span class="count">${last}${info.total_steps ? ` / ${info.total_steps}` : ""}</span>`}
         <button class="plain" onClick=${turn} aria-label=${theme === "dark" ? "light colours" : "dark colours"} title="light or dark">${theme === "dark" ? "☀" : "☾"}</button>

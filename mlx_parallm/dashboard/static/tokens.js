@@ -71,7 +71,7 @@ export function Tokens({ run, id, number, query, theme, go }) {
 
 const round = (value) => String(Number(value.toPrecision(3)));
 
-function Scale({ scale }) {
+export function Scale({ scale }) {
   const levels = Array.from({ length: LEVELS }, (_, n) => n + 1);
   if (scale.middle !== undefined) {
     return html`<p class="scale quiet"><span>${round(scale.middle - scale.reach)}</span>${levels.toReversed().map((n) => html`<i class=${`n${n}`}></i>`)}<span>${round(scale.middle)}</span>${levels.map((n) => html`<i class=${`p${n}`}></i>`)}<span>${round(scale.middle + scale.reach)}</span></p>`;
