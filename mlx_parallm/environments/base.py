@@ -183,10 +183,13 @@ class EnvironmentSource(ABC):
         names, what = self.config.tools, f"environments: {self.name}: tools"
         if tools is None and names:
             raise ConfigError(f"{what}: there are none: set [[tools.mcp]] or tools.functions")
-        if tools is not None and names != ():
-            self.tools = tools if names is None else tools.only(names, what)
+        self.tools = self.policy_tools(tools if tools is None or names is None else tools.only(names, what))
         if self.rewards is not None:
             self.rewards.use_tools(None if tools is None else tools.client)
+
+    def policy_tools(self, allowed: EpisodeTools | None) -> EpisodeTools | None:
+        """Return what the policy may call in the episodes, of what the configuration allows it."""
+        return allowed if allowed is not None and allowed.definitions else None
 
     def group_metadata(self, trajectories: Sequence[Trajectory]) -> Mapping[str, Any]:
         """Return what the store keeps of a group beside its rollouts, as JSON."""

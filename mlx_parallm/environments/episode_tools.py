@@ -18,7 +18,7 @@ from mlx_parallm.config.tools import ToolsConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.tool_calls import Format, MalformedCall, ParsedCalls, ToolCall, how_to_call
 from mlx_parallm.execution.tool_client import ToolClient
-from mlx_parallm.execution.tool_results import ToolResult
+from mlx_parallm.execution.tool_results import ToolResult, no_such_tool
 from mlx_parallm.execution.user_code import did_you_mean, load_function
 
 MOST_CALLS = 16  # of one turn; a model may repeat itself
@@ -79,7 +79,7 @@ class EpisodeTools:
         if call.name in names:
             result = await self.client.acall(call.name, call.arguments)
         else:
-            result = ToolResult(f"there is no tool {call.name!r}; there are: {', '.join(names)}", error="unknown_tool")
+            result = no_such_tool(call.name, names)
         return _note(call.name, dict(call.arguments), result, error=result.error)
 
 

@@ -81,8 +81,6 @@ class BaseEnvironment(ABC):
     """Whether `update_state` may take long (tools, a simulation): then it runs on a thread of the episode."""
     episode_tools: EpisodeTools | None = None
     """What the policy may call in the episodes; None: the tools of the configuration."""
-    reads_calls: bool = False
-    """Whether `update_state` reads calls of tools by itself: then the episodes get no others."""
 
     learner: Any = None
     """A `base.Learner` that learns beside the policy from the groups of this environment."""
@@ -99,6 +97,14 @@ class BaseEnvironment(ABC):
         index, split and, in training, the run's seed). It is then a pure function of them, so that a run can be resumed
         and repeated. With neither index nor seed it is called once for each group, in their order.
         """
+
+    def use_tools(self, tools: EpisodeTools | None) -> EpisodeTools | None:
+        """Take the tools of the run that the policy may call; return those that the episodes call.
+
+        An environment whose `update_state` reads calls by itself keeps them and returns None. Raises ConfigError: it
+        has no use for them.
+        """
+        return tools
 
     def step(self, state: State) -> State:
         """Play one turn. An override may do anything, and call `self.inference.generate([prompt])[0]` repeatedly."""

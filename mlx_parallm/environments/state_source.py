@@ -57,7 +57,7 @@ class StateSource(EnvironmentSource):
         super().__init__(config, seed=seed, name=name)
         self.template, self.rewards, self._make = make(), rewards, make
         self.learner = self.template.learner
-        self.tools = self.template.episode_tools
+        self.tools = self.policy_tools(None)
         check_environment(type(self.template), f"environments: {config.kind}")
         self._reset_keywords = _reset_keywords(type(self.template), f"environments: {config.kind}")
         self._abandoned: list[StepThread] = []
@@ -95,13 +95,13 @@ class StateSource(EnvironmentSource):
 
     def use_tools(self, tools: EpisodeTools | None) -> None:
         """Raises ConfigError: there are tools, but the environment has its own."""
-        own, names, what = self.template.episode_tools, self.config.tools, f"environments: {self.name}"
-        if names and (own is not None or self.template.reads_calls):
+        if self.config.tools and self.template.episode_tools is not None:
+            what = f"environments: {self.name}"
             raise ConfigError(f"{what}: this environment has tools of its own: leave out its key `tools`")
-        if tools is not None and names is None and self.template.reads_calls:
-            raise ConfigError(f"{what}: this environment reads calls by itself: set `tools = []` for it beside [tools]")
         super().use_tools(tools)
-        self.tools = own or self.tools
+
+    def policy_tools(self, allowed: EpisodeTools | None) -> EpisodeTools | None:
+        return super().policy_tools(self.template.use_tools(self.template.episode_tools or allowed))
 
     def format_prompt(self, prompt: Prompt) -> Prompt:
         """Make a text one message of the user's, unless the configuration asks in text; put messages after its system

@@ -25,7 +25,7 @@ from typing import Any, Self
 from mlx_parallm.errors import ConfigError, EngineUnavailableError, ToolFailedError
 from mlx_parallm.execution.mcp_connection import INSTALL, STOP_TIMEOUT_S, MCPConnection, MCPServer
 from mlx_parallm.execution.tool_calls import ToolLike, tool_definition
-from mlx_parallm.execution.tool_results import FAILURES, ToolResult, as_json, bounded
+from mlx_parallm.execution.tool_results import FAILURES, ToolResult, as_json, bounded, no_such_tool
 from mlx_parallm.system.loop_thread import LoopThread
 
 __all__ = ["INSTALL", "MCPServer", "MCPToolClient", "ToolClient", "ToolResult"]
@@ -182,15 +182,12 @@ class ToolClient:
             try:
                 connection = (await self._tools_of_servers()).get(name)
                 if connection is None:
-                    known = ", ".join([*self._functions, *(self._served or {})]) or "none"
-                    raise ToolFailedError(f"there is no tool {name!r}; there are: {known}")
-                if cached and connection.is_cached(name):
+                    result = no_such_tool(name, [*self._functions, *(self._served or {})])
+                elif cached and connection.is_cached(name):
                     shared = key in self._under_way
                     result = await self._shared_call(connection, key, arguments)
                 else:
                     result = bounded(name, await connection.call(name, arguments))
-            except ToolFailedError as error:
-                result = ToolResult(str(error), error="unknown_tool")
             except ConfigError as error:
                 result = ToolResult(str(error), error="server")
         hit = shared and result.error is None

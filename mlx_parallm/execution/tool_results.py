@@ -1,6 +1,7 @@
 """ToolResult: what a call of a tool gave, and the bounds of what is kept of it."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -19,6 +20,11 @@ class ToolResult:
     error: Failure | None = None
     seconds: float = 0.0
     cached: bool = False
+
+
+def no_such_tool(name: str, known: Iterable[str]) -> ToolResult:
+    """Return the result of a call of a tool that there is not."""
+    return ToolResult(f"there is no tool {name!r}; there are: {', '.join(known) or 'none'}", error="unknown_tool")
 
 
 def bounded(name: str, result: ToolResult) -> ToolResult:

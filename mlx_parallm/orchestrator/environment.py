@@ -15,11 +15,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from mlx_parallm.environments.base import Split
+from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.rows import TaskData
 from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.environments.state import BaseEnvironment, Inference, State
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.execution.tool_client import MCPServer, ToolClient
+from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.execution.user_code import did_you_mean, is_reference, load, load_function
 from mlx_parallm.experts.registry import ExpertRegistry
 from mlx_parallm.experts.saving import load_expert
@@ -55,11 +56,10 @@ class HybridState(State):
 
 
 class HybridEnvironment(BaseEnvironment):
-    """Tasks for a planner with tools and experts; the servers and threads end with the environment."""
+    """Tasks for a planner with tools and experts; the experts' thread ends with the environment."""
 
     default_rewards = ("python:mlx_parallm.orchestrator.environment:hybrid",)
     blocking = True
-    reads_calls = True
 
     def __init__(
         self,
@@ -68,8 +68,7 @@ class HybridEnvironment(BaseEnvironment):
         *,
         experts: Mapping[str, Any] | ExpertRegistry | None = None,
         controls: Mapping[str, str | ExpertControl] | None = None,
-        mcp: Sequence[MCPServer | Mapping[str, Any]] = (),
-        functions: Sequence[Callable[..., Any] | str] = (),
+        tools: EpisodeTools | None = None,
         instructions: str | None = None,
         history: Literal["messages", "summary"] = "messages",
         rewards: Mapping[str, float] | None = None,
@@ -89,14 +88,14 @@ class HybridEnvironment(BaseEnvironment):
             tasks: as in `task_source`.
             experts: name → a file of `save_expert` (.safetensors or .npz), or a registry.
             controls: expert → what makes its loops: "projectile", a function, or a reference to one.
-            mcp, functions: the tools: servers, and functions of Python or references to them.
+            tools: `EpisodeTools.of(ToolClient(…))`, in Python; default: those of the configuration.
             instructions: before the task; default: the grammar, the tools and the experts. "" = nothing.
             history: what the planner reads: the conversation, or the task with the last 5 results and 3 actions.
             rewards: numbers of `RewardConfig`. task_rewards: type → a function of the episode.
             learn, alternate_every, min_steps: see `LearningSchedule`; ppo: settings of `RecurrentPPOConfig`.
             max_steps, max_expert_steps, tool_call_timeout, cache_tool_calls: see `OrchestratorConfig`.
 
-        Raises ConfigError: any of them is wrong, a server does not start. CheckpointError: no such expert.
+        Raises ConfigError: any of them is wrong. CheckpointError: no such expert.
         """
         super().__init__(inference)
         if history not in ("messages", "summary"):
@@ -112,18 +111,22 @@ class HybridEnvironment(BaseEnvironment):
         )
         registry = experts if isinstance(experts, ExpertRegistry) else _load_experts(experts or {})
         self.controls = controls_of(registry, {name: _control(value) for name, value in (controls or {}).items()})
-        loaded = [load_function(f, "hybrid: functions")[0] if isinstance(f, str) else f for f in functions]
-        self.client = ToolClient([_server(entry, number) for number, entry in enumerate(mcp)], loaded)
+        self.episode_tools, self._instructions = tools, instructions
         thread = MLXThread("experts")
         self.acting = ActingExperts(registry, lambda function: thread.submit(function).result())
-        self.close = weakref.finalize(self, _end, self.client, thread)  # at exit, too
-        self._instructions = self._about() if instructions is None else instructions
+        self.close = weakref.finalize(self, thread.close)  # at exit, too
+        self.use_tools(tools)
         schedule = LearningSchedule(learn, alternate_every, min_steps)
         self.run = lambda function: thread.submit(function).result()
         # A planner that learns alone needs none, and experts that never learn may have no value head.
         self.learner = (
             None if learn == "planner" else ExpertLearner(self.acting, schedule, settings_of(ppo or {}), seed=seed)
         )
+
+    def use_tools(self, tools: EpisodeTools | None) -> None:
+        """Take the tools: the planner may call those of `definitions`, the experts' loops all of the client's."""
+        self.tools = tools if tools is not None else EpisodeTools(ToolClient(), ())
+        self.instructions = self._about() if self._instructions is None else self._instructions
 
     def reset(self, *, index: int | None = None, split: Split = "train") -> HybridState:
         """Task `index` of a split; without an index the next one. Raises ConfigError: it is no task."""
@@ -163,7 +166,8 @@ class HybridEnvironment(BaseEnvironment):
         return Orchestrator(
             self.config,
             self.acting.registry,
-            self.client,
+            self.tools.client,
+            planner_tools=self.tools.definitions,
             controls=self.controls,
             explore=explore,
             seed=seed,
@@ -188,12 +192,12 @@ class HybridEnvironment(BaseEnvironment):
         return self.opening([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
 
     def _with_instructions(self, text: str) -> str:
-        return f"{self._instructions}\n\n{text}" if self._instructions else text
+        return f"{self.instructions}\n\n{text}" if self.instructions else text
 
     def _about(self) -> str:
         """Return the grammar, the tools and the experts."""
         lines = [HOW_TO_ACT]
-        tools = self.client.definitions()
+        tools = self.tools.definitions
         lines += ["Tools:", *(_described(tool) for tool in tools)] if tools else []
         experts = [f"- {name}: {_purpose(self.controls[name])}" for name in self.acting.registry]
         return "\n".join([*lines, *(["Experts:", *experts] if experts else [])])
@@ -271,16 +275,6 @@ def _control(value: str | ExpertControl) -> ExpertControl:
     return CONTROLS[value]
 
 
-def _server(entry: MCPServer | Mapping[str, Any], number: int) -> MCPServer:
-    """Raises ConfigError."""
-    if isinstance(entry, MCPServer):
-        return entry
-    known = tuple(MCPServer.__dataclass_fields__)
-    if not isinstance(entry, Mapping) or set(entry) - set(known):
-        raise ConfigError(f"hybrid: mcp: {entry!r} is no table of a server's fields: {', '.join(known)}")
-    return MCPServer(**{"name": f"server {number + 1}", **entry})
-
-
 def _route(info: Mapping[str, Any]) -> str:
     """Return what an action was: "tool math_solve", "invalid aim", "answer"."""
     invalid = info["error"] in ("unknown_tool", "unknown_expert", "malformed", "arguments")
@@ -294,8 +288,3 @@ def _described(tool: Mapping[str, Any]) -> str:
 
 def _purpose(control: ExpertControl) -> str:
     return " ".join((control.__doc__ or "").split("\n\n")[0].split())
-
-
-def _end(client: ToolClient, thread: MLXThread) -> None:
-    client.close()
-    thread.close()

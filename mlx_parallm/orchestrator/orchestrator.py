@@ -9,7 +9,7 @@ An action never raises for what a tool, an expert or the planner does: unknown n
 failures and time-outs are results with an `error`, and cost what `RewardConfig` says.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from mlx_parallm.environments.schedule import derive_seed
 from mlx_parallm.errors import ConfigError, ToolFailedError
 from mlx_parallm.execution.action_grammar import Action, parse_actions, write_action
 from mlx_parallm.execution.tool_client import ToolClient, ToolResult
+from mlx_parallm.execution.tool_results import no_such_tool
 from mlx_parallm.experts.registry import ExpertRegistry
 from mlx_parallm.orchestrator.control import (
     CONTROLS,
@@ -82,6 +83,7 @@ class Orchestrator:
     Args:
         registry: the experts; each acts with a memory of its own in every delegation.
         tools: where all calls go; it is not closed.
+        planner_tools: definitions of the tools that the planner may call, where those are not all; loops may call all.
         controls: expert → what makes its loops. Default: "projectile" for each expert of ten numbers and two actions.
         explore: sample the experts' actions, and keep their steps in `expert_steps`.
         seed: of those samples.
@@ -96,6 +98,7 @@ class Orchestrator:
         registry: ExpertRegistry,
         tools: ToolClient,
         *,
+        planner_tools: Sequence[Mapping[str, Any]] | None = None,
         controls: Mapping[str, ExpertControl] | None = None,
         explore: bool = False,
         seed: int = 0,
@@ -103,6 +106,7 @@ class Orchestrator:
     ) -> None:
         self.config, self.registry, self.tools = config or OrchestratorConfig(), registry, tools
         self.controls = controls_of(registry, controls or {})
+        self._planner_tools = planner_tools
         self.explore, self.seed, self.run = explore, seed, run
         mx.eval([registry.get(name).parameters() for name in registry])  # `run` may use another thread
         self._builder = ObservationBuilder()
@@ -204,10 +208,15 @@ class Orchestrator:
 
     def _parameters(self) -> dict[str, list[str]]:
         """Return the names of the tools' parameters, for calls that leave them out."""
-        return {tool["name"]: list(tool["parameters"].get("properties", {})) for tool in self.tools.definitions()}
+        tools = self.tools.definitions() if self._planner_tools is None else self._planner_tools
+        return {tool["name"]: list(tool["parameters"].get("properties", {})) for tool in tools}
 
     def _call(self, name: str, arguments: Mapping[str, Any], *, cached: bool, expert: str = "") -> ToolResult:
-        result = self.tools.call(name, arguments, timeout_s=self.config.tool_call_timeout, cached=cached)
+        allowed = None if expert or self._planner_tools is None else [tool["name"] for tool in self._planner_tools]
+        if allowed is not None and name not in allowed:
+            result = no_such_tool(name, allowed)
+        else:
+            result = self.tools.call(name, arguments, timeout_s=self.config.tool_call_timeout, cached=cached)
         self.calls.append(CallRecord(name, dict(arguments), result, expert))
         return result
 

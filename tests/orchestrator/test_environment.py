@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,21 @@ import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.environments.episode import EpisodePolicy
+from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.registry import build_sources
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
 from mlx_parallm.environments.state_source import StateSource
 from mlx_parallm.errors import CheckpointError, ConfigError
+from mlx_parallm.execution.tool_client import ToolClient
 from mlx_parallm.experts import save_expert
 from mlx_parallm.experts.registry import physics_controller
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.orchestrator.environment import HybridEnvironment
 from mlx_parallm.orchestrator.learning import STEPS
+from mlx_parallm.orchestrator.tool_server import math_solve, physics_simulate
 from mlx_parallm.types import Request
 from tests.environments.scripted_client import ScriptedClient
 
-TOOLS = [f"python:mlx_parallm.orchestrator.tool_server:{name}" for name in ("math_solve", "physics_simulate")]
 TASKS = [
     {"prompt": "What is 6 * 7?", "goal": {"expected_answer": 42}, "type": "math"},
     {"prompt": "Hit 100 m.", "goal": {"target": 100, "wind": 2, "tolerance": 1.0}, "type": "physics"},
@@ -42,14 +45,23 @@ def expert(tmp_path: Path) -> str:
     return str(tmp_path / "aim.npz")
 
 
-def source(expert: str, **options: Any) -> StateSource:
+@pytest.fixture(scope="module")
+def tools() -> Iterator[EpisodeTools]:
+    with ToolClient(functions=[math_solve, physics_simulate]) as client:
+        yield EpisodeTools.of(client)
+
+
+def source(
+    expert: str, tools: EpisodeTools | None = None, allowed: tuple[str, ...] | None = None, **options: Any
+) -> StateSource:
     config = EnvironmentConfig(
         kind="hybrid",
         group_size=2,
         max_tokens=64,
-        options={"tasks": one_of_two, "functions": TOOLS, "experts": {"aim": expert}, "max_steps": 4} | options,
+        tools=allowed,
+        options={"tasks": one_of_two, "experts": {"aim": expert}, "max_steps": 4} | options,
     )
-    [made] = build_sources([config], seed=0)
+    [made] = build_sources([config], seed=0, tools=tools)
     assert isinstance(made, StateSource)
     return made
 
@@ -68,8 +80,8 @@ def play(made: StateSource, tokenizer: Tokenizer, *turns: str, longest: int = 10
     return result
 
 
-def test_a_product(expert: str, tiny_tokenizer: Tokenizer) -> None:
-    made = source(expert)
+def test_a_product(expert: str, tools: EpisodeTools, tiny_tokenizer: Tokenizer) -> None:
+    made = source(expert, tools)
     result = play(made, tiny_tokenizer, "TOOL: math_solve(6 * 7)", "ANSWER: 42", task_index=MATH)
     assert result.failure is None
     [first, _] = result.trajectories
@@ -91,22 +103,46 @@ def test_a_product(expert: str, tiny_tokenizer: Tokenizer) -> None:
     assert "math_solve" in shown and "->" not in shown
 
 
-def test_the_experts_steps_go_with_the_group(expert: str, tiny_tokenizer: Tokenizer) -> None:
-    made = source(expert, learn="both")
+@pytest.mark.parametrize("allowed", [(), ("math_solve",)])
+def test_the_tools_of_the_planner_alone_are_limited(
+    expert: str, tools: EpisodeTools, tiny_tokenizer: Tokenizer, allowed: tuple[str, ...]
+) -> None:
+    made = source(expert, tools, allowed)
+    shot = "TOOL: physics_simulate(angle=45, velocity=30)"
+    [first, _] = play(made, tiny_tokenizer, shot, SHOOT, "ANSWER: done", task_index=AIM).trajectories
+    refused, *shots = first.metadata["tool_calls"]
+    assert refused["error"] == "unknown_tool" and refused["text"].endswith(f"there are: {', '.join(allowed) or 'none'}")
+    assert len(shots) == 10 and all(call["error"] is None and call["expert"] == "aim" for call in shots)
+    opening = first.history[0].prompt
+    assert "- physics_simulate(" not in opening and ("math_solve" in opening) == bool(allowed)
+
+
+def test_an_environment_with_tools_of_its_own(expert: str, tools: EpisodeTools, tiny_tokenizer: Tokenizer) -> None:
+    made = source(expert)
+    made.template = HybridEnvironment(tasks=one_of_two, tools=tools)  # type: ignore[arg-type]
+    made.use_tools(None)
+    [first, _] = play(made, tiny_tokenizer, "TOOL: math_solve(6 * 7)", "ANSWER: 42", task_index=MATH).trajectories
+    assert first.metadata["solved"]
+
+
+def test_the_experts_steps_go_with_the_group(expert: str, tools: EpisodeTools, tiny_tokenizer: Tokenizer) -> None:
+    made = source(expert, tools, learn="both")
     aim = AIM
     result = play(made, tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim)
     first, second = result.group.metadata[STEPS]
     assert [episode["expert"] for episode in first] == ["aim"] and first != second  # each rollout has its own noise
-    again = play(source(expert, learn="both"), tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim)
+    again = play(source(expert, tools, learn="both"), tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim)
     assert again.group.metadata[STEPS] == [first, second]  # the same episodes, bit for bit
     heldout = play(made, tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim, split="train")
     assert STEPS in heldout.group.metadata
-    planner = play(source(expert, learn="planner"), tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim)
+    planner = play(source(expert, tools, learn="planner"), tiny_tokenizer, SHOOT, "ANSWER: done", task_index=aim)
     assert STEPS not in planner.group.metadata  # the most likely actions; nothing to learn from
 
 
-def test_a_summary_in_the_place_of_the_conversation(expert: str, tiny_tokenizer: Tokenizer) -> None:
-    made = source(expert, history="summary", instructions="")
+def test_a_summary_in_the_place_of_the_conversation(
+    expert: str, tools: EpisodeTools, tiny_tokenizer: Tokenizer
+) -> None:
+    made = source(expert, tools, history="summary", instructions="")
     calls = ["TOOL: math_solve(1 + 1)", "TOOL: math_solve(2 + 2)", "ANSWER: 4"]
     [first, _] = play(made, tiny_tokenizer, *calls, task_index=MATH).trajectories
     last = first.history[-1].prompt
@@ -137,7 +173,7 @@ def test_limits(expert: str, tiny_tokenizer: Tokenizer) -> None:
         ({"controls": {"aim": "projectil"}}, "projectile"),
         ({"controls": {"nobody": "projectile"}}, "nobody"),
         ({"tasks": "builtin:rooting"}, "routing"),
-        ({"mcp": [{"comand": ["x"]}]}, "command"),
+        ({"mcp": [{"command": ["x"]}]}, "mcp"),
         ({"max_expert_steps": 0}, "max_expert_steps"),
     ],
 )

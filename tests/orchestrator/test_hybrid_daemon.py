@@ -1,6 +1,7 @@
 """A whole run: planner and expert learn, /v1/hybrid answers, a stopped run goes on bit for bit."""
 
 import json
+import sys
 import threading
 from io import StringIO
 from pathlib import Path
@@ -23,7 +24,7 @@ from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.orchestrator.environment import HybridEnvironment
 from mlx_parallm.rl_training.events import StepFinished
 
-TOOLS = [f"python:mlx_parallm.orchestrator.tool_server:{name}" for name in ("math_solve", "physics_simulate")]
+SERVER = {"command": [sys.executable, "-m", "mlx_parallm.orchestrator.tool_server"]}
 EXPERT = "final/learners/hybrid/aim/expert.safetensors"
 
 
@@ -47,7 +48,6 @@ def configuration(tmp_path: Path, name: str, **options: Any) -> Path:
         "max_tokens": 6,
         "options": {
             "experts": {"aim": str(expert)},
-            "functions": TOOLS,
             "instructions": "",
             "max_steps": 2,
             "learn": "both",
@@ -68,6 +68,7 @@ def configuration(tmp_path: Path, name: str, **options: Any) -> Path:
         "atropos": {"rollout_batch_size": 8, "max_token_length": 96},
     }
     config = {"model": {"base_path": "builtin:tiny"}, "server": {"port": 0}, "rl_training": training}
+    config["tools"] = {"mcp": [SERVER]}
     path = tmp_path / f"{name}.toml"
     path.write_text(tomli_w.dumps(config | {"environments": [environment]}))
     return path
@@ -122,6 +123,7 @@ def test_a_stopped_run_goes_on_and_the_server_answers_meanwhile(tmp_path: Path) 
     assert reply.choices[0].finish_reason in ("stop", "length") and len(reply.steps) <= 2
     assert {"kind", "name", "written", "result", "error"} == set(reply.steps[0])
 
+    assert lines(tmp_path / "through")[0]["tools/calls"] > 0
     through, stopped = lines(tmp_path / "through"), lines(tmp_path / "stopped")
     learned = [key for key in through[-1] if key.startswith("experts/aim/")]
     assert {"experts/aim/return", "experts/aim/learned_steps", "experts/aim/policy_loss"} <= set(learned)

@@ -30,7 +30,7 @@ def test_the_run_that_it_begins(tmp_path: Path) -> None:
     [environment] = config.environments
     assert (environment.kind, environment.group_size, environment.options["learn"]) == ("hybrid", 8, "both")
     assert list(environment.options["experts"]) == ["physics_controller"]
-    assert environment.options["mcp"][0]["command"][-1] == "mlx_parallm.orchestrator.tool_server"
+    assert config.tools.mcp[0].command[-1] == "mlx_parallm.orchestrator.tool_server"
     assert config.rl_training.atropos.rollout_batch_size == 128
     assert words(tmp_path, "--resume") == ["train", "--resume", str(tmp_path / "run" / "run")]
 

@@ -24,6 +24,7 @@ from typing import Any
 from simpleeval import InvalidExpression, SimpleEval
 
 from mlx_parallm.environments.base import Split
+from mlx_parallm.environments.episode_tools import EpisodeTools
 from mlx_parallm.environments.kinds.tasks import split_of
 from mlx_parallm.environments.rows import TaskData, read_tasks
 from mlx_parallm.environments.state import BaseEnvironment, Inference, Prompt, State
@@ -57,7 +58,6 @@ class SVRLEnvironment(BaseEnvironment):
     """Self-verification under a budget. Calls are written `USE_TOOL[name](input)`, the answer `FINAL ANSWER: …`."""
 
     default_rewards = ("builtin:svrl",)
-    reads_calls = True
 
     def __init__(
         self,
@@ -92,6 +92,10 @@ class SVRLEnvironment(BaseEnvironment):
         self.blocking = any(tool.blocking for tool in self.tools.values())
         self._rows = None if tasks is None else read_tasks(tasks, "prompt", seed=seed, what="svrl: tasks")
         self._next = 0
+
+    def use_tools(self, tools: EpisodeTools | None) -> None:
+        if tools is not None and tools.definitions:
+            raise ConfigError("svrl has tools of its own and reads calls by itself: set `tools = []` for it")
 
     def reset(self, *, index: int | None = None, split: Split = "train") -> State:
         """Begin task `index` of a split; without an index the next one."""

@@ -22,6 +22,7 @@ from mlx_parallm.orchestrator.learning import Learning
 from mlx_parallm.system.files import write_atomically
 
 EXPERT = "physics_controller"
+TOOL_SERVER = "mlx_parallm.orchestrator.tool_server"
 RUN, CONFIG = "run", "hybrid.toml"
 
 
@@ -34,7 +35,6 @@ def configuration(arguments: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {
         "tasks": arguments.tasks,
         "experts": {EXPERT: str(expert)},
-        "mcp": [{"name": "tools", "command": [sys.executable, "-m", "mlx_parallm.orchestrator.tool_server"]}],
         "learn": arguments.learn,
     }
     if arguments.no_instructions:
@@ -42,6 +42,7 @@ def configuration(arguments: argparse.Namespace) -> dict[str, Any]:
     sequences = arguments.prompts * arguments.group_size
     return {
         "model": {"base_path": arguments.model},
+        "tools": {"mcp": [{"name": "tools", "command": [sys.executable, "-m", TOOL_SERVER]}]},
         "server": {"batch_size": sequences, "max_concurrent_requests": 2 * sequences},
         "rl_training": {
             "algorithm": "grpo",
