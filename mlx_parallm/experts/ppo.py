@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -172,15 +173,21 @@ def pack(lengths: np.ndarray, remembers: np.ndarray) -> tuple[np.ndarray, np.nda
     Worked: lengths [1, 3, 2, 1], the last one remembers → it begins line 0; the piece of 3 line 1; the piece of 2 goes
     to line 0 behind the last one; the piece of 1 finds no room and begins line 2.
     """
-    longest, room = int(lengths.max()), list[int]()
-    line, offset = np.zeros(len(lengths), int), np.zeros(len(lengths), int)
-    for piece in sorted(range(len(lengths)), key=lambda piece: (not remembers[piece], -lengths[piece])):
-        fits = None if remembers[piece] else next((n for n, left in enumerate(room) if left >= lengths[piece]), None)
-        if fits is None:
-            fits = len(room)
-            room.append(longest)
-        line[piece], offset[piece] = fits, longest - room[fits]
-        room[fits] -= int(lengths[piece])
+    longest, none, used = int(lengths.max()), len(lengths), 0
+    line, offset = np.zeros(none, int), np.zeros(none, int)
+    lines: list[list[int]] = [[] for _ in range(longest + 1)]  # heaps: the lines with so much room
+    first = np.full(longest + 1, none)  # of each heap: the search takes no longer with more lines
+    for piece in sorted(range(none), key=lambda piece: (not remembers[piece], -lengths[piece])):
+        length = int(lengths[piece])
+        room = length + int(first[length:].argmin())
+        if remembers[piece] or first[room] == none:
+            fits, room, used = used, longest, used + 1
+        else:
+            fits = heappop(lines[room])
+            first[room] = min(lines[room][:1], default=none)
+        line[piece], offset[piece] = fits, longest - room
+        heappush(lines[room - length], fits)
+        first[room - length] = lines[room - length][0]
     return line, offset
 
 

@@ -107,6 +107,24 @@ def test_short_pieces_share_a_row() -> None:
     assert line.tolist() == [2, 1, 0, 0] and offset.tolist() == [0, 0, 1, 0]
 
 
+def test_packing_is_first_fit() -> None:
+    """Beside a search through all rows; and 50,000 single steps, for which that search would take minutes."""
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        lengths = random.integers(1, random.integers(2, 20), random.integers(1, 60))
+        remembers = random.random(len(lengths)) < random.choice([0, 0.2, 1])
+        room: list[int] = []
+        line, offset = pack(lengths, remembers)
+        for piece in sorted(range(len(lengths)), key=lambda piece: (not remembers[piece], -lengths[piece])):
+            fitting = [] if remembers[piece] else [n for n, left in enumerate(room) if left >= lengths[piece]]
+            row = fitting[0] if fitting else len(room)
+            room += [] if fitting else [lengths.max()]
+            assert (line[piece], offset[piece]) == (row, lengths.max() - room[row])
+            room[row] -= lengths[piece]
+    line, _ = pack(np.ones(50_000, int), np.zeros(50_000, bool))
+    assert sorted(line) == list(range(50_000))
+
+
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
 def test_an_episode_in_a_shared_row_counts_as_in_a_row_of_its_own(kind: str) -> None:
     """Log-probabilities, values and gradients of packed rows, beside those of each piece by itself."""
