@@ -28,7 +28,7 @@ LINES: dict[str, int] = {
     "engine": 3690,
     "environments": 4940,
     "execution": 2650,
-    "experts": 1610,
+    "experts": 1620,
     "export": 2260,
     "inference": 950,
     "integrations": 1880,

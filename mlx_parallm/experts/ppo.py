@@ -175,8 +175,8 @@ def pack(lengths: np.ndarray, remembers: np.ndarray) -> tuple[np.ndarray, np.nda
     """
     longest, none, used = int(lengths.max()), len(lengths), 0
     line, offset = np.zeros(none, int), np.zeros(none, int)
-    lines: list[list[int]] = [[] for _ in range(longest + 1)]  # heaps: the lines with so much room
-    first = np.full(longest + 1, none)  # of each heap: the search takes no longer with more lines
+    lines: list[list[int]] = [[] for _ in range(longest + 1)]  # heaps: the lines with so much room, and the first of
+    first = np.full(longest + 1, none)  # each: so the search takes no longer with more lines
     for piece in sorted(range(none), key=lambda piece: (not remembers[piece], -lengths[piece])):
         length = int(lengths[piece])
         room = length + int(first[length:].argmin())
@@ -184,7 +184,7 @@ def pack(lengths: np.ndarray, remembers: np.ndarray) -> tuple[np.ndarray, np.nda
             fits, room, used = used, longest, used + 1
         else:
             fits = heappop(lines[room])
-            first[room] = min(lines[room][:1], default=none)
+            first[room] = lines[room][0] if lines[room] else none
         line[piece], offset[piece] = fits, longest - room
         heappush(lines[room - length], fits)
         first[room - length] = lines[room - length][0]
