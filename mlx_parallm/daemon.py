@@ -52,6 +52,7 @@ from mlx_parallm.models.loading import (
 from mlx_parallm.models.lora import ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, load_adapter
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.plan.dry_run import DryRun
 from mlx_parallm.rl_training.sources import InProcessEnvironments, RewardsById, RolloutSource, SourceKind
 from mlx_parallm.rl_training.train import TrainingRun
@@ -78,8 +79,8 @@ INTERRUPTED = 130
 ENGINE_CHECK_S = 1.0  # a server whose engine is dead ends this soon
 COMPUTING_THREADS = 2  # of a training daemon: engine and trainer
 
-RunPage = Callable[[Path, Redactor], AddedRouter]
-"""A leaf that shows a run: its routes for that run directory."""
+RunPage = Callable[[Path, Redactor, RunCommands | None], AddedRouter]
+"""A leaf that shows a run: its routes for that run directory, and what can be ordered of it."""
 
 SOURCES: tuple[SourceKind, ...] = (InProcessEnvironments.of, atropos_source, RewardsById, SessionRewards.of)
 """Every kind of source that rollouts come from; to add one is a line here."""
@@ -282,15 +283,16 @@ class Serving:
         routers: Iterable[AddedRouter] = (),
         *,
         run: Path | None = None,
+        commands: RunCommands | None = None,
     ) -> None:
         """Starts HTTP with the server's own routes, those of the rollout sources, `routers`, and the pages of the run
-        directory `run`."""
+        directory `run`, on which people may order `commands`."""
         if self._listener is None:
             return
         sources = list(sources)
         added = [*(source.router for source in sources if source.router is not None), *routers]
         if run is not None:
-            pages = [page(run, _redactor(self.config)) for page in self._pages]
+            pages = [page(run, _redactor(self.config), commands) for page in self._pages]
             self._page_paths = [page.page for page in pages if page.page is not None]
             added += pages
         completions = next((source.completions for source in sources if isinstance(source, RewardsById)), None)

@@ -21,8 +21,10 @@ from fastapi import APIRouter, Query, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from mlx_parallm.dashboard.controls import control_router
 from mlx_parallm.dashboard.run_view import MOST_ANSWERS, RunView, Search, differing_settings
 from mlx_parallm.errors import RefusedError
+from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.server.context import Context
 from mlx_parallm.server.sse import EventStream
@@ -44,17 +46,18 @@ HEADERS = {
 Run = Annotated[int, Query(ge=0, description="its place in the list of runs")]
 
 
-def dashboard(run: Path, redactor: Redactor) -> AddedRouter:
+def dashboard(run: Path, redactor: Redactor, commands: RunCommands | None = None) -> AddedRouter:
     """The dashboard of the run that this process trains: a `daemon.RunPage`."""
-    return added_router([RunView(run, redactor)], live=True)
+    return added_router([RunView(run, redactor)], live=True, commands=commands)
 
 
-def added_router(views: Sequence[RunView], *, live: bool) -> AddedRouter:
-    """Return the routes of these runs. `live`: the first of them is trained by this process."""
+def added_router(views: Sequence[RunView], *, live: bool, commands: RunCommands | None = None) -> AddedRouter:
+    """Return the routes of these runs. `live`: the first of them is trained by this process, and takes `commands`."""
     router = APIRouter(tags=["dashboard"], default_response_class=JSONResponse)
     _page_routes(router)
     _run_routes(router, views, live=live)
     _rollout_routes(router, views)
+    router.include_router(control_router(commands, views[0].path))
     return AddedRouter(router, public=(PAGE, STATIC), page=PAGE)
 
 

@@ -20,6 +20,7 @@ import regex
 
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.errors import ConfigError, RequestError, StoreError
+from mlx_parallm.rl_training.commands import MARKS_FILE
 from mlx_parallm.rl_training.evaluation.log import EVALUATIONS_FILE, EvaluationLog
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.display import headline, trained_tokens_per_s
@@ -42,6 +43,7 @@ SEARCH_S, PATTERN_S = 2.0, 0.2
 """A search answers with what it has found by then, and says where to go on; one text is given up after PATTERN_S."""
 HEALTH_PAUSE = 30
 """Health is judged again after this many times the seconds that it took: at most 3 % of one core."""
+MOST_MARKS = 100
 MARK_KEY = "rolled_back_to"
 
 
@@ -148,6 +150,7 @@ class RunView:
             "metrics": _version(self.path / METRICS_FILE),
             "evaluations": _version(self.path / EVALUATIONS_FILE),
             "rollouts": "+".join(store),
+            "marks": _version(self.path / MARKS_FILE),
             "state": self.state(),
         }
 
@@ -195,8 +198,14 @@ class RunView:
                 "steps": steps,
                 "columns": values,
                 "keys": columns.keys,
-                "marks": [{"step": step, "text": text} for step, text in columns.marks],
+                "marks": self._shown(self._marks(columns)),
             }
+
+    def _marks(self, columns: MetricColumns) -> list[dict[str, Any]]:
+        """Return what happened to the run: rollbacks, and what people ordered; the newest MOST_MARKS, by step."""
+        ordered = MetricsFile(self.path / MARKS_FILE).last(MOST_MARKS)
+        marks = [{"step": step, "kind": "rollback", "text": text, "time": None} for step, text in columns.marks]
+        return sorted([*marks[-MOST_MARKS:], *ordered], key=lambda mark: mark["step"])
 
     def _read(self) -> None:
         """Take in new lines of metrics.jsonl; all of them where it is another file than before."""

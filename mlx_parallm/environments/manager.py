@@ -386,6 +386,12 @@ class RolloutManager(RolloutScheduler):
             self._collector.begin()
         super().start()
 
+    def use_temperature(self, temperature: float) -> None:
+        """Sample at `temperature` in the groups that start from now on."""
+        self._config = dataclasses.replace(self._config, temperature=temperature)
+        if self._episodes is not None:
+            self._episodes.use_temperature(temperature)
+
     def stop(self, timeout_s: float = 10.0) -> None:
         try:
             super().stop(timeout_s)

@@ -94,6 +94,11 @@ class EpisodeRunner:
         assert isinstance(self._policy, EpisodePolicy), "an endpoint has no adapters"
         self._policy = dataclasses.replace(self._policy, adapter=adapter, since=time.monotonic())
 
+    def use_temperature(self, temperature: float) -> None:
+        """Sample at `temperature` in the groups that start from now on."""
+        assert isinstance(self._policy, EpisodePolicy), "an endpoint has its own"
+        self._policy = dataclasses.replace(self._policy, temperature=temperature)
+
     async def run(self, plans: Sequence[GroupPlan]) -> list[GroupResult]:
         """Play groups, two or more of them submitted atomically; return results in the order of `plans`.
 

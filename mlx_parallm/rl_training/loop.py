@@ -74,6 +74,7 @@ class RunControl:
         should_stop: whether to save and return.
         before_step, while_waiting: checks that raise to save and end the run: failed sources, a full disk. The second
             is called at least every `wait_turn_s` while a step waits for its batch.
+        between_steps: what others have ordered; called as often, while no step is under way.
         training: a context around each training step.
         measure: further numbers for the metrics line of a step that was trained and published.
         after_step: called with the line when it is on the disk; true: save a checkpoint, besides those of
@@ -83,6 +84,7 @@ class RunControl:
 
     should_stop: Callable[[], bool] = lambda: False
     before_step: Callable[[], None] = lambda: None
+    between_steps: Callable[[], None] = lambda: None
     while_waiting: Callable[[], None] = lambda: None
     training: Callable[[], AbstractContextManager[None]] = nullcontext
     measure: Callable[[int], Mapping[str, Any]] = lambda step: {}
@@ -116,6 +118,11 @@ class TrainingLoop:
         self._gave_up = ""  # why the last step had fewer rollouts
         self._rollbacks = list(state.rollbacks) if state else []
         self._rolled_back_to: str | None = _unreported(self._rollbacks, self._step)  # since the last line
+        self._changes = list(state.changes) if state else []
+        self._changed: dict[str, float] = {}  # settings, since the last line
+        for change in self._changes:
+            if change["step"] == self._step:
+                self._changed |= {key: now for key, (_, now) in change["settings"].items()}
         self._sources_after_step = self._sources_now() if config.deterministic else None
 
     @property
@@ -164,6 +171,7 @@ class TrainingLoop:
         while not self._control.should_stop():
             if self._roll_back():
                 requested = False
+            self._control.between_steps()
             if self._young_enough(step):
                 if not requested:
                     self._parts.buffer.request(step)
@@ -263,6 +271,7 @@ class TrainingLoop:
         self._counters = (now, served)
         self._timeouts, self._refused = updater.timeouts, updater.refused
         rolled_back_to, self._rolled_back_to = self._rolled_back_to, None
+        changed, self._changed = self._changed, {}
         memory_gb = mx.get_peak_memory() / 1e9
         mx.reset_peak_memory()
         return complete(
@@ -276,6 +285,7 @@ class TrainingLoop:
                 "publish_kl": updater.publish_kl,
                 "rolled_back_to": rolled_back_to,
                 "gave_up": batch.gave_up or None,
+                **({"changed": changed} if changed else {}),
                 **times,
                 "publish_ms": report.total_ms if report else None,
                 "serve_tok_s": tokens / seconds if seconds > 0 else None,
@@ -299,6 +309,23 @@ class TrainingLoop:
                 path = checkpointer.save(state, final=final, served=self._served(state))
             self._events.emit(CheckpointSaved(self._step, path))
         self._saved = state.checkpoint_name
+
+    def save_now(self) -> str:
+        """Save a checkpoint between two steps unless one has these weights; return its name. Raises CheckpointError."""
+        if self._parts.checkpointer is None:
+            raise CheckpointError("this run has no directory for checkpoints")
+        self._save(None)
+        return str(self._saved)
+
+    def change_settings(self, changes: Mapping[str, Sequence[float]]) -> None:
+        """Train on with other values, {key: [before, now]}: they are in the next metrics line, and in a checkpoint when
+        this returns. Raises CheckpointError."""
+        self._parts.trainer.change({key: now for key, (_, now) in changes.items()})
+        self._changes.append({"step": self._step, "settings": {key: list(each) for key, each in changes.items()}})
+        self._changed |= {key: now for key, (_, now) in changes.items()}
+        if self._parts.checkpointer is not None:
+            self._parts.checkpointer.set_aside(self._state(None).checkpoint_name)
+        self._save(None, anew=True)
 
     def save(self, *, best: bool = False) -> Path:
         """Save a checkpoint between two `run`s; with `best`, the link `best` points at it from now on.
@@ -328,6 +355,7 @@ class TrainingLoop:
             sources=self._sources_now() if work or self._sources_after_step is None else self._sources_after_step,
             metrics=self._line,
             rollbacks=self._rollbacks,
+            changes=self._changes,
             trainer=self._parts.trainer.state(),
         )
 

@@ -77,6 +77,9 @@ class RolloutSource:
     def request(self, groups: int) -> None:
         """Allow so many more groups; a source that nobody can ask ignores it."""
 
+    def use_temperature(self, temperature: float) -> None:
+        """Sample at `temperature` from now on; a source whose clients sample ignores it."""
+
     def minimums(self) -> Mapping[str, Minimum]:
         """Return the least parts of a batch of environments that deliver now, by name."""
         return {}
@@ -115,6 +118,10 @@ class Sources:
     def request(self, groups: int) -> None:
         for source in self._sources:
             source.request(groups)
+
+    def use_temperature(self, temperature: float) -> None:
+        for source in self._sources:
+            source.use_temperature(temperature)
 
     def minimums(self) -> dict[str, Minimum]:
         return {name: minimum for source in self._sources for name, minimum in source.minimums().items()}
@@ -194,6 +201,10 @@ class InProcessEnvironments(RolloutSource):
     def request(self, groups: int) -> None:
         if self._manager is not None:
             self._manager.request_groups(groups)
+
+    def use_temperature(self, temperature: float) -> None:
+        if self._manager is not None:
+            self._manager.use_temperature(temperature)
 
     def health(self) -> str | None:
         return self._manager.health() if self._manager is not None else None

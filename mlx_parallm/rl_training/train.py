@@ -26,6 +26,7 @@ from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.checkpoint import Checkpointer, CheckpointVersions
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter, what_to_resume
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
+from mlx_parallm.rl_training.commands import RunCommands, restored_settings, with_settings
 from mlx_parallm.rl_training.data.heldout import HeldOut, describe
 from mlx_parallm.rl_training.data.source import DataSource, Fit
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog, best_by
@@ -88,7 +89,13 @@ class PolicyServer(Served, Protocol):
     def turns(self) -> Turns: ...
     def page_urls(self, *, with_key: bool) -> Sequence[str]: ...
     def listen(
-        self, sources: Iterable[RolloutSource], rollbacks: RollbackService, routers: Iterable[Any], *, run: Path
+        self,
+        sources: Iterable[RolloutSource],
+        rollbacks: RollbackService,
+        routers: Iterable[Any],
+        *,
+        run: Path,
+        commands: RunCommands,
     ) -> None: ...
     def load(self, *, quantize: bool) -> LoadedModel: ...
     def open(
@@ -116,6 +123,7 @@ class StartedRun:
     sources: Sources
     parts: Parts
     state: TrainerState | None
+    commands: RunCommands
 
 
 class TrainingRun:
@@ -207,14 +215,28 @@ class TrainingRun:
         if self.tools is not None:
             self.serving.watch_tools(self.tools.client.metrics)
         routers = [router for source in self.environments if (router := source.router()) is not None]
-        self.serving.listen(sources, self._rollbacks, routers, run=directory.path)
+        commands = RunCommands(
+            directory.path, self._stop, config=lambda: self.config, step=self._step, alone=self._ranks.size == 1
+        )
+        self.serving.listen(sources, self._rollbacks, routers, run=directory.path, commands=commands)
         loaded = self.serving.load(quantize=quantize)
         parts, state = self._training_parts(loaded, initial, directory, store, sources)
         directory.write_config(config)
         if self._stop.is_set():
             return None
         self._began = True
-        return StartedRun(directory, store, sources, parts, state)
+        started = StartedRun(directory, store, sources, parts, state, commands)
+        if state is not None and (values := restored_settings(config, state.changes)):
+            parts.trainer.change(values)
+            self._keep_settings(started, values)
+        return started
+
+    def _keep_settings(self, started: StartedRun, values: Mapping[str, float]) -> None:
+        """Settings that the trainer has changed: the configuration, and where answers are sampled."""
+        self.config = with_settings(self.config, values)
+        started.directory.write_config(self.config)
+        if "temperature" in values:
+            started.sources.use_temperature(values["temperature"])
 
     def evaluate(self, started: StartedRun) -> dict[str, float]:
         """Measure the weights as they are now on what is held out, as keys of a metrics line; not while they train."""
@@ -382,6 +404,7 @@ class TrainingRun:
         control = RunControl(
             should_stop=self._stop.is_set,
             before_step=self._check_disk,
+            between_steps=lambda: self._perform(started),
             while_waiting=lambda: self.check(started.sources),
             training=self.serving.turns.training,
             measure=lambda step: self._measure(step, evaluations),
@@ -394,12 +417,18 @@ class TrainingRun:
             outcome = self._loop.run()
         finally:
             self._rollbacks.close()
+            started.commands.close()
         if outcome == "stopped":
             self._end_soon()
         evaluations.finish()
         events.emit(RunFinished(outcome))
         self._end_soon()
         self._ranks.check()
+
+    def _perform(self, started: StartedRun) -> None:
+        """Do what was ordered of the run."""
+        assert self._loop is not None, "the loop asks"
+        started.commands.perform(self._loop, lambda values: self._keep_settings(started, values))
 
     def _measure(self, step: int, evaluations: Evaluations) -> dict[str, Any]:
         """Return what a metrics line has beside the trainer's numbers."""

@@ -4,12 +4,14 @@ import json
 import math
 import signal
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from mlx_parallm.rollout_store.store import RolloutStore
 from tests.dashboard.conftest import Opened
 from tests.integration.processes import Daemon, free_port, metrics, train, wait_for_step, write_config
 
@@ -34,6 +36,13 @@ def test_a_live_run_with_a_key(tmp_path: Path, opened: Opened) -> None:
         assert ask.get("/runs").json()["runs"][0]["live"] is True
         assert groups_of(ask) >= known_groups(run), "every group of the store is reached"
         check_tokens(ask)
+        order = {"action": "change", "settings": {"learning_rate": 1e-3, "temperature": 0.7}}
+        assert httpx.post(f"{daemon.url}/dashboard/api/control", json=order, timeout=60).status_code == 401
+        foreign = ask.post("/control", json=order, headers={"Origin": "https://example.org"})
+        assert foreign.status_code == 403 and ask.get("/control").json()["settings"]["learning_rate"] == 2e-3
+        changed = ask.post("/control", json=order, headers={"Origin": daemon.url})
+        assert changed.json()["result"] == {"learning_rate": [2e-3, 1e-3], "temperature": [1.0, 0.7]}
+        assert ask.post("/control", json={"action": "change", "settings": {"seed": 1}}).status_code == 400
         daemon.send(signal.SIGKILL)
         page.wait_for_selector(".lost:has-text('Not reachable')")
         assert daemon.wait() == -signal.SIGKILL
@@ -44,6 +53,13 @@ def test_a_live_run_with_a_key(tmp_path: Path, opened: Opened) -> None:
         wait_for_step(daemon, run, last_step(run) + 2)
         daemon.send(signal.SIGTERM)
         assert daemon.wait() == 0
+    lines = metrics(run)
+    (at,) = [line["step"] for line in lines if line.get("changed") == order["settings"]]
+    assert lines[0]["learning_rate"] == 2e-3 and {line["learning_rate"] for line in lines[at:]} == {1e-3}
+    with closing(RolloutStore(run / "rollouts.sqlite")) as store:
+        groups = store.groups(store.taken_by(lines[-1]["step"]))
+        newest = [rollout.temperature for group in groups for rollout in group.rollouts]
+    assert set(newest) == {0.7}, "a resume from the file that the run began with keeps what was changed"
     page.locator(".chart button").first.click()
     steps = page.locator(".chart").first.locator("tbody td:first-child").all_inner_texts()
     assert steps and len(steps) == len(set(steps)), "no step twice"
@@ -129,7 +145,48 @@ def test_the_page_talks_to_the_policy_and_trains_it(tmp_path: Path, opened: Open
         assert sorted(page.locator(".answer .reward").all_inner_texts()) == ["0", "0", "1", "1"]
         page.wait_for_selector(".count:text-matches('^1 ')")
         assert [line["reward_mean"] for line in metrics(run)] == [0.5]
+        check_controls(page, daemon)
+        page.click("nav >> text=Controls")
+        page.click("button:text-is('Stop')")
+        page.click("text=Yes, stop")
+        assert daemon.wait() == 0
+    state = json.loads((run / "step_000001" / "trainer_state.json").read_text())
+    assert state["changes"] == [{"step": 1, "settings": {"learning_rate": [2e-3, 1e-3]}}]
+    assert "the first step" in (run / "run.log").read_text()
+    opened.problems[:] = [problem for problem in opened.problems if "Failed to load resource" not in problem]
     assert opened.problems == []
+
+
+def check_controls(page: Any, daemon: Daemon) -> None:
+    """One step is finished, and no other one begins."""
+    page.click("nav >> text=Controls")
+    page.fill("input[aria-label=note]", "<b>the first step</b>")
+    command(page, "Note it", "Yes, write", "on the charts")
+    command(page, "Pause", "Yes, pause", "Done")
+    assert httpx.get(f"{daemon.url}/is_paused").json() == {"is_paused": True}
+    command(page, "Resume", "Yes, resume", "Done")
+    command(page, "Checkpoint now", "Yes, save", "Saved: step_000001")
+    page.fill("input[aria-label='version or checkpoint']", "step_000001")
+    command(page, "Roll back", "Yes, roll back", "they are version 2 now")
+    page.fill("input[name=learning_rate]", "0.001")
+    command(page, "Change", "Yes, change", "saved in a checkpoint")
+    page.keyboard.press("1")
+    page.wait_for_selector("section[aria-label=marks] >> text=learning_rate 0.002 → 0.001")
+    shown = page.locator("section[aria-label=marks] tbody td:last-child").all_inner_texts()[::-1]
+    assert shown == [
+        "<b>the first step</b>",
+        "paused",
+        "resumed",
+        "checkpoint step_000001",
+        "learning_rate 0.002 → 0.001",
+    ]
+    assert "the first step" in page.locator(".chart .at").first.inner_text(), "the mark is on the charts"
+
+
+def command(page: Any, name: str, yes: str, outcome: str) -> None:
+    page.click(f"button:text-is('{name}')")
+    page.click(f"button:text-is('{yes}')")
+    page.wait_for_selector(f"[role=status]:has-text('{outcome}')")
 
 
 def ask_page(page: Any, prompt: str) -> None:

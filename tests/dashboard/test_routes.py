@@ -54,6 +54,7 @@ def test_the_page_needs_no_key_and_all_data_does(server: RunningServer) -> None:
         assert http.get("/dashboard/static/../api/runs").status_code == 401
         assert http.get("/dashboard/static/%2e%2e/routes.py").status_code == 404
         assert http.post("/dashboard").status_code == 401, "only reading is public"
+        assert http.post("/dashboard/api/control", json={"action": "stop"}).status_code == 401
     with server.http(headers={"Authorization": f"Bearer {KEY}"}) as http:
         for name in DATA:
             if name != "events":
@@ -61,6 +62,11 @@ def test_the_page_needs_no_key_and_all_data_does(server: RunningServer) -> None:
         (shown,) = http.get("/dashboard/api/runs").json()["runs"]
         assert (shown["name"], shown["live"], shown["steps"], shown["total_steps"]) == ("my-run", True, 3, 9)
         assert http.get("/dashboard/api/runs?run=7").status_code == 200
+        for answer in (
+            http.get("/dashboard/api/control"),
+            http.post("/dashboard/api/control", json={"action": "stop"}),
+        ):
+            assert answer.status_code == 409 and "does not train" in answer.json()["error"]["message"]
         wrong = {"metrics?run=7": 404, "groups?regex=(": 400, "groups?order=up": 400, "group?id=nobody": 400}
         for name, status in wrong.items():
             answer = http.get(f"/dashboard/api/{name}")

@@ -46,7 +46,11 @@ def test_a_cursor_brings_only_what_is_new(tmp_path: Path) -> None:
         half.write('{"step": 4, ')  # being written
     second = view.metrics(["headline"], first["cursor"], 100)
     assert (second["reset"], second["steps"], second["columns"]) == (False, [3], {"headline": [0.03]})
-    assert second["marks"] == [{"step": 3, "text": "rolled back to version 1"}]
+    rollback = {"step": 3, "kind": "rollback", "text": "rolled back to version 1", "time": None}
+    assert second["marks"] == [rollback]
+    note = {"step": 2, "kind": "note", "text": "by hand", "time": 5.0}
+    MetricsFile(file.path.with_name("marks.jsonl")).append(note)
+    assert view.metrics(["headline"], second["cursor"], 100)["marks"] == [note, rollback]
     assert view.metrics(["headline"], second["cursor"], 100)["steps"] == []
 
     file.cut(1)  # what a resume does

@@ -7,9 +7,10 @@ import { Group, Search, Step } from "./groups.js";
 import { Tokens } from "./tokens.js";
 import { Chat } from "./chat.js";
 import { Compare } from "./compare.js";
+import { Controls } from "./controls.js";
 
 const HELP = [
-  ["1 2 3 4", "overview, groups, search, compare"], ["[ ]", "step before, next step"], ["u i", "group before, next group; o opens it"],
+  ["1 2 3 4", "overview, groups, search, compare"], ["5 8", "chat, controls"], ["[ ]", "step before, next step"], ["u i", "group before, next group; o opens it"],
   ["j k", "next answer, answer before"], ["← →", "move on a chart or through tokens"], ["Enter", "on a chart: the groups of that step"],
   ["t", "on a chart: its table"], ["/", "search"], ["?", "this help"],
 ];
@@ -80,7 +81,7 @@ function App() {
   const [smooth, setSmooth] = useState(Number(localStorage.getItem("mlx_parallm.smooth") ?? 0.8));
   const run = Math.min(Number(place.query.run ?? sessionStorage.getItem("mlx_parallm.run") ?? 0), Math.max(0, (runs?.length ?? 1) - 1));
   const info = runs?.[run], word = words[run];
-  const metrics = useMetrics(run, word?.metrics, word?.state);
+  const metrics = useMetrics(run, word && `${word.metrics} ${word.marks}`, word?.state);
   const last = metrics?.steps.at(-1) ?? 0;
 
   useEffect(() => follow(
@@ -98,7 +99,7 @@ function App() {
   useEffect(() => {
     const keys = (event) => {
       if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
-      const to = { 1: writePlace("overview"), 2: writePlace("step", [step]), 3: writePlace("search"), 4: runs?.length > 1 && writePlace("compare"), "/": writePlace("search") }[event.key];
+      const to = { 1: writePlace("overview"), 2: writePlace("step", [step]), 3: writePlace("search"), 4: runs?.length > 1 && writePlace("compare"), 5: info?.live && writePlace("chat"), 8: info?.live && writePlace("controls"), "/": writePlace("search") }[event.key];
       if (to) {
         event.preventDefault();
         go(to);
@@ -122,6 +123,7 @@ function App() {
     tokens: () => html`<${Tokens} key=${place.rest.join()} ...${shared} id=${place.rest[0]} number=${Number(place.rest[1] ?? 0)} />`,
     search: () => html`<${Search} ...${shared} />`,
     chat: () => html`<${Chat} key=${run} ...${shared} />`,
+    controls: () => html`<${Controls} key=${run} ...${shared} />`,
     compare: () => runs?.length > 1 && html`<${Compare} ...${shared} runs=${runs} words=${words} smooth=${smooth} />`,
   };
   const tab = (name, view, to, also = []) => html`<a href=${to} aria-current=${place.view === view || also.includes(place.view) ? "page" : null}>${name}</a>`;
@@ -132,7 +134,7 @@ function App() {
           : html`<h1>${info?.name ?? "mlx_parallm"}</h1>`}
         ${info && html`<span class="quiet model">${info.model ?? ""}${info.algorithm ? ` · ${info.algorithm}` : ""}</span>`}
       </div>
-      <nav aria-label="views">${tab("Overview", "overview", writePlace("overview"))}${tab("Groups", "step", writePlace("step", [step]), ["group", "tokens"])}${tab("Search", "search", writePlace("search"))}${info?.live && tab("Chat", "chat", writePlace("chat"))}${runs?.length > 1 && tab("Compare", "compare", writePlace("compare"))}</nav>
+      <nav aria-label="views">${tab("Overview", "overview", writePlace("overview"))}${tab("Groups", "step", writePlace("step", [step]), ["group", "tokens"])}${tab("Search", "search", writePlace("search"))}${info?.live && html`${tab("Chat", "chat", writePlace("chat"))}${tab("Controls", "controls", writePlace("controls"))}`}${runs?.length > 1 && tab("Compare", "compare", writePlace("compare"))}</nav>
       <div class="now">
         ${info && html`<span class=${`badge ${word?.state ?? info.state}`}>${word?.state ?? info.state}</span> <span class="count">${last}${info.total_steps ? ` / ${info.total_steps}` : ""}</span>`}
         <button class="plain" onClick=${turn} aria-label=${theme === "dark" ? "light colours" : "dark colours"} title="light or dark">${theme === "dark" ? "☀" : "☾"}</button>

@@ -1,6 +1,6 @@
 // One chart: uPlot with the page's colours, a readout, keys, and a table behind it.
 import { html, useEffect, useRef, useState } from "./ui.js";
-import { short } from "./lib.js";
+import { short, visible } from "./lib.js";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const HEIGHT = 170;
@@ -54,9 +54,10 @@ export function Chart({ title, note, steps, series, marks = [], onPick, theme, p
       ...(one.low ? [one.high, one.low] : []), ...(one.raw ? [one.raw] : []), one.values,
     ]);
     plot.current?.setData([steps, ...columns]);
-  }, [steps, series, shape, theme]);
+  }, [steps, series, shape, theme, marks]);
 
   const at = hover ?? steps.length - 1;
+  const marked = marks.filter(({ step }) => step === steps[at]).map(({ text }) => visible(text)).join("; ");
   const click = (event) => {
     const index = plot.current?.cursor.idx;
     if (!onPick || index === null || index === undefined || Math.abs(event.clientX - (picked.current ?? event.clientX)) > 4) return;
@@ -76,7 +77,7 @@ export function Chart({ title, note, steps, series, marks = [], onPick, theme, p
   return html`<figure class="chart">
     <figcaption>
       <h3 title=${note}>${title}</h3>
-      <span class="at">${steps.length ? `${of} ${steps[at]}` : ""}</span>
+      <span class="at" title=${marked}>${marked && html`<b>${marked}</b> `}${steps.length ? `${of} ${steps[at]}` : ""}</span>
       <button class="plain" title="the numbers as a table (key t on the chart)" aria-expanded=${table} onClick=${() => setTable(!table)}>table</button>
     </figcaption>
     <div class="legend">${series.map((one, number) => html`<span><i class=${`c${(one.colour ?? number) % 8}`}></i>${one.label} <b>${say((one.raw ?? one.values)[at])}</b></span>`)}</div>
@@ -103,11 +104,11 @@ function lastOf(values) {
 
 function drawMarks(u, marks) {
   const { ctx, bbox } = u;
-  for (const { step } of marks) {
+  for (const { step, colour: own } of marks) {
     const x = u.valToPos(step, "x", true);
     if (x < bbox.left || x > bbox.left + bbox.width) continue;
     ctx.save();
-    ctx.strokeStyle = colour("--warn");
+    ctx.strokeStyle = colour(own === undefined ? "--warn" : `--c${own % 8}`);
     ctx.setLineDash([4, 4]);
     ctx.beginPath();
     ctx.moveTo(x, bbox.top);

@@ -14,6 +14,9 @@ function Loaded({ runs, words, children }) {
   return children(answers);
 }
 
+/** The second at which so many steps were finished. */
+const secondsAt = (data, seconds, step) => (step < data.steps[0] ? 0 : seconds[data.steps.findLastIndex((one) => one <= step)] ?? null);
+
 export function Compare({ runs, words, query, go, theme, smooth }) {
   const settings = useData("compare", {}, words.map((one) => one.state).join());
   const by = query.by === "time" ? "time" : "step", differing = Object.entries(settings.data?.settings ?? {});
@@ -25,7 +28,8 @@ export function Compare({ runs, words, query, go, theme, smooth }) {
       const series = (key) => overlaid(answers.map(({ data }) => (data?.columns[key] ? { x: place(data), values: smoothed(data.columns[key], smooth) } : { x: [], values: [] })));
       return html`<div class="charts">${CHARTS.map(([key, title]) => {
         const { x, columns } = series(key);
-        return x.length > 0 && html`<${Chart} key=${key + by} title=${title} of=${by === "step" ? "step" : "second"} steps=${x} theme=${theme}
+        const marks = answers.flatMap(({ data }, number) => (data?.marks ?? []).map((mark) => ({ text: `${runs[number].name}: ${mark.text}`, colour: number, step: by === "step" ? mark.step : secondsAt(data, place(data), mark.step) })));
+        return x.length > 0 && html`<${Chart} key=${key + by} title=${title} of=${by === "step" ? "step" : "second"} marks=${marks} steps=${x} theme=${theme}
           series=${runs.map(({ name }, number) => ({ label: name, values: columns[number], colour: number }))} />`;
       })}</div>
       ${answers.map(({ error }) => html`<${Problem} error=${error} />`)}`;

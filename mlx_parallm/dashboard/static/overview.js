@@ -1,6 +1,6 @@
 // View 1: what the run does, in words and curves.
 import { html, useData, Problem } from "./ui.js";
-import { beganAndNow, duration, short, smoothed, writePlace } from "./lib.js";
+import { beganAndNow, duration, short, smoothed, visible, writePlace } from "./lib.js";
 import { Chart } from "./chart.js";
 
 export const KEYS = [
@@ -73,6 +73,7 @@ export function Overview({ run, info, metrics, words, smooth, setSmooth, theme, 
     </section>
     ${sections.filter(({ charts }) => charts.length).map(({ section, charts }) => html`<section aria-label=${section}>
       <div class="heading"><h2>${section}</h2></div><div class="charts">${charts}</div></section>`)}
+    <${Marks} marks=${marks} pick=${pick} />
     <${Problem} error=${health.error ?? evaluated.error} />`;
 }
 
@@ -84,6 +85,13 @@ function withBand(columns, smooth, label) {
   const within = (value) => (unit ? Math.min(1, Math.max(0, value)) : value);
   const at = (sign) => values.map((value, row) => (value === null || spread[row] === null ? null : within(value + sign * spread[row])));
   return { ...one, low: at(-1), high: at(1) };
+}
+
+/** What happened to the run, in words: the dashed lines of the charts. */
+function Marks({ marks, pick }) {
+  if (!marks.length) return null;
+  return html`<section aria-label="marks"><div class="heading"><h2>Marks</h2></div><div class="panel scroll wide"><table class="numbers settings"><thead><tr><th>after step</th><th>when</th><th>what</th></tr></thead>
+    <tbody>${marks.toReversed().map(({ step, time, text }) => html`<tr><td><button class="plain" onClick=${() => step > 0 && pick(step)}>${step}</button></td><td>${time ? new Date(time * 1000).toLocaleString() : ""}</td><td>${visible(text)}</td></tr>`)}</tbody></table></div></section>`;
 }
 
 /** Each environment with its 95% interval, over the steps that were evaluated. */

@@ -47,6 +47,7 @@ class TrainerState:
     random_state: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None  # the last line
     rollbacks: list[dict[str, Any]] = field(default_factory=list)  # rollback.Rollback of each, oldest first
+    changes: list[dict[str, Any]] = field(default_factory=list)  # {"step", "settings": {key: [before, now]}}
     trainer: dict[str, Any] = field(default_factory=dict)  # Trainer.state()
     score: float | None = None  # checkpoint.score
     schema_version: int = SCHEMA_VERSION
@@ -73,11 +74,19 @@ class TrainerState:
         return self.unpublished and self.in_progress is None and self.step % every == 0
 
     def same_moment(self, other: "TrainerState") -> bool:
-        """Same weights: nothing was trained or published between the two. Positions of the environments may differ."""
-        own = (self.step, self.mini_batches, self.policy_version, self.optimizer_updates, self.random_state)
-        return own == (
-            other.step, other.mini_batches, other.policy_version, other.optimizer_updates, other.random_state,
-        )  # fmt: skip
+        """Same weights and settings: nothing was trained, published or changed between the two. Positions of the
+        environments may differ."""
+        return all(
+            own == others
+            for own, others in (
+                (self.step, other.step),
+                (self.mini_batches, other.mini_batches),
+                (self.policy_version, other.policy_version),
+                (self.optimizer_updates, other.optimizer_updates),
+                (self.random_state, other.random_state),
+                (self.changes, other.changes),
+            )
+        )
 
     def to_text(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"

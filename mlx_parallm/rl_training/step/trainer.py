@@ -129,6 +129,12 @@ class Trainer:
         other.config = self.config.model_copy(update={"update_epochs": 1, "batch_size": max(sequences, 1)})
         return other
 
+    def change(self, values: Mapping[str, float]) -> None:
+        """Take other values of these keys of [rl_training], which are valid together, from the next step on."""
+        self.config = self.config.model_copy(update=dict(values))
+        if "kl_beta" in values:
+            self._kl_coefficient = self.config.kl_beta
+
     # ------------------------------------------------------------------ state
 
     def state(self) -> dict[str, Any]:
