@@ -21,7 +21,7 @@ TINY_MODULE_LINES = 80
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
     "(root)": 1340,
-    "cli": 1270,
+    "cli": 1280,
     "config": 2050,
     "dashboard": 860,
     "distributed": 440,
@@ -36,6 +36,7 @@ LINES: dict[str, int] = {
     "losses": 860,
     "models": 3450,
     "orchestrator": 1920,
+    "pipeline": 1400,
     "primitives": 160,
     "rewards": 2070,
     "rl_training": 11030,
@@ -43,7 +44,7 @@ LINES: dict[str, int] = {
     "server": 4000,
     "system": 1150,
     "tools": 2810,
-    "traces": 4800,
+    "traces": 4980,
     "trl": 1250,
 }
 

@@ -15,6 +15,7 @@ merge_lora = script("mlx_parallm_merge_lora")
 convert_adapter = script("mlx_parallm_convert_adapter")
 export = script("mlx_parallm_export")
 doctor = script("mlx_parallm_doctor")
+pipeline = script("mlx_parallm_pipeline")
 traces = script("mlx_parallm_traces")
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "main",
     "mcp",
     "merge_lora",
+    "pipeline",
     "replay",
     "rollouts",
     "serve",

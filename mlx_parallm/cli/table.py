@@ -162,6 +162,14 @@ COMMANDS = (
         "Compares the file with the model that is served here, by a real llama.cpp, before it is kept.",
     ),
     Command(
+        "pipeline",
+        "deploy",
+        "From an agent's traces to a deployed model: label, train, evaluate, export.",
+        "mlx_parallm.pipeline.command:pipeline",
+        "mlx_parallm_pipeline",
+        "A second call goes on where the first one stopped, and does only what has changed. docs/pipeline.md.",
+    ),
+    Command(
         "doctor",
         "repair",
         "Show device, BLAS and its speed, memory, versions, and what to fix.",

@@ -131,7 +131,7 @@ class ExportPipeline:
         made: list[ExportReport] = []
         _remove_leftovers(directory)
         write_directory(directory, lambda unfinished: made.append(self._fill(opened, vocabulary, unfinished)))
-        return made[0] if deployer is None else self._deploy(deployer, vocabulary, opened, made[0])
+        return made[0] if deployer is None else self._deploy(deployer, made[0])
 
     def _compare_only(self) -> ExportReport:
         opened = open_model(self.source)
@@ -195,6 +195,7 @@ class ExportPipeline:
             )
             (directory / MODELFILE).write_text(text, encoding="utf-8")
         document = {
+            "file": file.name,
             "model": self.source.base,
             "adapter": str(self.source.adapter) if self.source.adapter else None,
             "adapted_layers": layers,
@@ -203,6 +204,8 @@ class ExportPipeline:
             "pre_tokenizer": vocabulary.pre,
             "stops": vocabulary.stop_texts(),
             "verification": verification.to_json(),
+            "template": go_template(opened.tokenizer),
+            "parameters": _parameters(vocabulary, hosting) if hosting else {},
             "hosting": {**hosting.to_json(), "env": hosting.to_env()} if hosting else None,
             "notes": opened.notes,
         }
@@ -239,20 +242,11 @@ class ExportPipeline:
             raise ModelError(f"the file is not the model that is served here ({kept}): {faults}")
         return verification
 
-    def _deploy(
-        self, deployer: OllamaDeployer, vocabulary: Vocabulary, opened: OpenModel, report: ExportReport
-    ) -> ExportReport:
+    def _deploy(self, deployer: OllamaDeployer, report: ExportReport) -> ExportReport:
         name, file = self.destination.ollama, report.file
-        assert name is not None and file is not None and report.hosting is not None
+        assert name is not None and file is not None
         try:
-            deployer.create(
-                name,
-                file,
-                stops=vocabulary.stop_texts(),
-                template=go_template(opened.tokenizer),
-                parameters=_parameters(vocabulary, report.hosting),
-                progress=self.say,
-            )
+            deploy_directory(deployer, file.parent, name, self.say)
         except EndpointError as error:
             raise EndpointError(f"{error}. The file is in {file.parent}") from error
         finally:
@@ -261,6 +255,17 @@ class ExportPipeline:
             return replace(report, ollama=name)
         shutil.rmtree(file.parent)
         return replace(report, ollama=name, file=None)
+
+
+def deploy_directory(deployer: OllamaDeployer, directory: Path, name: str, say: Say = lambda line: None) -> None:
+    """Make an Ollama model of an export's directory. Raises EndpointError; ModelError: this is no export's."""
+    try:
+        about = json.loads((directory / REPORT_FILE).read_text(encoding="utf-8"))
+        file, stops = directory / about["file"], about["stops"]
+        template, parameters = about["template"], about["parameters"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{directory} is no directory of `mlx_parallm export`: {error}") from error
+    deployer.create(name, file, stops=stops, template=template, parameters=parameters, progress=say)
 
 
 def destination_of(targets: Sequence[str], name: str, kind: str) -> Destination:

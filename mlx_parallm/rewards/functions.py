@@ -180,6 +180,10 @@ class RewardFunctions:
     def names(self) -> list[str]:
         return [function.name for function in self._functions]
 
+    @property
+    def weights(self) -> dict[str, float]:
+        return {function.name: function.weight for function in self._functions}
+
     def attach(self, inference: Any) -> None:
         """Hand the policy's engine to the functions that ask a model (`judge = "base"`)."""
         for function in self._functions:
@@ -203,7 +207,7 @@ class RewardFunctions:
 
     def for_row(self, prompt: Prompt, row: Mapping[str, Any], state: Callable[[], TrainingProgress]) -> GroupReward:
         """Return the reward of one task. Every call reads `state`."""
-        weights = {function.name: function.weight for function in self._functions}
+        weights = self.weights
 
         async def reward(trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
             parts_G, metrics = await self.parts(prompt, row, trajectories, state)

@@ -1,0 +1,198 @@
+"""TrainingPipeline: from an agent's traces to a model that is deployed, in one call.
+
+hardware.py   what this machine can train, and why
+work.py       the work directory: what is done, with which inputs; the commands that are run in it
+stages.py     the stages, each a call of what the commands call
+report.py     one HTML file of everything
+pipeline.py   the whole way; command.py is `mlx_parallm pipeline`
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from mlx_parallm.errors import ConfigError, ParallmError
+from mlx_parallm.pipeline.hardware import AUTO_DETECT, Profile, detect_hardware
+from mlx_parallm.pipeline.report import write_report
+from mlx_parallm.pipeline.stages import OLLAMA, PipelineOptions, Stages, TrainingMethod, check_options
+from mlx_parallm.pipeline.work import Json, StageFailedError, StageOutcome, WorkDirectory
+from mlx_parallm.system.files import write_atomically
+from mlx_parallm.system.terminal import Console, escaped
+
+RESULTS_FILE = "pipeline_results.json"
+REPORT_FILE = "report.html"
+TRACES = "rl_traces"
+TRAINING = "rl_training"
+TRAINED, EXPORTED = "evaluate", "export"
+
+Say = Callable[[str], None]
+
+
+class TrainingPipeline:
+    """A pipeline under a directory of data: traces in `data_dir/rl_traces`, its work in `data_dir/rl_training/AGENT`.
+
+    Args:
+        agent_name: names the work directory and the exported file.
+        base_model: directory, hub id or "builtin:tiny".
+        method: "grpo", "kto", "dpo" or "sft".
+        data_dir: where traces and work lie.
+        traces: in the place of `data_dir/rl_traces`.
+        work: in the place of `data_dir/rl_training/AGENT`.
+        profile: what the hardware is taken for: AUTO_DETECT, CPU_ONLY, GPU_ENABLED, RYZEN_OPTIMIZED.
+        options: further fields of `PipelineOptions`.
+    """
+
+    def __init__(
+        self,
+        agent_name: str,
+        base_model: str,
+        method: TrainingMethod = "grpo",
+        *,
+        data_dir: str | Path = ".",
+        traces: Sequence[str | Path] = (),
+        work: str | Path | None = None,
+        profile: Profile = AUTO_DETECT,
+        **options: Any,
+    ) -> None:
+        """Raises ConfigError: the method, a path, or the hardware profile."""
+        if not agent_name or "/" in agent_name:
+            raise ConfigError(f"--name {agent_name!r}: it names a directory and a file, without /")
+        self.agent_name = agent_name
+        data = Path(data_dir).expanduser().absolute()
+        self.work = Path(work).expanduser().absolute() if work is not None else data / TRAINING / agent_name
+        self._options = PipelineOptions(
+            traces=tuple(map(Path, traces)) or (data / TRACES,),
+            base_model=base_model,
+            method=method,
+            **{"name": agent_name, **options},
+        )
+        self._profile = profile
+
+    def run_full_pipeline(self, *, deploy_ollama: bool = False, say: Say | None = None) -> Json:
+        """Do every stage that is not done yet, and return what `pipeline_results.json` holds.
+
+        Args:
+            deploy_ollama: deploy as "toolbox-AGENT" where `deploy` names nothing else.
+            say: hears one line after each stage; default: stderr.
+
+        Raises ConfigError: the options; any other ParallmError: a stage failed. A second call begins with that stage.
+        """
+        options = self._options
+        if deploy_ollama and options.deploy is None:
+            options = PipelineOptions(**{**vars(options), "deploy": f"{OLLAMA}toolbox-{self.agent_name}"})
+        options = check_options(options)
+        hardware = detect_hardware(self._profile)
+        with closing(WorkDirectory(self.work)) as work:
+            stages = Stages(options, hardware, work)
+            return _Attempt(self, options, stages, work, say or _to_stderr).carry_out()
+
+
+class _Attempt:
+    """One call of a pipeline: the stages in order, and what is written about them, also when one fails."""
+
+    def __init__(
+        self, pipeline: TrainingPipeline, options: PipelineOptions, stages: Stages, work: WorkDirectory, say: Say
+    ) -> None:
+        self._options, self._stages, self._work, self._say = options, stages, work, say
+        self._began = datetime.now(UTC).isoformat()
+        self._name = pipeline.agent_name
+        self._outcomes: list[StageOutcome] = []
+
+    def carry_out(self) -> Json:
+        error: str | None = "broken off"
+        try:
+            self._all_stages()
+            error = None
+        except ParallmError as failure:
+            error = str(failure)
+            raise
+        finally:
+            results = self._results(error)
+            write_atomically(self._work.path / RESULTS_FILE, (json.dumps(results, indent=1) + "\n").encode())
+            page = self._work.path / REPORT_FILE
+            write_report(page, results, self._outcomes, self._stages.hardware)
+            self._say(f"report: {page}")
+        return results
+
+    def _all_stages(self) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            bar = progress.add_task("", total=None)
+
+            def watch() -> None:
+                step, total = self._stages.training_step
+                if total:
+                    progress.update(bar, completed=step, total=total, description=f"train, step {step} of {total}")
+
+            for number, stage in enumerate(stages := self._stages.all(watch), 1):
+                self._stages.training_step = (0, 0)
+                progress.reset(bar, total=None, description=f"{number}/{len(stages)} {stage.about}")
+                if stage.name == "deploy":
+                    self._check_worth()
+                outcome = self._work.carry_out(stage)
+                self._outcomes.append(outcome)
+                self._say(line_of(outcome))
+
+    def _check_worth(self) -> None:
+        """Raises StageFailedError: the held-out answers are worse than the base's."""
+        for outcome in self._outcomes:
+            found = outcome.result
+            if outcome.stage in (TRAINED, EXPORTED) and found.get("worse") and not self._options.even_if_worse:
+                raise StageFailedError(
+                    f"deploy: {found['what']}: {found['before']:.3f} by the base, {found['after']:.3f} after training."
+                    " It is not deployed; --even-if-worse deploys it all the same"
+                )
+
+    def _results(self, error: str | None) -> Json:
+        by_stage = {outcome.stage: outcome.result for outcome in self._outcomes}
+        rows = by_stage.get("dataset", {}).get("rows", {})
+        return {
+            "start_time": self._began,
+            "agent_name": self._name,
+            "base_model": self._options.base_model,
+            "method": self._options.method,
+            "dataset_size": rows.get("train", 0),
+            "training": by_stage.get("train"),
+            "evaluation": by_stage.get(TRAINED),
+            "model_path": by_stage.get(EXPORTED, {}).get("file"),
+            "exported": by_stage.get(EXPORTED),
+            "ollama_model": by_stage.get("deploy", {}).get("ollama"),
+            "deployed": by_stage.get("deploy"),
+            "skipped": [outcome.stage for outcome in self._outcomes if outcome.skipped],
+            "seconds": {outcome.stage: outcome.seconds for outcome in self._outcomes},
+            "success": error is None,
+            "error": error,
+        }
+
+
+def line_of(outcome: StageOutcome) -> str:
+    """Return a stage and its result in one line."""
+    result = outcome.result
+    about = ""
+    match outcome.stage:
+        case "traces":
+            about = f"{result['traces']} traces, {result['redacted']} places redacted"
+        case "label":
+            about = f"{result['labels']} labels"
+        case "dataset":
+            about = f"{result['rows']['train']} rows, {result['problems']} prompts held out"
+        case "train":
+            about = f"{result['steps']} steps"
+        case "baseline" if result["score"] is not None:
+            about = f"{result['score']:.3f}"
+        case "evaluate" | "export" if result.get("before") is not None:
+            about = f"{result['what']}: {result['before']:.3f} → {result['after']:.3f}"
+        case "deploy":
+            about = result["command"]
+    how = "unchanged, skipped" if outcome.skipped else f"{outcome.seconds:.1f} s"
+    return f"{outcome.stage:9} {how}{': ' if about else ''}{about}"
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(escaped(line) + "\n")

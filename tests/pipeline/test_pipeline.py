@@ -1,0 +1,140 @@
+"""The whole way on the shipped model: one command, killed in the training, finished by the same command."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mlx_parallm.cli.table import main
+from mlx_parallm.pipeline import CPU_ONLY, LearnedReward, TrainingPipeline, detect_hardware
+from mlx_parallm.pipeline.pipeline import REPORT_FILE, RESULTS_FILE
+from mlx_parallm.pipeline.stages import PipelineOptions, Stages, check_options
+from mlx_parallm.pipeline.work import STATE_FILE, StageFailedError, WorkDirectory
+from mlx_parallm.traces.reading import read_traces, write_lines
+from mlx_parallm.traces.schema import Trace, new_trace
+from tests.export.llama import needs_llama
+
+SCORE = """
+def correct(prompts, completions, **columns):
+    wanted = [prompt[-1]["content"].removeprefix("Reverse: ")[::-1] for prompt in prompts]
+    return [float(answer[0]["content"] == right) for answer, right in zip(completions, wanted)]
+"""
+STAGES = ["traces", "label", "dataset", "dry_run", "baseline", "train", "evaluate", "export", "deploy"]
+
+
+def write_traces_of_words(path: Path, count: int = 120) -> None:
+    """A right and a wrong answer to each of `count` words."""
+    source = random.Random(0)
+    traces: list[Trace] = []
+    for number in range(count):
+        word = "".join(source.choices("abcdefghijklm", k=4))
+        for name, answer in (("right", word[::-1]), ("wrong", word)):
+            messages = [{"role": "user", "content": f"Reverse: {word}"}, {"role": "assistant", "content": answer}]
+            traces.append(new_trace(messages, session_id=f"{number}-{name}", source="test"))
+    write_lines(traces, path)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "score.py").write_text(SCORE)
+    write_traces_of_words(tmp_path / "traces.jsonl")
+    return tmp_path
+
+
+def command(*more: str) -> list[str]:
+    flags = ["--traces", "traces.jsonl", "--base-model", "builtin:tiny", "--method", "sft", "--reward"]
+    flags += ["score.py:correct", "--work", "work", "--test-fraction", "0.2", "--epochs", "2", "--type", "q8_0"]
+    return ["pipeline", *flags, "--deploy", "out", "--set", "rl_training.checkpoint_interval=1", *more]
+
+
+@needs_llama
+@pytest.mark.slow
+def test_one_command_from_traces_to_a_file_that_llama_cpp_answers_better_with(place: Path) -> None:
+    words = [sys.executable, "-m", "mlx_parallm", *command()]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    run = place / "work" / "train" / "run"
+    while not any(run.glob("step_*/trainer_state.json")):  # a checkpoint that a resume can begin with
+        assert process.poll() is None
+        time.sleep(0.02)
+    state = json.loads((place / "work" / STATE_FILE).read_text())
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert list(state["done"]) == STAGES[:5] and psutil.pid_exists(state["child"]["pid"])
+
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("unchanged, skipped") == 5
+    assert "resum" in (place / "work" / "train" / "log.txt").read_text()
+    results = json.loads((place / "work" / RESULTS_FILE).read_text())
+    assert results["success"] and list(results["seconds"]) == STAGES
+    for found in (results["evaluation"], results["exported"]):
+        assert found["after"] > found["before"] + 0.1, found
+    assert results["exported"]["verification"]["faults"] == []
+    assert {file.name for file in (place / "out").iterdir()} == {"model-q8_0.gguf", "Modelfile", "export.json"}
+    page = (place / "work" / REPORT_FILE).read_text()
+    assert "<polyline" in page and "http" not in page.replace("https://", "http://").split("<details>")[0]
+
+    again = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert again.stdout.count("unchanged, skipped") == len(STAGES)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--traces", "nothing"], "nothing does not exist"),
+        (["--deploy", "ollama:"], "expected ollama:NAME or a directory"),
+        (["--deploy", "score.py"], "is no exported model"),
+        (["--name", "a/b"], "without /"),
+        (["--epochs", "0"], "at least 1"),
+        (["--reward", "score.py:missing"], "missing"),
+        (["--test-fraction", "0"], "none of 120 prompts is held out"),
+        (["--method", "grpo", "--set", "rl_training.algorithm=x"], "rl_training.algorithm"),
+    ],
+)
+def test_what_cannot_work_is_one_line(
+    place: Path, capsys: pytest.CaptureFixture[str], more: list[str], reason: str
+) -> None:
+    assert main(command("--hardware", "CPU_ONLY", *more)) == 2
+    assert reason in capsys.readouterr().err
+    assert not (place / "out").exists()
+
+
+def test_a_stage_that_fails_stands_in_the_results_and_the_report(place: Path) -> None:
+    messages = [{"role": "user", "content": "Reverse: ab"}, {"role": "assistant", "content": "ba"}]
+    collected = place / "rl_traces"
+    collected.mkdir()
+    write_lines([new_trace(messages, session_id="1", source="test")], collected / "traces.jsonl")
+    pipeline = TrainingPipeline("isaa", "builtin:tiny", "sft", traces=[collected / "traces.jsonl"], profile=CPU_ONLY)
+    with pytest.raises(StageFailedError, match="held out"):
+        pipeline.run_full_pipeline(say=lambda line: None)
+    assert pipeline.work == place / "rl_training" / "isaa"
+    results = json.loads((pipeline.work / RESULTS_FILE).read_text())
+    assert results["success"] is False and "held out" in results["error"]
+    assert "held out" in (pipeline.work / REPORT_FILE).read_text()
+
+
+def test_without_a_reward_function_grpo_learns_one_from_the_labels(place: Path) -> None:
+    found = list(read_traces(place / "traces.jsonl"))
+    for trace in found:
+        trace.note(rewards={"reward": {"score": float(trace.id.endswith("right")), "weight": 1.0}})
+    write_lines(found, place / "traces.jsonl")
+    options = check_options(PipelineOptions((place / "traces.jsonl",), "builtin:tiny", test_fraction=0.2))
+    with closing(WorkDirectory(place / "work")) as work:
+        stages = Stages(options, detect_hardware(CPU_ONLY), work)
+        for stage in stages.all()[:3]:
+            work.carry_out(stage)
+        config = stages._config_of(stages._settings())
+    [environment] = config.environments
+    learned = LearnedReward.load(environment.reward_options["learned"]["path"])
+    assert environment.rewards == ("builtin:learned",)
+    assert learned.positive == learned.negative < 120  # none of the prompts that are held out
+    assert environment.group_size * 16 == config.rl_training.atropos.rollout_batch_size
