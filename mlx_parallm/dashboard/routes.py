@@ -105,6 +105,16 @@ def _run_routes(router: APIRouter, views: Sequence[RunView], *, live: bool) -> N
         """The numbers of each evaluation on held-out problems, with the ends of their intervals."""
         return JSONResponse({"evaluations": _view(views, run).evaluations()})
 
+    @router.get("/dashboard/api/heldout")
+    def heldout(run: Run = 0, before: int = 0, after: int = -1) -> Response:
+        """Two evaluations, problem by problem, with a word diff of the answers that were kept."""
+        return JSONResponse(_view(views, run).heldout(before, after))
+
+    @router.get("/dashboard/api/timeline")
+    def timeline(first: int, last: int, run: Run = 0) -> Response:
+        """What the run did when, in these steps."""
+        return JSONResponse(_view(views, run).timeline(first, last))
+
     @router.get("/dashboard/api/compare")
     def compare() -> Response:
         """The settings that differ between the runs, and why a run's are not known."""

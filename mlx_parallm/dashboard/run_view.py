@@ -4,11 +4,14 @@ Metrics are kept as columns of numbers, and only new lines of the file are read.
 the file is another one after a rollback or a resume has cut it, and then the page gets everything again.
 """
 
+import json
 import math
+import re
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +28,8 @@ from mlx_parallm.rl_training.evaluation.log import EVALUATIONS_FILE, EvaluationL
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.display import headline, trained_tokens_per_s
 from mlx_parallm.rl_training.monitor.explain import explain
+from mlx_parallm.rl_training.monitor.report import reward_of
+from mlx_parallm.rl_training.monitor.spans import SPANS_FILE
 from mlx_parallm.rl_training.monitor.tokens import read_tokens
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory
 from mlx_parallm.system.redaction import Redactor
@@ -44,6 +49,12 @@ SEARCH_S, PATTERN_S = 2.0, 0.2
 HEALTH_PAUSE = 30
 """Health is judged again after this many times the seconds that it took: at most 3 % of one core."""
 MOST_MARKS = 100
+MOST_SPANS = 3000
+MOST_PROBLEMS, MOST_EVALUATIONS = 1000, 200
+LONGEST_DIFF = 4000
+"""Characters of a text that is compared word by word."""
+NEAR_BYTES, NEAR_LINES = 32 << 10, 100
+"""How far from its place a line of spans.jsonl may lie: an evaluation ends in a later step."""
 MARK_KEY = "rolled_back_to"
 
 
@@ -249,6 +260,44 @@ class RunView:
             for line, own in zip(lines, numbers, strict=True)
         ]
 
+    def heldout(self, before: int, after: int) -> dict[str, Any]:
+        """Compare two evaluations, by their places in the list; negative ones count from the end.
+
+        `problems`: [key, reward before, reward after] of each; `examples`: those whose answers were kept, with their
+        rewards over all evaluations and a diff by words. Raises RequestError: no such evaluation.
+        """
+        lines = EvaluationLog(self.path).done()
+        if not lines:
+            return {"evaluations": [], "environments": {}}
+        chosen = []
+        for name, place in (("before", before), ("after", after)):
+            if not -len(lines) <= place < len(lines):
+                raise RequestError(f"there are {len(lines)} evaluations, no number {place}", param=name)
+            chosen.append(lines[place])
+        return self._shown(
+            {
+                "evaluations": [{key: line[key] for key in ("step", "version")} for line in lines],
+                "environments": {
+                    name: _compared(name, lines, chosen)
+                    for name in chosen[1]["environments"]
+                    if name in chosen[0]["environments"]
+                },
+            }
+        )
+
+    def timeline(self, first: int, last: int) -> dict[str, Any]:
+        """Return the spans of these steps and how many tokens each policy version sampled; at most MOST_SPANS."""
+        path = self.path / SPANS_FILE
+        if not path.is_file():
+            return {"spans": [], "tokens": {}}
+        spans, tokens = list[list[Any]](), dict[str, dict[str, int]]()
+        for line in _of_steps(path, first, last):
+            if line["name"] == "versions":
+                tokens[str(line["step"])] = line["tokens"]
+            elif len(spans) < MOST_SPANS:
+                spans.append([line["name"], line["step"], line["begin"], line["end"]])
+        return {"spans": spans, "tokens": tokens}
+
     # ------------------------------------------------------------------ rollouts
 
     def groups(self, search: Search) -> dict[str, Any]:
@@ -438,6 +487,74 @@ def _token_values(kept: Mapping[str, np.ndarray], window: slice) -> dict[str, li
             columns["ratio"] = np.exp(trainer - columns.pop("logprobs"))
             columns["kl"] = np.expm1(reference - trainer) - (reference - trainer)
     return {name: column.tolist() for name, column in columns.items() if np.isfinite(column).any()}
+
+
+def _compared(name: str, lines: Sequence[Mapping[str, Any]], chosen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one environment in two evaluations."""
+    before, after = (line["environments"][name] for line in chosen)
+    earlier = {problem["key"]: reward_of(problem) for problem in before["problems"]}
+    texts = {example["key"]: example for example in before["examples"]}
+    over_time = [
+        {problem["key"]: reward_of(problem) for problem in line["environments"].get(name, {"problems": []})["problems"]}
+        for line in lines[-MOST_EVALUATIONS:]
+    ]
+    examples = []
+    for example in after["examples"]:
+        key = example["key"]
+        was, now = (_cut((side.get(key) or {}).get("text"), LONGEST_DIFF) for side in (texts, {key: example}))
+        examples.append(
+            {
+                "key": key,
+                "prompt": _cut(example["prompt"], LONGEST_DIFF),
+                "expected": _cut(example["expected"], LONGEST_DIFF),
+                "rewards": [rewards.get(key) for rewards in over_time],
+                "before": (texts.get(key) or {}).get("reward"),
+                "after": example["reward"],
+                "diff": None if was is None or now is None else word_diff(was, now),
+            }
+        )
+    problems = [
+        [problem["key"], earlier[problem["key"]], reward_of(problem)]
+        for problem in after["problems"]
+        if problem["key"] in earlier
+    ]
+    return {"problems": problems[:MOST_PROBLEMS], "examples": examples}
+
+
+def word_diff(before: str, after: str) -> list[tuple[str, str]]:
+    """Return parts of both texts in order: ("same" | "gone" | "new", text), by words, spaces and signs."""
+    was, now = (re.findall(r"\w+|\s+|[^\w\s]", text) for text in (before, after))
+    parts = list[tuple[str, str]]()
+    for kind, a, b, c, d in SequenceMatcher(None, was, now, autojunk=False).get_opcodes():
+        if kind == "equal":
+            parts.append(("same", "".join(was[a:b])))
+            continue
+        parts += [(name, "".join(words)) for name, words in (("gone", was[a:b]), ("new", now[c:d])) if words]
+    return parts
+
+
+def _of_steps(path: Path, first: int, last: int) -> Iterator[dict[str, Any]]:
+    """Yield the lines of these steps from a file in which steps rise, but for an evaluation's few: by halves to the
+    first one, from a little before it."""
+    with path.open("rb") as file:
+        low, high = 0, file.seek(0, 2)
+        while high - low > NEAR_BYTES:
+            middle = (low + high) // 2
+            file.seek(middle)
+            file.readline()
+            text = file.readline()
+            low, high = (middle, high) if text.endswith(b"\n") and json.loads(text)["step"] < first else (low, middle)
+        file.seek(max(0, low - NEAR_BYTES))
+        if file.tell():
+            file.readline()
+        beyond = 0
+        for text in file:
+            if not text.endswith(b"\n") or beyond > NEAR_LINES:
+                return
+            line = json.loads(text)
+            if first <= line["step"] <= last:
+                yield line
+            beyond += line["step"] > last
 
 
 def _cut(text: str | None, most: int) -> str | None:

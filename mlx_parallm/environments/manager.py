@@ -280,6 +280,7 @@ class RolloutManager(RolloutScheduler):
         adapter: str | None = None,
         sink: Callable[[RolloutGroup], bool | None] | None = None,
         on_failure: Callable[[RolloutGroup, str], None] | None = None,
+        on_times: Callable[[str, tuple[float, float]], None] | None = None,
         on_rollout_start: Callable[[str], None] | None = None,
         on_rollout_complete: Callable[[Trajectory], None] | None = None,
         fixed_order: bool = False,
@@ -295,6 +296,7 @@ class RolloutManager(RolloutScheduler):
             sink: takes a finished group for good. False = it was there already (another one is played instead);
                 RolloutRejectedError = it may not be trained on; any other exception stops the manager.
             on_failure: takes a group that may not be trained on, and why.
+            on_times: takes the times in which a group was sampled (rl.sample) and scored (rl.reward), Unix seconds.
             on_rollout_start, on_rollout_complete: for `collect_rollouts`; take "<group id>/<number>", the trajectory.
             fixed_order, stall_after_s, clock: see `RolloutScheduler`.
 
@@ -318,7 +320,7 @@ class RolloutManager(RolloutScheduler):
         self.inference: PolicyInference | None = inference or first
         self._config, self._adapter, self._template_kwargs = config, adapter, template_kwargs
         self._client, self._tokenizer = _engine(self.inference, client, tokenizer)
-        self._sink, self._on_failure = sink, on_failure
+        self._sink, self._on_failure, self._on_times = sink, on_failure, on_times
         self._episodes: EpisodeRunner | None = None
         self._collector = (
             Collector(config, on_start=on_rollout_start, on_complete=on_rollout_complete) if sink is None else None
@@ -437,6 +439,9 @@ class RolloutManager(RolloutScheduler):
 
     def _deliver(self, result: GroupResult) -> tuple[str | None, bool]:
         """Hand a result to the collector, to the sink, or to `on_failure`."""
+        if self._on_times is not None:
+            for name, times in result.times.items():
+                self._on_times(name, times)
         if self._collector is not None:
             self._collector.add(result)
             return None, True

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -67,6 +67,7 @@ class GroupResult:
     task: Task | None = None
     failure: str | None = None
     may_pass: bool = False  # it has failed because another server was away or busy
+    times: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # rl.sample, rl.reward: Unix seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class _Job:
     deadline: float
     opening: TurnRequest
     request: Request | None  # of the opening, for all members; None: each asks for itself
+    began: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,7 @@ class EpisodeRunner:
         episodes = (self._episode(job, number, completion) for number, completion in enumerate(first))
         played = await asyncio.gather(*episodes)
         trajectories, may_pass = tuple(each.trajectory for each in played), any(each.may_pass for each in played)
+        times = {"rl.sample": (job.began, time.time())}
         failure = next((each.error for each in trajectories if each.error is not None), None)
         if failure is None and job.task.reward is not None:
             with attempt() as outcome:
@@ -161,6 +164,7 @@ class EpisodeRunner:
                     dataclasses.replace(trajectory, rollout=rollout)
                     for trajectory, rollout in zip(trajectories, scored, strict=True)
                 )
+            times["rl.reward"] = (times["rl.sample"][1], time.time())
             failure, may_pass = outcome.failure and f"reward: {outcome.failure}", outcome.may_pass
         rollouts = tuple(trajectory.rollout for trajectory in trajectories)
         kept = job.plan.source.group_metadata(trajectories) if failure is None else {}
@@ -170,7 +174,7 @@ class EpisodeRunner:
             "never_done_turns": sum(each.never_done for each in played),
         }
         group = _group(job.plan, rollouts, job.task, {**kept, **counts})
-        return GroupResult(job.plan, group, trajectories, job.task, failure, may_pass)
+        return GroupResult(job.plan, group, trajectories, job.task, failure, may_pass, times)
 
     async def _episode(self, job: _Job, number: int, first: Completion | None) -> _PlayedEpisode:
         """Play one rollout; return it, with its error if it failed."""

@@ -50,7 +50,7 @@ class SourceContext:
     """Hold what a source may use of the run.
 
     `current_step`, `policy_version`: asked from any thread at any time. `on_reward`: sources that want to know that a
-    reward came by id add a function here.
+    reward came by id add a function here. `on_times`: takes the times of a group (`monitor.spans`), on any thread.
     """
 
     config: Config
@@ -61,6 +61,7 @@ class SourceContext:
     current_step: Callable[[], int]
     policy_version: Callable[[], int]
     on_reward: list[Callable[[], None]] = field(default_factory=list)
+    on_times: Callable[[str, tuple[float, float]], None] | None = None
 
 
 class RolloutSource:
@@ -178,6 +179,7 @@ class InProcessEnvironments(RolloutSource):
             inference=policy_inference(config, served),
             sink=keep,
             on_failure=refuse,
+            on_times=self._context.on_times,
             fixed_order=training.deterministic,
             template_kwargs=config.model.chat_template_kwargs,
         )

@@ -49,13 +49,14 @@ from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.monitor.display import TrainingDisplay
 from mlx_parallm.rl_training.monitor.samples import SAMPLES_FILE, SAMPLES_PAGE, SampleLog, without_template
+from mlx_parallm.rl_training.monitor.spans import SpanLog
 from mlx_parallm.rl_training.monitor.tokens import TokenLog
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.plan.preflight import MemoryWatch
 from mlx_parallm.rl_training.publish.guard import LogprobMismatchCheck
 from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
-from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory
+from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory, moment
 from mlx_parallm.rl_training.sources import POLICY, RolloutSource, Served, SourceContext, SourceKind, Sources
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
@@ -211,6 +212,8 @@ class TrainingRun:
         self._disk = DiskUse(directory.path, store, config.rollouts, keep=config.rl_training.keep_checkpoints)
         self._disk.check()
         self._closing.callback(self.serving.close)  # before the store, which requests write to
+        step, _ = moment(self._checkpoint) if self._checkpoint else (0, 0)
+        self._spans = SpanLog(directory.path, step=step)
         sources = self._make_sources(directory, store)
         if self.tools is not None:
             self.serving.watch_tools(self.tools.client.metrics)
@@ -268,6 +271,7 @@ class TrainingRun:
             self.environments,
             current_step=self._step,
             policy_version=lambda: self.weights.version if self.weights else 0,
+            on_times=self._spans.add,
         )
         return Sources(kind(context) for kind in self._source_kinds)
 
@@ -392,6 +396,7 @@ class TrainingRun:
         token_log = TokenLog(directory.path, step=state.step if state else 0)
         self._closing.callback(token_log.close)
         token_log.subscribe(events)
+        self._spans.subscribe(events)
         self._subscribe_samples(directory, state, tokenizer)
         self._trackers(directory, state).subscribe(events)
         if self._disk is not None:

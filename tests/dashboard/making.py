@@ -1,5 +1,6 @@
 """Run directories for the dashboard's tests, written by the parts that write real ones; and servers of them."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -52,6 +53,14 @@ def metrics_line(step: int, **changes: Any) -> dict[str, Any]:
     return complete(values | {"reward_by_environment": {"sums": step / 50}} | changes)
 
 
+def evaluated(step: int, *rewards: float, text: str) -> dict[str, Any]:
+    """A line of evaluations.jsonl: problems p0, p1, …; the answer to the first one was kept."""
+    problems = [{"key": f"p{n}", "greedy": reward, "sampled": []} for n, reward in enumerate(rewards)]
+    example = {"key": "p0", "prompt": "1+1", "expected": "2", "text": text, "reward": rewards[0], "error": None}
+    part = {"numbers": {"accuracy": 0.5}, "problems": problems, "examples": [example]}
+    return {"step": step, "version": step, "seconds": 1.0, "score": 0.5, "environments": {"sums": part}}
+
+
 def make_run(path: Path, *, steps: int = 3, name: str = "my-run", learning_rate: float = 1e-3) -> Path:
     """Step n took group `sums-n` (rewards 1 and 0) and dropped `words-n` (0 and 0); `tools-9` waits."""
     run = path / name
@@ -68,6 +77,10 @@ def make_run(path: Path, *, steps: int = 3, name: str = "my-run", learning_rate:
         store.take([f"sums-{step}"], step)
         store.drop([f"words-{step}"], step, NO_VARIANCE)
         file.append(metrics_line(step))
+    for step in (0, steps):
+        MetricsFile(run / "evaluations.jsonl").append(evaluated(step, 0.0, 1.0, text=f"It is {step}. {HOSTILE}"))
+    spans = ({"name": "rl.train", "step": step, "begin": 9.0 + step, "end": 9.5 + step} for step in range(1, steps + 1))
+    (run / "spans.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
     tools = answer("What time?", '<tool_call>{"name": "clock"}</tool_call>', "noon", "12", reward=0.5)
     store.add(RolloutGroup("tools-9", "tools", (tools, answer("What time?", "late"))), source="here")
     store.close()

@@ -139,7 +139,7 @@ def test_the_page_talks_to_the_policy_and_trains_it(tmp_path: Path, opened: Open
         ask_page(page, "Reverse: wxyz")
         for number, mark in enumerate(("right", "wrong", "right", "wrong")):
             page.locator(".answer").nth(number).locator(f"button:text-is('{mark}')").click()
-        page.click("button:text-is('Send 4 rewards')")
+        page.click("button:text-is('Send rewards')")
         page.click("[role=status] a")
         page.wait_for_selector(".answer >> nth=3")
         assert sorted(page.locator(".answer .reward").all_inner_texts()) == ["0", "0", "1", "1"]

@@ -28,6 +28,17 @@ def url(run: Path) -> Iterator[str]:
         yield f"{address}/dashboard"
 
 
+VIEWS = {
+    "overview": ".chart canvas",
+    "step/1": ".group",
+    "group/sums-1": ".answer",
+    "tokens/sums-1/1": ".token",
+    "search": ".group",
+    "heldout": ".answer",
+    "timeline": ".lane",
+}
+
+
 def steps_of_reward(page: Any) -> list[int]:
     """The steps in the table behind the first chart, oldest first."""
     if page.locator(".chart table").count() == 0:
@@ -124,8 +135,7 @@ def test_every_view_by_keyboard(url: str, open_page: Open) -> None:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_no_view_is_wider_than_a_phone(url: str, open_page: Open, theme: str) -> None:
     page = open_page(url, color_scheme=theme, viewport={"width": 390, "height": 844})
-    views = {"overview": ".chart canvas", "step/1": ".group", "group/sums-1": ".answer", "tokens/sums-1/1": ".token"}
-    for place, wanted in (views | {"search": ".group"}).items():
+    for place, wanted in VIEWS.items():
         page.goto(f"{url}#/{place}")
         page.wait_for_selector(wanted)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, place

@@ -21,7 +21,7 @@ from mlx_parallm.rl_training.step.prepare import StepTokens
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.types import RolloutGroup
-from tests.dashboard.making import HOSTILE, SECRET, answer, make_run, metrics_line
+from tests.dashboard.making import HOSTILE, SECRET, answer, evaluated, make_run, metrics_line
 
 
 @pytest.fixture(scope="module")
@@ -204,3 +204,50 @@ def test_health_is_what_explain_says(tmp_path: Path) -> None:
 
 def test_what_json_cannot_hold() -> None:
     assert sendable({"a": [float("nan"), 1.5, "\ud800x"]}) == {"a": [None, 1.5, "\\ud800x"]}
+
+
+def test_two_evaluations_word_by_word(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=1)
+    view, file = RunView(run, Redactor()), MetricsFile(run / "evaluations.jsonl")
+    file.path.unlink()
+    assert view.heldout(0, -1) == {"evaluations": [], "environments": {}}
+    file.append(evaluated(0, 0.0, 1.0, text="It is one, I think."))
+    file.append(evaluated(5, 1.0, 0.0, text="It is two, I think. <b>"))
+    file.append({"step": 7, "skipped": "too slow"})
+    found = view.heldout(0, -1)
+    assert found["evaluations"] == [{"step": 0, "version": 0}, {"step": 5, "version": 5}]
+    part = found["environments"]["sums"]
+    assert part["problems"] == [["p0", 0.0, 1.0], ["p1", 1.0, 0.0]]
+    (example,) = part["examples"]
+    assert (example["before"], example["after"], example["rewards"]) == (0.0, 1.0, [0.0, 1.0])
+    assert example["diff"] == [
+        ["same", "It is "],
+        ["gone", "one"],
+        ["new", "two"],
+        ["same", ", I think."],
+        ["new", " <b>"],
+    ]
+    with pytest.raises(RequestError, match="there are 2 evaluations, no number 2"):
+        view.heldout(0, 2)
+
+
+def test_a_window_of_a_long_timeline(tmp_path: Path) -> None:
+    """Steps are found by halves: a file of 10,000 steps is not read whole."""
+    run = make_run(tmp_path, steps=1)
+    view = RunView(run, Redactor())
+    (run / "spans.jsonl").unlink()
+    assert view.timeline(1, 9) == {"spans": [], "tokens": {}}
+    lines = []
+    for step in range(1, 10_001):
+        lines.append(json.dumps({"name": "rl.train", "step": step, "begin": step, "end": step + 0.5}))
+        if step % 10 == 5:  # an evaluation of an earlier step ends here
+            lines.append(json.dumps({"name": "rl.evaluate", "step": step - 5, "begin": step - 5, "end": step}))
+        lines.append(json.dumps({"name": "versions", "step": step, "tokens": {str(step): 7}}))
+    (run / "spans.jsonl").write_text("\n".join(lines) + '\n{"name": "rl.tr')
+    for first, last in ((1, 3), (4_996, 5_003), (9_999, 10_000)):
+        found = view.timeline(first, last)
+        trained = [step for name, step, *_ in found["spans"] if name == "rl.train"]
+        assert trained == list(range(first, last + 1)) and len(found["tokens"]) == last - first + 1
+    assert [span for span in view.timeline(4_996, 5_003)["spans"] if span[0] == "rl.evaluate"] == [
+        ["rl.evaluate", 5_000, 5_000, 5_005]
+    ]

@@ -4,13 +4,15 @@ import { follow, get, setKey, takeKey } from "./api.js";
 import { merged, readPlace, writePlace } from "./lib.js";
 import { Overview, KEYS } from "./overview.js";
 import { Group, Search, Step } from "./groups.js";
+import { HeldOutPrompts } from "./heldout.js";
+import { Timeline } from "./timeline.js";
 import { Tokens } from "./tokens.js";
 import { Chat } from "./chat.js";
 import { Compare } from "./compare.js";
 import { Controls } from "./controls.js";
 
 const HELP = [
-  ["1 2 3 4", "overview, groups, search, compare"], ["5 8", "chat, controls"], ["[ ]", "step before, next step"], ["u i", "group before, next group; o opens it"],
+  ["1 2 3 4", "overview, groups, search, compare"], ["5 6 7 8", "chat, held-out prompts, timeline, controls"], ["[ ]", "step before, next step"], ["u i", "group before, next group; o opens it"],
   ["j k", "next answer, answer before"], ["← →", "move on a chart or through tokens"], ["Enter", "on a chart: the groups of that step"],
   ["t", "on a chart: its table"], ["/", "search"], ["?", "this help"],
 ];
@@ -99,7 +101,7 @@ function App() {
   useEffect(() => {
     const keys = (event) => {
       if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
-      const to = { 1: writePlace("overview"), 2: writePlace("step", [step]), 3: writePlace("search"), 4: runs?.length > 1 && writePlace("compare"), 5: info?.live && writePlace("chat"), 8: info?.live && writePlace("controls"), "/": writePlace("search") }[event.key];
+      const to = { 1: writePlace("overview"), 2: writePlace("step", [step]), 3: writePlace("search"), 4: runs?.length > 1 && writePlace("compare"), 5: info?.live && writePlace("chat"), 6: writePlace("heldout"), 7: writePlace("timeline"), 8: info?.live && writePlace("controls"), "/": writePlace("search") }[event.key];
       if (to) {
         event.preventDefault();
         go(to);
@@ -124,6 +126,8 @@ function App() {
     search: () => html`<${Search} ...${shared} />`,
     chat: () => html`<${Chat} key=${run} ...${shared} />`,
     controls: () => html`<${Controls} key=${run} ...${shared} />`,
+    heldout: () => html`<${HeldOutPrompts} key=${run} ...${shared} />`,
+    timeline: () => html`<${Timeline} key=${run} ...${shared} />`,
     compare: () => runs?.length > 1 && html`<${Compare} ...${shared} runs=${runs} words=${words} smooth=${smooth} />`,
   };
   const tab = (name, view, to, also = []) => html`<a href=${to} aria-current=${place.view === view || also.includes(place.view) ? "page" : null}>${name}</a>`;
@@ -134,7 +138,7 @@ function App() {
           : html`<h1>${info?.name ?? "mlx_parallm"}</h1>`}
         ${info && html`<span class="quiet model">${info.model ?? ""}${info.algorithm ? ` · ${info.algorithm}` : ""}</span>`}
       </div>
-      <nav aria-label="views">${tab("Overview", "overview", writePlace("overview"))}${tab("Groups", "step", writePlace("step", [step]), ["group", "tokens"])}${tab("Search", "search", writePlace("search"))}${info?.live && html`${tab("Chat", "chat", writePlace("chat"))}${tab("Controls", "controls", writePlace("controls"))}`}${runs?.length > 1 && tab("Compare", "compare", writePlace("compare"))}</nav>
+      <nav aria-label="views">${tab("Overview", "overview", writePlace("overview"))}${tab("Groups", "step", writePlace("step", [step]), ["group", "tokens"])}${tab("Search", "search", writePlace("search"))}${tab("Held-out", "heldout", writePlace("heldout"))}${tab("Timeline", "timeline", writePlace("timeline"))}${info?.live && html`${tab("Chat", "chat", writePlace("chat"))}${tab("Controls", "controls", writePlace("controls"))}`}${runs?.length > 1 && tab("Compare", "compare", writePlace("compare"))}</nav>
       <div class="now">
         ${info && html`<span class=${`badge ${word?.state ?? info.state}`}>${word?.state ?? info.state}</span> <span class="count">${last}${info.total_steps ? ` / ${info.total_steps}` : ""}</span>`}
         <button class="plain" onClick=${turn} aria-label=${theme === "dark" ? "light colours" : "dark colours"} title="light or dark">${theme === "dark" ? "☀" : "☾"}</button>

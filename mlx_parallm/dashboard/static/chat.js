@@ -113,7 +113,7 @@ function Side({ part, rewards, redraw, sent }) {
     setAt([number, Math.max(0, Math.min(count - 1, (at[0] === number ? at[1] : -1) + step))]);
   };
   const shown = part.answers[at[0]]?.tokens[at[1]];
-  return html`<div class="side"><p class="quiet" aria-live="polite"><b>${visible(part.model)}</b>${part.version === null ? "" : ` · version ${part.version}`}${shown ? html` · <code>${visible(JSON.stringify(shown.text))}</code> log-probability <b>${short(shown.logprob)}</b>` : ""}</p>
+  return html`<div class="side"><p class="quiet" aria-live="polite"><b>${visible(part.model)}</b>${part.version === null || part.model.endsWith(":base") ? "" : ` · version ${part.version}`}${shown ? html` · <code>${visible(JSON.stringify(shown.text))}</code> log-probability <b>${short(shown.logprob)}</b>` : ""}</p>
     ${part.answers.map((answer, number) => answer && html`<article class="answer" key=${number} aria-label=${`answer ${number + 1} of ${part.model}`}>
       <div class="text" dir="ltr" tabindex="0" role="group" aria-label="tokens; arrow keys move" onMouseOver=${over(number)} onKeyDown=${move(number, answer.tokens.length)}>${answer.tokens.map(({ text, logprob }, i) => html`<span class=${`token ${shade(SCALES.logprobs, logprob)} ${at[0] === number && at[1] === i ? "at" : ""}`} data-i=${i}>${visible(text)}</span>`)}</div>
       <footer class="quiet">${answer.tokens.length} tokens${answer.end ? ` · ended by ${answer.end}` : " …"} · mean log-probability <b>${short(mean(answer.tokens.map(({ logprob }) => logprob)))}</b>
@@ -139,7 +139,7 @@ function Rewards({ turn, redraw, names }) {
     }
     redraw();
   };
-  return html`<p class="filters"><button class="primary" type="button" disabled=${rated.length < 2} onClick=${send}>Send ${rated.length} rewards</button>
+  return html`<p class="filters"><button class="primary" type="button" disabled=${rated.length < 2} onClick=${send}>Send rewards</button>
     <span class="quiet">${rated.length < 2 ? "rate two answers or more: rewards are compared with each other" : "the policy will be trained on these answers"}</span></p>
     <${Problem} error=${turn.problem} />`;
 }

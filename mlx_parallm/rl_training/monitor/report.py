@@ -107,6 +107,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 Line = Mapping[str, Any]  # of evaluations.jsonl
 BEFORE = "before"
+SHOWN_EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def compare(before: Line, after: Line) -> list[Comparison]:
         then = before["environments"].get(name, {"problems": [], "examples": []})
         earlier, texts = {p["key"]: p for p in then["problems"]}, {e["key"]: e for e in then["examples"]}
         rewards = [(reward_of(earlier[p["key"]]), reward_of(p)) for p in now["problems"] if p["key"] in earlier]
-        examples = [(texts[e["key"]], e) for e in now["examples"] if e["key"] in texts]
+        examples = [(texts[e["key"]], e) for e in now["examples"][:SHOWN_EXAMPLES] if e["key"] in texts]
         if rewards:
             greedy = all(problem["greedy"] is not None for problem in now["problems"])
             comparisons.append(Comparison(name, tuple(rewards), tuple(examples), greedy))

@@ -1,0 +1,103 @@
+"""`spans.jsonl`: what the run did when, as lanes of time: `{"name", "step", "begin", "end"}`, Unix seconds. No MLX.
+
+Names are those of OpenTelemetry's proposal for RL (semantic-conventions-genai #88) where it has one: `rl.sample`,
+`rl.reward`, `rl.train`, `rl.sync`; ours are `rl.wait`, `rl.checkpoint`, `rl.evaluate`. Sampling and scoring overlap,
+group by group: of a step they are written as the times in which any group was sampled, or scored. One further line of
+each step, `{"name": "versions", "step", "tokens"}`, has how many of its tokens each policy version sampled.
+
+Nothing needs this file: a failure here costs one warning (`RunEvents.emit`) and never the run.
+"""
+
+import json
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import compress
+from pathlib import Path
+
+from mlx_parallm.rl_training.events import RunEvents, SpanEnded, StepFinished
+from mlx_parallm.rl_training.metrics import MetricsFile
+
+SPANS_FILE = "spans.jsonl"
+NAMES = {
+    "wait": "rl.wait",
+    "train": "rl.train",
+    "publish": "rl.sync",
+    "checkpoint": "rl.checkpoint",
+    "evaluate": "rl.evaluate",
+}
+MOST_PARTS = 16
+"""Of one lane of one step: the shortest pauses in it are filled until there are so few."""
+
+Times = tuple[float, float]  # begin, end
+
+
+class SpanLog:
+    """Writes the spans of a step when it is finished. `add` may be called from any thread.
+
+    Args:
+        step: the one that a resumed run continues from; spans of later steps are removed.
+    """
+
+    def __init__(self, run: Path, *, step: int = 0) -> None:
+        self._path = run / SPANS_FILE
+        self._step: int | None = step  # None: what a resume leaves is removed
+        self._lock = threading.Lock()  # guards the next one
+        self._overlapping: defaultdict[str, list[Times]] = defaultdict(list)
+        self._lines: list[str] = []
+
+    def subscribe(self, events: RunEvents) -> None:
+        events.subscribe(SpanEnded, self._keep)
+        events.subscribe(StepFinished, self._write)
+
+    def add(self, name: str, times: Times) -> None:
+        """Take the time of one group: `name` is rl.sample or rl.reward."""
+        with self._lock:
+            self._overlapping[name].append(times)
+
+    def _keep(self, event: SpanEnded) -> None:
+        self._lines.append(_line(NAMES[event.name], event.step, (event.began, event.ended)))
+
+    def _write(self, event: StepFinished) -> None:
+        step = event.batch.step
+        if self._step is not None:
+            MetricsFile(self._path).cut(self._step)
+            self._step = None
+        with self._lock:
+            groups, self._overlapping = self._overlapping, defaultdict(list)
+        lines, self._lines = self._lines, []
+        lines += [_line(name, step, times) for name in groups for times in merged(groups[name])]
+        sampled = Counter[int]()
+        for sequence in event.batch.sequences:
+            if sequence.rollout.policy_versions is not None:
+                sampled.update(compress(sequence.rollout.policy_versions, sequence.rollout.mask))
+        if sampled:
+            lines.append(json.dumps({"name": "versions", "step": step, "tokens": dict(sampled)}) + "\n")
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+
+
+def merged(times: Sequence[Times]) -> list[Times]:
+    """Return the union of overlapping times, in order, as at most MOST_PARTS parts."""
+    parts: list[Times] = []
+    for begin, end in sorted(times):
+        if parts and begin <= parts[-1][1]:
+            parts[-1] = (parts[-1][0], max(parts[-1][1], end))
+        else:
+            parts.append((begin, end))
+    if len(parts) <= MOST_PARTS:
+        return parts
+    pauses = sorted(parts[place + 1][0] - parts[place][1] for place in range(len(parts) - 1))
+    filled = pauses[len(parts) - MOST_PARTS - 1]
+    joined = parts[:1]
+    for begin, end in parts[1:]:
+        if begin - joined[-1][1] <= filled:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _line(name: str, step: int, times: Times) -> str:
+    begin, end = (round(time, 4) for time in times)
+    return json.dumps({"name": name, "step": step, "begin": begin, "end": end}) + "\n"

@@ -1,0 +1,45 @@
+"""spans.jsonl: lanes of a run's time, and the versions of its tokens."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+from mlx_parallm.rl_training.monitor.spans import MOST_PARTS, SPANS_FILE, SpanLog, merged
+from tests.rl_training.bandit_run import running
+
+
+def test_overlapping_times_become_few_parts() -> None:
+    assert merged([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (2.0, 2.5)]) == [(0.0, 2.5), (3.0, 4.0)]
+    assert merged([]) == []
+    apart = [(10.0 * place, 10.0 * place + 1 + place / 10) for place in range(40)]  # pauses grow shorter
+    parts = merged(apart)
+    assert len(parts) == MOST_PARTS and (parts[0][0], parts[-1][1]) == (0.0, apart[-1][1])
+    assert parts[0] == apart[0], "the shortest pauses are filled"
+
+
+def test_a_run_leaves_its_lanes(tmp_path: Path) -> None:
+    with running(tmp_path / "run", total_steps=3) as run:
+        log = SpanLog(tmp_path)
+        log.subscribe(run.stream)
+        log.add("rl.sample", (5.0, 6.0))
+        log.add("rl.sample", (5.5, 7.0))
+        run.loop.run()
+    lines = [json.loads(text) for text in (tmp_path / SPANS_FILE).read_text().splitlines()]
+    each = {"rl.wait", "rl.train", "rl.sync", "versions"}
+    for step, more in ((1, {"rl.sample"}), (2, {"rl.checkpoint"}), (3, set())):  # the last one is saved after its line
+        assert {line["name"] for line in lines if line["step"] == step} == each | more
+    assert [line for line in lines if line["name"] == "rl.sample"] == [
+        {"name": "rl.sample", "step": 1, "begin": 5.0, "end": 7.0}
+    ]
+    trained = [line for line in lines if line["name"] == "rl.train"]
+    assert all(line["end"] >= line["begin"] for line in trained)
+    assert all(later["begin"] >= line["end"] for line, later in pairwise(trained))
+    sampled = [line["tokens"] for line in lines if line["name"] == "versions"]
+    assert all(sum(tokens.values()) > 0 for tokens in sampled)
+
+    resumed = SpanLog(tmp_path, step=1)
+    with running(tmp_path / "other", total_steps=1) as run:
+        resumed.subscribe(run.stream)
+        run.loop.run()
+    steps = {json.loads(text)["step"] for text in (tmp_path / SPANS_FILE).read_text().splitlines()}
+    assert steps == {1}, "what came after the checkpoint is made again"
