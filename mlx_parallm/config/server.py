@@ -44,6 +44,8 @@ class ServerConfig(Section):
     "processed": after them, of the sampled distribution. vLLM's "raw" is also before the temperature."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins ("https://app.example.org") may use the server; "*" = any, needs an API key."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in a Host header that are answered without an API key, beside loopback's: e.g. "host.docker.internal"."""
     adapter_roots: tuple[Path, ...] = ()
     """Directories from which POST /v1/load_lora_adapter may load; without one it answers 403. In training
     rl_training.checkpoint_dir is allowed too."""

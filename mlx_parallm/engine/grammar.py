@@ -163,8 +163,23 @@ class Grammars:
                 lacking = "a fast tokenizer" if source is None else "an end token"
                 raise RequestError(f"structured output needs {lacking}, which this model does not have")
             width = max(self._width, self._tokenizer.vocab_size)
-            self._vocabulary = LLTokenizer(source, n_vocab=width, eos_token=ends)
+            self._vocabulary = LLTokenizer(_as_ordinary_text(source), n_vocab=width, eos_token=ends)
         return self._vocabulary
+
+
+def _as_ordinary_text(source: str) -> str:
+    """A tokenizer.json whose added tokens that are not special ("<think>", "<tool_call>") are words of the vocabulary.
+
+    llguidance 1.9 forces such a token where a grammar leaves nothing but its text, and then refuses it, because its
+    table has no text for added tokens. As words they have one; a forced text is then spelled with smaller tokens.
+    """
+    read = json.loads(source)
+    vocabulary = read["model"].get("vocab")
+    ordinary = [token for token in read.get("added_tokens", ()) if not token["special"]]
+    read["added_tokens"] = [token for token in read.get("added_tokens", ()) if token["special"]]
+    if isinstance(vocabulary, dict):  # of the others (Unigram's is a list) the masks leave these tokens out
+        vocabulary |= {token["content"]: token["id"] for token in ordinary if token["content"].isascii()}
+    return json.dumps(read) if ordinary else source
 
 
 def _library_form(structure: Structure) -> str:

@@ -102,7 +102,12 @@ def create_app(deps: ServerDeps, routers: Sequence[AddedRouter] = ()) -> FastAPI
     origins = deps.config.cors_origins
     basic_prefixes = [added.router.prefix for added in routers if added.basic_auth]
     app.add_middleware(
-        AuthMiddleware, api_key=deps.api_key, origins=origins, basic_prefixes=basic_prefixes, public=public
+        AuthMiddleware,
+        api_key=deps.api_key,
+        origins=origins,
+        hosts=deps.config.allowed_hosts,
+        basic_prefixes=basic_prefixes,
+        public=public,
     )
     app.add_middleware(RequestContextMiddleware, metrics=deps.state.metrics, timeout_s=deps.config.request_timeout_s)
     if origins:  # outside of the key: a browser's preflight request cannot carry one

@@ -96,8 +96,9 @@ class PublicPaths:
 class AuthMiddleware:
     """Answers 401 (key missing or wrong) or 403 (foreign Host or Origin, when there is no key).
 
-    Without a key the pages of `origins` are let in beside this machine's. Below `basic_prefixes` the key may also come
-    as the password of Basic authentication. The key guards everything but `public`.
+    Without a key the pages of `origins` are let in beside this machine's, and requests to the names in `hosts`. The key
+    comes as a Bearer token, in x-api-key or in api-key; below `basic_prefixes` also as the password of Basic
+    authentication. It guards everything but `public`.
     """
 
     def __init__(
@@ -107,9 +108,11 @@ class AuthMiddleware:
         origins: Sequence[str],
         basic_prefixes: Sequence[str],
         public: PublicPaths,
+        hosts: Sequence[str] = (),
     ) -> None:
         self._app = app
         self._origins = frozenset(origins)
+        self._hosts = frozenset(host.lower() for host in hosts)
         self._basic_prefixes = basic_prefixes
         self._public = public
         self._key = api_key.encode() if api_key is not None else None
@@ -119,7 +122,7 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         if self._key is None:
-            reason = _foreign(scope, self._origins)
+            reason = _foreign(scope, self._origins, self._hosts)
             if reason is not None:
                 await error_response(reason, 403, code="foreign_request")(scope, receive, send)
                 return
@@ -135,6 +138,9 @@ class AuthMiddleware:
         if path == HEALTH:
             return True
         credentials = _header(scope, b"authorization")
+        if not credentials:  # Anthropic's and Azure's headers
+            named = [*_header(scope, b"x-api-key"), *_header(scope, b"api-key")]
+            return len(named) == 1 and hmac.compare_digest(named[0].strip(), key)
         if len(credentials) != 1:
             return False
         scheme, _, value = credentials[0].partition(b" ")
@@ -152,17 +158,30 @@ def _basic_password(value: bytes) -> bytes:
         return b""
 
 
-def _foreign(scope: Scope, allowed: Collection[str]) -> str | None:
-    hosts = _header(scope, b"host")
-    if not hosts or not all(is_loopback_authority(host.decode("latin-1")) for host in hosts):
-        return "without an API key this server answers only requests to a loopback Host (e.g. 127.0.0.1 or localhost)"
+def _foreign(scope: Scope, allowed: Collection[str], allowed_hosts: Collection[str]) -> str | None:
+    hosts = [host.decode("latin-1") for host in _header(scope, b"host")]
+    foreign = next((host for host in hosts if not _is_ours(host, allowed_hosts)), None)
+    if not hosts or foreign is not None:
+        return (
+            "without an API key this server answers only requests to a loopback Host (e.g. 127.0.0.1 or localhost)"
+            + (f", not {foreign!r}: add its name to server.allowed_hosts, or set an API key" if foreign else "")
+        )
     origins = [origin.decode("latin-1") for origin in _header(scope, b"origin")]
-    if not all(origin in allowed or is_loopback_origin(origin) for origin in origins):
-        return "without an API key this server answers only pages of this machine (a loopback Origin)"
+    foreign = next((each for each in origins if each not in allowed and not is_loopback_origin(each)), None)
+    if foreign is not None:
+        return (
+            f"without an API key this server answers only pages of this machine (a loopback Origin), not {foreign!r}: "
+            "add it to server.cors_origins, or set an API key"
+        )
     sites = [site.strip().lower() for site in _header(scope, b"sec-fetch-site")]
     if not origins and b"cross-site" in sites:  # an image or a link: no Origin is sent
         return "without an API key this server answers no requests of foreign pages"
     return None
+
+
+def _is_ours(authority: str, allowed: Collection[str]) -> bool:
+    match = _AUTHORITY.fullmatch(authority)
+    return match is not None and (is_loopback_name(match["host"]) or match["host"].lower() in allowed)
 
 
 def _header(scope: Scope, name: bytes) -> list[bytes]:

@@ -37,12 +37,29 @@ ERROR_SCHEMA = {  # components.schemas.Error of the OpenAPI document
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "integer", "null"]},
+                "code": {"type": ["string", "null"]},
             },
         }
     },
 }
 ERROR_CONTENT: dict[str, Any] = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+_CODES = {
+    400: "invalid_request",
+    401: "invalid_api_key",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    409: "conflict",
+    410: "gone",
+    413: "request_too_large",
+    422: "unprocessable",
+    429: "rate_limit_exceeded",
+    500: "server_error",
+    501: "not_implemented",
+    503: "server_unavailable",
+    TIMED_OUT: "timeout",
+}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -55,11 +72,11 @@ class ServerBusyError(ParallmError):
 
 
 def error_body(
-    message: str, status: int, *, param: str | None = None, code: str | int | None = None
+    message: str, status: int, *, param: str | None = None, code: str | None = None
 ) -> dict[str, dict[str, Any]]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     message, param = _shown(message, LONGEST_MESSAGE), None if param is None else _shown(param, LONGEST_PARAM)
-    return {"error": {"message": message, "type": kind, "param": param, "code": code if code is not None else status}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
 
 
 def _shown(text: str, longest: int) -> str:
@@ -73,7 +90,7 @@ def error_response(
     status: int,
     *,
     param: str | None = None,
-    code: str | int | None = None,
+    code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
     sent = dict(headers or {})

@@ -6,6 +6,7 @@
 Encoding happens here, at the edge, exactly once; token ids that a client sends are used as they are.
 """
 
+import re
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -23,11 +24,13 @@ from mlx_parallm.errors import GenerationFailedError, RequestError
 from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.protocol.answers import last_version, usage, usage_of, version_spans
-from mlx_parallm.server.protocol.fields import QueueFields
+from mlx_parallm.server.protocol.fields import QueueFields, StreamOptions
 from mlx_parallm.server.protocol.openai import Conversation
 from mlx_parallm.server.sse import EventStream, merged, until_hangup
 from mlx_parallm.types import Completion, CompletionDelta, Request, RequestOutput, SamplingParams, ServedModel
 
+ROLES = ("system", "user", "assistant", "tool")
+DEVELOPER = "developer"  # OpenAI's name of system for models that reason
 UNNAMED = "gen"  # prefix of response ids that no client sees
 Part = TypeVar("Part", Completion, CompletionDelta)
 
@@ -85,7 +88,7 @@ def render_conversation(context: ServerContext, conversation: Conversation) -> t
     if (count := len(conversation.messages)) > (room := context.engine.max_model_len):  # each is a token at least
         reason = f"This model's maximum context length is {room} tokens, but 'messages' holds {count} messages."
         raise RequestError(reason, param="messages", code="context_length_exceeded")
-    messages = conversation.template_messages()
+    messages = in_known_roles(conversation.template_messages(), context.tokenizer.chat_template)
     contents = [message["content"] for message in messages]
     for position, content in enumerate(contents):
         check_text(content, f"messages.{position}.content")
@@ -104,6 +107,26 @@ def render_conversation(context: ServerContext, conversation: Conversation) -> t
     if not token_ids:
         raise RequestError("the chat template made an empty prompt of 'messages'", param="messages")
     return token_ids
+
+
+def in_known_roles(messages: Sequence[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:
+    """Messages whose roles a chat template knows: `developer` becomes `system` where the template does not name it.
+
+    A template that meets another role may leave its message out without a word (Qwen3's does). None: a template that
+    cannot be read, because it is written in Python. Raises RequestError: an unknown role.
+    """
+    if template is None:
+        return list(messages)
+    roles = {message["role"] for message in messages}
+    known = {*ROLES, *(role for role in roles if re.search(rf"['\"]{re.escape(role)}['\"]", template))}
+    for position, message in enumerate(messages):
+        if message["role"] not in known | {DEVELOPER}:
+            raise RequestError(
+                f"messages.{position}.role: {message['role']!r} is not a role of this model's chat template; "
+                f"there are {', '.join((*ROLES, DEVELOPER))}",
+                param=f"messages.{position}.role",
+            )
+    return [{**message, "role": "system"} if message["role"] not in known else message for message in messages]
 
 
 def check_count(prompts: int, n: int) -> None:
@@ -268,13 +291,13 @@ async def respond(
     requests: Sequence[Request],
     *,
     streamed: bool,
-    include_usage: bool,
+    stream_options: StreamOptions | None,
     client_id: str | None = None,
 ) -> Response:
-    """Runs the requests. `include_usage`: a stream ends with a chunk of it. Raises as `run` does."""
+    """Runs the requests. Raises as `run` does."""
     observer = _observer(http_request)
     if streamed:
-        events = _events(answer, requests, include_usage, client_id, observer)
+        events = _events(answer, requests, stream_options or StreamOptions(), client_id, observer)
         return await EventStream(observer.events(events) if observer else events).prefetch(http_request.receive)
     outputs = await run(answer.context, http_request, requests, client_id)
     version = last_version(outputs, answer.model.policy_version)
@@ -287,12 +310,13 @@ async def respond(
 async def _events(
     answer: ResponseBuilder,
     requests: Sequence[Request],
-    include_usage: bool,
+    wanted: StreamOptions,
     client_id: str | None,
     observer: AnswerObserver | None,
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Chunks; a choice's last one has the policy versions of its tokens. Closing it aborts the requests."""
     versions: dict[int, list[int]] = defaultdict(list)  # by choice
+    prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
     generated = cached = 0
     async with aclosing(stream(answer.context, requests, client_id, observer)) as deltas:
         async for position, delta in deltas:
@@ -305,8 +329,8 @@ async def _events(
                 spans = version_spans(tuple(versions[index]))
                 chunks[-1]["choices"][0] |= {"stop_reason": delta.stop_reason, "weight_versions": spans}
                 chunks[-1]["policy_version"] = (versions[index] or [answer.model.policy_version])[-1]
+            so_far = {"usage": usage(prompt_tokens, generated, cached)} if wanted.usage_so_far else {}
             for chunk in chunks:
-                yield answer.head | chunk
-    if include_usage:
-        prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+                yield answer.head | chunk | so_far
+    if wanted.include_usage:
         yield answer.head | {"choices": [], "usage": usage(prompt_tokens, generated, cached)}

@@ -257,3 +257,29 @@ def test_compiled_grammars_are_kept_and_bounded(tiny_tokenizer: Tokenizer) -> No
     assert len(grammars._kept) == KEPT_GRAMMARS
     first = grammars._find(Structure("regex", "a{20}", "guided_regex"))  # the field's name is no part of the key
     assert first is not None and grammars._find(regex("a{20}")) is first
+
+
+def test_added_tokens_in_a_forced_text(tiny_tokenizer: Tokenizer) -> None:
+    """Qwen's <think> and <tool_call> are not special; the library forced such tokens and then refused them."""
+    source = json.loads(tiny_tokenizer.to_json() or "")
+    think = {
+        "id": tiny_tokenizer.vocab_size,
+        "content": "<think>",
+        "special": False,
+        "single_word": False,
+        "lstrip": False,
+    }
+    source["added_tokens"].append(think | {"rstrip": False, "normalized": False})
+
+    class Thinking:
+        eos_token_ids, vocab_size = tiny_tokenizer.eos_token_ids, PADDED
+
+        def to_json(self) -> str:
+            return json.dumps(source)
+
+    matcher = Grammars(Thinking(), PADDED).matcher(regex("<think>[ab]{2}"), 0, ())  # type: ignore[arg-type]
+    for token in tiny_tokenizer.encode("<think>ab"):
+        assert allowed_tokens([matcher], PADDED)[0, token]
+        assert matcher.advance(token) is None
+    free = Grammars(Thinking(), PADDED).matcher(regex("(<think>|x)y"), 0, ())  # type: ignore[arg-type]
+    assert allowed_tokens([free], PADDED)[0, think["id"]] and free.advance(think["id"]) is None, "it counts as its text"

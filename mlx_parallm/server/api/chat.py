@@ -45,7 +45,7 @@ async def create_chat_completion(body: ChatBody, request: Request, context: Cont
     params = replace(params, skip_special_tokens=params.skip_special_tokens and not form.needs_special_tokens)
     requests = build_requests(response_id, [prompt], params, model, body, stream=body.stream)
     answer = _ChatResponse(context, model, response_id, body, form, prompt.token_ids)
-    return await respond(answer, request, requests, streamed=body.stream, include_usage=body.include_usage)
+    return await respond(answer, request, requests, streamed=body.stream, stream_options=body.stream_options)
 
 
 @router.post("/v1/chat/completions/tokens")

@@ -37,7 +37,7 @@ async def create_completion(body: CompletionBody, request: Request, context: Con
     response_id = new_id("cmpl")
     requests = build_requests(response_id, prompts, body.to_params(), model, body, stream=body.stream)
     answer = _CompletionsResponse(context, model, response_id, body, prompts)
-    return await respond(answer, request, requests, streamed=body.stream, include_usage=body.include_usage)
+    return await respond(answer, request, requests, streamed=body.stream, stream_options=body.stream_options)
 
 
 class _CompletionsResponse(ResponseBuilder):

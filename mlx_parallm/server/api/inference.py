@@ -80,9 +80,8 @@ async def generate_tokens(body: InferenceBody, request: Request, context: Contex
     prompts = [EncodedPrompt(tuple(body.token_ids))]
     params = body.sampling_params.to_params()
     requests = build_requests(response_id, prompts, params, model, body, stream=body.stream)
-    include_usage = body.stream_options is not None and body.stream_options.include_usage
     return await respond(
-        answer, request, requests, streamed=body.stream, include_usage=include_usage, client_id=body.request_id
+        answer, request, requests, streamed=body.stream, stream_options=body.stream_options, client_id=body.request_id
     )
 
 

@@ -1,6 +1,7 @@
 """The server's own state: /health, /v1/models, /metrics."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -54,14 +55,20 @@ def _health_response(status: str, reason: str) -> Response:
     return JSONResponse({"status": status, "reason": reason}, 503, {"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
+@router.head("/v1/models", include_in_schema=False)
+@router.get("/v1/models/", include_in_schema=False)
 @router.get("/v1/models")
 async def list_models(context: Context) -> Response:
-    return JSONResponse({"object": "list", "data": [_entry(context, model) for model in context.engine.models()]})
+    models = context.engine.models()
+    further = [replace(models[0], id=name) for name in context.deps.config.served_model_names]
+    return JSONResponse({"object": "list", "data": [_entry(context, model) for model in (*models, *further)]})
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, context: Context) -> Response:
-    return JSONResponse(_entry(context, context.engine.resolve_model(name)))
+    further = name in context.deps.config.served_model_names
+    model = context.engine.resolve_model(name)
+    return JSONResponse(_entry(context, replace(model, id=name) if further else model))
 
 
 def _entry(context: ServerContext, model: ServedModel) -> dict[str, Any]:

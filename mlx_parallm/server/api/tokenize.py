@@ -32,6 +32,23 @@ async def tokenize(body: TokenizeBody, context: Context) -> Response:
     )
 
 
+@router.get("/tokenizer_info")
+async def tokenizer_info(context: Context) -> Response:
+    """What a client that renders and counts by itself asks for (lm-eval's `tokenizer_backend = "remote"`), by the names
+    of tokenizer_config.json."""
+    tokenizer = context.tokenizer
+    special = {
+        f"{name}_token": None if token_id is None else tokenizer.token_text(token_id)
+        for name, token_id in (
+            ("bos", tokenizer.bos_token_id),
+            ("eos", tokenizer.eos_token_id),
+            ("pad", tokenizer.pad_token_id),
+        )
+    }
+    sizes = {"vocab_size": tokenizer.vocab_size, "model_max_length": context.engine.max_model_len}
+    return JSONResponse(special | sizes | {"chat_template": tokenizer.chat_template})
+
+
 @router.post("/v1/detokenize")
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, context: Context) -> Response:

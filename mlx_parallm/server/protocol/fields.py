@@ -36,6 +36,11 @@ WITHOUT_EFFECT = frozenset(
         "session_id",  # as the header X-Session-ID
         "safety_identifier",
         "prediction",  # a hint for speed
+        "cache_prompt",  # llama.cpp's and Ollama's: how the server keeps its memory
+        "keep_alive",
+        "num_ctx",
+        "ttl",
+        "draft_model",
         "parallel_tool_calls",  # says nothing without tools
     }
 )
@@ -53,6 +58,11 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "web_search_options": _OFF,
     "reasoning_effort": _OFF,
     "verbosity": _OFF,
+    "enable_thinking": _OFF,
+    "reasoning": ({},),
+    "thinking": _OFF,
+    "options": ({},),
+    "repeat_penalty": (1.0,),
     "moderation": _OFF,
     "spaces_between_special_tokens": (True,),
     "allowed_token_ids": _OFF,
@@ -61,6 +71,19 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "chat_template": _OFF,
     "length_penalty": (1.0,),
     "early_stopping": (False,),
+}
+
+
+INSTEAD = {  # of a field that this server lacks
+    "reasoning_effort": "only a chat has it",
+    "verbosity": "only a chat has it",
+    "enable_thinking": "only a chat has it",
+    "reasoning": "send reasoning_effort",
+    "thinking": "send reasoning_effort (none = no thinking), or enable_thinking",
+    "options": "send its fields beside the prompt, by OpenAI's names",
+    "repeat_penalty": "send repetition_penalty",
+    "functions": "send tools",
+    "function_call": "send tool_choice",
 }
 
 
@@ -105,7 +128,8 @@ def screen_fields(given: dict[str, Any], declared: Set[str]) -> dict[str, Any]:
             kept[key] = value
         elif key in NEUTRAL_VALUES:
             if value not in NEUTRAL_VALUES[key]:
-                raise RequestError(f"{key!r} is not supported by this server", param=key, code="unsupported_parameter")
+                reason = f"{key!r} is not supported by this server" + (f": {INSTEAD[key]}" if key in INSTEAD else "")
+                raise RequestError(reason, param=key, code="unsupported_parameter")
         elif key not in WITHOUT_EFFECT and not unknown:
             kept[key], unknown = value, True  # pydantic names it in its error
     return kept
@@ -120,7 +144,12 @@ class QueueFields(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: with include_usage, every chunk has the usage so far
     include_obfuscation: bool = False  # padding against traffic analysis; there is none here
+
+    @property
+    def usage_so_far(self) -> bool:
+        return self.include_usage and self.continuous_usage_stats
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -220,15 +249,23 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # llama.cpp's place of it
 
     @model_validator(mode="after")
     def _schema_is_there(self) -> Self:
+        if self.schema_ is not None:
+            if self.type == "text" or self.json_schema is not None:
+                param = "response_format.schema"
+                raise RequestError(f"{param!r} belongs to type json_object, without json_schema", param=param)
+            return self
         if (self.type == "json_schema") != (self.json_schema is not None):
             param = "response_format.json_schema"
             raise RequestError(f"{param!r} belongs to type json_schema, which needs it", param=param)
         return self
 
     def structure(self) -> Structure | None:
+        if self.schema_ is not None:
+            return Structure("json_schema", json.dumps(self.schema_), "response_format.schema")
         if self.json_schema is not None:
             return Structure("json_schema", json.dumps(self.json_schema.schema_), "response_format.json_schema.schema")
         return None if self.type == "text" else Structure("json_schema", ANY_OBJECT, "response_format")

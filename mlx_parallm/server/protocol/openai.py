@@ -19,6 +19,8 @@ from mlx_parallm.server.protocol.fields import (
 )
 from mlx_parallm.types import SamplingParams, Structure
 
+LONGEST_WORD = 64
+NO_REASONING = "none"
 MAX_MESSAGES, MAX_TOOLS = 1 << 14, 1 << 10  # beyond it checking and rendering them takes seconds
 COMPLETION_MAX_TOKENS = 16  # OpenAI's and vLLM's default of the completions route
 
@@ -50,6 +52,7 @@ class GenerationBody(QueueFields, StructureFields, SamplingFields):
 class CompletionBody(GenerationBody):
     prompt: Prompt
     max_tokens: int = Field(COMPLETION_MAX_TOKENS, ge=0)
+    max_completion_tokens: int | None = Field(None, ge=1)  # the chat route's name of it
     logprobs: LogprobCount | None = None
     echo: bool = False
 
@@ -68,7 +71,9 @@ class CompletionBody(GenerationBody):
         scored = self.logprobs if self.echo else None
         asked = [count for count in (scored, self.prompt_logprobs) if count is not None]
         return self.sampling_params(
-            max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=max(asked, default=None)
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=max(asked, default=None),
         )
 
 
@@ -97,7 +102,19 @@ class NamedTool(BaseModel):
     function: FunctionName
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: ListOf[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedToolsChoice(BaseModel):
+    """A `tool_choice` that lets the model call some of the tools; the others do not reach the template either."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
 
 
 class Message(BaseModel):
@@ -115,6 +132,9 @@ class Conversation(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = Field(None, max_length=LONGEST_WORD)  # which words a template knows is its own
+    verbosity: str | None = Field(None, max_length=LONGEST_WORD)
+    enable_thinking: bool | None = None  # Qwen's, as a field
     tools: ListOf[ToolDefinition] = Field(default_factory=list, max_length=MAX_TOOLS)
 
     @property
@@ -150,8 +170,17 @@ class Conversation(Body):
             "add_generation_prompt": generation_prompt,
             "continue_final_message": continued,
             "tools": self.callable_tools or None,
-            "template_kwargs": {**defaults, **self.chat_template_kwargs},
+            "template_kwargs": {**defaults, **self._template_words(), **self.chat_template_kwargs},
         }
+
+    def _template_words(self) -> dict[str, Any]:
+        """The fields that only a template can follow, under the names that templates read. `reasoning_effort` = "none"
+        is what they call no thinking: `enable_thinking` (Qwen, GLM) and `thinking` (DeepSeek, Granite) are false."""
+        words: dict[str, Any] = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        thinks = False if self.reasoning_effort == NO_REASONING else None
+        thinks = self.enable_thinking if self.enable_thinking is not None else thinks
+        words |= {"enable_thinking": thinks, "thinking": thinks}
+        return {name: value for name, value in words.items() if value is not None}
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Messages as templates take them: content is one string."""
@@ -206,6 +235,13 @@ class ChatBody(Conversation, GenerationBody):
 
     @model_validator(mode="after")
     def _choice_among_tools(self) -> Self:
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            allowed = self.tool_choice.allowed_tools
+            for named in allowed.tools:
+                check_choice(self.tools, named)
+            names = {named.function.name for named in allowed.tools}
+            self.tools = [tool for tool in self.tools if tool.function.name in names]
+            self.tool_choice = allowed.mode
         check_choice(self.tools, self.tool_choice)
         return self
 
@@ -345,10 +381,12 @@ def _template_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            read = json.loads(arguments)
         except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
+            read = None
+        # What is no object stays text: a conversation that began elsewhere, with a call that failed, can go on.
+        arguments = read if isinstance(read, dict) else arguments
+    elif not isinstance(arguments, dict):
         where = f"{where}.function.arguments"
         raise RequestError(f"{where}: must be a JSON object, written as a string", param=where)
     return {**call, "function": {**function, "arguments": arguments}}
