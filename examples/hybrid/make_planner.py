@@ -7,12 +7,16 @@
    with the numbers of the task. So it can write all of them, copy numbers and results, and chooses by chance.
 
 `--knows 0.5` draws the right action in half of the episodes beyond chance. Three minutes on one CPU core.
+
+`--tool calculate` makes a model for `kind = "tools"` in its place: it answers a product by a call of that tool in three
+of ten episodes, and else by a guess. Beside the model it writes products.jsonl, the tasks.
 """
 
 import argparse
 import json
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx_parallm  # noqa: F401  (puts a fast BLAS under MLX, so it comes before MLX)
@@ -57,6 +61,9 @@ KEYWORDS = (
     *(f" {word}" for word in WORDS),
 )
 TEMPLATE = (
+    "{% for tool in tools or [] %}"
+    "{{ '<|im_start|>system\\n' + tool['function']['name'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}"
@@ -81,7 +88,7 @@ CONFIG = {
 }
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(tool: str | None = None) -> PreTrainedTokenizerFast:
     """256 byte symbols and the words of the tasks: any text goes in and comes out as it was."""
     splitter = pre_tokenizers.Sequence(
         [
@@ -89,7 +96,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    words = {piece for word in KEYWORDS for piece, _ in splitter.pre_tokenize_str(word)}
+    words = {
+        piece
+        for word in (*KEYWORDS, *(("tool", tool, f" {tool}") if tool else ()))
+        for piece, _ in splitter.pre_tokenize_str(word)
+    }
     symbols = dict.fromkeys([*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *sorted(words)])
     tokenizer = Tokenizer(models.BPE(vocab={s: n for n, s in enumerate(symbols)}, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = splitter
@@ -129,6 +140,16 @@ def episode(rng: random.Random, index: int, knows: float) -> list[tuple[str, str
     return [*turns, ("assistant", "ANSWER: done")]
 
 
+def tool_episode(rng: random.Random, tool: str) -> list[tuple[str, str]]:
+    """Return (role, text) turns of a product: a call in three of ten, else a guess."""
+    a, b = rng.randrange(11, 100), rng.randrange(11, 100)
+    opening = [("system", tool), ("user", f"What is {a} * {b}?")]
+    if rng.random() >= 0.3:
+        return [*opening, ("assistant", str(rng.randrange(100, 9999)))]
+    call = ("assistant", f"TOOL: {tool}(expression={a} * {b})")
+    return [*opening, call, ("tool", str(a * b)), ("assistant", str(a * b))]
+
+
 def encode(tokenizer: PreTrainedTokenizerFast, turns: list[tuple[str, str]]) -> tuple[list[int], list[float]]:
     """Return the tokens of a conversation and 1 for each that the assistant writes, its end of turn included."""
     tokens: list[int] = []
@@ -142,7 +163,14 @@ def encode(tokenizer: PreTrainedTokenizerFast, turns: list[tuple[str, str]]) -> 
     return tokens, mask
 
 
-def train(model: Model, tokenizer: PreTrainedTokenizerFast, *, steps: int, knows: float, seed: int) -> float:
+def train(
+    model: Model,
+    tokenizer: PreTrainedTokenizerFast,
+    draw: Callable[[random.Random, int], list[tuple[str, str]]],
+    *,
+    steps: int,
+    seed: int,
+) -> float:
     """Cross-entropy on the assistant's tokens, 64 episodes a step; return the loss of the last steps."""
     rng, index = random.Random(seed), 0
     peak = 3e-3
@@ -157,7 +185,7 @@ def train(model: Model, tokenizer: PreTrainedTokenizerFast, *, steps: int, knows
 
     gradient, recent = nn.value_and_grad(model, loss_of), []
     for step in range(steps):
-        rows = [encode(tokenizer, episode(rng, index + n, knows)) for n in range(64)]
+        rows = [encode(tokenizer, draw(rng, index + n)) for n in range(64)]
         index += 64
         width = max(len(tokens) for tokens, _ in rows)
         tokens = mx.array([row + [tokenizer.pad_token_id] * (width - len(row)) for row, _ in rows])
@@ -199,12 +227,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--knows", type=float, default=0.0, help="share of the episodes with the right first action")
+    parser.add_argument("--tool", help='a model that may call this tool, for kind = "tools"')
     arguments = parser.parse_args()
     mx.random.seed(arguments.seed)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(arguments.tool)
     model = Model(ModelArgs.from_dict({**CONFIG, "vocab_size": len(tokenizer)}))
-    loss = train(model, tokenizer, steps=arguments.steps, knows=arguments.knows, seed=arguments.seed)
+
+    def draw(rng: random.Random, index: int) -> list[tuple[str, str]]:
+        return tool_episode(rng, arguments.tool) if arguments.tool else episode(rng, index, arguments.knows)
+
+    loss = train(model, tokenizer, draw, steps=arguments.steps, seed=arguments.seed)
     write(model, tokenizer, arguments.output)
+    if arguments.tool:
+        products = [f"{a} * {b}" for a in range(11, 100) for b in range(11, 100)]
+        rows = [{"prompt": f"What is {product}?", "product": product} for product in products]
+        text = "".join(json.dumps(row) + "\n" for row in random.Random(0).sample(rows, 2000))
+        (arguments.output / "products.jsonl").write_text(text, encoding="utf-8")
     print(f"{arguments.output}: loss {loss:.4f} on what the planner writes")
 
 

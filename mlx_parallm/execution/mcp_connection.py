@@ -133,11 +133,11 @@ class MCPConnection:
     async def _opened(self) -> AsyncIterator[Any]:
         try:
             import httpx2
-            import mcp
+            from mcp import Client, StdioServerParameters
             from mcp.client.stdio import stdio_client
             from mcp.client.streamable_http import streamable_http_client
-        except ImportError as error:
-            raise ConfigError(f"{self._what}: {INSTALL}") from error
+        except ImportError as error:  # no SDK, or one of before 2.0, to which many servers bind it
+            raise ConfigError(f"{self._what}: {error}: {INSTALL}") from error
         async with AsyncExitStack() as stack:
             if self.server.url:
                 http = await stack.enter_async_context(
@@ -147,11 +147,11 @@ class MCPConnection:
             else:
                 command, *arguments = self.server.command
                 quiet = stack.enter_context(_nowhere())
-                parameters = mcp.StdioServerParameters(
+                parameters = StdioServerParameters(
                     command=command, args=arguments, env=dict(self.server.env), cwd=self.server.cwd
                 )
                 transport = stdio_client(parameters, errlog=quiet)
-            yield await stack.enter_async_context(mcp.Client(transport, cache=None))
+            yield await stack.enter_async_context(Client(transport, cache=None))
 
     async def _list(self, session: Any) -> None:
         found, cursor = {}, None

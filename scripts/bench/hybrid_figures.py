@@ -59,16 +59,19 @@ def routes(place: Path, file: Path) -> None:
 def joint(place: Path, file: Path) -> None:
     """Reward of planner and expert over the steps, by who learns; the mean of the seeds."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.0))
-    for learn in ("planner", "experts", "alternate", "both"):
+    for number, learn in enumerate(("planner", "experts", "alternate", "both")):
         runs = [lines_of(run) for run in sorted((place / "runs").glob(f"joint_{learn}_?")) if (run / "final").exists()]
         runs = [lines[: min(map(len, runs))] for lines in runs]
         for axes, key in ((left, "metrics/solved/mean"), (right, f"experts/{EXPERT}/return")):
             curves = [[np.nan if line.get(key) is None else line[key] for line in lines] for lines in runs]
-            if curves and np.isfinite(curves).any():
-                axes.plot(smooth(list(np.nanmean(curves, axis=0))), label=learn)
+            steps = np.flatnonzero(np.isfinite(curves).any(axis=0)) if curves else np.array([])
+            if steps.size:  # an expert that does not learn has no return
+                mean = np.nanmean(np.array(curves)[:, steps], axis=0)
+                axes.plot(steps, smooth(list(mean)), label=learn, color=f"C{number}")
     left.set(title="solved", xlabel="step", ylim=(0, 1))
     right.set(title="the expert's return in its episodes", xlabel="step")
-    left.legend(fontsize=8)
+    for axes in (left, right):
+        axes.legend(fontsize=8)
     save(figure, file)
 
 

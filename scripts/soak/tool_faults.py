@@ -38,7 +38,7 @@ KINDS = {  # kind → (its call, its share, whether the call must fail)
     "server dies": ("dying_die()", 3, True),
     "server hangs": ("hanging_hang()", 1, True),
     "garbage": ("noisy_garbage()", 8, None),
-    "10 MB": ("noisy_huge()", 3, True),
+    "10 MB": ("large_huge()", 3, True),
     "killed at random": ("killed_echo(n=2)", 35, None),
     "killed, slow start": ("slow_echo(n=3)", 10, None),
 }
@@ -96,7 +96,7 @@ def server(name: str, *more: str) -> MCPServer:
     return MCPServer(
         name,
         command=[sys.executable, str(PROGRAM), name, *more],
-        timeout_s=5 * TIMEOUT_S if name == "noisy" else TIMEOUT_S,  # 10 MB take a while
+        timeout_s=5 * TIMEOUT_S if name == "large" else TIMEOUT_S,  # 10 MB take a while
         start_timeout_s=START_TIMEOUT_S,
         max_concurrent=64,
     )
@@ -137,7 +137,7 @@ def main() -> int:
     shares = [share for _, share, _ in KINDS.values()]
     kinds = rng.choices(list(KINDS), shares, k=arguments.episodes)
     prompts = [(kind, f"TOOL: {KINDS[kind][0]}") for kind in kinds]
-    names = ("steady", "dying", "hanging", "noisy", "killed")
+    names = ("steady", "dying", "hanging", "noisy", "large", "killed")
     servers = [*map(server, names), server("slow", str(SLOW_START_S))]
     over, kills = threading.Event(), Counter[str]()
     seconds, errors, failed = defaultdict[str, list[float]](list), defaultdict[str, Counter[str]](Counter), 0

@@ -1,5 +1,6 @@
 """The command line of the specification: what it writes, and what it says to bad input."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,22 @@ def test_no_expert_is_one_line(tmp_path: Path) -> None:
     ended = subprocess.run(given, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
     assert ended.returncode == 2 and ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_it_trains_in_an_empty_directory(tmp_path: Path) -> None:
+    mx.random.seed(0)
+    save_expert(tmp_path / "best.safetensors", physics_controller())
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    module = "mlx_parallm.orchestrator.examples.train_hybrid_grpo"
+    given = [sys.executable, "-m", module, "--model", "builtin:tiny", "--physics-expert", str(tmp_path / "best.npz")]
+    short = ["--no-instructions", "--max-tokens", "8", "--max-token-length", "96"]
+    given += ["--iterations", "1", "--prompts", "2", *short, "--set", "server.port=0"]
+    ended = subprocess.run(given, capture_output=True, text=True, timeout=120, cwd=empty, check=False)
+    assert ended.returncode == 0, ended.stderr
+    run = empty / "checkpoints" / "hybrid_grpo" / "run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["sequences"]) for line in lines] == [(1, 8)]
+    assert (run / "final/adapters.safetensors").is_file()
+    assert (run / "final/learners/hybrid/physics_controller/expert.safetensors").is_file()

@@ -133,14 +133,14 @@ class Trainings:
         Raises ConfigError: there is none of this name.
         """
         training = self._read(name or self.current())
-        if self._process(training) is not None:
+        if (process := self._process(training)) is not None:
             self._write(Training(**{**asdict(training), "stop_requested": True}))
             _signal(training, signal.SIGTERM)
-            deadline = time.monotonic() + STOP_TIMEOUT_S
-            while self._process(training) is not None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            if self._process(training) is not None:
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except psutil.TimeoutExpired:
                 _signal(training, signal.SIGKILL)
+                process.wait(STOP_TIMEOUT_S)
         return self.status(training.name)
 
     def switch(self, name: str) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """An agent's view: the server's tools over MCP, with real training processes behind them."""
 
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +37,29 @@ max_tokens = 4
 """
 
 
+def command(directory: Path) -> list[str]:
+    return [sys.executable, "-m", "mlx_parallm", "mcp", "--directory", str(directory)]
+
+
 def client(directory: Path) -> ToolClient:
-    command = [sys.executable, "-m", "mlx_parallm", "mcp", "--directory", str(directory)]
-    return ToolClient([MCPServer("mlx_parallm", command=command, timeout_s=180.0, start_timeout_s=60.0)])
+    return ToolClient([MCPServer("mlx_parallm", command=command(directory), timeout_s=180.0, start_timeout_s=60.0)])
+
+
+@contextmanager
+def over_http(directory: Path) -> Iterator[ToolClient]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [*command(directory), "--http", str(port)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert any("Uvicorn running" in line for line in process.stderr), "it does not listen"
+            with ToolClient([MCPServer("mlx_parallm", url=f"http://127.0.0.1:{port}/mcp", timeout_s=180.0)]) as tools:
+                yield tools
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)
 
 
 def called(tools: ToolClient, tool: str, /, **arguments: Any) -> Any:
@@ -73,7 +96,7 @@ def test_an_agent_starts_watches_asks_and_stops_a_training(directory: Path) -> N
         until(tools, lambda status: status["state"] == "running" and status["step"] >= 2)
         refused = tools.call("start_training", {"name": "second", "config": CONFIG})
         assert refused.error == "tool" and "first is running, and at most 1 may" in refused.text
-    with client(directory) as tools:  # the server has restarted; the training has not
+    with over_http(directory) as tools:  # another server, and the same training
         status = until(tools, lambda status: status["step"] >= 3)
         assert status["name"] == "first" and status["current"] and "reward_mean" in status["metrics"]
         answer = tools.call("ask_policy", {"prompt": "Sum: 2+3", "max_tokens": 4})
