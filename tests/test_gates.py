@@ -44,7 +44,7 @@ LINES: dict[str, int] = {
     "server": 4160,
     "system": 1150,
     "tools": 2810,
-    "traces": 4980,
+    "traces": 5270,
     "trl": 1250,
 }
 

@@ -138,7 +138,7 @@ class ModelJudge:
         answers = sorted(set(texts))
         random.Random(zlib.crc32("\0".join(answers).encode(errors="replace"))).shuffle(answers)
         if self._mode == "rank":
-            replies, scores = await self._rank(_text(prompts[0]), answers)
+            replies, scores = await self.rank(prompts[0], answers)
         else:
             questions = [_pointwise(_text(prompts[0]), answer, self._criteria) for answer in answers]
             replies = await asyncio.gather(*(self._ask(question) for question in questions))
@@ -153,10 +153,12 @@ class ModelJudge:
             log_metric("judge/unscored", sum(score == UNSCORED for score in result))
         return result
 
-    async def _rank(self, prompt: str, answers: Sequence[str]) -> tuple[list[JudgeReply], list[float | None]]:
+    async def rank(self, prompt: Any, answers: Sequence[str]) -> tuple[list[JudgeReply], list[float | None]]:
+        """Compare answers in this order, in one request; 1 for the best, 0 for the worst, None where the reply has no
+        ranking. `prompt`: text or messages."""
         if len(answers) == 1:
             return [], [0.5]  # nothing to compare: all of the group the same
-        reply = await self._ask(_comparison(prompt, answers, self._criteria))
+        reply = await self._ask(_comparison(_text(prompt), answers, self._criteria))
         order = parse_ranking(reply.text or "", len(answers))
         if order is None:
             return [reply], [None] * len(answers)

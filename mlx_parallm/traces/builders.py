@@ -9,8 +9,9 @@
 
 Arguments of calls and tool definitions are JSON text: Arrow would give every object the keys of all others.
 
-What a trace is worth is its newest label of a person, else its newest feedback, else its other labels' newest, else its
-weighted rewards. Traces of sub-agents and aborted calls are left out; copied context is never learned.
+What a trace is worth is its newest label of a person, else its newest feedback, else its other labels' newest, else the
+classifier's, else its weighted rewards. Traces of sub-agents and aborted calls are left out; copied context is never
+learned.
 """
 
 import hashlib
@@ -33,6 +34,7 @@ from mlx_parallm.traces.session import prompt_hash
 Kind = Literal["sft", "preference", "kto", "grpo", "prompts", "atif"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FEEDBACK = "feedback"
+AUTO = "auto"  # of the classifier: anybody else's label counts more
 PERMUTATIONS = 128  # of MinHash: its estimate of similarity is off by 0.09 at most
 SHINGLE = 5  # words
 SHOWN_LEFTOVERS = 5
@@ -87,8 +89,8 @@ def score_of(trace: Trace) -> float | None:
     for label in trace.labels:
         value = label.value if label.value is not None else LABEL_WORDS.get((label.label or "").lower())
         if value is not None:
-            values[label.name if label.name in (MANUAL, FEEDBACK) else "other"] = value
-    for name in (MANUAL, FEEDBACK, "other"):
+            values[label.name if label.name in (MANUAL, FEEDBACK, AUTO) else "other"] = value
+    for name in (MANUAL, FEEDBACK, "other", AUTO):
         if name in values:
             return values[name]
     rewards = trace.get("rewards", {})

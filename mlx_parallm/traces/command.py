@@ -261,36 +261,97 @@ def _build(commands: Any) -> Run:
 
 
 def _label(commands: Any) -> Run:
-    """Label the traces of a file: by a function, or by you, one after another. Earlier labels stay."""
-    parser = commands.add_parser("label", help="label traces, by a function or by hand", description=_label.__doc__)
+    """Label the traces of a file: by functions, a judge, a classifier, or by you. Earlier labels stay."""
+    parser = commands.add_parser("label", help="label traces, by functions or by hand", description=_label.__doc__)
     parser.add_argument("path", metavar="FILE", type=Path, help="traces, as `import` writes them")
-    parser.add_argument("--rule", metavar="python:FILE.py:NAME", help="a function of an ExecutionTrace")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--rule", metavar="python:FILE.py:NAME", help="a function of an ExecutionTrace")
+    how.add_argument("--reward", metavar="FILE.py:F", help="a reward function, as in training; or builtin:NAME")
+    how.add_argument("--judge", metavar="URL", help="a model at an OpenAI-compatible endpoint, with its /v1")
+    how.add_argument("--auto", action="store_true", help="a classifier proposes labels, learned from those there are")
+    how.add_argument("--unsure-first", action="store_true", help="by hand: what the classifier is least sure of, first")
     parser.add_argument("--name", default="rule", help="what the rule judges (default: rule)")
+    parser.add_argument("--judge-model", metavar="M", help="the endpoint's name of the model")
+    parser.add_argument("--relative", action="store_true", help="the judge compares the runs of one prompt, twice")
+    parser.add_argument("--criteria", metavar="TEXT", help="for the judge: what makes an answer good")
+    parser.add_argument("--api-key-file", metavar="FILE", help="of the judge's endpoint")
+    parser.add_argument("--sure", type=float, default=0.9, help="least probability of a proposal (default 0.9)")
+    _add_redaction(parser)
 
     def run(args: Namespace) -> int:
-        from mlx_parallm.system.terminal import escaped
-        from mlx_parallm.traces.labeling import add_rule_labels, label_by_hand, read_labelable
+        from mlx_parallm.traces.labeling import read_labelable
         from mlx_parallm.traces.reading import write_lines
 
+        if not 0.5 <= args.sure <= 1:
+            parser.error("--sure: from 0.5 to 1")
         found = read_labelable(args.path)
-        if args.rule:
-            labelled, left = add_rule_labels(found, args.rule, args.name)
+        line = _labelled(args, found)
+        if line is not None:
             write_lines(found, args.path)
-            _print([f"{args.rule}: {labelled} labelled, {left} left alone"])
+            _print([line])
             return 0
-
-        def ask(question: str) -> None:
-            sys.stdout.write(question)
-            sys.stdout.flush()
-
-        def show(trace: Any) -> None:
-            _print(["", *(escaped(line, lines=True) for line in _conversation(trace)), ""])
-
-        done = label_by_hand(args.path, found, iter(sys.stdin.readline, ""), show, ask)
-        _print(["", f"{done} labelled"])
+        _by_hand(args, found)
         return 0
 
     return run
+
+
+def _labelled(args: Namespace, found: list[Any]) -> str | None:
+    """Label by what the arguments name, and return what was done; None: a person is to label."""
+    from mlx_parallm.traces.labeling import add_rule_labels
+
+    if args.rule:
+        labelled, left = add_rule_labels(found, args.rule, args.name)
+        return f"{args.rule}: {labelled} labelled, {left} left alone"
+    if args.reward:
+        from mlx_parallm.traces.rewards import add_reward_labels, references_of
+
+        labelled, left = add_reward_labels(found, references_of([args.reward], Path.cwd()))
+        return f"{args.reward}: {labelled} labelled, {left} left alone"
+    if args.judge:
+        from mlx_parallm.rewards.judge import CRITERIA, judge
+        from mlx_parallm.traces.judging import add_judge_labels
+
+        model = judge(
+            judge=args.judge,
+            model=args.judge_model,
+            api_key_file=args.api_key_file,
+            criteria=args.criteria or CRITERIA,
+            mode="rank" if args.relative else "score",
+        )
+        return add_judge_labels(found, model, args.judge_model, relative=args.relative).line()
+    if args.auto:
+        from mlx_parallm.traces.auto_label import AutoLabeler
+
+        labeler = AutoLabeler(found)
+        labelled, left = labeler.propose(found, args.sure)
+        return (
+            f"learned from {labeler.positive} good and {labeler.negative} bad: {labelled} labelled, of {left} it is not"
+            " sure (--unsure-first asks you about them)"
+        )
+    return None
+
+
+def _by_hand(args: Namespace, found: list[Any]) -> None:
+    from mlx_parallm.system.terminal import escaped
+    from mlx_parallm.traces.labeling import label_by_hand
+    from mlx_parallm.traces.privacy import secret_finder
+
+    def ask(question: str) -> None:
+        sys.stdout.write(question)
+        sys.stdout.flush()
+
+    def show(trace: Any) -> None:
+        _print(["", *(escaped(line, lines=True) for line in _conversation(trace)), ""])
+
+    order = []
+    if args.unsure_first:
+        from mlx_parallm.traces.auto_label import AutoLabeler
+
+        order = AutoLabeler(found).unsure_first(found)
+    redactor = None if args.no_redact else secret_finder()
+    done = label_by_hand(args.path, found, iter(sys.stdin.readline, ""), show, ask, order=order, redactor=redactor)
+    _print(["", f"{done} labelled"])
 
 
 ACTIONS = {

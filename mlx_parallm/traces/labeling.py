@@ -1,6 +1,8 @@
 """Labels for a file of traces: by a function, or by a person at the terminal. A label is added, never replaced.
 
     mlx_parallm traces label traces.jsonl --rule python:rules.py:solved
+    mlx_parallm traces label traces.jsonl --judge http://127.0.0.1:8000/v1 --judge-model M --relative
+    mlx_parallm traces label traces.jsonl --auto
     mlx_parallm traces label traces.jsonl
 
 The file is written whole after each label of a person, so that nothing is lost when the terminal closes.
@@ -13,6 +15,7 @@ from pathlib import Path
 
 from mlx_parallm.errors import ConfigError, TraceError
 from mlx_parallm.execution.user_code import absolute, is_reference, load_function_of, user_code
+from mlx_parallm.system.redaction import Redactor
 from mlx_parallm.traces.execution import MANUAL, ExecutionTrace, manual_label
 from mlx_parallm.traces.reading import detect, read_traces, write_lines
 from mlx_parallm.traces.schema import Label, Trace
@@ -57,17 +60,26 @@ def add_rule_labels(traces: Iterable[Trace], rule: str, name: str) -> tuple[int,
 
 
 def label_by_hand(
-    path: Path, traces: list[Trace], lines: Iterator[str], show: Callable[[Trace], None], ask: Callable[[str], None]
+    path: Path,
+    traces: list[Trace],
+    lines: Iterator[str],
+    show: Callable[[Trace], None],
+    ask: Callable[[str], None],
+    *,
+    order: Iterable[Trace] = (),
+    redactor: Redactor | None = None,
 ) -> int:
     """Walk a person through the traces that nobody has judged; return how many they labelled.
 
     Args:
+        order: which to ask about, and in which order; default: all, as they stand in the file.
+        redactor: hides secrets in notes.
         lines: what is typed.
         show: shows a trace.
         ask: prints a question.
     """
     done = 0
-    for trace in traces:
+    for trace in order or traces:
         if any(label.name == MANUAL for label in trace.labels):
             continue
         show(trace)
@@ -79,7 +91,8 @@ def label_by_hand(
             if word == "s":
                 break
             if word in ANSWERS:
-                label = manual_label(ANSWERS[word], note.strip(), at=time.time())
+                text = note.strip() if redactor is None else redactor.text(note.strip())
+                label = manual_label(ANSWERS[word], text, at=time.time())
                 trace.add_label(_about(label, trace))
                 write_lines(traces, path)
                 done += 1

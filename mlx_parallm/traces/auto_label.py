@@ -1,0 +1,106 @@
+"""AutoLabeler: learns from the labels so far, proposes labels, and knows which runs to ask a person about.
+
+A logistic regression (scikit-learn) on words, tools and counts of a run, whose probabilities are calibrated by
+cross-validation (Platt's sigmoid). A proposal has the name "auto", so that a person's label always counts more.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rewards.learned import LEAST_OF_EACH, WORD
+from mlx_parallm.traces.builders import AUTO, score_of
+from mlx_parallm.traces.rewards import label_about, trajectory_of
+from mlx_parallm.traces.schema import Trace
+
+SURE = 0.9
+FOLDS = 5
+TRIES = 1000  # iterations of the fit
+
+
+class AutoLabeler:
+    """A classifier of good and bad runs.
+
+    Args:
+        traces: those with a score are learned from; labels named "auto" are not.
+        good_from: the least score of a good run.
+
+    Raises ConfigError: fewer than 10 good or 10 bad ones, or scikit-learn is missing.
+    """
+
+    def __init__(self, traces: Sequence[Trace], good_from: float = 0.5) -> None:
+        known = [(trace, score) for trace in traces if (score := judged(trace)) is not None]
+        labels = [score >= good_from for _, score in known]
+        self.positive, self.negative = sum(labels), len(labels) - sum(labels)
+        if min(self.positive, self.negative) < LEAST_OF_EACH:
+            raise ConfigError(
+                f"auto-labeler: {self.positive} good and {self.negative} bad labels; it takes {LEAST_OF_EACH} of each"
+            )
+        self._model = _classifier().fit([_features(trace) for trace, _ in known], labels)
+
+    def probabilities(self, traces: Sequence[Trace]) -> list[float]:
+        """Return the calibrated probability that each trace is good."""
+        if not traces:
+            return []
+        return [float(row[1]) for row in self._model.predict_proba([_features(trace) for trace in traces])]
+
+    def propose(self, traces: Sequence[Trace], sure: float = SURE) -> tuple[int, int]:
+        """Label the traces that nobody has judged and of which it is sure; return how many, and how many are left."""
+        open_ = [trace for trace in traces if judged(trace) is None]
+        labelled = 0
+        for trace, good in zip(open_, self.probabilities(open_), strict=True):
+            if max(good, 1 - good) < sure:
+                continue
+            by = f"auto:{self.positive}+{self.negative}"
+            trace.add_label(label_about(trace, AUTO, good, by))
+            labelled += 1
+        return labelled, len(open_) - labelled
+
+    def unsure_first(self, traces: Sequence[Trace]) -> list[Trace]:
+        """Return the traces that nobody has judged, those near probability 0.5 first."""
+        open_ = [trace for trace in traces if judged(trace) is None]
+        distance = dict(zip(map(id, open_), (abs(p - 0.5) for p in self.probabilities(open_)), strict=True))
+        return sorted(open_, key=lambda trace: distance[id(trace)])
+
+
+def judged(trace: Trace) -> float | None:
+    """What a trace is worth without its automatic labels; None: nobody has said."""
+    others = [label.to_json() for label in trace.labels if label.name != AUTO]
+    bare = trace.model_copy()
+    bare.note(labels=others or None)
+    return score_of(bare)
+
+
+def _classifier() -> Any:
+    try:
+        from sklearn.calibration import CalibratedClassifierCV
+        from sklearn.feature_extraction import DictVectorizer
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import MaxAbsScaler
+    except ImportError as error:
+        raise ConfigError("the auto-labeler needs scikit-learn: pip install 'mlx-parallm[traces]'") from error
+    model = make_pipeline(DictVectorizer(), MaxAbsScaler(), LogisticRegression(max_iter=TRIES))
+    return CalibratedClassifierCV(model, method="sigmoid", cv=FOLDS)
+
+
+def _features(trace: Trace) -> dict[str, float]:
+    """Name → number: what can be counted, each tool, and the words of the answer and of failed calls."""
+    seen = trajectory_of(trace)
+    calls = seen.tool_calls
+    failed = [call for call in calls if not call["ok"]]
+    found = {
+        "calls": math.log1p(len(calls)),
+        "failed": math.log1p(len(failed)),
+        "steps": math.log1p(seen.step_count),
+        "characters": math.log1p(len(seen.text)),
+        "last call failed": float(bool(calls) and not calls[-1]["ok"]),
+    }
+    for call in calls:
+        name = f"tool {call['name']}"
+        found[name] = found.get(name, 0.0) + 1.0
+    for kind, text in (("answer", seen.text), ("error", " ".join(str(call["result"]) for call in failed))):
+        for word in set(WORD.findall(text.lower())):
+            found[f"{kind} {word}"] = 1.0
+    return found
