@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from sklearn.metrics import brier_score_loss, roc_auc_score
 
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.traces import Trace, TraceCollector, hook_into_agent
 from mlx_parallm.traces.auto_label import AutoLabeler
 from mlx_parallm.traces.rewards import fit_learned, label_about, trajectory_of
@@ -98,9 +99,7 @@ def curve(runs: list[tuple[Trace, bool]], test: list[tuple[Trace, bool]], asking
     while len(known) <= MOST:
         try:
             labeler = AutoLabeler(known)
-        except Exception as error:
-            if "10 of each" not in str(error):
-                raise
+        except ConfigError:  # fewer than 10 good or 10 bad ones
             labeler = None
         if labeler is not None:
             found[len(known)] = float(roc_auc_score([good for _, good in test], labeler.probabilities(texts)))
