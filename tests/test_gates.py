@@ -29,7 +29,7 @@ LINES: dict[str, int] = {
     "environments": 4940,
     "execution": 2650,
     "experts": 1620,
-    "export": 2260,
+    "export": 2280,
     "inference": 950,
     "integrations": 1880,
     "library": 1110,

@@ -127,10 +127,10 @@ def head_size(arguments: Any) -> int:
 def rope_factors(model: nn.Module) -> np.ndarray | None:
     """Return what llama.cpp divides each rotation's frequency by, [head_dim / 2] float32: Llama 3's rope scaling."""
     rope = next((module for name, module in model.named_modules() if name.endswith("layers.0.self_attn.rope")), None)
-    if type(rope).__name__ != "Llama3RoPE":
+    if rope is None or type(rope).__name__ != "Llama3RoPE":
         return None
-    periods = mx.array(rope._freqs)  # type: ignore[union-attr]
-    plain = model.args.rope_theta ** (mx.arange(0, rope.dims, 2) / rope.dims)  # type: ignore[union-attr]
+    periods = mx.array(rope._freqs)
+    plain = model.args.rope_theta ** (mx.arange(0, rope.dims, 2) / rope.dims)
     return np.array(periods / plain, np.float32)
 
 

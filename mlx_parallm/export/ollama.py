@@ -123,7 +123,7 @@ class OllamaDeployer:
                 if attempt == TRIES - 1:
                     raise self._lost(path, error) from error
                 progress(f"the upload was cut ({error or type(error).__name__}); again")
-                time.sleep(self._pause_s * 2**attempt)
+                time.sleep(self._pause_s * 2**attempt)  # another machine: nothing says when it is back
                 continue
             if reply.status_code not in (httpx.codes.OK, httpx.codes.CREATED):
                 raise self._refused(path, reply.status_code, reply.content)

@@ -33,7 +33,7 @@ from mlx_parallm.export.architectures import architecture_of, check_arguments
 from mlx_parallm.export.gguf_file import write_adapter, write_model, write_vocabulary
 from mlx_parallm.export.hosting import OllamaHostingProfile, fitting_type, hosting_profile
 from mlx_parallm.export.llama_server import LlamaServer
-from mlx_parallm.export.model import NO_TEMPLATE, ModelSource, OpenModel, open_model
+from mlx_parallm.export.model import NO_TEMPLATE, ModelSource, OpenModel, open_model, source_of_run
 from mlx_parallm.export.ollama import DEFAULT_URL, OllamaDeployer, go_template, modelfile
 from mlx_parallm.export.quantization import check_type
 from mlx_parallm.export.verify import Verification, not_verified
@@ -45,6 +45,7 @@ from mlx_parallm.system.hardware import detect, memory_present
 REPORT_FILE = "export.json"
 MODELFILE = "Modelfile"
 LM_STUDIO = ".lmstudio"
+LM_STUDIO_TARGET = "lmstudio"
 MODELS = "models"
 LM_STUDIO_POINTER = ".lmstudio-home-pointer"
 PUBLISHER = "mlx-parallm"
@@ -59,6 +60,7 @@ class Destination:
     directory: Path
     ollama: str | None = None
     keep: bool = True
+    lm_studio: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ class ExportPipeline:
             raise ConfigError(f"{directory} exists already: choose another --to, an export never replaces anything")
         if self.destination.ollama and self.adapter_only:
             raise ConfigError("Ollama takes no adapter (since 0.34.1): leave --adapter-only out")
+        if self.destination.lm_studio and self.adapter_only:
+            raise ConfigError("LM Studio loads whole models only: leave --adapter-only out")
         if "/" in self.source.name or not self.source.name:
             raise ConfigError(f"--name {self.source.name!r}: it becomes a file's name, without /")
         deployer = OllamaDeployer(self.ollama_url) if self.destination.ollama else None
@@ -257,6 +261,30 @@ class ExportPipeline:
         return replace(report, ollama=name, file=None)
 
 
+@dataclass(frozen=True)
+class GGUFExporter:
+    """A model or a run as GGUF files: `GGUFExporter("checkpoints/first").convert("f16")`.
+
+    Attributes:
+        model: a run directory or one of its steps; a model's directory, hub id or "builtin:tiny".
+        output_dir: gets a directory NAME-TYPE-gguf for each type.
+    """
+
+    model: str
+    output_dir: str | Path = "."
+    name: str = "model"
+
+    def convert(self, quantization: str = "q8_0", *, check: str = "auto") -> Path:
+        """Return the file. Raises what `ExportPipeline.run` raises: it is verified, and no other type is taken."""
+        path, kind = Path(self.model).expanduser(), quantization.lower()
+        of_run = path.is_dir() and not (path / "tokenizer_config.json").is_file()
+        source = source_of_run(path, name=self.name) if of_run else ModelSource(self.model, None, self.name)
+        place = Destination(Path(self.output_dir).expanduser() / f"{self.name}-{kind}-gguf")
+        file = ExportPipeline(source, kind, place, check=check).run().file
+        assert file is not None
+        return file
+
+
 def deploy_directory(deployer: OllamaDeployer, directory: Path, name: str, say: Say = lambda line: None) -> None:
     """Make an Ollama model of an export's directory. Raises EndpointError; ModelError: this is no export's."""
     try:
@@ -278,7 +306,7 @@ def destination_of(targets: Sequence[str], name: str, kind: str) -> Destination:
         scheme, _, rest = target.partition(":")
         if scheme == "ollama":
             models.append(rest)
-        elif scheme == "lmstudio":
+        elif scheme == LM_STUDIO_TARGET:
             directories.append(lm_studio_directory(rest or f"{PUBLISHER}/{name}"))
         else:
             directories.append(Path(target))
@@ -286,7 +314,8 @@ def destination_of(targets: Sequence[str], name: str, kind: str) -> Destination:
         raise ConfigError("--to: at most one directory or lmstudio, and one ollama:NAME, such as ollama:my-model")
     keep = bool(directories) or not models
     directory = directories[0] if directories else Path(f"{name}-{kind}-gguf")
-    return Destination(directory.expanduser(), models[0] if models else None, keep)
+    lm_studio = any(target.partition(":")[0] == LM_STUDIO_TARGET for target in targets)
+    return Destination(directory.expanduser(), models[0] if models else None, keep, lm_studio)
 
 
 def lm_studio_directory(model: str) -> Path:

@@ -12,7 +12,7 @@ from mlx_parallm.system.lazy_names import lazy_names
 if TYPE_CHECKING:
     from mlx_parallm.export.hosting import OllamaHostingProfile
     from mlx_parallm.export.ollama import OllamaDeployer
-    from mlx_parallm.export.pipeline import ExportPipeline
+    from mlx_parallm.export.pipeline import ExportPipeline, GGUFExporter
     from mlx_parallm.pipeline.hardware import (
         AUTO_DETECT,
         CPU_ONLY,
@@ -37,6 +37,7 @@ __all__ = [
     "CheckpointLoader",
     "ExecutionTrace",
     "ExportPipeline",
+    "GGUFExporter",
     "HardwareConfig",
     "LearnedReward",
     "OllamaDeployer",
@@ -56,7 +57,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "export.hosting": "OllamaHostingProfile",
         "export.ollama": "OllamaDeployer",
-        "export.pipeline": "ExportPipeline",
+        "export.pipeline": "ExportPipeline GGUFExporter",
         "pipeline.hardware": "AUTO_DETECT CPU_ONLY GPU_ENABLED RYZEN_OPTIMIZED HardwareConfig detect_hardware"
         " get_ryzen_optimized_config",
         "pipeline.pipeline": "TrainingPipeline",

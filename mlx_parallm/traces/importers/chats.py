@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def atif(path: Path, report: ImportReport) -> Iterator[Trace]:
     entries = [(path.name, whole)] if whole is not None else objects(path, report)
     rewards = _harbor_rewards(path.with_name("result.json")) if path.name == "trajectory.json" else {}
     for place, data in entries:
-        trace = made(report, place, lambda data=data: parse_trace(data))  # type: ignore[misc]
+        trace = made(report, place, partial(parse_trace, data))
         if trace is not None:
             if rewards:
                 trace.note(rewards=rewards)
