@@ -129,6 +129,13 @@ def test_a_server_that_does_not_start(server: MCPServer, words: str) -> None:
         assert client.call("add").error == "server"
 
 
+def test_an_sdk_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many servers need one of before 2.0; pip puts it in the place of ours."""
+    monkeypatch.delattr("mcp.Client")
+    with ToolClient([stdio()]) as client, pytest.raises(ConfigError, match=r"Client.*pip install 'mlx-parallm\[mcp\]'"):
+        client.definitions()
+
+
 def test_callers_share_a_start_and_its_failure() -> None:
     """A start each would take its time-out for every caller, one after another."""
 
