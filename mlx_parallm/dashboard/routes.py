@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -54,17 +55,24 @@ def dashboard(run: Path, redactor: Redactor, commands: RunCommands | None = None
 def added_router(views: Sequence[RunView], *, live: bool, commands: RunCommands | None = None) -> AddedRouter:
     """Return the routes of these runs. `live`: the first of them is trained by this process, and takes `commands`."""
     router = APIRouter(tags=["dashboard"], default_response_class=JSONResponse)
-    _page_routes(router)
+    _page_routes(router, views)
     _run_routes(router, views, live=live)
     _rollout_routes(router, views)
     router.include_router(control_router(commands, views[0].path))
     return AddedRouter(router, public=(PAGE, STATIC), page=PAGE)
 
 
-def _page_routes(router: APIRouter) -> None:
+def _page_routes(router: APIRouter, views: Sequence[RunView]) -> None:
+    def read_ahead() -> None:
+        for view in views:
+            view.read()
+
     @router.get("/dashboard", include_in_schema=False)
     def page() -> Response:
-        return _file("index.html")
+        """The page, and then the numbers that it will ask for, while the browser loads its files."""
+        answer = _file("index.html")
+        answer.background = BackgroundTask(read_ahead)
+        return answer
 
     @router.get("/dashboard/static/{name:path}", include_in_schema=False)
     def static(name: str) -> Response:

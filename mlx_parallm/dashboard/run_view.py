@@ -10,6 +10,7 @@ import re
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
@@ -22,7 +23,7 @@ import numpy as np
 import regex
 
 from mlx_parallm.config.load import Config, load_config
-from mlx_parallm.errors import ConfigError, RequestError, StoreError
+from mlx_parallm.errors import CheckpointError, ConfigError, RequestError, StoreError
 from mlx_parallm.rl_training.commands import MARKS_FILE
 from mlx_parallm.rl_training.evaluation.log import EVALUATIONS_FILE, EvaluationLog
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
@@ -48,6 +49,7 @@ SEARCH_S, PATTERN_S = 2.0, 0.2
 """A search answers with what it has found by then, and says where to go on; one text is given up after PATTERN_S."""
 HEALTH_PAUSE = 30
 """Health is judged again after this many times the seconds that it took: at most 3 % of one core."""
+READ_BYTES = 1 << 20
 MOST_MARKS = 100
 MOST_SPANS = 3000
 MOST_PROBLEMS, MOST_EVALUATIONS = 1000, 200
@@ -69,22 +71,36 @@ class MetricColumns:
         self._values: dict[str, array[float]] = {}
 
     def add(self, line: Mapping[str, Any]) -> None:
-        rows = len(self.steps)
-        numbers: dict[str, float | None] = dict(_numbers(line))
-        numbers |= {"headline": headline(line)[1], "trained_tok_s": trained_tokens_per_s(line)}
-        for key, number in numbers.items():
-            if number is None:
-                continue
-            if key not in self._values:
-                self._values[key] = array("d", [math.nan]) * rows
-            self._values[key].append(number)
+        self._take(line, "")
+        self._put("headline", headline(line)[1])
+        self._put("trained_tok_s", trained_tokens_per_s(line))
         self.steps.append(int(line["step"]))
-        for values in self._values.values():
-            if len(values) == rows:
-                values.append(math.nan)
         if line.get(MARK_KEY) is not None:
             self.marks.append((self.steps[-1], f"rolled back to {line[MARK_KEY]}"))
         self.last = line
+
+    def _take(self, line: Mapping[str, Any], prefix: str) -> None:
+        """Of a long run this is what its first chart waits for: types are compared, not asked with isinstance."""
+        rows, columns = len(self.steps), self._values
+        for key, value in line.items():
+            kind = type(value)
+            if kind is float or kind is int or kind is bool:
+                name = prefix + key
+                column = columns.get(name)
+                if column is not None and len(column) == rows:
+                    column.append(value)
+                elif name != "step":
+                    self._put(name, value)
+            elif kind is dict:
+                self._take(value, f"{prefix}{key}/")
+
+    def _put(self, key: str, number: float | None) -> None:
+        """Add the number of the row that is being made; a column is filled up with NaN when it gets its next number."""
+        if number is None:
+            return
+        column = self._values.setdefault(key, array("d"))
+        column.extend([math.nan] * (len(self.steps) - len(column)))
+        column.append(number)
 
     @property
     def keys(self) -> list[str]:
@@ -99,14 +115,6 @@ class MetricColumns:
         ends = range(first + size, first + count + size, size)
         steps = [self.steps[min(end, len(self.steps)) - 1] for end in ends]
         return steps, {key: [_mean(self._values[key][end - size : end]) for end in ends] for key in known}
-
-
-def _numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in line.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and key != "step":
-            yield prefix + key, float(value)
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -170,6 +178,11 @@ class RunView:
             return "running"
         return "finished" if (self.path / FINAL).exists() else "stopped"
 
+    def read(self) -> None:
+        """Read what is new of the numbers, so that who asks for them next need not wait."""
+        with self._numbers_lock, suppress(CheckpointError):
+            self._read()
+
     def summary(self) -> dict[str, Any]:
         with self._numbers_lock:
             self._read()
@@ -228,9 +241,12 @@ class RunView:
             return
         if (stat.st_dev, stat.st_ino) != self._file or stat.st_size < self._position:
             self._reset((stat.st_dev, stat.st_ino))
-        lines, self._position = MetricsFile(path).after(self._position)
-        for line in lines:
-            self._columns.add(line)
+        for most in (READ_BYTES, -1):  # in parts, so that no more than one is in memory; then a longer line
+            lines: Sequence[Mapping[str, Any]] = ({},)
+            while lines:
+                lines, self._position = MetricsFile(path).after(self._position, most)
+                for line in lines:
+                    self._columns.add(line)
 
     def health(self) -> dict[str, Any]:
         """Return what `mlx_parallm explain` finds. Judged again when something changed and not too often."""

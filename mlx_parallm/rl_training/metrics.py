@@ -112,14 +112,14 @@ class MetricsFile:
         with self.path.open("rb") as file:
             return [self._line(text) for text in deque(file, maxlen=count) if text.endswith(b"\n")]
 
-    def after(self, position: int) -> tuple[list[dict[str, Any]], int]:
-        """Return the complete lines from this byte on, and the byte behind the last of them. Raises CheckpointError: a
-        damaged line."""
+    def after(self, position: int, most: int = -1) -> tuple[list[dict[str, Any]], int]:
+        """Return the complete lines from this byte on, and the byte behind the last of them; `most`: only those in so
+        many bytes (-1: all). Raises CheckpointError: a damaged line."""
         if not self.path.exists():
             return [], 0
         with self.path.open("rb") as file:
             file.seek(position)
-            complete, newline, _ = file.read().rpartition(b"\n")
+            complete, newline, _ = file.read(most).rpartition(b"\n")
         return [self._line(text) for text in complete.splitlines()], position + len(complete) + len(newline)
 
     def read(self) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,141 @@
+"""What the dashboard costs, and how soon it draws: needs Chromium (scripts/setup_browser) and an idle machine.
+
+    python scripts/bench/dashboard.py            # both
+    python scripts/bench/dashboard.py first      # a run of 10,000 steps: seconds to the first chart, the largest answer
+    python scripts/bench/dashboard.py cost       # the quickstart with three tabs open and with none, in turns
+
+`cost` is one run: pages are opened and closed in turns of 20 steps, and the same process is compared with itself.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import sync_playwright
+
+from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
+from mlx_parallm.server.thread import bind_socket
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+STEPS, TABS, TURN, TURNS = 10_000, 3, 20, 10
+FIRST_S, LARGEST_BYTES, COST = 1.5, 300_000, 0.98
+
+
+def long_run(path: Path) -> Path:
+    """A run directory of STEPS steps with the numbers of a real line: 100 keys."""
+    run = path / "long"
+    run.mkdir()
+    (run / "config.toml").write_text(f'[model]\nbase_path = "builtin:tiny"\n[rl_training]\ntotal_steps = {STEPS}\n')
+    with (run / METRICS_FILE).open("w") as file:
+        for step in range(1, STEPS + 1):
+            numbers = {f"rewards/part{n}/mean": step / (n + STEPS) for n in range(20)}
+            line = dict.fromkeys(complete({}), 0.123456789012) | numbers
+            line |= {"step": step, "reward_mean": step / STEPS, "groups": 8, "gave_up": None, "rolled_back_to": None}
+            file.write(json.dumps(line | {"reward_by_environment": {"sums": 0.5}, "environments": {}}) + "\n")
+    return run
+
+
+def first(browser: Any, scratch: Path) -> bool:
+    """Print seconds from opening a freshly started server's page to its first chart, and the largest answer."""
+    run, seconds, sizes = long_run(scratch), [], list[int]()
+    for _ in range(3):
+        port = free_port()
+        with subprocess.Popen(command("dashboard", str(run), "--port", str(port)), stdout=subprocess.PIPE) as server:
+            assert server.stdout is not None
+            url = server.stdout.readline().decode().strip()
+            page = browser.new_page()
+            page.on("response", lambda answer: sizes.append(int(answer.headers.get("content-length", 0))))
+            began = time.perf_counter()
+            page.goto(url)
+            page.wait_for_selector(".chart canvas", timeout=60_000)
+            seconds.append(time.perf_counter() - began)
+            page.wait_for_selector(".health .verdict", timeout=60_000)
+            page.close()
+            server.terminate()
+    print(f"{STEPS} steps, {(run / METRICS_FILE).stat().st_size / 1e6:.0f} MB: first chart after {min(seconds):.2f} s")
+    each = ", ".join(f"{one:.2f}" for one in seconds)
+    print(f"  (three times: {each}; wanted < {FIRST_S}); largest answer {max(sizes)} bytes (<= {LARGEST_BYTES})")
+    return min(seconds) < FIRST_S and max(sizes) <= LARGEST_BYTES
+
+
+def cost(browser: Any, scratch: Path) -> bool:
+    """Print tokens per second, served and trained, with TABS visible tabs as a share of those with none."""
+    port, run = free_port(), scratch / "checkpoints" / "cost"
+    settings = {
+        "server.port": port,
+        "rl_training.checkpoint_dir": run.parent,
+        "rl_training.run_name": run.name,
+        "rl_training.total_steps": TURN * TURNS * 2 + 40,
+        "evaluation.problems": 0,
+    }
+    flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    with subprocess.Popen(command("train", "--config", "quickstart", *flags), stdout=subprocess.DEVNULL) as process:
+        rates = {False: list[tuple[float, float]](), True: list[tuple[float, float]]()}
+        wait_for(run, 20, process)
+        for turn in range(2 * TURNS):
+            tabs = turn % 2 == 1
+            contexts = [browser.new_context() for _ in range(TABS if tabs else 0)]
+            for context in contexts:
+                page = context.new_page()
+                page.goto(f"http://127.0.0.1:{port}/dashboard")
+                page.wait_for_selector(".chart canvas")
+            begin = len(list(MetricsFile(run / METRICS_FILE).read()))
+            wait_for(run, begin + TURN, process)
+            lines = list(MetricsFile(run / METRICS_FILE).read())[begin : begin + TURN]
+            waited = sum(line["time_rollout_s"] + line["time_train_s"] + line["time_publish_s"] for line in lines)
+            served = statistics.median(line["serve_tok_s"] for line in lines)
+            rates[tabs].append((served, sum(line["tokens"] for line in lines) / waited))
+            for context in contexts:
+                context.close()
+        process.terminate()
+    shares = []
+    for name, place in (("served", 0), ("trained", 1)):
+        none, some = (statistics.median(rate[place] for rate in rates[tabs]) for tabs in (False, True))
+        pairs = [b[place] / a[place] for a, b in zip(rates[False], rates[True], strict=True)]
+        shares.append(some / none)
+        print(f"{name}: {none:.0f} tokens/s with no tab, {some:.0f} with {TABS}: {some / none:.3f}", end=" ")
+        print(f"(pairs {min(pairs):.2f} to {max(pairs):.2f}; wanted >= {COST})")
+    return min(shares) >= COST
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "mlx_parallm", *arguments]
+
+
+def free_port() -> int:
+    with bind_socket("127.0.0.1", 0) as listener:
+        return int(listener.getsockname()[1])
+
+
+def wait_for(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    file = MetricsFile(run / METRICS_FILE)
+    while not (last := file.last(1)) or last[0]["step"] < step:
+        if process.poll() is not None:
+            raise SystemExit(f"the run ended with {process.returncode} before step {step}")
+        time.sleep(0.1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=["first", "cost", []], help="default: both")
+    wanted = parser.parse_args().parts or ["first", "cost"]
+    if CHROMIUM is None:
+        raise SystemExit("no Chromium: scripts/setup_browser gets it")
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        held = [{"first": first, "cost": cost}[part](browser, Path(scratch)) for part in wanted]
+        browser.close()
+    return 0 if all(held) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
