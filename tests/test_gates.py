@@ -23,7 +23,7 @@ LINES: dict[str, int] = {
     "(root)": 1340,
     "cli": 1280,
     "config": 2050,
-    "dashboard": 980,
+    "dashboard": 1010,
     "distributed": 440,
     "engine": 3700,
     "environments": 4940,

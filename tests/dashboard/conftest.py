@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,18 @@ def chromium() -> Iterator[Any]:
         browser = driver.chromium.launch(executable_path=found, args=FLAGS)
         yield browser
         browser.close()
+
+
+def faults_of_access(page: Any) -> list[str]:
+    """Serious faults that axe-core finds in the page as it is: who cannot see colours, or uses a screen reader."""
+    axe = pytest.importorskip("axe_playwright_python", reason="no axe-core: pip install axe-playwright-python")
+    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())
+    found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")["violations"]
+    return [
+        f"{page.url}: {fault['id']}: {fault['nodes'][0]['html'][:200]}"
+        for fault in found
+        if fault["impact"] in ("serious", "critical")
+    ]
 
 
 class Opened:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from mlx_parallm.rollout_store.store import RolloutStore
-from tests.dashboard.conftest import Opened
+from tests.dashboard.conftest import Opened, faults_of_access
 from tests.integration.processes import Daemon, free_port, metrics, train, wait_for_step, write_config
 
 pytestmark = pytest.mark.slow
@@ -134,6 +134,7 @@ def test_the_page_talks_to_the_policy_and_trains_it(tmp_path: Path, opened: Open
             (choice, _) = httpx.post(f"{daemon.url}/v1/chat/completions", json=body, timeout=60).json()["choices"]
             assert shown == "".join(token["token"] for token in choice["logprobs"]["content"])
             assert choice["message"]["content"] and choice["message"]["content"] in shown
+        assert faults_of_access(page) == []
         page.goto(f"{daemon.url}/dashboard#/chat?left=default&right=default&answers=2")
         page.click("text=New conversation")
         ask_page(page, "Reverse: wxyz")
@@ -170,6 +171,7 @@ def check_controls(page: Any, daemon: Daemon) -> None:
     command(page, "Roll back", "Yes, roll back", "they are version 2 now")
     page.fill("input[name=learning_rate]", "0.001")
     command(page, "Change", "Yes, change", "saved in a checkpoint")
+    assert faults_of_access(page) == []
     page.keyboard.press("1")
     page.wait_for_selector("section[aria-label=marks] >> text=learning_rate 0.002 → 0.001")
     shown = page.locator("section[aria-label=marks] tbody td:last-child").all_inner_texts()[::-1]
