@@ -26,13 +26,15 @@ def scripted_http(answer: Callable[[str, Any], Reply | None]) -> Iterator[tuple[
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            received.append(Received(self.path, self.headers.get("Authorization"), json.loads(body) if body else None))
+            lines = self.headers.get("Content-Type") == "application/x-ndjson"
+            value = body.decode() if lines else json.loads(body) if body else None
+            received.append(Received(self.path, self.headers.get("Authorization"), value))
             reply = answer(*received[-1][::2])
             if reply is None:
                 self.close_connection = True
                 return
-            status, headers, value = reply
-            content = (value if isinstance(value, str) else json.dumps(value)).encode()
+            status, headers, answered = reply
+            content = (answered if isinstance(answered, str) else json.dumps(answered)).encode()
             self.send_response(status)
             for name, text in {"Content-Length": str(len(content)), **headers}.items():
                 self.send_header(name, text)

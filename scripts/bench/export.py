@@ -78,9 +78,9 @@ def memory(directory: Path, layers: int) -> None:
     largest = WIDE["vocab_size"] * WIDE["hidden_size"] * 2
     program = (
         "import sys, mlx_parallm\nfrom pathlib import Path\nfrom tests.export.llama import write\n"
-        "import resource\nbefore = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "write(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])\n"
-        "print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+        "def peak():\n    lines = Path('/proc/self/status').read_text().splitlines()\n"
+        "    return next(int(line.split()[1]) for line in lines if line.startswith('VmHWM'))\n"
+        "before = peak()\nwrite(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])\nprint(before, peak())\n"
     )
     for kind in ("f32", "bf16", "q8_0", "q4_k_m"):
         before, peak = map(int, run(sys.executable, "-c", program, model, directory / "m.gguf", kind).split())
