@@ -69,10 +69,12 @@ max_tokens = {max_tokens:<17}# of one answer; one that is cut off is rarely righ
 chat_template_kwargs = {{ enable_thinking = false }}  # thinking needs thousands of tokens; other templates ignore it
 """
 
+RATES = {"sft": 10.0, "kto": 0.2}
+"""Of the learning rate that GRPO would take. KTO on a model's own answers: docs/benchmarks/traces.md."""
 ROWS_BODY = """
 [rl_training]
 algorithm = "{algorithm}"
-learning_rate = {learning_rate:<14}# smaller steps for larger models; sft takes ten times those of a preference
+learning_rate = {learning_rate:<14}# smaller for larger models; sft takes ten times that of dpo, kto a fifth
 lr_schedule = "linear"        # down to zero after the last step, which ends one pass over the rows
 warmup_steps = 5
 batch_size = {rows:<17}# rows of one optimizer update
@@ -111,7 +113,7 @@ def dataset_toml(model: str, data: str, rewards: Sequence[str], algorithm: str |
         "blocks": 0 if small else 1,
     }
     if algorithm is not None:
-        rate = min(2e-3, rate * (10 if algorithm == "sft" else 1))
+        rate = min(2e-3, rate * RATES.get(algorithm, 1.0))
         values |= {"algorithm": algorithm, "learning_rate": f"{rate:.1e}", "rows": 16 if algorithm == "sft" else 32}
         return (HEAD + ROWS_BODY).format(**values)
     references = [name if name.startswith((PREFIX, "builtin:")) else PREFIX + name for name in rewards]

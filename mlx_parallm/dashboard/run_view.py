@@ -227,7 +227,9 @@ class RunView:
 
     def _marks(self, columns: MetricColumns) -> list[dict[str, Any]]:
         """Return what happened to the run: rollbacks, and what people ordered; the newest MOST_MARKS, by step."""
-        ordered = MetricsFile(self.path / MARKS_FILE).last(MOST_MARKS)
+        ordered = list[dict[str, Any]]()
+        with suppress(CheckpointError):  # a damaged line: the charts are worth more
+            ordered = MetricsFile(self.path / MARKS_FILE).last(MOST_MARKS)
         marks = [{"step": step, "kind": "rollback", "text": text, "time": None} for step, text in columns.marks]
         return sorted([*marks[-MOST_MARKS:], *ordered], key=lambda mark: mark["step"])
 

@@ -17,7 +17,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -163,23 +163,27 @@ class Grammars:
                 lacking = "a fast tokenizer" if source is None else "an end token"
                 raise RequestError(f"structured output needs {lacking}, which this model does not have")
             width = max(self._width, self._tokenizer.vocab_size)
-            self._vocabulary = LLTokenizer(_as_ordinary_text(source), n_vocab=width, eos_token=ends)
+            self._vocabulary = LLTokenizer(
+                _as_ordinary_text(source, ends, self._tokenizer.word_of), n_vocab=width, eos_token=ends
+            )
         return self._vocabulary
 
 
-def _as_ordinary_text(source: str) -> str:
+def _as_ordinary_text(source: str, ends: Collection[int], word_of: Callable[[str], str]) -> str:
     """A tokenizer.json whose added tokens that are not special ("<think>", "<tool_call>") are words of the vocabulary.
 
     llguidance 1.9 forces such a token where a grammar leaves nothing but its text, and then refuses it, because its
-    table has no text for added tokens. As words they have one; a forced text is then spelled with smaller tokens.
+    table has no text for added tokens. As words they have one; a forced text is then spelled with smaller tokens. Those
+    in `ends` stay as they are, and so do those of a vocabulary that is no mapping (Unigram's).
     """
     read = json.loads(source)
-    vocabulary = read["model"].get("vocab")
-    ordinary = [token for token in read.get("added_tokens", ()) if not token["special"]]
-    read["added_tokens"] = [token for token in read.get("added_tokens", ()) if token["special"]]
-    if isinstance(vocabulary, dict):  # of the others (Unigram's is a list) the masks leave these tokens out
-        vocabulary |= {token["content"]: token["id"] for token in ordinary if token["content"].isascii()}
-    return json.dumps(read) if ordinary else source
+    vocabulary, added = read["model"].get("vocab"), read.get("added_tokens", [])
+    ordinary = [token for token in added if not token["special"] and token["id"] not in ends]
+    if not ordinary or not isinstance(vocabulary, dict):
+        return source
+    read["added_tokens"] = [token for token in added if token not in ordinary]
+    vocabulary |= {word_of(token["content"]): token["id"] for token in ordinary}
+    return json.dumps(read)
 
 
 def _library_form(structure: Structure) -> str:

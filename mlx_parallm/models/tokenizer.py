@@ -107,6 +107,13 @@ class Tokenizer:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
         return str(text)
 
+    def word_of(self, text: str) -> str:
+        """A text as the vocabulary of tokenizer.json writes it: in GPT-2's alphabet of bytes, or with ▁ for a space."""
+        if self._byte_of is None:
+            return text.replace(" ", "▁")
+        character_of = {byte: character for character, byte in self._byte_of.items()}
+        return "".join(character_of[byte] for byte in text.encode())
+
     def token_text(self, token_id: int) -> str:
         """The text of one token, special tokens shown; half a character shows as U+FFFD."""
         return self.decode([token_id], skip_special_tokens=False)

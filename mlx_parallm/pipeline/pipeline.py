@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from mlx_parallm.errors import ConfigError, ParallmError
 from mlx_parallm.pipeline.hardware import AUTO_DETECT, Profile, detect_hardware
 from mlx_parallm.pipeline.report import write_report
-from mlx_parallm.pipeline.stages import OLLAMA, PipelineOptions, Stages, TrainingMethod, check_options
+from mlx_parallm.pipeline.stages import OLLAMA, PipelineOptions, Stages, TrainingMethod, check_name, check_options
 from mlx_parallm.pipeline.work import Json, StageFailedError, StageOutcome, WorkDirectory
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.terminal import Console, escaped
@@ -61,8 +61,7 @@ class TrainingPipeline:
         **options: Any,
     ) -> None:
         """Raises ConfigError: the method, a path, or the hardware profile."""
-        if not agent_name or "/" in agent_name:
-            raise ConfigError(f"--name {agent_name!r}: it names a directory and a file, without /")
+        check_name(agent_name)
         self.agent_name = agent_name
         data = Path(data_dir).expanduser().absolute()
         self.work = Path(work).expanduser().absolute() if work is not None else data / TRAINING / agent_name
@@ -87,6 +86,9 @@ class TrainingPipeline:
         if deploy_ollama and options.deploy is None:
             options = PipelineOptions(**{**vars(options), "deploy": f"{OLLAMA}toolbox-{self.agent_name}"})
         options = check_options(options)
+        for path in options.traces:
+            if path.is_relative_to(self.work) or self.work.is_relative_to(path):
+                raise ConfigError(f"--traces {path} and the work directory {self.work}: one lies in the other")
         hardware = detect_hardware(self._profile)
         with closing(WorkDirectory(self.work)) as work:
             stages = Stages(options, hardware, work)

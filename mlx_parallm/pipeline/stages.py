@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mlx_parallm import __version__
 from mlx_parallm.cli.command import load, toml_value
 from mlx_parallm.cli.dataset_config import dataset_toml
 from mlx_parallm.config.load import Config
@@ -34,14 +33,21 @@ from mlx_parallm.rl_training.monitor import report
 from mlx_parallm.rl_training.run_directory import FINAL
 from mlx_parallm.system.files import write_atomically, write_directory
 from mlx_parallm.tools.eval import RESULTS_FILE
-from mlx_parallm.traces.builders import DatasetOptions, Kind, build_dataset, write_dataset
+from mlx_parallm.traces.builders import (
+    DatasetOptions,
+    Kind,
+    build_dataset,
+    is_usable,
+    prompt_key,
+    without_prompts,
+    write_dataset,
+)
 from mlx_parallm.traces.importers.report import ImportReport
 from mlx_parallm.traces.labeling import add_rule_labels, read_labelable
 from mlx_parallm.traces.privacy import RedactionHit, secret_finder
 from mlx_parallm.traces.reading import read_traces, redacted, write_lines, write_traces
 from mlx_parallm.traces.rewards import add_reward_labels, fit_learned
 from mlx_parallm.traces.schema import Trace
-from mlx_parallm.traces.session import prompt_hash
 
 TrainingMethod = Literal["grpo", "kto", "dpo", "sft"]
 METHODS: tuple[TrainingMethod, ...] = get_args(TrainingMethod)
@@ -121,7 +127,7 @@ class Stages:
     # ------------------------------------------------------------------ traces
 
     def _about_traces(self) -> Any:
-        return [__version__, [[str(path), path] for path in self.options.traces], self.options.redact]
+        return [[[str(path), path] for path in self.options.traces], self.options.redact]
 
     def _traces(self, directory: Path) -> Json:
         imported, hits, found = ImportReport(), list[RedactionHit](), list[Trace]()
@@ -176,12 +182,13 @@ class Stages:
                 " base: record more traces, or set a larger --test-fraction"
             )
         write_dataset(problems, directory / "problems")
-        card = write_dataset(build_dataset(found, self._dataset_options(kind)), directory / "rows")
+        rows = without_prompts(build_dataset(found, self._dataset_options(kind)), map(prompt_key, problems.test))
+        card = write_dataset(rows, directory / "rows")
         if not card["rows"]["train"]:
             raise StageFailedError("dataset: all rows are held out: record more traces, or a smaller --test-fraction")
         if self._learns_a_reward:  # from the prompts that are trained on: the others judge it too
-            seen = {prompt_hash(row["prompt"]) for row in problems.train}
-            labelled = [trace for trace in found if prompt_hash(trace.messages) in seen]
+            seen = set(map(prompt_key, problems.train))
+            labelled = [trace for trace in found if is_usable(trace) and prompt_key(trace) in seen]
             fit_learned(labelled, self.options.good_from).save(directory / "rows" / "reward.json")
         return {"kind": kind, "problems": len(problems.test), **card}
 
@@ -290,7 +297,8 @@ class Stages:
         if not self._rewards:
             return None
         problems = self._file("dataset", "problems")
-        return [self._evaluation_text, problems, list(map(_code_of, self._rewards)), self._base]
+        learned = self._file("dataset", "rows/reward.json") if self._learns_a_reward else None
+        return [self._evaluation_text, problems, learned, list(map(_code_of, self._rewards)), self._base]
 
     def _ask(self, stage: str, directory: Path, *flags: object) -> Json:
         """Answer the held-out prompts, and return the results."""
@@ -328,7 +336,8 @@ class Stages:
         if before is None or after is None:
             return {"what": "nothing: no row is held out", "before": None, "after": None, "better": None}
         better = after < before if name == "loss" else after > before
-        return {"what": f"{name} of held-out rows", "before": before, "after": after, "better": better}
+        found = {"before": before, "after": after, "better": better, "worse": after != before and not better}
+        return {"what": f"{name} of held-out rows", **found}
 
     # ------------------------------------------------------------------ export
 
@@ -377,6 +386,12 @@ class Stages:
         return {"directory": str(place), "command": f"llama-server -m {place / about['file']} --jinja"}
 
 
+def check_name(name: str) -> None:
+    """Raises ConfigError: it cannot be the name of a directory and of a file."""
+    if not name or "/" in name or name in (".", ".."):
+        raise ConfigError(f"--name {name!r}: it names a directory and a file, without /")
+
+
 def check_options(options: PipelineOptions) -> PipelineOptions:
     """Return the options with absolute paths. Raises ConfigError: what cannot work, before anything is done."""
     if options.method not in METHODS:
@@ -385,8 +400,7 @@ def check_options(options: PipelineOptions) -> PipelineOptions:
         raise ConfigError("--traces is missing: a recorder's directory, a file of traces, or logs of agents")
     if options.epochs < 1 or options.most_problems < 1:
         raise ConfigError("--epochs and --problems: at least 1")
-    if not options.name or "/" in options.name:
-        raise ConfigError(f"--name {options.name!r}: it becomes a file's name, without /")
+    check_name(options.name)
     deploy = options.deploy
     if deploy is not None and not deploy.removeprefix(OLLAMA):
         raise ConfigError("--deploy: expected ollama:NAME or a directory")
@@ -402,9 +416,11 @@ def check_options(options: PipelineOptions) -> PipelineOptions:
 
 
 def _code_of(reference: str) -> Any:
-    """The file of a reference, of which the content counts; else its name."""
+    """The Python files beside that of a reference, and itself: their content counts. Of a module its name."""
     file = Path(reference.removeprefix(PREFIX).rpartition(":")[0])
-    return file if reference.startswith(PREFIX) and file.is_file() else reference
+    if not reference.startswith(PREFIX) or not file.is_file():
+        return reference
+    return [[each.name, each] for each in sorted({file, *file.parent.glob("*.py")})]
 
 
 def _toml(value: Any) -> str:

@@ -21,8 +21,9 @@ from typing import Any
 
 import psutil
 
+from mlx_parallm import __version__
 from mlx_parallm.errors import CheckpointError, ParallmError
-from mlx_parallm.rl_training.run_directory import RunDirectory
+from mlx_parallm.rl_training.run_directory import LOCK_FILE, RunDirectory
 from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.log import get_logger
 
@@ -71,20 +72,27 @@ class StageOutcome:
 
 
 class WorkDirectory:
-    """Hold a work directory: one pipeline at a time. Raises CheckpointError: another one works in it."""
+    """Hold a work directory: one pipeline at a time.
+
+    Raises CheckpointError: another one works in it, or it holds files that no pipeline has written (a stage that begins
+    empties its directory).
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.is_dir() and not (path / STATE_FILE).exists() and {file.name for file in path.iterdir()} - {LOCK_FILE}:
+            raise CheckpointError(f"{path} holds other files: choose a directory that is empty or not there yet")
         self._held = RunDirectory.hold(path)
         self._file = path / STATE_FILE
         self._state: Json = {"done": {}, "begun": {}, "child": None}
         if self._file.is_file():
             try:
                 self._state |= json.loads(self._file.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, TypeError) as error:
                 self.close()
                 raise CheckpointError(f"{self._file} is damaged: {error}; remove it to begin anew") from error
         self._end_orphan()
+        self._write()
 
     def close(self) -> None:
         self._held.close()
@@ -94,7 +102,7 @@ class WorkDirectory:
 
     def carry_out(self, stage: PipelineStage) -> StageOutcome:
         """Do a stage, or skip it. Raises what the stage raises; the next call begins it again."""
-        key, directory = fingerprint(stage.inputs()), self.directory(stage.name)
+        key, directory = fingerprint([__version__, stage.inputs()]), self.directory(stage.name)
         done = self._state["done"].get(stage.name)
         if done is not None and done["inputs"] == key and done["files"] == _digests(directory, stage.files):
             return StageOutcome(stage.name, stage.about, done["seconds"], True, key, done["result"])

@@ -236,11 +236,11 @@ class Checkpointer:
         mx.eval(tensors)  # the file may be pruned before they are used
         return {name: tensors[name] for name in trained}
 
-    def set_aside(self, name: str) -> None:
+    def set_aside(self, name: str, *, forget: bool = True) -> None:
         """The checkpoint of that name, if there is one, belongs to a timeline that a rollback left. It stays what a
-        resume finds until the next `save` takes its place; `superseded_…` keeps it."""
+        resume finds until the next `save` takes its place; `superseded_…` keeps it. `forget`: not those before it."""
         if (path := self.run_directory / name).is_dir():
-            for earlier in self.run_directory.glob(f"{SUPERSEDED}*"):
+            for earlier in self.run_directory.glob(f"{SUPERSEDED}*" if forget else SUPERSEDED + name):
                 shutil.rmtree(earlier, ignore_errors=True)
             write_directory(path.with_name(SUPERSEDED + name), lambda directory: _link_all(path, directory))
 

@@ -8,6 +8,7 @@ Each command is a line of the log and of `marks.jsonl`: `{"step", "time", "kind"
 `time` in Unix seconds. Nothing is cut from that file on a resume: what people did, they did.
 """
 
+import sys
 import threading
 import time
 from collections import deque
@@ -68,6 +69,7 @@ class RunCommands:
     ) -> None:
         self._file, self._stop = MetricsFile(run / MARKS_FILE), stop
         self._config, self._step, self._alone = config, step, alone
+        self._file.cut(sys.maxsize)  # half a line that a power cut has left
         self._lock = threading.Lock()  # guards what follows, and the file
         self._waiting: deque[_Waiting] = deque()
         self._closed = False
@@ -94,8 +96,10 @@ class RunCommands:
         """Order the run to save a checkpoint and end. Raises RefusedError: the training has ended."""
         with self._lock:
             self._check_open()
-        self.mark("stop", "stopped, with a checkpoint")
-        self._stop.set()
+        try:
+            self.mark("stop", "stopped, with a checkpoint")
+        finally:
+            self._stop.set()  # on a full disk too
 
     def checkpoint(self) -> "Future[dict[str, Any]]":
         """Order a checkpoint. Result: {"checkpoint": its name}. Raises RefusedError: the training has ended."""
@@ -139,9 +143,15 @@ class RunCommands:
         if (beta := values.get("kl_beta")) is not None:
             if config.rl_training.kl_target is not None:
                 raise RequestError("kl_target steers the KL: kl_beta is only where it began", param="kl_beta")
+            if beta == 0 and config.rl_training.kl_beta > 0:
+                why = "without KL the run would lose its reference: stop it, and resume it with kl_beta = 0"
+                raise RequestError(why, param="kl_beta")
             if config.rl_training.kl_beta == 0 and beta > 0:
                 why = "with kl_beta = 0 the run has no reference: stop it, and resume it with another kl_beta"
                 raise RequestError(why, param="kl_beta")
+        if "learning_rate" in values and config.rl_training.algorithm == "ppo":
+            why = "the value head's rate hangs on it: stop the run, and resume it with another learning_rate"
+            raise RequestError(why, param="learning_rate")
         try:
             with_settings(config, values)
         except ConfigError as error:
@@ -174,6 +184,9 @@ class RunCommands:
                 waiting.result.set_exception(error)
                 if isinstance(error, CheckpointError):
                     raise
+            finally:
+                if not waiting.result.done():
+                    waiting.result.set_exception(RefusedError("the training has ended in an error", 409))
 
     def close(self) -> None:
         """Refuse what waits, and everything from now on."""

@@ -324,7 +324,7 @@ class TrainingLoop:
         self._changes.append({"step": self._step, "settings": {key: list(each) for key, each in changes.items()}})
         self._changed |= {key: now for key, (_, now) in changes.items()}
         if self._parts.checkpointer is not None:
-            self._parts.checkpointer.set_aside(self._state(None).checkpoint_name)
+            self._parts.checkpointer.set_aside(self._state(None).checkpoint_name, forget=False)
         self._save(None, anew=True)
 
     def save(self, *, best: bool = False) -> Path:

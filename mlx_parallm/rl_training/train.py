@@ -221,6 +221,7 @@ class TrainingRun:
         commands = RunCommands(
             directory.path, self._stop, config=lambda: self.config, step=self._step, alone=self._ranks.size == 1
         )
+        self._closing.callback(commands.close)
         self.serving.listen(sources, self._rollbacks, routers, run=directory.path, commands=commands)
         loaded = self.serving.load(quantize=quantize)
         parts, state = self._training_parts(loaded, initial, directory, store, sources)
@@ -397,6 +398,7 @@ class TrainingRun:
         self._closing.callback(token_log.close)
         token_log.subscribe(events)
         self._spans.subscribe(events)
+        self._closing.callback(self._spans.flush)
         self._subscribe_samples(directory, state, tokenizer)
         self._trackers(directory, state).subscribe(events)
         if self._disk is not None:

@@ -167,7 +167,7 @@ def _foreign(scope: Scope, allowed: Collection[str], allowed_hosts: Collection[s
             + (f", not {foreign!r}: add its name to server.allowed_hosts, or set an API key" if foreign else "")
         )
     origins = [origin.decode("latin-1") for origin in _header(scope, b"origin")]
-    foreign = next((each for each in origins if each not in allowed and not is_loopback_origin(each)), None)
+    foreign = next((each for each in origins if each not in allowed and not _is_own_page(each, hosts)), None)
     if foreign is not None:
         return (
             f"without an API key this server answers only pages of this machine (a loopback Origin), not {foreign!r}: "
@@ -177,6 +177,12 @@ def _foreign(scope: Scope, allowed: Collection[str], allowed_hosts: Collection[s
     if not origins and b"cross-site" in sites:  # an image or a link: no Origin is sent
         return "without an API key this server answers no requests of foreign pages"
     return None
+
+
+def _is_own_page(origin: str, hosts: Collection[str]) -> bool:
+    """Of this machine, or of the very name that is asked, which is loopback's or an allowed one."""
+    match = _ORIGIN.fullmatch(origin)
+    return is_loopback_origin(origin) or (match is not None and match["authority"] in hosts)
 
 
 def _is_ours(authority: str, allowed: Collection[str]) -> bool:

@@ -132,6 +132,34 @@ def build_dataset(traces: Iterable[Trace], options: DatasetOptions) -> Dataset:
     return dataset
 
 
+def prompt_key(of: Trace | Json) -> str:
+    """What is equal for a trace that `is_usable` and rows of any kind if their messages before the first sampled answer
+    are."""
+    if isinstance(of, Trace):
+        before = _parts(of)[0]
+    elif "prompt" in of:
+        before = of["prompt"]
+    else:
+        sampled = (message["role"] == "assistant" and "weight" not in message for message in of["messages"])
+        before = of["messages"][: next((number for number, first in enumerate(sampled) if first), None)]
+    return json.dumps(before, sort_keys=True)
+
+
+def is_usable(trace: Trace) -> bool:
+    """Whether a row can be made of it."""
+    return _unusable(trace, DatasetOptions("prompts")) is None
+
+
+def without_prompts(dataset: Dataset, keys: Iterable[str]) -> Dataset:
+    """Take rows to train on out of a data set whose prompt (`prompt_key`) another one holds out; return it."""
+    held_out = set(keys)
+    kept = [row for row in dataset.train if prompt_key(row) not in held_out]
+    if len(kept) < len(dataset.train):
+        dataset.left_out["its prompt is held out"] += len(dataset.train) - len(kept)
+    dataset.train = kept
+    return dataset
+
+
 def _unusable(trace: Trace, options: DatasetOptions) -> str | None:
     if trace.get("aborted"):
         return "the last call was aborted"

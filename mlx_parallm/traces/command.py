@@ -344,7 +344,7 @@ def _by_hand(args: Namespace, found: list[Any]) -> None:
     def show(trace: Any) -> None:
         _print(["", *(escaped(line, lines=True) for line in _conversation(trace)), ""])
 
-    order = []
+    order = None
     if args.unsure_first:
         from mlx_parallm.traces.auto_label import AutoLabeler
 

@@ -66,7 +66,7 @@ def label_by_hand(
     show: Callable[[Trace], None],
     ask: Callable[[str], None],
     *,
-    order: Iterable[Trace] = (),
+    order: Iterable[Trace] | None = None,
     redactor: Redactor | None = None,
 ) -> int:
     """Walk a person through the traces that nobody has judged; return how many they labelled.
@@ -79,7 +79,7 @@ def label_by_hand(
         ask: prints a question.
     """
     done = 0
-    for trace in order or traces:
+    for trace in traces if order is None else order:
         if any(label.name == MANUAL for label in trace.labels):
             continue
         show(trace)

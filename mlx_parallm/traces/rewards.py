@@ -148,7 +148,7 @@ def references_of(rewards: Sequence[str], directory: Path) -> list[str]:
 
 
 def add_reward_labels(traces: Sequence[Trace], rewards: Sequence[str], name: str = REWARD) -> tuple[int, int]:
-    """Label traces by the sum of reward functions; return how many were labelled, and how many left alone (None).
+    """Label traces by the weighted mean of reward functions; return how many were labelled, and how many left alone.
 
     Args:
         rewards: as in `[[environments]] rewards`: "python:file.py:f", "builtin:NAME".
@@ -168,7 +168,8 @@ async def _label_all(traces: Sequence[Trace], functions: RewardFunctions, name: 
         scores = {part: value for part, value in (parts[0] or {}).items() if value is not None}
         if not scores:
             continue
-        value = sum(functions.weights[part] * score for part, score in scores.items())
+        weights = {part: functions.weights[part] for part in scores}
+        value = sum(weights[part] * score for part, score in scores.items()) / (sum(weights.values()) or 1.0)
         trace.add_label(label_about(trace, name, value, by))
         labelled += 1
     return labelled, len(traces) - labelled

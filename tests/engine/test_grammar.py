@@ -262,17 +262,13 @@ def test_compiled_grammars_are_kept_and_bounded(tiny_tokenizer: Tokenizer) -> No
 def test_added_tokens_in_a_forced_text(tiny_tokenizer: Tokenizer) -> None:
     """Qwen's <think> and <tool_call> are not special; the library forced such tokens and then refused them."""
     source = json.loads(tiny_tokenizer.to_json() or "")
-    think = {
-        "id": tiny_tokenizer.vocab_size,
-        "content": "<think>",
-        "special": False,
-        "single_word": False,
-        "lstrip": False,
-    }
-    source["added_tokens"].append(think | {"rstrip": False, "normalized": False})
+    think = {"id": tiny_tokenizer.vocab_size, "content": "<think>"}
+    off = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
+    source["added_tokens"].append(think | off)
 
     class Thinking:
         eos_token_ids, vocab_size = tiny_tokenizer.eos_token_ids, PADDED
+        word_of = staticmethod(tiny_tokenizer.word_of)
 
         def to_json(self) -> str:
             return json.dumps(source)
@@ -281,5 +277,12 @@ def test_added_tokens_in_a_forced_text(tiny_tokenizer: Tokenizer) -> None:
     for token in tiny_tokenizer.encode("<think>ab"):
         assert allowed_tokens([matcher], PADDED)[0, token]
         assert matcher.advance(token) is None
+    source["added_tokens"].append(off | {"id": think["id"] + 1, "content": " é"})
     free = Grammars(Thinking(), PADDED).matcher(regex("(<think>|x)y"), 0, ())  # type: ignore[arg-type]
     assert allowed_tokens([free], PADDED)[0, think["id"]] and free.advance(think["id"]) is None, "it counts as its text"
+    bytes_of = Grammars(Thinking(), PADDED).matcher(regex("( é|x)y"), 0, ())  # type: ignore[arg-type]
+    assert allowed_tokens([bytes_of], PADDED)[0, think["id"] + 1], "in the alphabet of bytes"
+
+    Thinking.eos_token_ids = frozenset({think["id"]})  # an end token that is not marked as special
+    text = Grammars(Thinking(), PADDED).matcher(regex("[a-z<>]{7}y"), 0, ())  # type: ignore[arg-type]
+    assert not allowed_tokens([text], PADDED)[0, think["id"]], "it ends the answer, and is no text"

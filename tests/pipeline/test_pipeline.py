@@ -94,6 +94,8 @@ def test_one_command_from_traces_to_a_file_that_llama_cpp_answers_better_with(pl
         (["--deploy", "ollama:"], "expected ollama:NAME or a directory"),
         (["--deploy", "score.py"], "is no exported model"),
         (["--name", "a/b"], "without /"),
+        (["--name", ".."], "without /"),
+        (["--work", "."], "one lies in the other"),
         (["--epochs", "0"], "at least 1"),
         (["--reward", "score.py:missing"], "missing"),
         (["--test-fraction", "0"], "none of 120 prompts is held out"),

@@ -104,3 +104,13 @@ def test_a_directorys_digest_is_of_names_and_contents(tmp_path: Path) -> None:
     (tmp_path / "b").rename(tmp_path / "a")
     assert digest_of(tmp_path) == first
     assert digest_of(tmp_path / "nothing") == "missing"
+
+
+def test_a_directory_with_files_of_others_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "mine.txt").write_text("x")
+    with pytest.raises(CheckpointError, match="holds other files"):
+        WorkDirectory(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"train"} and (tmp_path / "train" / "mine.txt").exists()
+    for _ in range(2):  # an empty one, and its own before any stage
+        WorkDirectory(tmp_path / "new").close()

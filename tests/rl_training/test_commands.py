@@ -72,7 +72,9 @@ def test_what_may_not_change(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], dict[str, float], str]] = [
         ({}, {"seed": 3}, "only learning_rate, kl_beta, temperature can change"),
         ({}, {"learning_rate": 0.0}, "rl_training.learning_rate"),
+        ({"algorithm": "ppo"}, {"learning_rate": 1e-4}, "the value head's rate"),
         ({}, {"kl_beta": 0.1}, "has no reference"),
+        ({"kl_beta": 0.1}, {"kl_beta": 0.0}, "would lose its reference"),
         ({"kl_beta": 0.1, "kl_target": 0.05}, {"kl_beta": 0.2}, "kl_target steers"),
     ]
     for training, values, why in refused:

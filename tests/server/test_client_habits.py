@@ -114,6 +114,9 @@ def test_a_container_is_let_in_by_its_name_and_a_refusal_says_how(http):
     assert http.get("/v1/models", headers={"Host": "host.docker.internal:8000"}).status_code == 200
     other = http.get("/v1/models", headers={"Host": "nas.local"})
     assert other.status_code == 403 and "'nas.local': add its name to server.allowed_hosts" in other.text
+    own = {"Host": "host.docker.internal:8000", "Origin": "http://host.docker.internal:8000"}
+    assert http.post("/v1/completions", json={"prompt": "a"}, headers=own).status_code == 200, "its own page posts"
+    assert http.get("/v1/models", headers=own | {"Origin": "http://nas.local"}).status_code == 403
     page = http.get("/v1/models", headers={"Origin": "app://obsidian.md"})
     assert page.status_code == 403 and "server.cors_origins" in page.json()["error"]["message"]
 

@@ -11,7 +11,14 @@ from mlx_parallm.config.data import DataConfig
 from mlx_parallm.errors import ConfigError, TraceError
 from mlx_parallm.rl_training.data.rows import read_examples
 from mlx_parallm.rl_training.data.tokens import encode_all
-from mlx_parallm.traces.builders import DatasetOptions, build_dataset, score_of, write_dataset
+from mlx_parallm.traces.builders import (
+    DatasetOptions,
+    build_dataset,
+    prompt_key,
+    score_of,
+    without_prompts,
+    write_dataset,
+)
 from mlx_parallm.traces.execution import manual_label
 from mlx_parallm.traces.schema import Label, Trace, new_trace
 from mlx_parallm.traces.session import Session
@@ -173,6 +180,18 @@ def test_the_split_is_by_session_and_opening() -> None:
         later = trace("s", f"summary {fraction}", "c")
         both = build_dataset([one, later], DatasetOptions("sft", test_fraction=fraction))
         assert {len(both.train), len(both.test)} == {0, 2}
+
+
+def test_rows_whose_prompt_another_data_set_holds_out_are_not_trained_on() -> None:
+    first, second = ({"role": "user", "content": text} for text in ("first", "second"))
+    answer = {"role": "assistant", "content": "b"}
+    traces = [new_trace([prompt, answer], session_id=f"{n}", source="test") for n, prompt in enumerate((first, second))]
+    for kind in ("sft", "prompts"):
+        rows = build_dataset(traces, DatasetOptions(kind, test_fraction=0.0))
+        assert {prompt_key(row) for row in rows.train} == set(map(prompt_key, traces))
+        kept = without_prompts(rows, [prompt_key(traces[0])])
+        assert [prompt_key(row) for row in kept.train] == [prompt_key(traces[1])]
+        assert kept.left_out["its prompt is held out"] == 1
 
 
 def test_near_duplicates_go() -> None:

@@ -60,21 +60,26 @@ class SpanLog:
 
     def _write(self, event: StepFinished) -> None:
         step = event.batch.step
-        if self._step is not None:
-            MetricsFile(self._path).cut(self._step)
-            self._step = None
         with self._lock:
             groups, self._overlapping = self._overlapping, defaultdict(list)
-        lines, self._lines = self._lines, []
-        lines += [_line(name, step, times) for name in groups for times in merged(groups[name])]
+        self._lines += [_line(name, step, times) for name in groups for times in merged(groups[name])]
         sampled = Counter[int]()
         for sequence in event.batch.sequences:
             if sequence.rollout.policy_versions is not None:
                 sampled.update(compress(sequence.rollout.policy_versions, sequence.rollout.mask))
         if sampled:
-            lines.append(json.dumps({"name": "versions", "step": step, "tokens": dict(sampled)}) + "\n")
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
+            self._lines.append(json.dumps({"name": "versions", "step": step, "tokens": dict(sampled)}) + "\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what has come since the last step: after a run, its last checkpoint and evaluation."""
+        lines, self._lines = self._lines, []
+        if self._step is not None and lines:
+            MetricsFile(self._path).cut(self._step)
+            self._step = None
+        if lines:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(lines)
 
 
 def merged(times: Sequence[Times]) -> list[Times]:

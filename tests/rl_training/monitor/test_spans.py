@@ -24,9 +24,14 @@ def test_a_run_leaves_its_lanes(tmp_path: Path) -> None:
         log.add("rl.sample", (5.0, 6.0))
         log.add("rl.sample", (5.5, 7.0))
         run.loop.run()
+        log.flush()
     lines = [json.loads(text) for text in (tmp_path / SPANS_FILE).read_text().splitlines()]
     each = {"rl.wait", "rl.train", "rl.sync", "versions"}
-    for step, more in ((1, {"rl.sample"}), (2, {"rl.checkpoint"}), (3, set())):  # the last one is saved after its line
+    for step, more in (
+        (1, {"rl.sample"}),
+        (2, {"rl.checkpoint"}),
+        (3, {"rl.checkpoint"}),
+    ):
         assert {line["name"] for line in lines if line["step"] == step} == each | more
     assert [line for line in lines if line["name"] == "rl.sample"] == [
         {"name": "rl.sample", "step": 1, "begin": 5.0, "end": 7.0}
