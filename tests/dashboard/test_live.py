@@ -142,7 +142,7 @@ def test_the_page_talks_to_the_policy_and_trains_it(tmp_path: Path, opened: Open
             page.locator(".answer").nth(number).locator(f"button:text-is('{mark}')").click()
         page.click("button:text-is('Send rewards')")
         page.click("[role=status] a")
-        page.wait_for_selector(".answer >> nth=3")
+        page.wait_for_selector(".answer .reward >> nth=3")
         assert sorted(page.locator(".answer .reward").all_inner_texts()) == ["0", "0", "1", "1"]
         page.wait_for_selector(".count:text-matches('^1 ')")
         assert [line["reward_mean"] for line in metrics(run)] == [0.5]

@@ -43,6 +43,7 @@ def steps_of_reward(page: Any) -> list[int]:
     """The steps in the table behind the first chart, oldest first."""
     if page.locator(".chart table").count() == 0:
         page.locator(".chart button").first.click()
+        page.wait_for_selector(".chart tbody td")
     return [int(cell) for cell in page.locator(".chart").first.locator("tbody td:first-child").all_inner_texts()][::-1]
 
 

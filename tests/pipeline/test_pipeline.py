@@ -58,7 +58,9 @@ def command(*more: str) -> list[str]:
 
 @needs_llama
 @pytest.mark.slow
-def test_one_command_from_traces_to_a_file_that_llama_cpp_answers_better_with(place: Path) -> None:
+def test_one_command_from_traces_to_a_file_that_llama_cpp_answers_better_with(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [sys.executable, "-m", "mlx_parallm", *command()]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
     run = place / "work" / "train" / "run"
@@ -83,8 +85,8 @@ def test_one_command_from_traces_to_a_file_that_llama_cpp_answers_better_with(pl
     page = (place / "work" / REPORT_FILE).read_text()
     assert "<polyline" in page and "http" not in page.replace("https://", "http://").split("<details>")[0]
 
-    again = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert again.stdout.count("unchanged, skipped") == len(STAGES)
+    assert main(command()) == 0
+    assert capsys.readouterr().out.count("unchanged, skipped") == len(STAGES)
 
 
 @pytest.mark.parametrize(
