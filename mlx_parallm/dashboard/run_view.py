@@ -57,6 +57,7 @@ LONGEST_DIFF = 4000
 """Characters of a text that is compared word by word."""
 NEAR_BYTES, NEAR_LINES = 32 << 10, 100
 """How far from its place a line of spans.jsonl may lie: an evaluation ends in a later step."""
+NO_STEP = 1 << 62
 MARK_KEY = "rolled_back_to"
 
 
@@ -551,6 +552,14 @@ def word_diff(before: str, after: str) -> list[tuple[str, str]]:
     return parts
 
 
+def _step_of(text: bytes) -> int:
+    """The step of a line; NO_STEP: it is damaged, or not whole."""
+    try:
+        return int(json.loads(text)["step"])
+    except (ValueError, KeyError, TypeError):
+        return NO_STEP
+
+
 def _of_steps(path: Path, first: int, last: int) -> Iterator[dict[str, Any]]:
     """Yield the lines of these steps from a file in which steps rise, but for an evaluation's few: by halves to the
     first one, from a little before it."""
@@ -561,7 +570,7 @@ def _of_steps(path: Path, first: int, last: int) -> Iterator[dict[str, Any]]:
             file.seek(middle)
             file.readline()
             text = file.readline()
-            low, high = (middle, high) if text.endswith(b"\n") and json.loads(text)["step"] < first else (low, middle)
+            low, high = (middle, high) if _step_of(text) < first else (low, middle)
         file.seek(max(0, low - NEAR_BYTES))
         if file.tell():
             file.readline()
@@ -569,10 +578,10 @@ def _of_steps(path: Path, first: int, last: int) -> Iterator[dict[str, Any]]:
         for text in file:
             if not text.endswith(b"\n") or beyond > NEAR_LINES:
                 return
-            line = json.loads(text)
-            if first <= line["step"] <= last:
-                yield line
-            beyond += line["step"] > last
+            step = _step_of(text)
+            if first <= step <= last:
+                yield json.loads(text)
+            beyond += last < step < NO_STEP
 
 
 def _cut(text: str | None, most: int) -> str | None:

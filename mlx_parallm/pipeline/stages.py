@@ -9,6 +9,7 @@ afterwards, and a crash in it is that stage's alone.
 import json
 import math
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -121,7 +122,7 @@ class Stages:
             PipelineStage("export", "export and verify", self._about_export, self._export, ("gguf",)),
         ]
         if self.options.deploy is not None:
-            stages.append(PipelineStage("deploy", "deploy", self._about_deployment, self._deploy))
+            stages.append(PipelineStage("deploy", "deploy", self._about_deployment, self._deploy, self._deployed))
         return stages
 
     # ------------------------------------------------------------------ traces
@@ -369,13 +370,24 @@ class Stages:
         found = _compared(_results(self._file("baseline", "answers")), results)
         return {**result, "what": "the file's answers in llama.cpp", **found}
 
+    @property
+    def _in_ollama(self) -> bool:
+        return (self.options.deploy or "").startswith(OLLAMA)
+
+    @property
+    def _deployed(self) -> tuple[str, ...]:
+        """Files by which a deployment is known to be as it was; what Ollama has is its own matter."""
+        return () if self._in_ollama else (str(self.options.deploy),)
+
     def _about_deployment(self) -> Any:
-        return [self._file("export", "gguf"), self.options.deploy, self.options.ollama_url, self.options.even_if_worse]
+        once_more = time.time() if self._in_ollama else None  # a model may have been removed there: always deployed
+        target = [self.options.deploy, self.options.ollama_url, once_more]
+        return [self._file("export", "gguf"), target, self.options.even_if_worse]
 
     def _deploy(self, directory: Path) -> Json:
         target, gguf = self.options.deploy, self._file("export", "gguf")
         assert target is not None
-        if target.startswith(OLLAMA):
+        if self._in_ollama:
             name = target.removeprefix(OLLAMA)
             with closing(OllamaDeployer(self.options.ollama_url)) as deployer:
                 deploy_directory(deployer, gguf, name)

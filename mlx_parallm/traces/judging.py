@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mlx_parallm.errors import RolloutRejectedError
 from mlx_parallm.rewards.base import UNSCORED
 from mlx_parallm.rewards.judge import JudgeReply, ModelJudge
 from mlx_parallm.traces.rewards import label_about, opening_of, trajectory_of
@@ -39,7 +40,9 @@ class JudgeCost:
 def add_judge_labels(traces: Sequence[Trace], judge: ModelJudge, by: str, *, relative: bool = False) -> JudgeCost:
     """Label traces 0 to 1 by a judge. `by`: who it is; `relative`: compare the runs of one prompt.
 
-    Raises EndpointError: it refuses; RolloutRejectedError: it answers nothing.
+    One that it does not answer stays as it is: the labels of the others are paid for.
+
+    Raises EndpointError: it refuses; RolloutRejectedError: it answers nothing at all.
     """
     return asyncio.run(_label(traces, judge, f"judge:{by}", relative))
 
@@ -52,7 +55,7 @@ async def _label(traces: Sequence[Trace], judge: ModelJudge, by: str, relative: 
 
     async def one(group: list[Trace]) -> None:
         async with room:
-            await (_compare if relative else _score)(group, judge, by, counts)
+            await (_compare(group, judge, by, counts) if relative else _score(group, judge, by, counts, len(groups)))
 
     try:
         await asyncio.gather(*map(one, groups.values()))
@@ -62,13 +65,18 @@ async def _label(traces: Sequence[Trace], judge: ModelJudge, by: str, relative: 
     return JudgeCost(*(counts[name] for name in names))
 
 
-async def _score(group: list[Trace], judge: ModelJudge, by: str, counts: Counter[str]) -> None:
+async def _score(group: list[Trace], judge: ModelJudge, by: str, counts: Counter[str], all_of_them: int) -> None:
     [trace] = group
 
     def note(name: str, value: float) -> None:
         counts[name.removeprefix("judge/")] += int(value)
 
-    [score] = await judge([opening_of(trace)], [trajectory_of(trace).text], note)
+    try:
+        [score] = await judge([opening_of(trace)], [trajectory_of(trace).text], note)
+    except RolloutRejectedError:
+        if not counts["labelled"] and counts["unread"] + 1 == all_of_them:
+            raise
+        score = None
     if score is None or score == UNSCORED:
         counts["unread"] += 1
         return

@@ -26,6 +26,7 @@ def daemon(config: Path) -> Daemon:
     return Daemon("mlx_parallm_train", "--config", str(config), *(f"--set={entry}" for entry in given), port=port)
 
 
+@pytest.mark.long
 def test_dpo_learns_what_depends_on_the_prompt_and_serves_it(tmp_path: Path) -> None:
     config = write_run(tmp_path, "dpo", seed=0, steps=12)
     run = tmp_path / "checkpoints" / "run"

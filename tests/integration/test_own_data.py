@@ -44,6 +44,7 @@ def command(own: Path, *rewards: str, steps: int) -> Daemon:
     return Daemon("mlx_parallm_train", *flags, *(f"--set={entry}" for entry in sets), port=0)
 
 
+@pytest.mark.long
 def test_model_data_and_reward_are_all_that_is_needed(own: Path) -> None:
     with command(own, "correct", "tidy", steps=16) as daemon:
         assert daemon.wait() == 0, daemon.output

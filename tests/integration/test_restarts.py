@@ -44,6 +44,7 @@ def ready(url: str) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_an_abort_in_mid_step_costs_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=9, interval=3)
     run = tmp_path / "checkpoints" / "run"

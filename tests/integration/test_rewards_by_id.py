@@ -24,6 +24,7 @@ def train(tmp_path: Path, **settings: object) -> Daemon:
     return Daemon("mlx_parallm_train", "--config", str(EXAMPLE / "letters.toml"), *flags, port=port)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_eight_lines_of_the_openai_client_train_the_model(tmp_path: Path) -> None:
     with train(tmp_path, **{"rl_training.total_steps": 18}) as daemon:

@@ -104,6 +104,7 @@ def test_kill_9_then_two_resumes_write_the_same_metrics(tmp_path: Path) -> None:
     assert results[0] == results[1]
 
 
+@pytest.mark.long
 def test_a_run_killed_before_its_first_checkpoint_starts_over_with_its_groups(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=500, interval=400)
     run, copied = tmp_path / "checkpoints" / "run", tmp_path / "copy" / "run"

@@ -99,6 +99,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     thread.stop()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_changes_while_eight_streams_run(served: Served) -> None:
     """Two of the streams are under an adapter that is unloaded, and another given its name, before they have ended."""

@@ -69,9 +69,13 @@ def test_a_stream_adds_up_to_the_whole_answer(client, stream_options):
         assert "".join(part.text for part in mine) == choice.text
         assert flat(part.token_ids for part in mine) == choice.token_ids
         assert mine[0].prompt_token_ids == choice.prompt_token_ids
-        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            streamed = flat(getattr(part.logprobs, key) for part in mine)
-            assert streamed == getattr(choice.logprobs, key)
+        for key in ("tokens", "text_offset"):
+            assert flat(getattr(part.logprobs, key) for part in mine) == getattr(choice.logprobs, key)
+        # The two prompts may meet in another batch than before, and float32 sums are then rounded otherwise.
+        for key in ("token_logprobs", "top_logprobs"):
+            streamed, told = flat(getattr(part.logprobs, key) for part in mine), getattr(choice.logprobs, key)
+            assert len(streamed) == len(told)
+            assert all(one == pytest.approx(other, abs=1e-4) for one, other in zip(streamed, told, strict=True))
         assert [part.finish_reason for part in mine][-1] == choice.finish_reason
         assert mine[-1].weight_versions == choice.weight_versions
     assert {chunk.id for chunk in chunks} == {chunks[0].id}

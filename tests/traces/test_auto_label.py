@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.cli.table import main
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, RolloutRejectedError
 from mlx_parallm.rewards.judge import judge
 from mlx_parallm.traces.auto_label import AutoLabeler
 from mlx_parallm.traces.execution import ExecutionTrace, ToolCallTrace
@@ -61,6 +61,19 @@ def test_a_judge_that_takes_the_first_answer_labels_nothing() -> None:
         cost = add_judge_labels(traces, judge(judge=url, model="m", mode="rank"), "m", relative=True)
     assert values(traces) == [[], []] and cost.disagreed == 2
     assert "2 left alone because two orders disagreed" in cost.line()
+
+
+def test_an_answer_that_does_not_come_costs_no_other_label() -> None:
+    def score(path: str, body: Any) -> Reply:
+        fails = "\n30\n" in body["messages"][0]["content"]
+        return (500, {}, {"error": {"message": "overloaded"}}) if fails else reply("Score: 8")
+
+    with scripted_http(score) as (url, _):
+        traces = answers("10", "30")
+        cost = add_judge_labels(traces, judge(judge=url, model="m", retries=0), "m")
+        assert values(traces) == [[0.8], []] and cost.unread == 1
+        with pytest.raises(RolloutRejectedError):
+            add_judge_labels(answers("30"), judge(judge=url, model="m", retries=0), "m")
 
 
 def test_a_judge_scores_each_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
 
+from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.events import RunEvents, SpanEnded, StepFinished
 from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.system.log import get_logger
 
 SPANS_FILE = "spans.jsonl"
 NAMES = {
@@ -30,6 +32,7 @@ MOST_PARTS = 16
 """Of one lane of one step: the shortest pauses in it are filled until there are so few."""
 
 Times = tuple[float, float]  # begin, end
+log = get_logger("train")
 
 
 class SpanLog:
@@ -75,7 +78,11 @@ class SpanLog:
         """Write what has come since the last step: after a run, its last checkpoint and evaluation."""
         lines, self._lines = self._lines, []
         if self._step is not None and lines:
-            MetricsFile(self._path).cut(self._step)
+            try:
+                MetricsFile(self._path).cut(self._step)
+            except CheckpointError as error:  # of a run that lost power: what was before is of little worth
+                log.warning("spans of earlier steps are set aside", reason=str(error))
+                self._path.replace(self._path.with_suffix(".damaged"))
             self._step = None
         if lines:
             with self._path.open("a", encoding="utf-8") as file:

@@ -32,6 +32,7 @@ def specification(tmp_path: Path) -> list[str]:
     return flags + [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
 
 
+@pytest.mark.long
 def test_the_specifications_configuration_trains_from_an_http_environment(
     tmp_path: Path, specification: list[str]
 ) -> None:

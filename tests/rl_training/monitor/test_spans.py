@@ -48,3 +48,12 @@ def test_a_run_leaves_its_lanes(tmp_path: Path) -> None:
         run.loop.run()
     steps = {json.loads(text)["step"] for text in (tmp_path / SPANS_FILE).read_text().splitlines()}
     assert steps == {1}, "what came after the checkpoint is made again"
+
+    with (tmp_path / SPANS_FILE).open("a") as file:
+        file.write('{"name": "rl.tr\n')
+    after = SpanLog(tmp_path, step=1)
+    with running(tmp_path / "third", total_steps=1) as run:
+        after.subscribe(run.stream)
+        run.loop.run()
+    assert {json.loads(text)["step"] for text in (tmp_path / SPANS_FILE).read_text().splitlines()} == {1}
+    assert (tmp_path / "spans.damaged").exists(), "a damaged line costs what was before it, and not the run"
