@@ -41,9 +41,10 @@ VIEWS = {
 
 def steps_of_reward(page: Any) -> list[int]:
     """The steps in the table behind the first chart, oldest first."""
-    if page.locator(".chart table").count() == 0:
-        page.locator(".chart button").first.click()
-        page.wait_for_selector(".chart tbody td")
+    first = page.locator(".chart").first
+    if first.locator("table").count() == 0:
+        first.locator("button").first.click()
+    first.locator("tbody td").first.wait_for()
     return [int(cell) for cell in page.locator(".chart").first.locator("tbody td:first-child").all_inner_texts()][::-1]
 
 

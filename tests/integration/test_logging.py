@@ -86,6 +86,7 @@ def assert_no_secret(directory: Path, output: str) -> None:
             assert not [secret for secret in secrets if secret.encode() in content], file
 
 
+@pytest.mark.long
 def test_a_run_and_its_resume_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
     pytest.importorskip("tensorboardX", reason="the extra `tensorboard` is not installed")

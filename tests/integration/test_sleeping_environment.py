@@ -10,6 +10,7 @@ pytestmark = pytest.mark.slow
 SLEEPING = Path(__file__).parents[2] / "scripts" / "bench" / "sleeping_environment.py"
 
 
+@pytest.mark.long
 def test_a_run_goes_on_without_an_environment_that_sleeps(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=3)
     entry = f'[[environments]]\nkind = "python:{SLEEPING}:Sleeping"\nname = "awaits"\ngroup_size = 8\n'

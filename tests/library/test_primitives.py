@@ -75,6 +75,7 @@ def test_the_three_lists_of_names_agree() -> None:
     assert set(primitives.__all__) <= set(typed)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_first_example_of_the_specification_runs_as_it_is_printed() -> None:
     model = str(Path(mlx_parallm.__file__).parent / "assets" / "tiny")

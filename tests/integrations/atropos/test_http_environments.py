@@ -85,6 +85,7 @@ def trained_groups(line: dict[str, Any], environment: str) -> float:
     return float(line["environments"].get(environment, {}).get("trained_groups", 0))
 
 
+@pytest.mark.long
 def test_an_environment_over_http_leaves_and_comes_back_beside_in_process_ones(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=100_000, interval=100_000)
     run = tmp_path / "checkpoints" / "run"
