@@ -53,7 +53,8 @@ def test_curves_follow_the_run_and_a_click_opens_the_step(tmp_path: Path, open_p
     with served([run]) as address:
         page = open_page(f"{address}/dashboard")
         page.wait_for_selector(".chart canvas")
-        assert page.locator("h1").inner_text() == "my-run" and page.locator(".badge").inner_text() == "stopped"
+        page.wait_for_selector("h1:text-is('my-run')")
+        page.wait_for_selector(".badge:text-is('stopped')")
         assert steps_of_reward(page) == [1, 2, 3]
         for step in range(4, 9):
             written = time.monotonic()

@@ -30,10 +30,8 @@ ALLOWED = {
 }
 
 
-AGAIN = {  # another way into a diagnosis that an earlier one has
-    *("rewards by prompt", "all right in the end", "rate 1e-9, bfloat16", "only old groups", "only other tokenizer"),
-    *("one late group", "sends nothing"),
-}
+AGAIN = {"rate 1e-9, bfloat16", "only old groups", "only other tokenizer", "one late group", "sends nothing"}
+"""Another way into a diagnosis that one before it has."""
 NAMES = [pytest.param(name, marks=pytest.mark.long) if name in AGAIN else name for name in PROVOCATIONS]
 
 

@@ -50,7 +50,7 @@ def test_a_run_leaves_its_lanes(tmp_path: Path) -> None:
     assert steps == {1}, "what came after the checkpoint is made again"
 
     with (tmp_path / SPANS_FILE).open("a") as file:
-        file.write('{"name": "rl.tr\n')
+        file.write('{"name": "rl.tr\n{"name": "rl.train", "step": 1, "begin": 1, "end": 2}\n')
     after = SpanLog(tmp_path, step=1)
     with running(tmp_path / "third", total_steps=1) as run:
         after.subscribe(run.stream)
