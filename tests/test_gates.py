@@ -36,15 +36,15 @@ LINES: dict[str, int] = {
     "losses": 860,
     "models": 3450,
     "orchestrator": 1920,
-    "pipeline": 1400,
+    "pipeline": 1410,
     "primitives": 160,
     "rewards": 2070,
-    "rl_training": 11160,
+    "rl_training": 11210,
     "rollout_store": 1280,
     "server": 4170,
     "system": 1150,
     "tools": 2810,
-    "traces": 5300,
+    "traces": 5310,
     "trl": 1250,
 }
 

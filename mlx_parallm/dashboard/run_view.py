@@ -4,7 +4,6 @@ Metrics are kept as columns of numbers, and only new lines of the file are read.
 the file is another one after a rollback or a resume has cut it, and then the page gets everything again.
 """
 
-import json
 import math
 import re
 import time
@@ -30,7 +29,7 @@ from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.display import headline, trained_tokens_per_s
 from mlx_parallm.rl_training.monitor.explain import explain
 from mlx_parallm.rl_training.monitor.report import reward_of
-from mlx_parallm.rl_training.monitor.spans import SPANS_FILE
+from mlx_parallm.rl_training.monitor.spans import SPANS_FILE, lines_of_steps
 from mlx_parallm.rl_training.monitor.tokens import read_tokens
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory
 from mlx_parallm.system.redaction import Redactor
@@ -55,9 +54,6 @@ MOST_SPANS = 3000
 MOST_PROBLEMS, MOST_EVALUATIONS = 1000, 200
 LONGEST_DIFF = 4000
 """Characters of a text that is compared word by word."""
-NEAR_BYTES, NEAR_LINES = 32 << 10, 100
-"""How far from its place a line of spans.jsonl may lie: an evaluation ends in a later step."""
-NO_STEP = 1 << 62
 MARK_KEY = "rolled_back_to"
 
 
@@ -310,7 +306,7 @@ class RunView:
         if not path.is_file():
             return {"spans": [], "tokens": {}}
         spans, tokens = list[list[Any]](), dict[str, dict[str, int]]()
-        for line in _of_steps(path, first, last):
+        for line in lines_of_steps(path, first, last):
             if line["name"] == "versions":
                 tokens[str(line["step"])] = line["tokens"]
             elif len(spans) < MOST_SPANS:
@@ -550,38 +546,6 @@ def word_diff(before: str, after: str) -> list[tuple[str, str]]:
             continue
         parts += [(name, "".join(words)) for name, words in (("gone", was[a:b]), ("new", now[c:d])) if words]
     return parts
-
-
-def _step_of(text: bytes) -> int:
-    """The step of a line; NO_STEP: it is damaged, or not whole."""
-    try:
-        return int(json.loads(text)["step"])
-    except (ValueError, KeyError, TypeError):
-        return NO_STEP
-
-
-def _of_steps(path: Path, first: int, last: int) -> Iterator[dict[str, Any]]:
-    """Yield the lines of these steps from a file in which steps rise, but for an evaluation's few: by halves to the
-    first one, from a little before it."""
-    with path.open("rb") as file:
-        low, high = 0, file.seek(0, 2)
-        while high - low > NEAR_BYTES:
-            middle = (low + high) // 2
-            file.seek(middle)
-            file.readline()
-            text = file.readline()
-            low, high = (middle, high) if _step_of(text) < first else (low, middle)
-        file.seek(max(0, low - NEAR_BYTES))
-        if file.tell():
-            file.readline()
-        beyond = 0
-        for text in file:
-            if not text.endswith(b"\n") or beyond > NEAR_LINES:
-                return
-            step = _step_of(text)
-            if first <= step <= last:
-                yield json.loads(text)
-            beyond += last < step < NO_STEP
 
 
 def _cut(text: str | None, most: int) -> str | None:

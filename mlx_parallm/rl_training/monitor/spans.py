@@ -11,9 +11,10 @@ Nothing needs this file: a failure here costs one warning (`RunEvents.emit`) and
 import json
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.events import RunEvents, SpanEnded, StepFinished
@@ -30,6 +31,10 @@ NAMES = {
 }
 MOST_PARTS = 16
 """Of one lane of one step: the shortest pauses in it are filled until there are so few."""
+
+NEAR_BYTES, NEAR_LINES = 32 << 10, 100
+"""How far from its place a line of spans.jsonl may lie: an evaluation ends in a later step."""
+NO_STEP = 1 << 62
 
 Times = tuple[float, float]  # begin, end
 log = get_logger("train")
@@ -113,3 +118,35 @@ def merged(times: Sequence[Times]) -> list[Times]:
 def _line(name: str, step: int, times: Times) -> str:
     begin, end = (round(time, 4) for time in times)
     return json.dumps({"name": name, "step": step, "begin": begin, "end": end}) + "\n"
+
+
+def _step_of(text: bytes) -> int:
+    """The step of a line; NO_STEP: it is damaged, or not whole."""
+    try:
+        return int(json.loads(text)["step"])
+    except (ValueError, KeyError, TypeError):
+        return NO_STEP
+
+
+def lines_of_steps(path: Path, first: int, last: int) -> Iterator[dict[str, Any]]:
+    """Yield the lines of these steps from a file in which steps rise, but for an evaluation's few: by halves to the
+    first one, from a little before it."""
+    with path.open("rb") as file:
+        low, high = 0, file.seek(0, 2)
+        while high - low > NEAR_BYTES:
+            middle = (low + high) // 2
+            file.seek(middle)
+            file.readline()
+            text = file.readline()
+            low, high = (middle, high) if _step_of(text) < first else (low, middle)
+        file.seek(max(0, low - NEAR_BYTES))
+        if file.tell():
+            file.readline()
+        beyond = 0
+        for text in file:
+            if not text.endswith(b"\n") or beyond > NEAR_LINES:
+                return
+            step = _step_of(text)
+            if first <= step <= last:
+                yield json.loads(text)
+            beyond += last < step < NO_STEP
