@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from mlx_parallm.execution.user_code import is_reference
 
 HUB_PREFIX = "hf:"
+PASS_RATE = "pass_rate"
+"""Column of a data set: the share of answers to a prompt that are right."""
 Method = Literal["absolute", "relative", "pareto"]
 
 
@@ -69,6 +71,12 @@ class EnvironmentConfig(Section):
     prompt_format: Literal["chat", "text"] = "chat"
     """A prompt that is a string becomes one user message (chat), or goes to the model as it is (text); for every kind
     but "tasks" and "reasoning_gym"."""
+    curriculum: Literal["none", "easy_first", "weighted"] = "none"
+    """dataset: order of the training rows: a new one each epoch (none), rows of a high pass rate first (easy_first), or
+    rows drawn by their pass rate p with the weight p (1 - p) (weighted)."""
+    pass_rates: str | None = None
+    """dataset: what `curriculum` goes by: the directory that `mlx_parallm eval --output` wrote for the same rows;
+    default: the rows' own column `pass_rate`."""
     answer_column: str = "answer"
     """dataset: column shown as the expected answer in reports, where there is one."""
     rewards: tuple[str, ...] = ()
@@ -116,6 +124,8 @@ class EnvironmentConfig(Section):
             raise ValueError('prompt_format = "text" has no system prompt: write it into prompt_template')
         if self.heldout_data is not None and self.heldout_split is not None:
             raise ValueError("heldout_data and heldout_split contradict each other: set one of them")
+        if self.pass_rates is not None and self.curriculum == "none":
+            raise ValueError('pass_rates needs curriculum = "easy_first" or "weighted"')
         if self.options:
             raise ValueError(f'kind = "dataset" takes no options (got {", ".join(self.options)})')
         return self
@@ -134,7 +144,7 @@ def unique_names(environments: Sequence[EnvironmentConfig]) -> list[str]:
 NAMED_KINDS = ("tasks", "reasoning_gym")
 DATASET_KEYS = (
     *("data", "data_subset", "data_split", "heldout_data", "heldout_split", "heldout_fraction", "prompt_column"),
-    *("prompt_template", "answer_column"),
+    *("prompt_template", "curriculum", "pass_rates", "answer_column"),
 )
 SCORING_KEYS = ("prompt_format", "rewards", "reward_weights", "reward_method", "reward_options")
 

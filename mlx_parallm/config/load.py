@@ -35,6 +35,7 @@ API_KEY_VARIABLE = "MLX_PARALLM_API_KEY"
 GPU_PREFILL_CHUNK = 2048  # mlx-lm's own step on a GPU; on a CPU it would hold up decoding
 METAL_EVAL_MS = 1000  # macOS kills GPU work that takes seconds while a display is on (ml-explore/mlx#3267)
 TOKENS_PER_GIB = 1024  # of a micro-batch: a guard for small machines, far below what the memory holds
+PATHS = ("data", "heldout_data", "pass_rates", "path", "eval_path")  # keys of files
 _LIKE_A_FILE = re.compile(r"[^\s:]{1,200}\.(jsonl|json|csv|txt|py|toml)")
 
 
@@ -238,9 +239,9 @@ def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
     for section in [data.get("rl_training"), data.get("data"), *_environments(data)]:
         if not isinstance(section, dict):
             continue
-        for key in ("advantage", "loss", "kind", "data", "heldout_data", "path", "eval_path"):
+        for key in ("advantage", "loss", "kind", *PATHS):
             value = section.get(key)
-            is_path = key in ("data", "heldout_data", "path", "eval_path") and not str(value).startswith(HUB_PREFIX)
+            is_path = key in PATHS and not str(value).startswith(HUB_PREFIX)
             if isinstance(value, str) and (is_path or is_reference(value)):
                 section[key] = absolute(value, directories)
         if isinstance(section.get("rewards"), list):

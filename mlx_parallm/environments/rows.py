@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig
+from mlx_parallm.config.environment import HUB_PREFIX, PASS_RATE, EnvironmentConfig
 from mlx_parallm.environments.base import Split
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import is_reference, load, user_code
@@ -29,6 +29,7 @@ log = get_logger("environments")
 INSTALL = "pip install 'mlx-parallm[datasets]'"
 PROMPT_COLUMNS = ("prompt", "messages")
 TASKS_HELDOUT = 0.1  # share of an environment's tasks
+LEAST_WEIGHT = 0.02  # of rows that were always or never solved; the most is 0.25. The policy changes as it learns
 
 Prompt = str | list[dict[str, Any]]
 TaskData = str | Path | Sequence[Mapping[str, Any]]
@@ -40,6 +41,7 @@ class DataRow:
     prompt: Any  # a Prompt; of a task, the value of the column that every row needs
     columns: Mapping[str, Any]  # every column of the data set; None where the row has none
     key: str  # hash of the prompt
+    pass_rate: float | None = None  # mean reward of its answers, 0 to 1; None: not measured
 
 
 class Keyed(Protocol):
@@ -50,18 +52,25 @@ class Keyed(Protocol):
 K = TypeVar("K", bound=Keyed)
 
 
+Arrange = Callable[[list[int], random.Random], list[int]]
+"""(all training rows' numbers, shuffled; the epoch's source of chance) → which row is at which place of an epoch."""
+
+
 class SplitRows(Generic[K]):
     """Training rows come in a new order each epoch; held-out rows stay in theirs.
 
     Args:
         seed: of the orders.
         what: begins the error of an empty split.
+        arrange: changes the order of an epoch.
     """
 
-    def __init__(self, train: Sequence[K], heldout: Sequence[K], *, seed: str, what: str) -> None:
+    def __init__(
+        self, train: Sequence[K], heldout: Sequence[K], *, seed: str, what: str, arrange: Arrange | None = None
+    ) -> None:
         self.train, self.heldout = tuple(train), tuple(heldout)
-        self._seed, self._what = seed, what
-        self._order = functools.lru_cache(maxsize=2)(self._shuffled)  # groups of two epochs may be in flight
+        self._seed, self._what, self._arrange = seed, what, arrange
+        self._order = functools.lru_cache(maxsize=2)(self._ordered)  # groups of two epochs may be in flight
 
     def row(self, index: int, split: Split) -> K:
         """Row `index` of a split; the training rows' epoch is index // rows. Raises ConfigError: an empty split."""
@@ -71,10 +80,10 @@ class SplitRows(Generic[K]):
         epoch, position = divmod(index, len(rows))
         return rows[self._order(epoch)[position] if split == "train" else position]
 
-    def _shuffled(self, epoch: int) -> list[int]:
-        order = list(range(len(self.train)))
-        random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
+    def _ordered(self, epoch: int) -> list[int]:
+        order, source = list(range(len(self.train))), random.Random(f"{self._seed}/{epoch}")
+        source.shuffle(order)
+        return order if self._arrange is None else self._arrange(order, source)
 
 
 def read_prompts(config: EnvironmentConfig, *, seed: int) -> SplitRows[DataRow]:
@@ -87,7 +96,43 @@ def read_prompts(config: EnvironmentConfig, *, seed: int) -> SplitRows[DataRow]:
         fraction=config.heldout_fraction,
         key="environments",
     )
-    return SplitRows(train, heldout, seed=f"{config.name}/{seed}", what=f"environments: {data}")
+    arrange = _curriculum(config, train) if config.curriculum != "none" else None
+    return SplitRows(train, heldout, seed=f"{config.name}/{seed}", what=f"environments: {data}", arrange=arrange)
+
+
+def _curriculum(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
+    """Return the order of an epoch by pass rates. Rows without one come last, or weigh as much as a row can.
+
+    A group of answers to a prompt with pass rate p has a reward variance of p (1 - p); where it is 0, GRPO's advantages
+    are 0. Raises ConfigError: no row has a pass rate.
+    """
+    measured = [row.pass_rate for row in rows] if config.pass_rates is None else _rates_of(config.pass_rates, rows)
+    if all(rate is None for rate in measured):
+        where = f"{config.data} has no column {PASS_RATE!r}" if config.pass_rates is None else "none is of its prompts"
+        raise ConfigError(
+            f'environments: curriculum = "{config.curriculum}" needs pass rates, but {where}: measure them with'
+            " `mlx_parallm eval --output DIR` on these rows (heldout_fraction = 1) and set pass_rates = DIR"
+        )
+    if config.curriculum == "easy_first":
+        return lambda order, source: sorted(order, key=lambda at: -1.0 if (p := measured[at]) is None else p, reverse=True)
+    weights = [0.25 if p is None else max(p * (1 - p), LEAST_WEIGHT) for p in measured]
+    return lambda order, source: source.choices(order, [weights[at] for at in order], k=len(order))
+
+
+def _rates_of(results: str, rows: Sequence[DataRow]) -> list[float | None]:
+    """The mean reward of the rows' prompts, by an evaluation: of its sampled answers, else of the greedy one."""
+    file = Path(results).expanduser()
+    file = file / "results.json" if file.is_dir() else file
+    try:
+        environments = json.loads(file.read_text(encoding="utf-8"))["environments"].values()
+        problems = [problem for environment in environments for problem in environment["problems"]]
+        answers = {p["key"].rpartition(":")[2]: p["sampled"] or [p["greedy"]] for p in problems}
+        rates = {key: sum(map(float, rewards)) / len(rewards) for key, rewards in answers.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"environments: pass_rates = {results!r}: these are no results of `mlx_parallm eval` ({error})"
+        ) from error
+    return [None if (rate := rates.get(row.key)) is None else min(max(rate, 0.0), 1.0) for row in rows]
 
 
 def common_columns(rows: SplitRows[DataRow]) -> tuple[str, ...]:
@@ -254,8 +299,18 @@ def _read_prompts(config: EnvironmentConfig, data: str, split: str) -> list[Data
             prompt = _from_column(entry, column, where)
         if isinstance(prompt, list):
             _check_messages(prompt, config, where)
-        rows.append(DataRow(prompt, {name: entry.get(name) for name in columns}, prompt_key(prompt)))
+        rate = _pass_rate(entry, where) if config.curriculum != "none" and config.pass_rates is None else None
+        rows.append(DataRow(prompt, {name: entry.get(name) for name in columns}, prompt_key(prompt), rate))
     return rows
+
+
+def _pass_rate(entry: Mapping[str, Any], where: str) -> float | None:
+    rate = entry.get(PASS_RATE)
+    if rate is None:
+        return None
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+        raise ConfigError(f"environments: {where}: column {PASS_RATE!r} is {rate!r}; expected a number from 0 to 1")
+    return float(rate)
 
 
 def _prompt_column(config: EnvironmentConfig, columns: Sequence[str], data: str) -> str:

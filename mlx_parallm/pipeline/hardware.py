@@ -207,9 +207,12 @@ def parameters_of(model: str) -> int | None:
 
 def _numbers_in(file: Path) -> int:
     """The numbers of all tensors of a safetensors file, from its header: 8 bytes of length, then JSON."""
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    try:
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} is no file of weights: {error}") from error
 
 
 def _fitting(*, backend: str, memory_gb: float, **machine: Any) -> HardwareConfig:

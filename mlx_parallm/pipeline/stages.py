@@ -183,7 +183,7 @@ class Stages:
                 " base: record more traces, or set a larger --test-fraction"
             )
         write_dataset(problems, directory / "problems")
-        rows = without_prompts(build_dataset(found, self._dataset_options(kind)), map(prompt_key, problems.test))
+        rows = without_prompts(build_dataset(found, self._dataset_options(kind)), problems.test)
         card = write_dataset(rows, directory / "rows")
         if not card["rows"]["train"]:
             raise StageFailedError("dataset: all rows are held out: record more traces, or a smaller --test-fraction")
@@ -202,7 +202,7 @@ class Stages:
     def _settings(self) -> list[str]:
         """KEY=VALUE over the configuration that `train --model --data --reward` would take."""
         rows, method = self._file("dataset", "rows"), self.options.method
-        plain = self._config_of(())
+        plain = self._config_of(self.options.settings)
         longest = plain.rl_training.atropos.max_token_length if method == "grpo" else plain.data.max_length
         values: Json = {
             "rl_training.run_name": RUN,
@@ -225,8 +225,9 @@ class Stages:
             values["rl_training.total_steps"] = epochs * math.ceil(count / plain.rl_training.batch_size)
         return [f"{key}={_toml(value)}" for key, value in values.items()] + list(self.options.settings)
 
-    @cached_property
+    @property
     def _text(self) -> str:
+        """The configuration. A model of the hub is asked for its size, so it may change when the model has come."""
         rows = str(self._file("dataset", "rows") / "train.jsonl")
         algorithm = None if self.options.method == "grpo" else self.options.method
         return dataset_toml(self.options.base_model, rows, () if algorithm else self._rewards, algorithm)
@@ -236,7 +237,8 @@ class Stages:
 
     def _about_training(self) -> Any:
         rows = self._file("dataset", "rows")
-        return [self._text, self._settings(), rows, list(map(_code_of, self._rewards)), self._base]
+        files = [Path(value) for value in _values_of(self.options.settings) if Path(value).is_file()]
+        return [self._text, self._settings(), files, rows, list(map(_code_of, self._rewards)), self._base]
 
     @property
     def _base(self) -> Any:
@@ -418,13 +420,28 @@ def check_options(options: PipelineOptions) -> PipelineOptions:
         raise ConfigError("--deploy: expected ollama:NAME or a directory")
     if deploy is not None and not deploy.startswith(OLLAMA):
         place = Path(deploy).expanduser().absolute()
-        if place.exists() and not (place / REPORT_FILE).is_file():
-            raise ConfigError(f"--deploy {deploy} exists and is no exported model: choose another directory")
+        _check_place(place, options.name)
         deploy = str(place)
     traces = tuple(path.expanduser().absolute() for path in options.traces)
     if missing := [path for path in traces if not path.exists()]:
         raise ConfigError(f"--traces {missing[0]} does not exist")
     return replace(options, traces=traces, deploy=deploy)
+
+
+def _check_place(place: Path, name: str) -> None:
+    """Raises ConfigError: something else is there that a deployment would replace."""
+    if not place.exists():
+        return
+    try:
+        file = str(json.loads((place / REPORT_FILE).read_text(encoding="utf-8"))["file"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"--deploy {place} exists and is no exported model: choose another directory") from None
+    if not file.startswith(f"{name}-"):
+        raise ConfigError(f"--deploy {place} holds another model, {file}: choose another directory, or remove it")
+
+
+def _values_of(settings: Sequence[str]) -> list[str]:
+    return [setting.partition("=")[2].strip("\"'") for setting in settings]
 
 
 def _code_of(reference: str) -> Any:
@@ -451,7 +468,10 @@ def _results(directory: Path) -> Json:
 
 def _compared(before: Json, after: Json) -> Json:
     """The held-out numbers of two evaluations, the paired difference with its 95% interval, and some answers."""
-    [comparison] = report.compare(before, after)
+    comparisons = report.compare(before, after)
+    if len(comparisons) != 1:
+        raise StageFailedError("evaluate: the base and the policy have answered no prompt in common")
+    [comparison] = comparisons
     rewards = [list(column) for column in zip(*comparison.rewards, strict=True)]
     found = difference(*rewards)
     examples = [

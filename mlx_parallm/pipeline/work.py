@@ -32,6 +32,7 @@ LOG_FILE = "log.txt"
 WATCH_S = 0.5
 HASHED_WHOLE = 64 << 20  # bytes; of a larger file the size and the time of the last change stand for the content
 ERROR = "error: "
+SAME_PROCESS_S = 2.0  # the clock may have been set since, and a process's start is reckoned by it
 
 Json = dict[str, Any]
 Watch = Callable[[], None]
@@ -101,7 +102,14 @@ class WorkDirectory:
         return self.path / stage
 
     def carry_out(self, stage: PipelineStage) -> StageOutcome:
-        """Do a stage, or skip it. Raises what the stage raises; the next call begins it again."""
+        """Do a stage, or skip it. Raises what the stage raises, StageFailedError in the place of an OSError; the next
+        call begins it again."""
+        try:
+            return self._carry_out(stage)
+        except OSError as error:
+            raise StageFailedError(f"{stage.name}: {error}") from error
+
+    def _carry_out(self, stage: PipelineStage) -> StageOutcome:
         key, directory = fingerprint([__version__, stage.inputs()]), self.directory(stage.name)
         done = self._state["done"].get(stage.name)
         if done is not None and done["inputs"] == key and done["files"] == _digests(directory, stage.files):
@@ -155,7 +163,7 @@ class WorkDirectory:
             return
         try:
             process = psutil.Process(child["pid"])
-            if process.create_time() == child["since"]:
+            if abs(process.create_time() - child["since"]) < SAME_PROCESS_S:
                 log.info("ending the command that a killed pipeline left", pid=child["pid"])
                 process.terminate()
                 process.wait()

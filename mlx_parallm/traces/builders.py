@@ -3,8 +3,8 @@
     sft          messages, tools; an assistant's message that was not sampled in this trace has weight 0
     preference   prompt, chosen, rejected, tools: the best and the worst of the traces of one prompt
     kto          prompt, completion, label, tools
-    grpo         prompt, completions, rewards, tools: all scored traces of one prompt
-    prompts      prompt, tools, and the task's columns: the messages before the first answer
+    grpo         prompt, completions, rewards, pass_rate, tools: all scored traces of one prompt
+    prompts      prompt, tools, pass_rate, and the task's columns: the messages before the first answer
     atif         the traces themselves
 
 Arguments of calls and tool definitions are JSON text: Arrow would give every object the keys of all others.
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mlx_parallm import __version__
+from mlx_parallm.config.environment import PASS_RATE
 from mlx_parallm.errors import ConfigError, TraceError
 from mlx_parallm.system.files import write_directory
 from mlx_parallm.traces.execution import MANUAL
@@ -33,6 +34,8 @@ from mlx_parallm.traces.session import prompt_hash
 
 Kind = Literal["sft", "preference", "kto", "grpo", "prompts", "atif"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+Order = Literal["recorded", "easy_first", "hard_first"]
+ORDERS: tuple[Order, ...] = get_args(Order)
 FEEDBACK = "feedback"
 AUTO = "auto"  # of the classifier: anybody else's label counts more
 PERMUTATIONS = 128  # of MinHash: its estimate of similarity is off by 0.09 at most
@@ -52,6 +55,8 @@ class DatasetOptions:
         least_gap: between the scores of chosen and rejected.
         balance: KTO: drop rows of the larger side until it has at most so many times the smaller; 0 = keep all.
         sidechains: keep the runs of sub-agents, as traces of their own.
+        order: of the rows to train on: as their traces came, or by the pass rate of their prompts (the share of scored
+            traces that are worth at least `good_from`); rows of prompts that nobody scored come last.
     """
 
     kind: Kind
@@ -61,6 +66,7 @@ class DatasetOptions:
     least_gap: float = 0.1
     balance: float = 0.0
     sidechains: bool = False
+    order: Order = "recorded"
 
 
 @dataclass
@@ -106,6 +112,8 @@ def build_dataset(traces: Iterable[Trace], options: DatasetOptions) -> Dataset:
     """Make the rows. Raises ConfigError: an option; TraceError: no row can be made."""
     if options.kind not in KINDS:
         raise ConfigError(f"there is no data set of kind {options.kind!r}: {', '.join(KINDS)}")
+    if options.order not in ORDERS or (options.kind == "atif" and options.order != "recorded"):
+        raise ConfigError(f"order = {options.order!r}: expected one of {', '.join(ORDERS)}; traces (atif) stay as recorded")
     if not 0 <= options.test_fraction < 1:
         raise ConfigError(f"test_fraction = {options.test_fraction}: expected 0 or more, and less than 1")
     dataset = Dataset(options)
@@ -117,7 +125,7 @@ def build_dataset(traces: Iterable[Trace], options: DatasetOptions) -> Dataset:
         else:
             usable.append(trace)
     rows = list(_BUILDERS[options.kind](usable, dataset))
-    rows = _different(rows, dataset)
+    rows = _by_pass_rate(_different(rows, dataset), usable, options)
     if options.kind == "kto" and options.balance:
         rows = _balanced(rows, options.balance, dataset)
     if not rows:
@@ -145,19 +153,59 @@ def prompt_key(of: Trace | Json) -> str:
     return json.dumps(before, sort_keys=True)
 
 
+def _by_pass_rate(rows: list[_Row], traces: Sequence[Trace], options: DatasetOptions) -> list[_Row]:
+    """Write the pass rate into rows of prompts, and put all rows into the order that is wanted."""
+    if options.kind == "atif":
+        return rows
+    verdicts: dict[str, list[bool]] = defaultdict(list)
+    for trace in traces:
+        if (score := score_of(trace)) is not None:
+            verdicts[prompt_key(trace)].append(score >= options.good_from)
+    rates = {key: statistics.fmean(found) for key, found in verdicts.items()}
+    measured = [(row, rates.get(prompt_key(row.data))) for row in rows]
+    if options.kind in ("prompts", "grpo"):
+        for row, rate in measured:
+            if rate is not None:
+                row.data[PASS_RATE] = rate
+    if options.order == "recorded":
+        return rows
+    sign = -1 if options.order == "easy_first" else 1
+    return [row for row, _ in sorted(measured, key=lambda each: (each[1] is None, sign * (each[1] or 0.0)))]
+
+
 def is_usable(trace: Trace) -> bool:
     """Whether a row can be made of it."""
     return _unusable(trace, DatasetOptions("prompts")) is None
 
 
-def without_prompts(dataset: Dataset, keys: Iterable[str]) -> Dataset:
-    """Take rows to train on out of a data set whose prompt (`prompt_key`) another one holds out; return it."""
-    held_out = set(keys)
-    kept = [row for row in dataset.train if prompt_key(row) not in held_out]
+def without_prompts(dataset: Dataset, held_out: Sequence[Json]) -> Dataset:
+    """Take rows to train on out of a data set whose prompt, or one nearly equal, another data set holds out; return it.
+
+    Args:
+        held_out: the other one's rows, of kind "prompts".
+    """
+    keys = set(map(prompt_key, held_out))
+    is_like = _like(list(held_out), dataset.options.near_duplicates)
+    kept = [row for row in dataset.train if prompt_key(row) not in keys and not is_like(prompt_key(row))]
     if len(kept) < len(dataset.train):
-        dataset.left_out["its prompt is held out"] += len(dataset.train) - len(kept)
+        dataset.left_out["its prompt, or one like it, is held out"] += len(dataset.train) - len(kept)
     dataset.train = kept
     return dataset
+
+
+def _like(rows: Sequence[Json], threshold: float) -> Callable[[str], bool]:
+    """A function that says whether a `prompt_key` is nearly equal to one of the rows'."""
+    if threshold >= 1:
+        return lambda key: False
+    index = _minhash_index(threshold)
+    for number, row in enumerate(rows):
+        index(f"{number}", _shingles(_text_of_row(json.loads(prompt_key(row)))), True)
+
+    def is_like(key: str) -> bool:
+        text = _text_of_row(json.loads(key))
+        return len(text.split()) > SHINGLE and index(None, _shingles(text), True)
+
+    return is_like
 
 
 def _unusable(trace: Trace, options: DatasetOptions) -> str | None:
@@ -303,7 +351,8 @@ def _prompts(traces: Sequence[Trace], dataset: Dataset) -> Iterator[_Row]:
             dataset.left_out["a prompt that is there already" if before else "it begins with an answer"] += 1
             continue
         seen.add(key)
-        columns = {name: value for name, value in trace.get("columns", {}).items() if name not in ("prompt", "tools")}
+        taken = ("prompt", "tools", PASS_RATE)
+        columns = {name: value for name, value in trace.get("columns", {}).items() if name not in taken}
         yield _Row({**columns, "prompt": before, **_tools(trace)}, side(trace))
 
 
@@ -341,18 +390,23 @@ def _different(rows: Sequence[_Row], dataset: Dataset) -> list[_Row]:
             continue
         seen.add(line)
         if index is not None:
-            words = _text_of_row(row.data).split()
-            shingles = {" ".join(words[at : at + SHINGLE]) for at in range(max(1, len(words) - SHINGLE + 1))}
+            text = _text_of_row(row.data)
             # A short text has few shingles, so one other word makes it a different one.
-            if len(words) > SHINGLE and index(f"{number}", shingles, row.good):
+            if len(text.split()) > SHINGLE and index(f"{number}", _shingles(text), row.good):
                 dataset.left_out[f"a row like it (similarity {threshold:g}) is there"] += 1
                 continue
         kept.append(row)
     return kept
 
 
-def _minhash_index(threshold: float) -> Callable[[str, set[str], bool], bool]:
-    """A function that says whether such a text is there, and adds it where it is not. Raises ConfigError."""
+def _shingles(text: str) -> set[str]:
+    words = text.split()
+    return {" ".join(words[at : at + SHINGLE]) for at in range(max(1, len(words) - SHINGLE + 1))}
+
+
+def _minhash_index(threshold: float) -> Callable[[str | None, set[str], bool], bool]:
+    """A function that says whether such a text is there, and adds it under its name, if it has one, where it is not.
+    Raises ConfigError."""
     try:
         from datasketch import MinHash, MinHashLSH
     except ImportError as error:
@@ -362,13 +416,14 @@ def _minhash_index(threshold: float) -> Callable[[str, set[str], bool], bool]:
     indices = {good: MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS) for good in (True, False)}
     hashes: dict[str, Any] = {}
 
-    def is_there(name: str, shingles: set[str], good: bool) -> bool:
+    def is_there(name: str | None, shingles: set[str], good: bool) -> bool:
         hashed = MinHash(num_perm=PERMUTATIONS)
         hashed.update_batch([shingle.encode() for shingle in sorted(shingles)])
         if any(hashed.jaccard(hashes[other]) >= threshold for other in indices[good].query(hashed)):
             return True
-        indices[good].insert(name, hashed)
-        hashes[name] = hashed
+        if name is not None:
+            indices[good].insert(name, hashed)
+            hashes[name] = hashed
         return False
 
     return is_there

@@ -219,6 +219,12 @@ def _build(commands: Any) -> Run:
     parser.add_argument("--least-gap", type=float, default=0.1, help="between chosen and rejected (default 0.1)")
     parser.add_argument("--balance", type=float, default=0.0, help="kto: most times that one side may be the other")
     parser.add_argument("--sidechains", action="store_true", help="keep the runs of sub-agents")
+    parser.add_argument(
+        "--order",
+        choices=("recorded", "easy_first", "hard_first"),
+        default="recorded",
+        help="of the rows to train on: by their prompts' pass rate, or as recorded (default)",
+    )
     parser.add_argument("--license", metavar="NAME", help="of the data set")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload it to the Hugging Face hub, as a private data set")
     _add_redaction(parser)
@@ -243,6 +249,7 @@ def _build(commands: Any) -> Run:
             least_gap=args.least_gap,
             balance=args.balance,
             sidechains=args.sidechains,
+            order=args.order,
         )
         hits = list[RedactionHit]()
         found = (trace for path in args.paths for trace in redacted(read_traces(path), finder, hits))

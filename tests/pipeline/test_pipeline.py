@@ -95,6 +95,8 @@ def test_one_command_from_traces_to_a_file_that_llama_cpp_answers_better_with(
         (["--traces", "nothing"], "nothing does not exist"),
         (["--deploy", "ollama:"], "expected ollama:NAME or a directory"),
         (["--deploy", "score.py"], "is no exported model"),
+        (["--deploy", "other"], "holds another model, agent-q8_0.gguf"),
+        (["--base-model", "broken"], "is no file of weights"),
         (["--name", "a/b"], "without /"),
         (["--name", ".."], "without /"),
         (["--work", "."], "one lies in the other"),
@@ -107,6 +109,10 @@ def test_one_command_from_traces_to_a_file_that_llama_cpp_answers_better_with(
 def test_what_cannot_work_is_one_line(
     place: Path, capsys: pytest.CaptureFixture[str], more: list[str], reason: str
 ) -> None:
+    (place / "other").mkdir()
+    (place / "other" / "export.json").write_text(json.dumps({"file": "agent-q8_0.gguf"}))
+    (place / "broken").mkdir()
+    (place / "broken" / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"[]")
     assert main(command("--hardware", "CPU_ONLY", *more)) == 2
     assert reason in capsys.readouterr().err
     assert not (place / "out").exists()

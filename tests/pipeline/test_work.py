@@ -48,6 +48,14 @@ def test_an_unchanged_stage_is_skipped_also_by_the_next_process(tmp_path: Path) 
     assert (tmp_path / "work" / "copy" / "copy").read_text() == "two"
 
 
+def test_a_file_that_cannot_be_read_or_written_is_an_error_of_its_stage(work: WorkDirectory) -> None:
+    def full(directory: Path) -> Json:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(StageFailedError, match="copy: .*No space left"):
+        work.carry_out(PipelineStage("copy", "copy a file", lambda: None, full))
+
+
 @pytest.mark.parametrize("resumes", [False, True])
 def test_a_stage_that_failed_begins_anew_or_goes_on(tmp_path: Path, work: WorkDirectory, resumes: bool) -> None:
     source, calls = tmp_path / "source", list[str]()

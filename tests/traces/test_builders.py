@@ -189,9 +189,40 @@ def test_rows_whose_prompt_another_data_set_holds_out_are_not_trained_on() -> No
     for kind in ("sft", "prompts"):
         rows = build_dataset(traces, DatasetOptions(kind, test_fraction=0.0))
         assert {prompt_key(row) for row in rows.train} == set(map(prompt_key, traces))
-        kept = without_prompts(rows, [prompt_key(traces[0])])
+        kept = without_prompts(rows, [{"prompt": [first]}])
         assert [prompt_key(row) for row in kept.train] == [prompt_key(traces[1])]
-        assert kept.left_out["its prompt is held out"] == 1
+        assert kept.left_out["its prompt, or one like it, is held out"] == 1
+    words = [f"word{number}" for number in range(300)]
+    near = [trace("1", " ".join(words), "b"), trace("2", " ".join(words[::-1]), "b")]
+    held_out = [{"prompt": [{"role": "user", "content": " ".join([*words[:-1], "other"])}]}]
+    left = without_prompts(build_dataset(near, DatasetOptions("sft", test_fraction=0.0)), held_out)
+    assert [row["messages"][0]["content"] for row in left.train] == [" ".join(words[::-1])]
+    exact = build_dataset(near, DatasetOptions("sft", test_fraction=0.0, near_duplicates=1.0))
+    assert len(without_prompts(exact, held_out).train) == 2
+
+
+def test_rows_in_the_order_of_their_pass_rates() -> None:
+    """Of each prompt's scored traces the share that is good; nobody scored the last."""
+    scores = {"even": (1.0, 0.0, 0.2, 0.9), "easy": (0.5, 1.0), "hard": (0.0, 0.1, 1.0), "open": (None,)}
+    traces = [
+        trace(f"{question}{number}", question, f"answer {number}", score)
+        for question, found in scores.items()
+        for number, score in enumerate(found)
+    ]
+    for order, wanted in (
+        ("recorded", ["even", "easy", "hard", "open"]),
+        ("easy_first", ["easy", "even", "hard", "open"]),
+        ("hard_first", ["hard", "even", "easy", "open"]),
+    ):
+        prompts = rows(traces, "prompts", order=order)
+        assert [row["prompt"][0]["content"] for row in prompts] == wanted
+        rates = {row["prompt"][0]["content"]: row.get("pass_rate") for row in prompts}
+        assert rates == {"even": 0.5, "easy": 1.0, "hard": pytest.approx(1 / 3), "open": None}
+        answers = [row["prompt"][0]["content"] for row in rows(traces, "kto", order=order)]
+        assert list(dict.fromkeys(answers)) == wanted[:3]
+        assert {row["pass_rate"] for row in rows(traces, "grpo", order=order)} == set(rates.values()) - {None}
+    with pytest.raises(ConfigError, match="order = 'best'"):
+        rows(traces, "prompts", order="best")
 
 
 def test_near_duplicates_go() -> None:

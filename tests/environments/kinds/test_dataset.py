@@ -10,6 +10,7 @@ import pytest
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.environments.rows import prompt_key
 from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan
 from mlx_parallm.errors import ConfigError
 from tests.environments.scripted_client import ScriptedClient
@@ -66,6 +67,48 @@ def test_every_epoch_has_every_training_row_once_in_an_order_of_its_own(make):
     assert contents(make(rows), 2 * size) == first + second
     assert contents(make(rows, seed=1), size) != first
     assert source.task(3 * size + 1).key == make(rows).task(3 * size + 1).key  # whatever was asked for before
+
+
+def rated(rates):
+    return [row | {"pass_rate": rate} for row, rate in zip(numbered(len(rates)), rates, strict=True)]
+
+
+def test_a_curriculum_by_pass_rates(make, tmp_path):
+    rows = rated([number / 40 for number in range(40)] + [None])
+    easy = make(rows, curriculum="easy_first", heldout_fraction=0)
+    for epoch in range(2):
+        numbers = [int(text.split()[1]) for text in contents(easy, 82)[41 * epoch : 41 * (epoch + 1)]]
+        assert numbers == [*range(39, -1, -1), 40]
+    rates = [0.0] * 40 + [0.5] * 40 + [1.0] * 40
+    drawn = contents(make(rated(rates), curriculum="weighted", heldout_fraction=0), 1200)
+    share = sum(40 <= int(text.split()[1]) < 80 for text in drawn) / len(drawn)
+    assert abs(share - 0.25 / (0.25 + 2 * 0.02)) < 0.04  # p (1 - p) of 0.5; 0.02 at least for the other two thirds
+    assert drawn == contents(make(rated(rates), curriculum="weighted", heldout_fraction=0), 1200)
+
+    measured = tmp_path / "measured"
+    measured.mkdir()
+    keys = [f"rows:{prompt_key(row['prompt'])}" for row in numbered(3)]
+    problems = [
+        {"key": key, "greedy": greedy, "sampled": sampled}
+        for key, greedy, sampled in zip(keys, (1.0, 0.0, 0.0), ([0.0, 0.0], [1.0, 0.0], []), strict=True)
+    ]
+    (measured / "results.json").write_text(json.dumps({"environments": {"rows": {"problems": problems}}}))
+    source = make(numbered(3), curriculum="easy_first", pass_rates=str(measured), heldout_fraction=0)
+    assert contents(source, 1) == ["Say 1"]  # sampled answers count more than the greedy one
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "message"),
+    [
+        (numbered(2), {"curriculum": "weighted"}, "has no column 'pass_rate'.*mlx_parallm eval"),
+        (rated([0.5, 1.5]), {"curriculum": "weighted"}, "rows.*jsonl:2: column 'pass_rate' is 1.5"),
+        (numbered(2), {"curriculum": "weighted", "pass_rates": "nowhere"}, "these are no results"),
+        (numbered(2), {"pass_rates": "nowhere"}, "pass_rates needs curriculum"),
+    ],
+)
+def test_a_curriculum_that_cannot_be(make, rows, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        make(rows, heldout_fraction=0, **keys)
 
 
 def test_held_out_rows_follow_from_the_prompts_alone(make):
