@@ -22,7 +22,7 @@ TINY_MODULE_LINES = 80
 LINES: dict[str, int] = {
     "(root)": 1340,
     "cli": 1280,
-    "config": 2050,
+    "config": 2_070,
     "dashboard": 1010,
     "distributed": 440,
     "engine": 3710,
@@ -36,7 +36,7 @@ LINES: dict[str, int] = {
     "losses": 860,
     "models": 3450,
     "orchestrator": 1920,
-    "pipeline": 1410,
+    "pipeline": 1_440,
     "primitives": 160,
     "rewards": 2070,
     "rl_training": 11210,
@@ -44,7 +44,7 @@ LINES: dict[str, int] = {
     "server": 4170,
     "system": 1150,
     "tools": 2810,
-    "traces": 5310,
+    "traces": 5_380,
     "trl": 1250,
 }
 

@@ -114,6 +114,10 @@ class EnvironmentConfig(Section):
             if wrong := [key for key in keys if key in changed]:
                 raise ValueError(f'{wrong[0]} belongs to kind = "dataset", not to {self.kind!r}')
             return self
+        self._check_dataset()
+        return self
+
+    def _check_dataset(self) -> None:
         if self.data is None:
             raise ValueError('kind = "dataset" needs data = "rows.jsonl" (or "hf:owner/name")')
         if not self.rewards:
@@ -128,7 +132,6 @@ class EnvironmentConfig(Section):
             raise ValueError('pass_rates needs curriculum = "easy_first" or "weighted"')
         if self.options:
             raise ValueError(f'kind = "dataset" takes no options (got {", ".join(self.options)})')
-        return self
 
 
 def unique_names(environments: Sequence[EnvironmentConfig]) -> list[str]:

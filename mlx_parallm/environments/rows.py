@@ -114,7 +114,8 @@ def _curriculum(config: EnvironmentConfig, rows: Sequence[DataRow]) -> Arrange:
             " `mlx_parallm eval --output DIR` on these rows (heldout_fraction = 1) and set pass_rates = DIR"
         )
     if config.curriculum == "easy_first":
-        return lambda order, source: sorted(order, key=lambda at: -1.0 if (p := measured[at]) is None else p, reverse=True)
+        ease = [-1.0 if p is None else p for p in measured]
+        return lambda order, source: sorted(order, key=ease.__getitem__, reverse=True)
     weights = [0.25 if p is None else max(p * (1 - p), LEAST_WEIGHT) for p in measured]
     return lambda order, source: source.choices(order, [weights[at] for at in order], k=len(order))
 

@@ -113,7 +113,9 @@ def build_dataset(traces: Iterable[Trace], options: DatasetOptions) -> Dataset:
     if options.kind not in KINDS:
         raise ConfigError(f"there is no data set of kind {options.kind!r}: {', '.join(KINDS)}")
     if options.order not in ORDERS or (options.kind == "atif" and options.order != "recorded"):
-        raise ConfigError(f"order = {options.order!r}: expected one of {', '.join(ORDERS)}; traces (atif) stay as recorded")
+        raise ConfigError(
+            f"order = {options.order!r}: expected one of {', '.join(ORDERS)}; traces (atif) stay as recorded"
+        )
     if not 0 <= options.test_fraction < 1:
         raise ConfigError(f"test_fraction = {options.test_fraction}: expected 0 or more, and less than 1")
     dataset = Dataset(options)

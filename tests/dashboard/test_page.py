@@ -171,7 +171,9 @@ def test_a_lost_server_is_said_and_the_page_goes_on_by_itself(tmp_path: Path, op
     first.start()
     page = opened.page(f"http://127.0.0.1:{port}/dashboard")
     page.wait_for_selector(".chart canvas")
-    page.wait_for_selector(".badge:text-is('stopped')")  # everything is drawn: nothing is put in a chart's place any more
+    page.wait_for_selector(
+        ".badge:text-is('stopped')"
+    )  # everything is drawn: nothing is put in a chart's place any more
     assert steps_of_reward(page) == [1, 2, 3]
     first.stop(0.1)
     page.wait_for_selector(".lost")

@@ -52,7 +52,7 @@ def test_a_file_that_cannot_be_read_or_written_is_an_error_of_its_stage(work: Wo
     def full(directory: Path) -> Json:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(StageFailedError, match="copy: .*No space left"):
+    with pytest.raises(StageFailedError, match=r"copy: .*No space left"):
         work.carry_out(PipelineStage("copy", "copy a file", lambda: None, full))
 
 
