@@ -56,6 +56,9 @@ class ServerConfig(Section):
     0 = off."""
     kept_completions_s: float = Field(600.0, gt=0)
     """Longest time an answer waits for its rewards; later rewards are answered 410."""
+    stored_responses_bytes: int = Field(64 << 20, ge=0)
+    """Memory for responses of /v1/responses that later requests may name, as JSON; the oldest go first, 0 = none are
+    kept."""
     drain_timeout_s: float = Field(5.0, ge=0)
     """How long shutdown waits for running requests before it aborts them."""
 

@@ -32,12 +32,14 @@ from mlx_parallm.server.auth import AuthMiddleware, PublicPaths
 from mlx_parallm.server.context import ServerContext, ServerDeps
 from mlx_parallm.server.errors import ERROR_CONTENT, ERROR_SCHEMA, HEALTH, TIMED_OUT, install_error_handlers
 from mlx_parallm.server.middleware import BodyLimitMiddleware, GateMiddleware, RequestContextMiddleware
+from mlx_parallm.server.responses import routes as responses
 from mlx_parallm.server.sse import EVENT_STREAM
 
 ROUTERS = (
     status.router,
     completions.router,
     chat.router,
+    responses.router,
     tokenize.router,
     generate.router,
     inference.router,

@@ -23,6 +23,7 @@ from mlx_parallm.server.errors import ServerBusyError
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.protocol.answers import TokenTexts
 from mlx_parallm.server.protocol.fields import MAX_BODY_BYTES
+from mlx_parallm.server.responses.store import ResponseStore
 from mlx_parallm.types import Request
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ class ServerContext:
         self.metrics = deps.state.metrics
         self.created = int(time.time())
         self.running = RunningRequests()
+        self.responses = ResponseStore(deps.config.stored_responses_bytes)
         self._admitted = 0
 
     @property

@@ -6,6 +6,7 @@
 Encoding happens here, at the edge, exactly once; token ids that a client sends are used as they are.
 """
 
+import asyncio
 import re
 import time
 import uuid
@@ -23,10 +24,11 @@ from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import GenerationFailedError, RequestError
 from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.context import ServerContext
+from mlx_parallm.server.errors import ClientDisconnectedError
 from mlx_parallm.server.protocol.answers import last_version, usage, usage_of, version_spans
 from mlx_parallm.server.protocol.fields import QueueFields, StreamOptions
-from mlx_parallm.server.protocol.openai import Conversation
-from mlx_parallm.server.sse import EventStream, merged, until_hangup
+from mlx_parallm.server.protocol.openai import ChatBody, Conversation
+from mlx_parallm.server.sse import EventStream, StreamForm, merged, until_hangup
 from mlx_parallm.types import Completion, CompletionDelta, Request, RequestOutput, SamplingParams, ServedModel
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -186,8 +188,24 @@ def in_mode(context: ServerContext, part: Part) -> Part:
     return replace(part, logprobs=part.processed_logprobs)
 
 
+class AnswerForm(StreamForm, Protocol):
+    """A chat's answer in the words of another API. The observer sees the chat's own."""
+
+    def whole(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer that the client sees."""
+
+    def events(self, chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
+        """The stream's events. Closing it must close `chunks`."""
+
+
 class AnswerObserver(Protocol):
-    """Follows one answer. A route that answers through another route's function sets it as `request.state.observer`."""
+    """Follows one answer. What stands before a route (a dependency) sets it as `request.state.observer`."""
+
+    def begun(self, body: ChatBody) -> None:
+        """Takes what is asked, before it runs."""
+
+    async def aborted(self) -> None:
+        """Takes the end of an answer that nobody gets."""
 
     def sampled(self, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]) -> None:
         """Takes what the engine sampled, whole, before the client sees the end. `choices`: [prompts][n]."""
@@ -199,7 +217,7 @@ class AnswerObserver(Protocol):
         """Passes a stream's chunks on. Closing it must close `events`."""
 
 
-def _observer(http_request: HTTPRequest) -> AnswerObserver | None:
+def observer_of(http_request: HTTPRequest) -> AnswerObserver | None:
     observer: AnswerObserver | None = getattr(http_request.state, "observer", None)
     return observer
 
@@ -220,7 +238,7 @@ async def run(
             if completion.finish_reason == "error":
                 raise GenerationFailedError(completion.error or "the generation failed")
     choices: list[list[Choice]] = [[(completion,) for completion in output.completions] for output in outputs]
-    _keep(context, requests, choices, client_id, _observer(http_request))
+    _keep(context, requests, choices, client_id, observer_of(http_request))
     return [replace(o, completions=tuple(in_mode(context, c) for c in o.completions)) for o in outputs]
 
 
@@ -277,6 +295,10 @@ class ResponseBuilder(ABC):
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The answer without its head, usage and policy version."""
 
+    def usage_details(self) -> dict[str, Any]:
+        """What the usage says beyond the counts of tokens, once the answer is made."""
+        return {}
+
     @abstractmethod
     def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
         """The stream's chunks for a delta; the last one has one choice, the delta's.
@@ -293,18 +315,26 @@ async def respond(
     streamed: bool,
     stream_options: StreamOptions | None,
     client_id: str | None = None,
+    form: AnswerForm | None = None,
 ) -> Response:
-    """Runs the requests. Raises as `run` does."""
-    observer = _observer(http_request)
+    """Runs the requests. `form`: None = as OpenAI's chat or completion. Raises as `run` does."""
+    observer = observer_of(http_request)
     if streamed:
         events = _events(answer, requests, stream_options or StreamOptions(), client_id, observer)
-        return await EventStream(observer.events(events) if observer else events).prefetch(http_request.receive)
-    outputs = await run(answer.context, http_request, requests, client_id)
+        events = observer.events(events) if observer else events
+        return await EventStream(form.events(events) if form else events, form).prefetch(http_request.receive)
+    try:
+        outputs = await run(answer.context, http_request, requests, client_id)
+    except (ClientDisconnectedError, GenerationFailedError, asyncio.CancelledError):
+        if observer is not None:
+            await observer.aborted()
+        raise
     version = last_version(outputs, answer.model.policy_version)
-    body = {**answer.head, **answer.whole(outputs), "usage": usage_of(outputs), "policy_version": version}
+    body = {**answer.head, **answer.whole(outputs)}
+    body |= {"usage": usage_of(outputs) | answer.usage_details(), "policy_version": version}
     if observer is not None:
         await observer.whole(body)
-    return JSONResponse(body)
+    return JSONResponse(form.whole(body) if form else body)
 
 
 async def _events(
@@ -333,4 +363,5 @@ async def _events(
             for chunk in chunks:
                 yield answer.head | chunk | so_far
     if wanted.include_usage:
-        yield answer.head | {"choices": [], "usage": usage(prompt_tokens, generated, cached)}
+        counts = usage(prompt_tokens, generated, cached) | answer.usage_details()
+        yield answer.head | {"choices": [], "usage": counts}

@@ -19,7 +19,7 @@ from mlx_parallm.server.auth import PublicPaths
 from mlx_parallm.server.context import ServerState
 from mlx_parallm.server.errors import HEALTH, TIMED_OUT, error_body, error_response
 from mlx_parallm.server.metrics import ServerMetrics
-from mlx_parallm.server.sse import DONE, EVENT_STREAM, event
+from mlx_parallm.server.sse import EVENT_STREAM, FORM, last_words
 from mlx_parallm.system.log import get_logger
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -101,7 +101,7 @@ class _Sender:
         if self.status == 0:
             await error_response(message, status)(scope, receive, self.send)
         elif self._streams and not self._ended:
-            last = event(error_body(message, status)) + DONE
+            last = last_words(error_body(message, status), scope.get(FORM))
             await self.send({"type": "http.response.body", "body": last, "more_body": False})
 
 

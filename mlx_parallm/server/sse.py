@@ -6,9 +6,9 @@ whose client is gone. `EventStream` is a response that sends an async iterator o
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -19,12 +19,27 @@ from mlx_parallm.system.log import get_logger
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+FORM = "stream_form"  # in the scope: the `StreamForm` of the stream that has begun
 EVENT_STREAM = "text/event-stream"
 _log = get_logger("server")
 
 
-def event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
+class StreamForm(Protocol):
+    """A stream whose events have names: `type` of each, and no `[DONE]` after them."""
+
+    def error(self, error: Mapping[str, Any]) -> dict[str, Any]:
+        """The last event of a stream that fails; `error`: OpenAI's error body."""
+
+
+def event(data: dict[str, Any], form: StreamForm | None = None) -> bytes:
+    name = b"" if form is None else f"event: {data['type']}\n".encode()
+    body = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return name + b"data: " + body + b"\n\n"
+
+
+def last_words(error: dict[str, Any], form: StreamForm | None) -> bytes:
+    """The end of a stream that fails. `error`: OpenAI's error body."""
+    return event(error) + DONE if form is None else event(form.error(error), form)
 
 
 async def until_hangup(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -52,7 +67,7 @@ async def _hung_up(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends `events` as SSE and `[DONE]` after them; closes the generator whatever happens.
+    """Sends `events` as SSE and, without a form, `[DONE]` after them; closes the generator whatever happens.
 
     `prefetch` waits for the first event, so that a request that cannot run still gets its proper status. An error
     after the headers becomes a last event `{"error": …}`.
@@ -60,10 +75,10 @@ class EventStream(Response):
 
     media_type = EVENT_STREAM
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None], form: StreamForm | None = None) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._form = events, form
         self._first: dict[str, Any] | None = None
 
     async def prefetch(self, receive: Receive) -> "EventStream":
@@ -72,6 +87,7 @@ class EventStream(Response):
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[FORM] = self._form
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await until_hangup(receive, self._send_all(send))
@@ -84,15 +100,15 @@ class EventStream(Response):
         try:
             data = self._first
             while data is not None:
-                await send(_body(event(data)))
+                await send(_body(event(data, self._form)))
                 data = await self._next()
+            last = DONE if self._form is None else b""
         except ParallmError as error:
-            await send(_body(event(_error_event(error))))
+            last = last_words(_error_event(error), self._form)
         except Exception:  # noqa: BLE001  the headers are out: all that is left is to say so in the stream
             _log.exception("stream failed")
-            failure = error_body("the server had an error while processing the request", 500)
-            await send(_body(event(failure)))
-        await send(_body(DONE, more=False))
+            last = last_words(error_body("the server had an error while processing the request", 500), self._form)
+        await send(_body(last, more=False))
 
     async def _next(self) -> dict[str, Any] | None:
         return await anext(self._events, None)

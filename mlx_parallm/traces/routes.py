@@ -1,36 +1,36 @@
 """The routes of a server that records its own answers.
 
     POST /sessions/NAME/v1/chat/completions    as /v1/chat/completions, and recorded with tokens and log-probabilities
+    POST /sessions/NAME/v1/responses           as /v1/responses, and recorded as the chat that it is
     GET  /sessions/NAME/v1/models              as /v1/models
     POST /sessions/NAME/feedback               a score, label or comment for a session or one of its answers
 
 A client needs `base_url=http://host:8000/sessions/NAME/v1` and nothing else.
 """
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import chain
 from typing import Annotated, Any, Self
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from fastapi import Path as PathParameter
 from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
 
-from mlx_parallm.errors import GenerationFailedError, RequestError
+from mlx_parallm.errors import RequestError
 from mlx_parallm.rollout_store.completions import Choice
-from mlx_parallm.server.api.chat import create_chat_completion
+from mlx_parallm.server.api import chat
 from mlx_parallm.server.api.status import list_models
 from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.server.context import Context
-from mlx_parallm.server.errors import ClientDisconnectedError
 from mlx_parallm.server.protocol.answers import finite
 from mlx_parallm.server.protocol.fields import Body
 from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.server.protocol.strict_json import json_router
+from mlx_parallm.server.responses import routes as responses
 from mlx_parallm.traces.answers import ChunkReader, take_answer
 from mlx_parallm.traces.recorder import RecordedCall, SampledTokens, SessionRecorder, session_name
 from mlx_parallm.traces.schema import Json, Label
@@ -86,24 +86,11 @@ def session_router(
     """
     router = json_router("openai")
 
-    @router.post("/sessions/{name}/v1/chat/completions")
-    async def record_chat_completion(
-        name: SessionName, body: ChatBody, request: HTTPRequest, context: Context
-    ) -> Response:
-        """A chat completion that is recorded under the session's name."""
-        call = RecordedCall(
-            session=session_name(name),
-            messages=[message.model_dump(exclude_unset=True) for message in body.messages],
-            tools=body.callable_tools,
-            model=body.model,
-        )
-        observer = _CallObserver(recorder, call, body.n, is_policy)
-        request.state.observer = observer
-        try:
-            return await create_chat_completion(body, request, context)
-        except (ClientDisconnectedError, GenerationFailedError, asyncio.CancelledError):
-            await observer.abort()
-            raise
+    async def record(name: SessionName, request: HTTPRequest) -> None:
+        request.state.observer = _CallObserver(recorder, session_name(name), is_policy)
+
+    for recorded in (chat.router, responses.router):
+        router.include_router(recorded, prefix="/sessions/{name}", dependencies=[Depends(record)])
 
     @router.get("/sessions/{name}/v1/models")
     async def models_of_session(name: SessionName, context: Context) -> Response:
@@ -129,12 +116,16 @@ def add_feedback(router: APIRouter, recorder: SessionRecorder, trained: Trained 
 class _CallObserver:
     """Records one call of a session: an `AnswerObserver`."""
 
-    def __init__(
-        self, recorder: SessionRecorder, call: RecordedCall, choices: int, is_policy: Callable[[Request], bool]
-    ) -> None:
-        self._recorder, self._call, self._choices, self._is_policy = recorder, call, choices, is_policy
+    def __init__(self, recorder: SessionRecorder, session: str, is_policy: Callable[[Request], bool]) -> None:
+        self._recorder, self._is_policy = recorder, is_policy
+        self._call, self._choices = RecordedCall(session, [], [], None), 1
         self._tokens: dict[int, SampledTokens] = {}
         self._written = False
+
+    def begun(self, body: ChatBody) -> None:
+        self._call.messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+        self._call.tools = body.callable_tools
+        self._call.model, self._choices = body.model, body.n
 
     def sampled(self, requests: Sequence[Request], choices: Sequence[Sequence[Choice]]) -> None:
         [request], [parts] = requests, choices
@@ -160,14 +151,14 @@ class _CallObserver:
         finally:
             if unfinished:
                 self._take(chunks)
-            await self.abort()
+            await self.aborted()
 
     def _take(self, chunks: Iterable[Mapping[str, Any]]) -> None:
         reader = ChunkReader(self._call, self._choices)
         for chunk in chunks:
             reader.take(chunk)
 
-    async def abort(self) -> None:
+    async def aborted(self) -> None:
         """Record a call that got no whole answer; does nothing where it did."""
         await self._write(ABORTED)
 

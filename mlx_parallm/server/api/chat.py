@@ -11,10 +11,12 @@ from fastapi.responses import Response
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.generation import (
+    AnswerForm,
     EncodedPrompt,
     ResponseBuilder,
     build_requests,
     new_id,
+    observer_of,
     render_conversation,
     resolve_model,
     respond,
@@ -37,15 +39,23 @@ router = json_router("openai")
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatBody, request: Request, context: Context) -> Response:
+    return await answer_chat(body, request, context, response_id=new_id("chatcmpl"))
+
+
+async def answer_chat(
+    body: ChatBody, request: Request, context: ServerContext, *, response_id: str, form: AnswerForm | None = None
+) -> Response:
+    """Answers a chat. `form`: the words of another API. Raises as `generation.run` does."""
     model = resolve_model(context, body.model)
     prompt = EncodedPrompt(body.prompt_tokens or render_conversation(context, body)).last(body.truncate_prompt_tokens)
-    response_id = new_id("chatcmpl")
     params = body.to_params()
-    form = answer_format(context, body, params, prompt.token_ids)
-    params = replace(params, skip_special_tokens=params.skip_special_tokens and not form.needs_special_tokens)
+    parts = answer_format(context, body, params, prompt.token_ids)
+    params = replace(params, skip_special_tokens=params.skip_special_tokens and not parts.needs_special_tokens)
     requests = build_requests(response_id, [prompt], params, model, body, stream=body.stream)
-    answer = _ChatResponse(context, model, response_id, body, form, prompt.token_ids)
-    return await respond(answer, request, requests, streamed=body.stream, stream_options=body.stream_options)
+    if (observer := observer_of(request)) is not None:
+        observer.begun(body)
+    answer = _ChatResponse(context, model, response_id, body, parts, prompt.token_ids)
+    return await respond(answer, request, requests, streamed=body.stream, stream_options=body.stream_options, form=form)
 
 
 @router.post("/v1/chat/completions/tokens")
@@ -97,6 +107,20 @@ def _json_calls(text: str, tools: Any) -> Any:
     return json.loads(text)
 
 
+def reasoning_tokens(ids: Sequence[int], start: Sequence[int], end: Sequence[int], *, opened: bool) -> int:
+    """How many of an answer's tokens are its first reasoning, markers included. `opened`: by the prompt."""
+    begin = 0 if opened else _position(ids, start, 0)
+    if begin is None:
+        return 0
+    ended = _position(ids, end, begin)
+    return (len(ids) if ended is None else ended + len(end)) - begin
+
+
+def _position(ids: Sequence[int], marker: Sequence[int], begin: int) -> int | None:
+    places = range(begin, len(ids) - len(marker) + 1)
+    return next((at for at in places if list(ids[at : at + len(marker)]) == list(marker)), None)
+
+
 def openai_reason(reason: FinishReason | None, called: bool) -> str | None:
     """`tool_calls` when the model stopped by itself and called tools, else the engine's reason."""
     return "tool_calls" if called and reason == "stop" else reason
@@ -120,6 +144,21 @@ class _ChatResponse(ResponseBuilder):
         self._form = form
         self._prompt_token_ids = prompt_token_ids
         self._splitters: dict[int, AnswerSplitter] = {}
+        self._sampled: dict[int, list[int]] = {}  # token ids of each choice, of models that reason
+
+    def usage_details(self) -> dict[str, Any]:
+        """OpenAI's count of reasoning tokens, markers included, of models that reason."""
+        if self._form.think_markers is None:
+            return {}
+        tokenizer = self.context.tokenizer
+        start, end = (tokenizer.encode(marker, add_special_tokens=False) for marker in self._form.think_markers)
+        opened = self._form.starts_reasoning
+        count = sum(reasoning_tokens(ids, start, end, opened=opened) for ids in self._sampled.values())
+        return {"completion_tokens_details": {"reasoning_tokens": count}}
+
+    def _sample(self, part: Completion | CompletionDelta) -> None:
+        if self._form.think_markers is not None:
+            self._sampled.setdefault(part.index, []).extend(part.token_ids)
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         [output] = outputs
@@ -133,6 +172,7 @@ class _ChatResponse(ResponseBuilder):
         return response
 
     def _choice(self, completion: Completion) -> dict[str, Any]:
+        self._sample(completion)
         parts = self._form.read(completion.text, completion.finish_reason)
         choice: dict[str, Any] = {
             "index": completion.index,
@@ -157,6 +197,7 @@ class _ChatResponse(ResponseBuilder):
         return chat_logprobs(self.context.texts, part.token_ids, part.logprobs, tops, as_ids)
 
     def chunks(self, index: int, delta: CompletionDelta) -> list[dict[str, Any]]:
+        self._sample(delta)
         opening = [] if index in self._splitters else [self._role_chunk(index)]
         splitter = self._splitters[index]
         choice: dict[str, Any] = {

@@ -10,7 +10,7 @@ that cannot be enforced is a 400.
 """
 
 import json
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -102,6 +102,8 @@ class Body(BaseModel):
     """A JSON object in which an explicit null is the same as absence."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    more_neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # beside NEUTRAL_VALUES
+    more_without_effect: ClassVar[frozenset[str]] = frozenset()  # beside WITHOUT_EFFECT
     screened: ClassVar[bool] = True  # False: unknown and unsupported fields are ignored (root /generate)
 
     @model_validator(mode="before")
@@ -110,7 +112,10 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         given = {key: value for key, value in data.items() if value is not None}
-        return screen_fields(given, _declared(cls)) if cls.screened else given
+        if not cls.screened:
+            return given
+        known = {key: value for key, value in given.items() if key not in cls.more_without_effect}
+        return screen_fields(known, _declared(cls), {**NEUTRAL_VALUES, **cls.more_neutral})
 
 
 @cache
@@ -118,7 +123,9 @@ def _declared(body: type[BaseModel]) -> Set[str]:
     return {field.alias or name for name, field in body.model_fields.items()}
 
 
-def screen_fields(given: dict[str, Any], declared: Set[str]) -> dict[str, Any]:
+def screen_fields(
+    given: dict[str, Any], declared: Set[str], neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES
+) -> dict[str, Any]:
     """Drops fields without effect and neutral values. Raises RequestError for a field that this server lacks. Of
     unknown fields the first is kept."""
     kept: dict[str, Any] = {}
@@ -126,8 +133,8 @@ def screen_fields(given: dict[str, Any], declared: Set[str]) -> dict[str, Any]:
     for key, value in given.items():
         if key in declared:
             kept[key] = value
-        elif key in NEUTRAL_VALUES:
-            if value not in NEUTRAL_VALUES[key]:
+        elif key in neutral:
+            if value not in neutral[key]:
                 reason = f"{key!r} is not supported by this server" + (f": {INSTEAD[key]}" if key in INSTEAD else "")
                 raise RequestError(reason, param=key, code="unsupported_parameter")
         elif key not in WITHOUT_EFFECT and not unknown:

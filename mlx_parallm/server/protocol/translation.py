@@ -1,0 +1,55 @@
+"""Bodies of other APIs → the body of a chat. What they share with it keeps its name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.server.errors import request_error
+from mlx_parallm.server.protocol.fields import QueueFields, SamplingFields
+from mlx_parallm.server.protocol.openai import ChatBody
+
+SHARED = frozenset(
+    {
+        *QueueFields.model_fields,
+        *SamplingFields.model_fields,
+        "chat_template_kwargs",
+        "enable_thinking",
+        "truncate_prompt_tokens",
+    }
+)
+
+
+def refuse_choices(body: SamplingFields) -> None:
+    """Raises RequestError: what an answer of one choice cannot show."""
+    if body.n != 1:
+        raise RequestError("'n' must be 1 here: /v1/chat/completions gives several answers", param="n")
+    if body.prompt_logprobs is not None:
+        raise RequestError("'prompt_logprobs' is of /v1/chat/completions", param="prompt_logprobs")
+
+
+def shared_fields(body: BaseModel) -> dict[str, Any]:
+    """Fields that a chat has under the same name, where the client has sent them."""
+    return body.model_dump(include=set(SHARED), exclude_unset=True)
+
+
+def chat_body(fields: Mapping[str, Any], in_chat: Mapping[str, str]) -> ChatBody:
+    """The chat of these fields. `in_chat`: the chat's names → the client's, for errors. Raises RequestError."""
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as error:
+        raise renamed(request_error(error.errors()), in_chat) from error
+    except RequestError as error:
+        raise renamed(error, in_chat) from error
+
+
+def renamed(error: RequestError, in_chat: Mapping[str, str]) -> RequestError:
+    """The same error in the words of the client's API; of another class of error only the class is kept."""
+    text, param = str(error), error.param
+    for chat, own in in_chat.items():
+        text = text.replace(f"{chat!r}", f"{own!r}")
+        if param is not None and (param == chat or param.startswith(f"{chat}.")):
+            text = text.replace(param, own + param.removeprefix(chat))
+            param = own + param.removeprefix(chat)
+    return RequestError(text, param=param, code=error.code)

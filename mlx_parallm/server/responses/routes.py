@@ -1,0 +1,108 @@
+"""POST /v1/responses and what belongs to it: a chat in the words of OpenAI's Responses API."""
+
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from mlx_parallm.errors import RefusedError, RequestError
+from mlx_parallm.server.api.chat import answer_chat
+from mlx_parallm.server.context import Context, ServerContext
+from mlx_parallm.server.errors import ERROR_CONTENT
+from mlx_parallm.server.generation import render_conversation, resolve_model
+from mlx_parallm.server.protocol.openai import ChatBody
+from mlx_parallm.server.protocol.strict_json import json_router
+from mlx_parallm.server.protocol.translation import renamed
+from mlx_parallm.server.responses.answer import CANCELLED, ResponseForm
+from mlx_parallm.server.responses.body import IN_CHAT, ResponsesBody, ToolNames
+from mlx_parallm.server.responses.items import Item
+from mlx_parallm.server.responses.store import StoredItem
+
+router = json_router("openai")
+_CONFLICT: dict[int | str, dict[str, Any]] = {409: {"description": "It has ended", "content": ERROR_CONTENT}}
+
+
+@router.post("/v1/responses")
+async def create_response(body: ResponsesBody, request: Request, context: Context) -> Response:
+    """A chat, told in items; kept for `previous_response_id` unless `store` is false."""
+    model = resolve_model(context, body.model)
+    earlier, own, chat, names = _chat_of(body, context)
+    store = context.responses
+    form = ResponseForm(body, names, f"resp_{uuid.uuid4().hex}", model.id, earlier, own, store)
+    try:
+        if body.stream:
+            return await answer_chat(chat, request, context, response_id=form.id, form=form)
+        with store.holding(form):
+            return await answer_chat(chat, request, context, response_id=form.id, form=form)
+    except RequestError as error:
+        raise error if isinstance(error, RefusedError) else renamed(error, IN_CHAT) from error
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(body: ResponsesBody, context: Context) -> Response:
+    """How many tokens the prompt of this request has."""
+    resolve_model(context, body.model)
+    chat = _chat_of(body, context)[2]
+    count = len(render_conversation(context, chat))
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+
+@router.get("/v1/responses/{response_id}")
+async def show_response(response_id: str, context: Context, stream: Annotated[bool, Query()] = False) -> Response:
+    """A response that is kept, or that is being generated."""
+    if stream:
+        raise RequestError("'stream' is of POST /v1/responses: the events of a response are not kept", param="stream")
+    running = context.responses.running(response_id)
+    return JSONResponse(running.snapshot() if running else context.responses.find(response_id).load())
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, context: Context) -> Response:
+    context.responses.delete(response_id)
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    response_id: str,
+    context: Context,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """The items that a response answers, the newest first."""
+    listed: Sequence[StoredItem] = context.responses.find(response_id).input
+    if order == "desc":
+        listed = listed[::-1]
+    if after is not None:
+        position = next((number for number, item in enumerate(listed, 1) if item.id == after), None)
+        if position is None:
+            raise RequestError(f"'after': no item {after!r} in this response", param="after")
+        listed = listed[position:]
+    page = [item.load() for item in listed[:limit]]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(listed) > limit})
+
+
+@router.post("/v1/responses/{response_id}/cancel", responses=_CONFLICT)
+async def cancel_response(response_id: str, context: Context) -> Response:
+    """Ends a response that is being generated; its own request is answered with what there is."""
+    running = context.responses.running(response_id)
+    if running is None:
+        context.responses.find(response_id)
+        raise RefusedError(f"{response_id!r} has ended already", 409, "response_id")
+    for request_id in context.running.find([response_id]):
+        context.engine.abort(request_id)
+    return JSONResponse(running.snapshot() | {"status": CANCELLED})
+
+
+def _chat_of(
+    body: ResponsesBody, context: ServerContext
+) -> tuple[tuple[StoredItem, ...], list[Item], ChatBody, ToolNames]:
+    """The items of earlier responses, those of this request, and the chat that they make."""
+    earlier = context.responses.conversation(body.previous_response_id)
+    own = context.responses.resolve(body.items)
+    chat, names = body.to_chat([*(item.load() for item in earlier), *own], first=len(earlier))
+    return earlier, own, chat, names

@@ -1,0 +1,154 @@
+"""Responses that `store` keeps, in memory: for `previous_response_id`, item references and GET.
+
+Everything is kept as JSON text, so that the bound in bytes is one. An item is in the memory once, however many
+responses of a conversation name it, but each of them counts it: what is kept is never more than the bound.
+"""
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mlx_parallm.errors import RefusedError, RequestError
+from mlx_parallm.server.responses.items import Item
+
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "function_call_output": "fco",
+    "custom_tool_call_output": "ctco",
+}
+
+
+def new_item_id(kind: str) -> str:
+    return f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    id: str
+    json: str
+
+    @classmethod
+    def of(cls, item: Mapping[str, Any]) -> "StoredItem":
+        """An item that has no id gets one."""
+        item_id = item.get("id")
+        if not isinstance(item_id, str):
+            item_id = new_item_id(item.get("type") or "message")
+        return cls(item_id, json.dumps({**item, "id": item_id}))
+
+    def load(self) -> Item:
+        item: Item = json.loads(self.json)
+        return item
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """`input`: everything before the answer, earlier responses' items too. `output`: the answer's items."""
+
+    json: str
+    input: tuple[StoredItem, ...]
+    output: tuple[StoredItem, ...]
+
+    @property
+    def items(self) -> tuple[StoredItem, ...]:
+        return self.input + self.output
+
+    @property
+    def size(self) -> int:
+        return len(self.json) + sum(len(item.json) for item in self.items)
+
+    def load(self) -> dict[str, Any]:
+        response: dict[str, Any] = json.loads(self.json)
+        return response
+
+
+class RunningResponse(Protocol):
+    """A response that is being generated."""
+
+    id: str
+
+    def snapshot(self) -> dict[str, Any]:
+        """The response as it is now."""
+
+
+class ResponseStore:
+    """The server's thread only. `max_bytes`: of all that is kept, as JSON; the oldest goes first, 0 = nothing is."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._size = 0
+        self._kept: dict[str, StoredResponse] = {}  # oldest first
+        self._running: dict[str, RunningResponse] = {}
+
+    @property
+    def enabled(self) -> bool:
+        return self._max_bytes > 0
+
+    @contextmanager
+    def holding(self, response: RunningResponse) -> Iterator[None]:
+        """While it is generated."""
+        self._running[response.id] = response
+        try:
+            yield
+        finally:
+            self._running.pop(response.id, None)
+
+    def running(self, response_id: str) -> RunningResponse | None:
+        return self._running.get(response_id)
+
+    def add(self, response: Mapping[str, Any], before: Sequence[StoredItem]) -> None:
+        """Keeps a response that has ended; `before`: the items that it answers."""
+        output = tuple(StoredItem.of(item) for item in response["output"])
+        stored = StoredResponse(json.dumps(response), tuple(before), output)
+        if stored.size > self._max_bytes:
+            return
+        self._kept[response["id"]] = stored
+        self._size += stored.size
+        while self._size > self._max_bytes:
+            self.delete(next(iter(self._kept)))
+
+    def find(self, response_id: str) -> StoredResponse:
+        """Raises RefusedError (404)."""
+        stored = self._kept.get(response_id)
+        if stored is None:
+            raise RefusedError(self._missing("response", response_id), 404, "response_id")
+        return stored
+
+    def delete(self, response_id: str) -> None:
+        """Raises RefusedError (404)."""
+        self._size -= self.find(response_id).size
+        del self._kept[response_id]
+
+    def conversation(self, response_id: str | None) -> tuple[StoredItem, ...]:
+        """The items up to the end of this response; () for None. Raises RequestError: it is not kept."""
+        if response_id is None:
+            return ()
+        if response_id not in self._kept:
+            param, code = "previous_response_id", "previous_response_not_found"
+            raise RequestError(self._missing("response", response_id), param=param, code=code)
+        return self._kept[response_id].items
+
+    def resolve(self, items: Sequence[Item]) -> list[Item]:
+        """A request's items, with those that `item_reference`s name. Raises RequestError: one is not kept."""
+        return [
+            self._item(item.get("id"), position).load() if item.get("type") == "item_reference" else item
+            for position, item in enumerate(items)
+        ]
+
+    def _item(self, item_id: Any, position: int) -> StoredItem:
+        for stored in reversed(self._kept.values()):
+            for item in reversed(stored.items):
+                if item.id == item_id:
+                    return item
+        raise RequestError(self._missing("item", item_id), param=f"input.{position}.id", code="item_not_found")
+
+    def _missing(self, what: str, name: object) -> str:
+        return (
+            f"no {what} {name!r} is kept: it was not stored, was deleted, or was the oldest of more than "
+            f"server.stored_responses_bytes = {self._max_bytes}; send the whole conversation as 'input'"
+        )
