@@ -311,3 +311,5 @@ class LoggingConfig(Section):
     """Project of the run in W&B and trackio."""
     sample_every: int = Field(10, ge=0)
     """Steps between two sample tables (first, best, worst completion) in terminal, samples.jsonl, trackers; 0 = off."""
+    tokens_gb: float = Field(1.0, gt=0)
+    """Size of tokens.sqlite (10^9 bytes) at which its oldest steps are removed; spans.jsonl keeps a sixteenth of it."""

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from mlx_parallm.dashboard.controls import control_router
-from mlx_parallm.dashboard.run_view import MOST_ANSWERS, RunView, Search, differing_settings
+from mlx_parallm.dashboard.run_view import MOST_ANSWERS, MOST_TIMELINE_STEPS, RunView, Search, differing_settings
 from mlx_parallm.errors import RefusedError
 from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.server.app import AddedRouter
@@ -111,27 +111,34 @@ def _run_routes(router: APIRouter, views: Sequence[RunView], *, live: bool) -> N
     @router.get("/dashboard/api/evaluations")
     def evaluations(run: Run = 0) -> Response:
         """The numbers of each evaluation on held-out problems, with the ends of their intervals."""
-        return JSONResponse({"evaluations": _view(views, run).evaluations()})
+        return JSONResponse({"evaluations": _view(views, run).evaluations.all()})
 
     @router.get("/dashboard/api/heldout")
     def heldout(run: Run = 0, before: int = 0, after: int = -1) -> Response:
         """Two evaluations, problem by problem, with a word diff of the answers that were kept."""
-        return JSONResponse(_view(views, run).heldout(before, after))
+        return JSONResponse(_view(views, run).evaluations.heldout(before, after))
 
     @router.get("/dashboard/api/timeline")
-    def timeline(first: int, last: int, run: Run = 0) -> Response:
-        """What the run did when, in these steps."""
-        return JSONResponse(_view(views, run).timeline(first, last))
+    def timeline(
+        steps: Annotated[int, Query(ge=1, le=MOST_TIMELINE_STEPS)], last: int | None = None, run: Run = 0
+    ) -> Response:
+        """What the run did when, in the newest steps or those up to `last`."""
+        return JSONResponse(_view(views, run).timeline(steps, last))
 
     @router.get("/dashboard/api/compare")
     def compare() -> Response:
         """The settings that differ between the runs, and why a run's are not known."""
         return JSONResponse(differing_settings(views))
 
+    look = _Look(views)
+
     @router.get("/dashboard/api/events")
-    async def events(request: Request, context: Context) -> Response:
-        """A stream of server-sent events: a word for each kind of data of each run, again whenever one changes."""
-        return await EventStream(_changes(context, views)).prefetch(request.receive)
+    async def events(request: Request, context: Context, once: bool = False) -> Response:
+        """A stream of server-sent events: a word for each kind of data of each run, again whenever one changes. With
+        `once`, one such object as JSON."""
+        if once:
+            return JSONResponse({"runs": await look.now()})
+        return await EventStream(_changes(context, look)).prefetch(request.receive)
 
 
 def _rollout_routes(router: APIRouter, views: Sequence[RunView]) -> None:
@@ -193,13 +200,28 @@ def _view(views: Sequence[RunView], run: int) -> RunView:
     return views[run]
 
 
-async def _changes(context: Context, views: Sequence[RunView]) -> AsyncGenerator[dict[str, Any], None]:
+class _Look:
+    """Looks at the files at most every LOOK_S, once for all streams. The event loop's thread only."""
+
+    def __init__(self, views: Sequence[RunView]) -> None:
+        self._views, self._due = views, 0.0
+        self._task: asyncio.Task[list[dict[str, str]]] | None = None
+
+    async def now(self) -> list[dict[str, str]]:
+        loop = asyncio.get_running_loop()
+        if self._task is None or loop.time() >= self._due:
+            self._task = asyncio.create_task(asyncio.to_thread(lambda: [view.versions() for view in self._views]))
+            self._due = loop.time() + LOOK_S * 0.9  # a stream that sleeps for LOOK_S finds a new one
+        return await asyncio.shield(self._task)
+
+
+async def _changes(context: Context, look: _Look) -> AsyncGenerator[dict[str, Any], None]:
     """Ends when the server drains: an open page must not hold up its end."""
     before: list[dict[str, str]] = []
     loop = asyncio.get_running_loop()
     sent = -BEAT_S
     while not context.deps.state.draining:
-        now = await asyncio.to_thread(lambda: [view.versions() for view in views])
+        now = await look.now()
         if now != before or loop.time() - sent >= BEAT_S:
             before, sent = now, loop.time()
             yield {"runs": now}

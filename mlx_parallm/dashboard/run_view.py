@@ -5,13 +5,11 @@ the file is another one after a rollback or a resume has cut it, and then the pa
 """
 
 import math
-import re
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
@@ -22,13 +20,14 @@ import numpy as np
 import regex
 
 from mlx_parallm.config.load import Config, load_config
+from mlx_parallm.dashboard.bounded import cut, file_version, sendable
+from mlx_parallm.dashboard.evaluations import EvaluationsView
 from mlx_parallm.errors import CheckpointError, ConfigError, RequestError, StoreError
 from mlx_parallm.rl_training.commands import MARKS_FILE
-from mlx_parallm.rl_training.evaluation.log import EVALUATIONS_FILE, EvaluationLog
+from mlx_parallm.rl_training.evaluation.log import EVALUATIONS_FILE
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor.display import headline, trained_tokens_per_s
 from mlx_parallm.rl_training.monitor.explain import explain
-from mlx_parallm.rl_training.monitor.report import reward_of
 from mlx_parallm.rl_training.monitor.spans import SPANS_FILE, lines_of_steps
 from mlx_parallm.rl_training.monitor.tokens import read_tokens
 from mlx_parallm.rl_training.run_directory import CONFIG_FILE, FINAL, STORE_FILE, RunDirectory
@@ -50,10 +49,7 @@ HEALTH_PAUSE = 30
 """Health is judged again after this many times the seconds that it took: at most 3 % of one core."""
 READ_BYTES = 1 << 20
 MOST_MARKS = 100
-MOST_SPANS = 3000
-MOST_PROBLEMS, MOST_EVALUATIONS = 1000, 200
-LONGEST_DIFF = 4000
-"""Characters of a text that is compared word by word."""
+MOST_SPANS, MOST_TIMELINE_STEPS = 3000, 64
 MARK_KEY = "rolled_back_to"
 
 
@@ -150,6 +146,7 @@ class RunView:
         self.path = path
         self._redactor = redactor
         self._numbers_lock, self._rollouts_lock, self._health_lock = Lock(), Lock(), Lock()
+        self.evaluations = EvaluationsView(path, redactor)
         self._reset((-1, -1))
         self._answers: Answers | None = None
         self._health: tuple[dict[str, str], float, dict[str, Any]] = ({}, 0.0, {})
@@ -161,12 +158,13 @@ class RunView:
 
     def versions(self) -> dict[str, str]:
         """Return a word for each kind of data, another one after each change; and whether a process has the run."""
-        store = [_version(self.path / f"{STORE_FILE}{end}") for end in ("", "-wal")]
+        store = [file_version(self.path / f"{STORE_FILE}{end}") for end in ("", "-wal")]
         return {
-            "metrics": _version(self.path / METRICS_FILE),
-            "evaluations": _version(self.path / EVALUATIONS_FILE),
+            "metrics": file_version(self.path / METRICS_FILE),
+            "evaluations": file_version(self.path / EVALUATIONS_FILE),
             "rollouts": "+".join(store),
-            "marks": _version(self.path / MARKS_FILE),
+            "marks": file_version(self.path / MARKS_FILE),
+            "spans": file_version(self.path / SPANS_FILE),
             "state": self.state(),
         }
 
@@ -223,11 +221,19 @@ class RunView:
             }
 
     def _marks(self, columns: MetricColumns) -> list[dict[str, Any]]:
-        """Return what happened to the run: rollbacks, and what people ordered; the newest MOST_MARKS, by step."""
+        """Return what happened to the run: rollbacks, and what people ordered; the newest MOST_MARKS, by step.
+
+        A rollback is in both files, in metrics.jsonl with the step after it; runs of older versions have it only there.
+        """
         ordered = list[dict[str, Any]]()
         with suppress(CheckpointError):  # a damaged line: the charts are worth more
             ordered = MetricsFile(self.path / MARKS_FILE).last(MOST_MARKS)
-        marks = [{"step": step, "kind": "rollback", "text": text, "time": None} for step, text in columns.marks]
+        known = {mark["step"] + 1 for mark in ordered if mark.get("kind") == "rollback"}
+        marks = [
+            {"step": step, "kind": "rollback", "text": text, "time": None}
+            for step, text in columns.marks
+            if step not in known
+        ]
         return sorted([*marks[-MOST_MARKS:], *ordered], key=lambda mark: mark["step"])
 
     def _read(self) -> None:
@@ -266,45 +272,17 @@ class RunView:
             self._health = (version, now + HEALTH_PAUSE * (now - began), answer)
             return answer
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Return each evaluation's numbers, with the ends of their intervals."""
-        lines = EvaluationLog(self.path).done()
-        numbers = [{name: part["numbers"] for name, part in line["environments"].items()} for line in lines]
-        return [
-            {key: line.get(key) for key in ("step", "version", "score")} | {"environments": own}
-            for line, own in zip(lines, numbers, strict=True)
-        ]
-
-    def heldout(self, before: int, after: int) -> dict[str, Any]:
-        """Compare two evaluations, by their places in the list; negative ones count from the end.
-
-        `problems`: [key, reward before, reward after] of each; `examples`: those whose answers were kept, with their
-        rewards over all evaluations and a diff by words. Raises RequestError: no such evaluation.
-        """
-        lines = EvaluationLog(self.path).done()
-        if not lines:
-            return {"evaluations": [], "environments": {}}
-        chosen = []
-        for name, place in (("before", before), ("after", after)):
-            if not -len(lines) <= place < len(lines):
-                raise RequestError(f"there are {len(lines)} evaluations, no number {place}", param=name)
-            chosen.append(lines[place])
-        return self._shown(
-            {
-                "evaluations": [{key: line[key] for key in ("step", "version")} for line in lines],
-                "environments": {
-                    name: _compared(name, lines, chosen)
-                    for name in chosen[1]["environments"]
-                    if name in chosen[0]["environments"]
-                },
-            }
-        )
-
-    def timeline(self, first: int, last: int) -> dict[str, Any]:
-        """Return the spans of these steps and how many tokens each policy version sampled; at most MOST_SPANS."""
+    def timeline(self, steps: int, last: int | None) -> dict[str, Any]:
+        """Return the spans of `steps` steps up to `last` (None: the newest) and how many tokens each policy version
+        sampled; at most MOST_SPANS, and MOST_TIMELINE_STEPS."""
         path = self.path / SPANS_FILE
         if not path.is_file():
             return {"spans": [], "tokens": {}}
+        if last is None:
+            with self._numbers_lock:
+                self._read()
+                last = self._columns.last.get("step", 0)
+        first = max(1, last - min(steps, MOST_TIMELINE_STEPS) + 1)
         spans, tokens = list[list[Any]](), dict[str, dict[str, int]]()
         for line in lines_of_steps(path, first, last):
             if line["name"] == "versions":
@@ -346,8 +324,8 @@ class RunView:
         most = min(SHOWN_CHARACTERS, MOST_CHARACTERS // max(1, turns))
         for rollout in rollouts:
             rollout["segments"] = [len(segment["tokens"]) for segment in rollout["segments"]]
-            rollout["conversation"] = [turn | {"text": _cut(turn["text"], most)} for turn in rollout["conversation"]]
-            rollout["prompt"], rollout["completion"] = (_cut(rollout[key], most) for key in ("prompt", "completion"))
+            rollout["conversation"] = [turn | {"text": cut(turn["text"], most)} for turn in rollout["conversation"]]
+            rollout["prompt"], rollout["completion"] = (cut(rollout[key], most) for key in ("prompt", "completion"))
         return self._shown(found | _rewards([rollout["reward"] for rollout in rollouts]))
 
     def tokens(self, group_id: str, number: int, segment: int, first: int) -> dict[str, Any]:
@@ -476,8 +454,8 @@ OF_AN_ANSWER = (
 def _listed(rows: list[dict[str, Any]], most: int) -> dict[str, Any]:
     answers = [{key: row[key] for key in OF_AN_ANSWER} for row in rows]
     for answer in answers:
-        answer["completion"] = _cut(answer["completion"], most)
-    group = {key: rows[0][key] for key in OF_A_GROUP} | {"prompt": _cut(rows[0]["prompt"], most)}
+        answer["completion"] = cut(answer["completion"], most)
+    group = {key: rows[0][key] for key in OF_A_GROUP} | {"prompt": cut(rows[0]["prompt"], most)}
     return group | _rewards(rows[0]["rewards"]) | {"answers": answers}
 
 
@@ -502,70 +480,3 @@ def _token_values(kept: Mapping[str, np.ndarray], window: slice) -> dict[str, li
             columns["ratio"] = np.exp(trainer - columns.pop("logprobs"))
             columns["kl"] = np.expm1(reference - trainer) - (reference - trainer)
     return {name: column.tolist() for name, column in columns.items() if np.isfinite(column).any()}
-
-
-def _compared(name: str, lines: Sequence[Mapping[str, Any]], chosen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one environment in two evaluations."""
-    before, after = (line["environments"][name] for line in chosen)
-    earlier = {problem["key"]: reward_of(problem) for problem in before["problems"]}
-    texts = {example["key"]: example for example in before["examples"]}
-    over_time = [
-        {problem["key"]: reward_of(problem) for problem in line["environments"].get(name, {"problems": []})["problems"]}
-        for line in lines[-MOST_EVALUATIONS:]
-    ]
-    examples = []
-    for example in after["examples"]:
-        key = example["key"]
-        was, now = (_cut((side.get(key) or {}).get("text"), LONGEST_DIFF) for side in (texts, {key: example}))
-        examples.append(
-            {
-                "key": key,
-                "prompt": _cut(example["prompt"], LONGEST_DIFF),
-                "expected": _cut(example["expected"], LONGEST_DIFF),
-                "rewards": [rewards.get(key) for rewards in over_time],
-                "before": (texts.get(key) or {}).get("reward"),
-                "after": example["reward"],
-                "diff": None if was is None or now is None else word_diff(was, now),
-            }
-        )
-    problems = [
-        [problem["key"], earlier[problem["key"]], reward_of(problem)]
-        for problem in after["problems"]
-        if problem["key"] in earlier
-    ]
-    return {"problems": problems[:MOST_PROBLEMS], "examples": examples}
-
-
-def word_diff(before: str, after: str) -> list[tuple[str, str]]:
-    """Return parts of both texts in order: ("same" | "gone" | "new", text), by words, spaces and signs."""
-    was, now = (re.findall(r"\w+|\s+|[^\w\s]", text) for text in (before, after))
-    parts = list[tuple[str, str]]()
-    for kind, a, b, c, d in SequenceMatcher(None, was, now, autojunk=False).get_opcodes():
-        if kind == "equal":
-            parts.append(("same", "".join(was[a:b])))
-            continue
-        parts += [(name, "".join(words)) for name, words in (("gone", was[a:b]), ("new", now[c:d])) if words]
-    return parts
-
-
-def _cut(text: str | None, most: int) -> str | None:
-    return text if text is None or len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
-
-
-def _version(path: Path) -> str:
-    try:
-        stat = path.stat()
-    except OSError:
-        return ""
-    return f"{stat.st_ino}.{stat.st_size}.{stat.st_mtime_ns}"
-
-
-def sendable(value: Any) -> Any:
-    """Turn what JSON and UTF-8 cannot hold into what they can: numbers that are not finite, halves of characters."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, Mapping):
-        return {str(key): sendable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [sendable(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,6 +4,7 @@
     stop                   at once: the event that a signal sets, too
     checkpoint, change     by the trainer's thread, between two steps (`perform`)
 
+A rollback has a service of its own (publish/rollback.py); its mark is written here.
 Each command is a line of the log and of `marks.jsonl`: `{"step", "time", "kind", "text"}`, `step` finished steps,
 `time` in Unix seconds. Nothing is cut from that file on a resume: what people did, they did.
 """
@@ -218,6 +219,14 @@ def restored_settings(config: Config, changes: Sequence[Mapping[str, Any]]) -> d
             if values.get(key) == before:
                 values[key] = after
     return {key: value for key, value in values.items() if value != now[key]}
+
+
+def overridden_settings(config: Config, changes: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return {key: [value of the run, value of `config`]} of what a resume changes on purpose. It is a change of its
+    own, so that a later resume from the file that the run began with keeps it, too."""
+    newest = {key: now for change in changes for key, (_, now) in change["settings"].items()}
+    resumed = _values(config) | restored_settings(config, changes)
+    return {key: [now, resumed[key]] for key, now in newest.items() if resumed[key] != now}
 
 
 def _values(config: Config) -> dict[str, float]:

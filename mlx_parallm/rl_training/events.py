@@ -6,6 +6,7 @@
 | Waiting            | at least twice a second while a step waits           | step, seconds so far                   |
 | BatchReady         | the groups of a step are there, before training      | the batch: groups, rewards, advantages |
 | WeightsPublished   | new weights serve: after a step, a retry, a rollback | step, version, PublishReport           |
+| RolledBack         | a rollback is in a checkpoint                        | finished steps, where to, new version  |
 | StepFinished       | trained, published, metrics line on the disk         | metrics line, batch, its tokens        |
 | SamplesWritten     | after a StepFinished whose samples were kept         | step, first, best and worst completion |
 | EvaluationFinished | a line was added to evaluations.jsonl                | that line                              |
@@ -91,6 +92,13 @@ class BatchReady:
 class WeightsPublished:
     step: int
     report: "PublishReport"
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    step: int
+    to: str  # "version 12" or a checkpoint's name
+    version: int
 
 
 @dataclass(frozen=True, slots=True)

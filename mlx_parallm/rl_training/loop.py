@@ -24,7 +24,15 @@ from mlx_parallm.environments.base import Learner
 from mlx_parallm.errors import CheckpointError, ParallmError
 from mlx_parallm.rl_training.checkpoint import Checkpointer
 from mlx_parallm.rl_training.checkpoints.trainer_state import StepInProgress, TrainerState
-from mlx_parallm.rl_training.events import BatchReady, CheckpointSaved, Outcome, RunEvents, StepFinished, Waiting
+from mlx_parallm.rl_training.events import (
+    BatchReady,
+    CheckpointSaved,
+    Outcome,
+    RolledBack,
+    RunEvents,
+    StepFinished,
+    Waiting,
+)
 from mlx_parallm.rl_training.metrics import MetricsFile, complete, words_of
 from mlx_parallm.rl_training.publish.rollback import Rollbacks
 from mlx_parallm.rl_training.publish.versions import VersionSteps
@@ -196,6 +204,7 @@ class TrainingLoop:
         if self._parts.checkpointer is not None:
             self._parts.checkpointer.set_aside(self._state(None).checkpoint_name)
         self._save(None, anew=True)
+        self._events.emit(RolledBack(self._step, done.to, done.version))
         self._parts.rollbacks.settle()
         return True
 

@@ -24,7 +24,7 @@ KEYS = (
     *("staleness", "staleness_max", "logprob_diff_max", "logprob_diff_mean", "mismatch_kl", "mismatch_fresh"),
     *("sampler_weights_cut", "kl_coefficient", "tokens"),
     *("groups", "sequences", "groups_without_variance", "groups_all_wrong", "groups_all_right"),
-    *("reward_max", "reward_std_in_groups", "groups_same_answer"),
+    *("reward_max", "reward_p25", "reward_p75", "reward_std_in_groups", "groups_same_answer"),
     *("truncated_fraction", "out_of_room_fraction", "eos_fraction", "completion_tokens_mean", "rollout_entropy"),
     *("never_done_fraction", "never_done_turns"),
     *("dropped_misfit", "dropped_without_variance", "groups_without_logprobs", "extra_segments"),
@@ -36,7 +36,8 @@ KEYS = (
 """Every line has all of these keys (null = unknown); others may follow.
 
 `groups*`, `sequences`, `reward*`: all groups the step consumed, also those without variance. `reward_std_in_groups`:
-mean over groups of the sample standard deviation (n - 1), which TRL calls reward_std. `groups_all_wrong`,
+mean over groups of the sample standard deviation (n - 1), which TRL calls reward_std. `reward_p25`, `_p75`: quartiles
+of the sequences' rewards. `groups_all_wrong`,
 `_all_right`: share of the groups in which no reward is above 0, or none below 1. `groups_same_answer`: of those in
 which every answer is the same, token for token. `rewards/NAME/mean`, `/std` (n - 1): of a part of the reward.
 `extra_segments`: sequences beyond one an episode, because the chat template rewrote history.

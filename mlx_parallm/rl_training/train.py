@@ -10,7 +10,7 @@ after a failure half way. The daemon chooses the serving half and the kinds of s
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from mlx_parallm.rewards.functions import TrainingProgress
 from mlx_parallm.rl_training.checkpoint import Checkpointer, CheckpointVersions
 from mlx_parallm.rl_training.checkpoints.resume import initial_adapter, what_to_resume
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
-from mlx_parallm.rl_training.commands import RunCommands, restored_settings, with_settings
+from mlx_parallm.rl_training.commands import RunCommands, overridden_settings, restored_settings, with_settings
 from mlx_parallm.rl_training.data.heldout import HeldOut, describe
 from mlx_parallm.rl_training.data.source import DataSource, Fit
 from mlx_parallm.rl_training.evaluation.log import EvaluationLog, best_by
@@ -35,6 +35,7 @@ from mlx_parallm.rl_training.events import (
     EvaluationFinished,
     Noted,
     Outcome,
+    RolledBack,
     RunEvents,
     RunFinished,
     RunInfo,
@@ -64,7 +65,7 @@ from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.system.files import reserve_bytes
+from mlx_parallm.system.files import GB, reserve_bytes
 from mlx_parallm.system.log import FILE_ONLY, RunLog, get_logger
 from mlx_parallm.system.signals import EndLimit
 from mlx_parallm.system.terminal import Console
@@ -213,7 +214,7 @@ class TrainingRun:
         self._disk.check()
         self._closing.callback(self.serving.close)  # before the store, which requests write to
         step, _ = moment(self._checkpoint) if self._checkpoint else (0, 0)
-        self._spans = SpanLog(directory.path, step=step)
+        self._spans = SpanLog(directory.path, step=step, most_bytes=round(config.logging.tokens_gb * GB / 16))
         sources = self._make_sources(directory, store)
         if self.tools is not None:
             self.serving.watch_tools(self.tools.client.metrics)
@@ -229,6 +230,8 @@ class TrainingRun:
         if self._stop.is_set():
             return None
         self._began = True
+        if state is not None and (overridden := overridden_settings(config, state.changes)):
+            state = replace(state, changes=[*state.changes, {"step": state.step, "settings": overridden}])
         started = StartedRun(directory, store, sources, parts, state, commands)
         if state is not None and (values := restored_settings(config, state.changes)):
             parts.trainer.change(values)
@@ -394,7 +397,13 @@ class TrainingRun:
             events.emit(Noted(f"held-out rows before training: {describe(self._heldout.before())}"))
         events.subscribe(WeightsPublished, lambda event: self.serving.observe_publish(event.report))
         self._memory.subscribe(events)
-        token_log = TokenLog(directory.path, step=state.step if state else 0)
+
+        def mark(event: RolledBack) -> None:
+            started.commands.mark("rollback", f"rolled back to {event.to}")
+
+        events.subscribe(RolledBack, mark)
+        most_bytes = round(self.config.logging.tokens_gb * GB)
+        token_log = TokenLog(directory.path, step=state.step if state else 0, most_bytes=most_bytes)
         self._closing.callback(token_log.close)
         token_log.subscribe(events)
         self._spans.subscribe(events)

@@ -26,11 +26,14 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-def faults_of_access(page: Any) -> list[str]:
-    """Serious faults that axe-core finds in the page as it is: who cannot see colours, or uses a screen reader."""
+def faults_of_access(page: Any, *rules: str) -> list[str]:
+    """Serious faults that axe-core finds in the page as it is: who cannot see colours, or uses a screen reader.
+    `rules`: only these."""
     axe = pytest.importorskip("axe_playwright_python", reason="no axe-core: pip install axe-playwright-python")
-    page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())
-    found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")["violations"]
+    if page.evaluate("!window.axe"):
+        page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text())
+    options = {"resultTypes": ["violations"]} | ({"runOnly": rules} if rules else {})
+    found = page.evaluate("(options) => axe.run(document, options)", options)["violations"]
     return [
         f"{page.url}: {fault['id']}: {fault['nodes'][0]['html'][:200]}"
         for fault in found

@@ -180,6 +180,7 @@ def check_controls(page: Any, daemon: Daemon) -> None:
         "paused",
         "resumed",
         "checkpoint step_000001",
+        "rolled back to step_000001",
         "learning_rate 0.002 → 0.001",
     ]
     assert "the first step" in page.locator(".chart .at").first.inner_text(), "the mark is on the charts"

@@ -1,5 +1,7 @@
 """The page in a real browser over real servers: curves, groups, tokens, keys, hostile text, lost servers, many tabs."""
 
+import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,36 +9,48 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.config.load import load_config
 from mlx_parallm.dashboard.command import make_app
+from mlx_parallm.dashboard.routes import added_router
+from mlx_parallm.dashboard.run_view import RunView
+from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.server.thread import ServerThread, bind_socket
+from mlx_parallm.system.redaction import Redactor
 from tests.dashboard.conftest import Opened, faults_of_access
 from tests.dashboard.making import make_run, metrics_line, served
+from tests.server.fake_engine import FakeEngine
+from tests.server.serving import running_server
 
 pytestmark = pytest.mark.slow
 Open = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture(scope="module")
-def url(run: Path) -> Iterator[str]:
-    with served([run]) as address:
-        yield f"{address}/dashboard"
+def url(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Iterator[str]:
+    """The page of a live run (no model behind it: nothing here asks one) with a second one beside it: all ten views."""
+    run, other = (make_run(tmp_path_factory.mktemp("runs"), name=name) for name in ("my-run", "other"))
+    config = load_config(run / "config.toml")
+    commands = RunCommands(run, threading.Event(), config=lambda: config, step=lambda: 3)
+    commands.mark("note", "what changed")
+    added = added_router([RunView(path, Redactor()) for path in (run, other)], live=True, commands=commands)
+    with running_server(FakeEngine(), tiny_tokenizer, routers=[added]) as server:
+        yield f"{server.url}/dashboard"
 
 
 VIEWS = {
-    "overview": ".chart canvas",
+    "overview": "section[aria-label=marks]",
     "step/1": ".group",
     "group/sums-1": ".answer",
     "tokens/sums-1/1": ".token",
     "search": ".group",
     "heldout": ".answer",
     "timeline": ".lane",
+    "compare": ".charts .chart",
+    "chat": "textarea",
+    "controls": ".order",
 }
+KEYS = {"5": "textarea", "6": ".cells", "7": ".lane", "8": ".order", "4": ".charts .chart", "3": ".search"}
 
 
 def steps_of_reward(page: Any) -> list[int]:
@@ -110,7 +124,7 @@ def test_tokens_show_the_numbers_of_the_store(url: str, open_page: Open) -> None
 
 def test_every_view_by_keyboard(url: str, open_page: Open) -> None:
     page = open_page(url)
-    page.wait_for_selector(".chart canvas")
+    page.wait_for_selector(".count:text-matches('^3 ')")
     page.keyboard.press("2")
     page.wait_for_selector("[data-group='sums-3']")
     page.keyboard.press("[")
@@ -126,6 +140,16 @@ def test_every_view_by_keyboard(url: str, open_page: Open) -> None:
     page.keyboard.press("?")
     page.wait_for_selector(".help")
     page.keyboard.press("Escape")
+    for key, wanted in KEYS.items():
+        page.keyboard.press(key)
+        page.wait_for_selector(wanted)
+        assert page.evaluate("document.activeElement.tagName") != "TEXTAREA", "the next key is no text"
+    page.keyboard.press("7")
+    page.locator(".lanes").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector(".lanes p:has-text('step')")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[data-group='sums-1']")
     page.keyboard.press("/")
     page.wait_for_selector("#search-text:focus")
     page.keyboard.type("spell")
@@ -135,20 +159,53 @@ def test_every_view_by_keyboard(url: str, open_page: Open) -> None:
     assert page.locator(".group").count() == 3
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_view_fits_a_phone_and_is_accessible(url: str, open_page: Open, theme: str) -> None:
-    page = open_page(url, color_scheme=theme, viewport={"width": 390, "height": 844})
+def test_every_view_fits_each_screen_and_is_accessible_in_light_and_dark(url: str, open_page: Open) -> None:
+    page = open_page(url, color_scheme="light")
     for place, wanted in VIEWS.items():
         page.goto(f"{url}#/{place}")
-        page.wait_for_selector(wanted)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
+        for width, height in ((3840, 2160), (1280, 800), (390, 844)):
+            page.set_viewport_size({"width": width, "height": height})
+            page.wait_for_selector(wanted)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (place, width)
+            assert page.evaluate(OVERLAPS) == [], (place, width)
+        page.emulate_media(color_scheme="light")
         assert faults_of_access(page) == []
-    page.goto(f"{url}#/overview")
-    dim, panel = (
-        page.evaluate(f"getComputedStyle(document.documentElement).getPropertyValue('--{name}')")
-        for name in ("dim", "panel")
-    )
-    assert contrast(dim, panel) >= 4.5, "the text of the axes"
+        page.emulate_media(color_scheme="dark")
+        page.wait_for_selector("[data-theme=dark]")
+        assert faults_of_access(page, "color-contrast") == [], "only the colours are others"
+    for theme in ("dark", "light"):
+        page.emulate_media(color_scheme=theme)
+        page.wait_for_selector(f"[data-theme={theme}]")
+        read = "(name) => getComputedStyle(document.documentElement).getPropertyValue(name)"
+        dim, panel = (page.evaluate(read, name) for name in ("--dim", "--panel"))
+        assert contrast(dim, panel) >= 4.5, "the text of the axes"
+
+
+# Pairs of texts or controls that lie over each other by more than 3 pixels, each cut to what its scrolling boxes show.
+OVERLAPS = """() => {
+  const shown = (element, { left, top, right, bottom }) => {
+    const part = { element, left, top, right, bottom };
+    for (let box = element.parentElement; box; box = box.parentElement) {
+      if (getComputedStyle(box).overflow === "visible") continue;
+      const own = box.getBoundingClientRect();
+      for (const side of ["left", "top"]) part[side] = Math.max(part[side], own[side]);
+      for (const side of ["right", "bottom"]) part[side] = Math.min(part[side], own[side]);
+    }
+    return part;
+  };
+  const controls = "input, select, button, textarea, svg, .plot";
+  const unseen = ".token, .detail, .u-wrap, option, datalist, details:not([open]) > :not(summary)";
+  const words = (element) => [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+  const parts = [...document.querySelectorAll("header *, main *")]
+    .filter((element) => !element.closest(unseen) && (element.matches(controls) || words(element)))
+    .flatMap((element) => [...element.getClientRects()].map((rect) => shown(element, rect)))
+    .filter(({ left, top, right, bottom }) => right - left > 3 && bottom - top > 3);
+  const over = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 3
+    && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3
+    && !a.element.contains(b.element) && !b.element.contains(a.element);
+  const text = ({ element }) => element.outerHTML.slice(0, 90);
+  return parts.flatMap((a, place) => parts.slice(place + 1).filter((b) => over(a, b)).map((b) => [text(a), text(b)]));
+}"""
 
 
 def contrast(first: str, second: str) -> float:
@@ -189,35 +246,73 @@ def test_a_lost_server_is_said_and_the_page_goes_on_by_itself(tmp_path: Path, op
         second.stop(0.1)
 
 
-def test_eight_tabs_do_not_block_each_other(url: str, opened: Opened) -> None:
-    context = opened.context()
-    pages = []
-    for number in range(8):
-        pages.append(opened.page(f"{url}#/search", context))
-        pages[-1].wait_for_selector(".group")
-        if number < 7:  # what a browser does with a tab in the background
-            hide = "Object.defineProperty(document, 'hidden', { value: true }); "
-            hide += "document.dispatchEvent(new Event('visibilitychange'))"
-            pages[-1].evaluate(hide)
-    ask = "async () => { const began = performance.now(); await fetch('/dashboard/api/runs');"
+def test_eight_tabs_that_are_seen_share_one_stream(tmp_path: Path, opened: Opened) -> None:
+    """Eight pages with charts in one browser: each asks and is answered, all follow the run, hidden ones rest."""
+    run, ask = make_run(tmp_path), "async () => { const began = performance.now(); await fetch('/dashboard/api/runs');"
     ask += " return performance.now() - began }"
-    assert max(page.evaluate(ask) for page in pages) < 1000
+    with served([run]) as address:
+        context = opened.context()
+        pages = [opened.page(f"{address}/dashboard", context) for _ in range(8)]
+        for page in pages:
+            page.wait_for_selector(".chart canvas")
+        assert max(page.evaluate(ask) for page in pages) < 1000
+        streams = [url for url in opened.requests if url.endswith("/events")]
+        assert len(streams) == 1, "one tab listens for all"
+        MetricsFile(run / METRICS_FILE).append(metrics_line(4))
+        for page in pages:
+            page.wait_for_selector(".count:text-matches('^4 ')")
+        pages[0].close()  # who held the stream: another one goes on
+        hide = "Object.defineProperty(document, 'hidden', { value: true }); "
+        hide += "document.dispatchEvent(new Event('visibilitychange'))"
+        for page in pages[1:7]:  # what a browser does with a tab in the background
+            page.evaluate(hide)
+        while len([url for url in opened.requests if url.endswith("/events")]) < 2:
+            pages[7].wait_for_timeout(50)
+        MetricsFile(run / METRICS_FILE).append(metrics_line(5))
+        pages[7].wait_for_selector(".count:text-matches('^5 ')")
+        assert [page.locator(".count").inner_text()[0] for page in pages[1:7]] == ["4"] * 6
     assert opened.problems == []
 
 
-def test_two_runs_over_each_other(tmp_path: Path, open_page: Open) -> None:
-    runs = [make_run(tmp_path, name="a"), make_run(tmp_path, steps=5, name="b", learning_rate=5e-4)]
+def test_runs_over_each_other_and_seeds_as_one(tmp_path: Path, open_page: Open) -> None:
+    """a-1 and a-2 differ in their seed; b has half the learning rate."""
+    runs = [
+        make_run(tmp_path, name="a-1"),
+        make_run(tmp_path, name="a-2"),
+        make_run(tmp_path, steps=5, name="b", learning_rate=5e-4),
+    ]
+    with (runs[1] / "config.toml").open("a") as file:
+        file.write("seed = 7\n")
+    lines = [line | {"reward_mean": line["reward_mean"] + 0.5} for line in MetricsFile(runs[1] / METRICS_FILE).read()]
+    (runs[1] / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     with served(runs) as address:
         page = open_page(f"{address}/dashboard")
         page.wait_for_selector("select[aria-label=run]")
         page.keyboard.press("4")
         page.wait_for_selector(".settings td:has-text('0.0005')")
-        page.locator(".chart button").first.click()
-        rows = [row.split("\t") for row in page.locator(".chart tbody tr").all_inner_texts()]
-        assert [row[0] for row in rows] == ["5", "4", "3", "2", "1"], "the steps of both"
-        assert rows[0][1] == "–" != rows[0][2] and rows[-1][1] == rows[-1][2] == "0.010"
-        page.select_option("select[aria-label=run]", "1")
+        page.wait_for_selector(".chart:has-text('a (2 seeds)')")
+        assert table_of(page, "Reward")[-1] == ["1", "0.260", "0.010"], "the median of 0.01 and 0.51"
+        assert table_of(page, "Held-out problems") == [
+            ["5", "–", "0.500"],
+            ["3", "0.500", "–"],
+            ["0", "0.500", "0.500"],
+        ]
+        page.click("button:text-is('each run')")
+        page.wait_for_selector(".chart:has-text('a-1')")
+        rows = table_of(page, "Reward")
+        assert [row[0] for row in rows] == ["5", "4", "3", "2", "1"], "the steps of all"
+        assert rows[0][1:3] == ["–", "–"] and rows[-1] == ["1", "0.010", "0.510", "0.010"]
+        page.select_option("select[aria-label=run]", "2")
         page.wait_for_selector(".count:text-matches('^5 ')")
+
+
+def table_of(page: Any, title: str) -> list[list[str]]:
+    """The rows of the table behind a chart, newest first."""
+    chart = page.locator(f".chart:has(h3:text-is('{title}'))")
+    if chart.locator("table").count() == 0:
+        chart.locator("button").click()
+    chart.locator("tbody td").first.wait_for()
+    return [row.split("\t") for row in chart.locator("tbody tr").all_inner_texts()]
 
 
 def test_the_pages_functions(url: str, open_page: Open) -> None:
@@ -237,6 +332,11 @@ def test_the_pages_functions(url: str, open_page: Open) -> None:
     both = lib("overlaid", [{"x": [1, 3], "values": [5, 6]}, {"x": [2, 3], "values": [7, 8]}])
     assert both == {"x": [1, 2, 3], "columns": [[5, None, 6], [None, 7, 8]]}
     assert lib("beganAndNow", [0, 1, 2, 3]) == [0.5, 2.5]
+    assert lib("filled", [1, 2, 4, 5], [None, 3, None, 6]) == [None, 3, 5, 6]
+    joined = lib("together", [1, 2], [[0, 1], [1, None], [4, 5], [2, 9]])  # sorted: 0 1 2 4, and 1 5 9
+    assert joined == {"values": [1.5, 5], "low": [0.75, 3], "high": [2.5, 7]}
+    settings = {"rl_training.seed": ["1", "2", "3"], "rl_training.kl_beta": ["0", "0", "0.1"]}
+    assert lib("seeds", 3, settings) == [[0, 1], [2]] and lib("seeds", 3, settings, [False, True, False])[1] == [1]
     assert lib("readPlace", lib("writePlace", "group", ["a/b#c"], {"x": "1&2", "y": ""})) == {
         "view": "group",
         "rest": ["a/b#c"],

@@ -51,6 +51,9 @@ def test_a_cursor_brings_only_what_is_new(tmp_path: Path) -> None:
     note = {"step": 2, "kind": "note", "text": "by hand", "time": 5.0}
     MetricsFile(file.path.with_name("marks.jsonl")).append(note)
     assert view.metrics(["headline"], second["cursor"], 100)["marks"] == [note, rollback]
+    written = rollback | {"step": 2, "time": 6.0}  # what newer runs write, after the steps that were finished
+    MetricsFile(file.path.with_name("marks.jsonl")).append(written)
+    assert view.metrics(["headline"], second["cursor"], 100)["marks"] == [note, written], "once"
     assert view.metrics(["headline"], second["cursor"], 100)["steps"] == []
 
     file.cut(1)  # what a resume does
@@ -178,7 +181,7 @@ def test_the_trainers_numbers_of_tokens(tmp_path: Path) -> None:
     numbers = {"logprobs": -0.5, "trainer_logprobs": -0.25, "reference_logprobs": -0.75, "advantages": 2.0}
     tokens = StepTokens({name: np.full(count, number, np.float32) for name, number in numbers.items()})
     batch = TrainBatch(1, (group,), sequences, BatchStatistics())
-    events, log = RunEvents(), TokenLog(view.path)
+    events, log = RunEvents(), TokenLog(view.path, most_bytes=200_000)
     log.subscribe(events)
     events.emit(StepFinished({"step": 1}, batch, tokens))
     events.emit(SamplesWritten(1, choose_samples(1, [group], str)))
@@ -210,11 +213,11 @@ def test_two_evaluations_word_by_word(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=1)
     view, file = RunView(run, Redactor()), MetricsFile(run / "evaluations.jsonl")
     file.path.unlink()
-    assert view.heldout(0, -1) == {"evaluations": [], "environments": {}}
+    assert view.evaluations.heldout(0, -1) == {"evaluations": [], "environments": {}}
     file.append(evaluated(0, 0.0, 1.0, text="It is one, I think."))
     file.append(evaluated(5, 1.0, 0.0, text="It is two, I think. <b>"))
     file.append({"step": 7, "skipped": "too slow"})
-    found = view.heldout(0, -1)
+    found = view.evaluations.heldout(0, -1)
     assert found["evaluations"] == [{"step": 0, "version": 0}, {"step": 5, "version": 5}]
     part = found["environments"]["sums"]
     assert part["problems"] == [["p0", 0.0, 1.0], ["p1", 1.0, 0.0]]
@@ -228,7 +231,7 @@ def test_two_evaluations_word_by_word(tmp_path: Path) -> None:
         ["new", " <b>"],
     ]
     with pytest.raises(RequestError, match="there are 2 evaluations, no number 2"):
-        view.heldout(0, 2)
+        view.evaluations.heldout(0, 2)
 
 
 def test_a_window_of_a_long_timeline(tmp_path: Path) -> None:
@@ -236,7 +239,7 @@ def test_a_window_of_a_long_timeline(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=1)
     view = RunView(run, Redactor())
     (run / "spans.jsonl").unlink()
-    assert view.timeline(1, 9) == {"spans": [], "tokens": {}}
+    assert view.timeline(9, 9) == {"spans": [], "tokens": {}}
     lines = []
     for step in range(1, 10_001):
         lines.append(json.dumps({"name": "rl.train", "step": step, "begin": step, "end": step + 0.5}))
@@ -244,10 +247,12 @@ def test_a_window_of_a_long_timeline(tmp_path: Path) -> None:
             lines.append(json.dumps({"name": "rl.evaluate", "step": step - 5, "begin": step - 5, "end": step}))
         lines.append(json.dumps({"name": "versions", "step": step, "tokens": {str(step): 7}}))
     (run / "spans.jsonl").write_text("\n".join(lines) + '\n{"name": "rl.tr')
+    assert [step for _, step, *_ in view.timeline(8, None)["spans"]] == [1], "the run's newest step"
+    assert list(view.timeline(9_999, 9_999)["tokens"]) == [str(step) for step in range(9_936, 10_000)], "64 at most"
     for first, last in ((1, 3), (4_996, 5_003), (9_999, 10_000)):
-        found = view.timeline(first, last)
+        found = view.timeline(last - first + 1, last)
         trained = [step for name, step, *_ in found["spans"] if name == "rl.train"]
         assert trained == list(range(first, last + 1)) and len(found["tokens"]) == last - first + 1
-    assert [span for span in view.timeline(4_996, 5_003)["spans"] if span[0] == "rl.evaluate"] == [
+    assert [span for span in view.timeline(8, 5_003)["spans"] if span[0] == "rl.evaluate"] == [
         ["rl.evaluate", 5_000, 5_000, 5_005]
     ]

@@ -8,7 +8,13 @@ import pytest
 
 from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.errors import CheckpointError, RefusedError, RequestError
-from mlx_parallm.rl_training.commands import MARKS_FILE, RunCommands, restored_settings, with_settings
+from mlx_parallm.rl_training.commands import (
+    MARKS_FILE,
+    RunCommands,
+    overridden_settings,
+    restored_settings,
+    with_settings,
+)
 from mlx_parallm.rl_training.metrics import MetricsFile
 
 
@@ -114,3 +120,9 @@ def test_a_resume_goes_on_with_what_was_changed() -> None:
     assert restored_settings(config(learning_rate=2e-4, temperature=0.8), changes) == {}, "the saved configuration"
     on_purpose = config(learning_rate=7e-4)
     assert restored_settings(on_purpose, changes) == {"temperature": 0.8}
+    overridden = overridden_settings(on_purpose, changes)
+    assert overridden == {"learning_rate": [2e-4, 7e-4]}
+    assert overridden_settings(config(learning_rate=1e-3), changes) == {}, "the file that the run began with"
+    changes.append({"step": 8, "settings": overridden})
+    assert restored_settings(config(learning_rate=1e-3), changes)["learning_rate"] == 7e-4, "also from the old file"
+    assert overridden_settings(config(learning_rate=7e-4), changes) == {}

@@ -14,7 +14,7 @@ from mlx_parallm.losses.advantages import PLAIN, Shaping, group_advantages, toke
 from mlx_parallm.rl_training.publish.versions import VersionSteps
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD, Minimum, RolloutBuffer, fillable_up_to
 from mlx_parallm.rl_training.step.algorithms import make_algorithm, make_shaping
-from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.rl_training.step.batch import TrainBatch, quantile
 from mlx_parallm.rollout_store.checks import OTHER_MODEL, TOO_LARGE
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.types import RolloutGroup
@@ -89,6 +89,9 @@ def test_statistics_begin_anew_with_each_step(store: RolloutStore) -> None:
     assert buffer.collect(1, timeout_s=0).statistics.reward_mean == pytest.approx(0.5)
     second = buffer.collect(2, timeout_s=0).statistics
     assert (second.reward_mean, second.reward_std) == (1.5, 1.5)
+    assert (second.reward_p25, second.reward_p75) == (0, 3)
+    assert [quantile([1, 5, 2, 8], share) for share in (0, 0.25, 0.5, 1)] == [1, 1.75, 3.5, 8]
+    assert quantile([7], 0.25) == 7
     assert second.truncated_fraction == 1.0
     assert second.completion_tokens_mean == 2
 

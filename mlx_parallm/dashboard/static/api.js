@@ -82,42 +82,97 @@ async function* events(response, onBytes = () => {}) {
 const QUIET_MS = 25000; // the server sends something every 8 s
 const STALLED_MS = 3000;
 const RETRY_MS = 1000;
+const POLL_MS = 2000;
+
+/** Tabs with the same key hear each other; a name for it that is not the key (FNV-1a). */
+function nameOf(key) {
+  let hash = 2166136261;
+  for (const byte of new TextEncoder().encode(key)) hash = Math.imul(hash ^ byte, 16777619) >>> 0;
+  return `mlx_parallm.changes.${hash}`;
+}
+
+const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+/** Resolves when the tab is seen, with a signal that is aborted when it is hidden. */
+const seen = () => new Promise((resolve) => {
+  const look = () => {
+    if (document.hidden) return;
+    document.removeEventListener("visibilitychange", look);
+    const hidden = new AbortController();
+    document.addEventListener("visibilitychange", () => hidden.abort(), { once: true });
+    resolve(hidden.signal);
+  };
+  document.addEventListener("visibilitychange", look);
+  look();
+});
 
 /**
- * Follow the stream of changes while the tab is seen. `onChange(words)`: a word for each kind of data of each run, or
- * null: ask for everything. `onState(failure)`: null when connected. Where no stream can be opened within 3 s (six
- * tabs use up a browser's connections), it asks every 3 s instead.
+ * Follow the changes while the tab is seen. `onChange(words)`: a word for each kind of data of each run.
+ * `onState(failure)`: null when connected.
+ *
+ * Six streams use up a browser's connections to a server. So of all tabs that are seen one holds the stream (the one
+ * with the lock) and tells the others. Where there are no locks (plain HTTP to another machine), or where a stream does
+ * not begin within 3 s, a tab asks every 2 s instead.
  */
 export function follow(onChange, onState) {
-  let abort = null;
-  const seen = () => new Promise((resolve) => {
-    if (!document.hidden) return resolve();
-    document.addEventListener("visibilitychange", resolve, { once: true });
-  });
-  const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
-  document.addEventListener("visibilitychange", () => document.hidden && abort?.abort());
+  const name = nameOf(sessionStorage.getItem(KEY) ?? ""), channel = new BroadcastChannel(name);
+  let last = null, leads = false;
+  const take = ({ runs, failure }) => {
+    onState(failure ? new Failure(failure.message, failure.status) : null);
+    if (runs) onChange(runs);
+  };
+  const tell = (message) => { last = message; take(message); channel.postMessage(message); };
+  channel.onmessage = ({ data }) => {
+    if (data.ask) leads && last && channel.postMessage(last);
+    else if (!document.hidden) take(data); // a hidden tab asks when it is seen again
+  };
+  const failed = (error) => tell({ failure: error instanceof Failure ? { message: error.message, status: error.status } : { message: "the connection was lost", status: 0 } });
 
-  async function stream() {
-    abort = new AbortController();
-    let stalled = false;
-    let timer = setTimeout(() => { stalled = true; abort.abort(); }, STALLED_MS);
+  /** Ends when the connection does. Returns whether the stream began within STALLED_MS. */
+  async function stream(hidden) {
+    const own = new AbortController(), stop = () => own.abort();
+    hidden.addEventListener("abort", stop);
+    let stalled = false, timer = setTimeout(() => { stalled = true; stop(); }, STALLED_MS);
+    const heard = () => { clearTimeout(timer); timer = setTimeout(stop, QUIET_MS); };
     try {
-      const response = await checked(fetch("/dashboard/api/events", { headers: headers(), signal: abort.signal }));
-      onState(null);
-      const heard = () => { clearTimeout(timer); timer = setTimeout(() => abort.abort(), QUIET_MS); };
-      for await (const event of events(response, heard)) onChange(event.runs ?? null);
+      const response = await checked(fetch("/dashboard/api/events", { headers: headers(), signal: own.signal }));
+      for await (const event of events(response, heard)) if (event.runs) tell({ runs: event.runs });
     } catch (error) {
-      if (stalled) onChange(null);
-      else if (error.name !== "AbortError") onState(error instanceof Failure ? error : new Failure("the connection was lost", 0));
+      if (error.name !== "AbortError") failed(error);
     } finally {
       clearTimeout(timer);
+      hidden.removeEventListener("abort", stop);
     }
+    return !stalled;
+  }
+
+  async function poll(hidden) {
+    try {
+      tell({ runs: (await get("events", { once: true }, hidden)).runs });
+    } catch (error) {
+      if (error.name !== "AbortError") failed(error);
+    }
+  }
+
+  /** Until the tab is hidden, or has the wrong key: then another tab may try. */
+  async function lead(hidden) {
+    let streams = !!navigator.locks;
+    leads = true;
+    while (!hidden.aborted && last?.failure?.status !== 401) {
+      if (streams) streams = await stream(hidden);
+      else await poll(hidden);
+      if (!hidden.aborted) await wait(streams ? RETRY_MS : POLL_MS);
+    }
+    leads = false;
+    last = null;
   }
 
   (async () => {
     for (;;) {
-      await seen();
-      await stream();
+      const hidden = await seen();
+      channel.postMessage({ ask: true });
+      if (navigator.locks) await navigator.locks.request(name, { signal: hidden }, () => lead(hidden)).catch(() => {});
+      else await lead(hidden);
       await wait(RETRY_MS);
     }
   })();

@@ -87,7 +87,7 @@ function App() {
   const last = metrics?.steps.at(-1) ?? 0;
 
   useEffect(() => follow(
-    (changed) => setWords((before) => changed ?? before.map((one) => ({ ...one, metrics: `${one.metrics}+` }))),
+    (changed) => setWords((before) => (JSON.stringify(changed) === JSON.stringify(before) ? before : changed)),
     (failure) => setLost((before) => (failure ? { failure, since: before?.since ?? new Date() } : null)),
   ), []);
   useEffect(() => {

@@ -5,13 +5,14 @@ import { short, visible } from "./lib.js";
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const HEIGHT = 170;
 const ROWS_OF_TABLE = 60;
+const NEAR = "300px"; // a chart farther from what is seen is drawn when it comes nearer
 
 /**
  * series: [{label, values, raw?, low?, high?}] over `steps`; raw: drawn faintly behind; low and high: a band.
  * onPick(step): a click or Enter on a point.
  */
 export function Chart({ title, note, steps, series, marks = [], onPick, theme, percent, of = "step" }) {
-  const place = useRef(null), plot = useRef(null), picked = useRef(null);
+  const place = useRef(null), plot = useRef(null), picked = useRef(null), seen = useRef(false), draw = useRef(() => {});
   const [hover, setHover] = useState(null);
   const [table, setTable] = useState(false);
   const shape = series.map((one) => [one.label, !!one.raw, !!one.low]).join();
@@ -44,17 +45,22 @@ export function Chart({ title, note, steps, series, marks = [], onPick, theme, p
     plot.current = made;
     const observer = new ResizeObserver(() => place.current && made.setSize({ width: place.current.clientWidth, height: HEIGHT }));
     observer.observe(place.current);
-    return () => { observer.disconnect(); made.destroy(); plot.current = null; };
+    const near = new IntersectionObserver((entries) => { seen.current = entries.at(-1).isIntersecting; draw.current(); }, { rootMargin: NEAR });
+    near.observe(place.current);
+    return () => { observer.disconnect(); near.disconnect(); made.destroy(); plot.current = null; };
   }, [shape, theme, steps.length < 12]);
 
   const marksRef = useRef(marks);
   marksRef.current = marks;
   useEffect(() => {
-    const columns = series.flatMap((one) => [
-      ...(one.low ? [one.high, one.low] : []), ...(one.raw ? [one.raw] : []), one.values,
-    ]);
-    plot.current?.setData([steps, ...columns]);
-  }, [steps, series, shape, theme, marks]);
+    draw.current = () => {
+      if (!seen.current || !plot.current) return;
+      const columns = series.flatMap((one) => [...(one.low ? [one.high, one.low] : []), ...(one.raw ? [one.raw] : []), one.values]);
+      plot.current.setData([steps, ...columns]);
+      draw.current = () => {};
+    };
+    draw.current();
+  }, [steps, series, shape, theme, marks, steps.length < 12]);
 
   const at = hover ?? steps.length - 1;
   const marked = marks.filter(({ step }) => step === steps[at]).map(({ text }) => visible(text)).join("; ");

@@ -118,3 +118,43 @@ export function overlaid(runs) {
   });
   return { x, columns };
 }
+
+/** The number below which a share of the values lies, linear between neighbours (as numpy.quantile). */
+export function quantile(values, share) {
+  const sorted = [...values].sort((a, b) => a - b), place = share * (sorted.length - 1), low = Math.floor(place);
+  return sorted[low] + (place - low) * ((sorted[low + 1] ?? sorted[low]) - sorted[low]);
+}
+
+/** Fill nulls between two known values, linear in x; what lies before the first or after the last one stays null. */
+export function filled(x, values) {
+  const out = [...values];
+  let before = null;
+  for (let row = 0; row < out.length; row++) {
+    if (out[row] === null || out[row] === undefined) continue;
+    for (let gap = (before ?? row) + 1; gap < row; gap++) out[gap] = out[before] + ((out[row] - out[before]) * (x[gap] - x[before])) / (x[row] - x[before]);
+    before = row;
+  }
+  return out;
+}
+
+/** Several columns over one x as one: median, and the quartiles around it, of the columns that have a value there. */
+export function together(x, columns) {
+  const full = columns.map((column) => filled(x, column));
+  const rows = x.map((_, row) => full.map((column) => column[row]).filter((value) => value !== null && value !== undefined));
+  const at = (share) => rows.map((values) => (values.length ? quantile(values, share) : null));
+  return { values: at(0.5), low: at(0.25), high: at(0.75) };
+}
+
+/**
+ * Runs whose settings differ in nothing but seeds: [[place, …], …] by first place. `settings`: {key: [value of each
+ * run]}; `apart`: true of a run whose settings are not known.
+ */
+export function seeds(count, settings, apart = []) {
+  const others = Object.entries(settings).filter(([key]) => !/(^|[._])seed$/.test(key)).map(([, values]) => values);
+  const alike = new Map();
+  for (let run = 0; run < count; run++) {
+    const same = apart[run] ? `run ${run}` : JSON.stringify(others.map((values) => values[run]));
+    alike.set(same, [...(alike.get(same) ?? []), run]);
+  }
+  return [...alike.values()];
+}

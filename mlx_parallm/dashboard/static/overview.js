@@ -1,10 +1,10 @@
 // View 1: what the run does, in words and curves.
-import { html, useData, Problem } from "./ui.js";
+import { html, useData, useMemo, useState, Problem } from "./ui.js";
 import { beganAndNow, duration, short, smoothed, visible, writePlace } from "./lib.js";
 import { Chart } from "./chart.js";
 
 export const KEYS = [
-  "headline", "reward_std", "reward_max", "reward_by_environment/*", "rewards/*/mean", "kl", "entropy", "rollout_entropy", "clip_fraction",
+  "headline", "reward_std", "reward_p25", "reward_p75", "reward_max", "reward_by_environment/*", "rewards/*/mean", "kl", "entropy", "rollout_entropy", "clip_fraction",
   "ratio_mean", "grad_norm", "learning_rate", "completion_tokens_mean", "truncated_fraction", "eos_fraction",
   "groups_all_right", "groups_all_wrong", "groups_same_answer", "staleness", "staleness_max", "serve_tok_s", "trained_tok_s",
   "time_rollout_s", "time_train_s", "time_publish_s", "logprob_diff_mean", "heldout_score",
@@ -36,13 +36,30 @@ export function Overview({ run, info, metrics, words, smooth, setSmooth, theme, 
   const health = useData(metrics ? "health" : "", { run }, words?.metrics + words?.state);
   const evaluated = useData("evaluations", { run }, words?.evaluations);
   const evaluations = evaluated.data?.evaluations ?? [];
+  const [band, setBand] = useState(localStorage.getItem("mlx_parallm.band") ?? "deviation");
+  const chooseBand = (event) => { localStorage.setItem("mlx_parallm.band", event.target.value); setBand(event.target.value); };
   const steps = metrics?.steps ?? [], columns = metrics?.columns ?? {}, marks = metrics?.marks ?? [];
   const pick = (step) => go(writePlace("step", [step]));
+  const judged = info?.judged_by ?? "reward", title = judged[0].toUpperCase() + judged.slice(1);
+  const curves = useMemo(() => curvesOf({ metrics, evaluations, judged, title, smooth, setSmooth, band, chooseBand, theme, pick }), [metrics, evaluated.data, judged, smooth, band, theme]);
+  return html`
+    <section class="top">
+      <${Health} answer=${health} steps=${steps.length} />
+      <${Figures} ...${{ info, steps, columns, evaluations, title }} />
+    </section>
+    ${steps.length === 0 && html`<p class="empty">No step is finished yet. The curves begin with the first one.</p>`}
+    ${curves}
+    <${Marks} marks=${marks} pick=${pick} />
+    <${Problem} error=${health.error ?? evaluated.error} />`;
+}
+
+/** All charts: made anew when their numbers are new, and not with every word of the stream. */
+function curvesOf({ metrics, evaluations, judged, title, smooth, setSmooth, band, chooseBand, theme, pick }) {
+  const steps = metrics?.steps ?? [], columns = metrics?.columns ?? {}, marks = metrics?.marks ?? [];
   const line = (key, label) => known(columns[key])
     && (smooth ? { label, raw: columns[key], values: smoothed(columns[key], smooth) } : { label, values: columns[key] });
   const chart = (title, series, rest = {}) => series.length > 0
     && html`<${Chart} key=${title} title=${title} steps=${steps} series=${series} marks=${marks} onPick=${pick} theme=${theme} ...${rest} />`;
-  const judged = info?.judged_by ?? "reward", title = judged[0].toUpperCase() + judged.slice(1);
   const sections = [];
   for (const { section, title, note, keys, percent } of CHARTS) {
     if (section) sections.push({ section, charts: [] });
@@ -53,18 +70,15 @@ export function Overview({ run, info, metrics, words, smooth, setSmooth, theme, 
   }
   const named = (prefix, end = "") => Object.keys(columns).filter((key) => key.startsWith(prefix) && key.endsWith(end))
     .map((key) => line(key, key.slice(prefix.length, key.length - end.length))).filter(Boolean);
+  const quartiles = known(columns.reward_p25);
   return html`
-    <section class="top">
-      <${Health} answer=${health} steps=${steps.length} />
-      <${Figures} ...${{ info, steps, columns, evaluations, title }} />
-    </section>
-    ${steps.length === 0 && html`<p class="empty">No step is finished yet. The curves begin with the first one.</p>`}
     <section aria-label="learning">
       <div class="heading"><h2>Learning</h2>
+        ${quartiles && html`<label class="quiet">band <select aria-label="band of the reward" value=${band} onChange=${chooseBand}>${Object.keys(BANDS).map((name) => html`<option value=${name} selected=${name === band}>${name}</option>`)}</select></label>`}
         <label class="quiet">smooth <input type="range" min="0" max="0.98" step="0.02" value=${smooth} aria-label="smoothing of the curves"
           onInput=${(event) => setSmooth(Number(event.target.value))} /> <output>${smooth.toFixed(2)}</output></label></div>
       <div class="charts">
-        ${known(columns.headline) && chart(title, [withBand(columns, smooth, judged)], { note: "mean of a step; the band is one standard deviation of its answers" })}
+        ${known(columns.headline) && chart(title, [withBand(columns, smooth, judged, quartiles ? band : "deviation")], { note: `mean of a step; the band: ${BANDS[quartiles ? band : "deviation"]}` })}
         ${chart(`${title} by environment`, named("reward_by_environment/"))}
         ${chart("Parts of the reward", named("rewards/", "/mean"))}
         ${evaluations.length > 0 && html`<${HeldOut} ...${{ evaluations, theme, pick }} />`}
@@ -72,13 +86,14 @@ export function Overview({ run, info, metrics, words, smooth, setSmooth, theme, 
       </div>
     </section>
     ${sections.filter(({ charts }) => charts.length).map(({ section, charts }) => html`<section aria-label=${section}>
-      <div class="heading"><h2>${section}</h2></div><div class="charts">${charts}</div></section>`)}
-    <${Marks} marks=${marks} pick=${pick} />
-    <${Problem} error=${health.error ?? evaluated.error} />`;
+      <div class="heading"><h2>${section}</h2></div><div class="charts">${charts}</div></section>`)}`;
 }
 
-function withBand(columns, smooth, label) {
+const BANDS = { deviation: "one standard deviation of its answers", quartiles: "the middle half of its answers" };
+
+function withBand(columns, smooth, label, band) {
   const values = smoothed(columns.headline, smooth), one = { label, values, raw: smooth ? columns.headline : undefined };
+  if (band === "quartiles") return { ...one, low: smoothed(columns.reward_p25, smooth), high: smoothed(columns.reward_p75, smooth) };
   if (!known(columns.reward_std)) return one;
   const spread = smoothed(columns.reward_std, smooth);
   const unit = Math.max(...(columns.reward_max ?? [2])) <= 1 && Math.min(...columns.headline.filter((value) => value !== null)) >= 0;

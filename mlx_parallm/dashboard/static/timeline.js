@@ -8,7 +8,8 @@ const STEPS = 8;
 export function Timeline({ run, query, words, metrics, go }) {
   const last = metrics?.steps.at(-1) ?? 0, shown = Number(query.steps ?? STEPS);
   const end = Math.min(Number(query.last ?? last), last), first = Math.max(1, end - shown + 1);
-  const answer = useData(last ? "timeline" : "", { run, first, last: end }, end === last ? words?.metrics : ""), data = answer.data;
+  const newest = end === last;  // then the server says which steps those are: one request for each change of the file
+  const answer = useData(last ? "timeline" : "", newest ? { run, steps: shown } : { run, steps: shown, last: end }, newest ? words?.spans : ""), data = answer.data;
   const [at, setAt] = useState(null);
   const place = (changes) => go(writePlace("timeline", [], { ...query, ...changes }), true);
   const spans = data?.spans ?? [], begin = Math.min(...spans.map(([, , from]) => from)), until = Math.max(...spans.map(([, , , to]) => to));

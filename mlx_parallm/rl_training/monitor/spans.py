@@ -9,6 +9,8 @@ Nothing needs this file: a failure here costs one warning (`RunEvents.emit`) and
 """
 
 import json
+import os
+import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,7 @@ from typing import Any
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.rl_training.events import RunEvents, SpanEnded, StepFinished
 from mlx_parallm.rl_training.metrics import MetricsFile
+from mlx_parallm.system.files import write_atomically
 from mlx_parallm.system.log import get_logger
 
 SPANS_FILE = "spans.jsonl"
@@ -45,10 +48,11 @@ class SpanLog:
 
     Args:
         step: the one that a resumed run continues from; spans of later steps are removed.
+        most_bytes: of the file; the oldest half goes when it is reached.
     """
 
-    def __init__(self, run: Path, *, step: int = 0) -> None:
-        self._path = run / SPANS_FILE
+    def __init__(self, run: Path, *, step: int = 0, most_bytes: int = sys.maxsize) -> None:
+        self._path, self._most = run / SPANS_FILE, most_bytes
         self._step: int | None = step  # None: what a resume leaves is removed
         self._lock = threading.Lock()  # guards the next one
         self._overlapping: defaultdict[str, list[Times]] = defaultdict(list)
@@ -90,8 +94,18 @@ class SpanLog:
                 self._path.replace(self._path.with_suffix(".damaged"))
             self._step = None
         if lines:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(lines)
+            text = "".join(lines).encode()
+            if self._path.exists() and self._path.stat().st_size + len(text) > self._most:
+                self._forget(self._most // 2)
+            with self._path.open("ab") as file:
+                file.write(text)
+
+    def _forget(self, kept: int) -> None:
+        """Keep whole lines in the last `kept` bytes."""
+        with self._path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - kept))
+            file.readline()
+            write_atomically(self._path, file.read())
 
 
 def merged(times: Sequence[Times]) -> list[Times]:

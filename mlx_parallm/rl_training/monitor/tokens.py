@@ -6,13 +6,15 @@ file: a failure here costs one warning (`RunEvents.emit`) and never the run.
 """
 
 import sqlite3
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mlx_parallm.errors import StoreError
 from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
 from mlx_parallm.rl_training.step.batch import TrainBatch
 
@@ -25,8 +27,16 @@ _TABLE = f"""
 CREATE TABLE IF NOT EXISTS tokens (
     group_id TEXT, number INTEGER, segment INTEGER, step INTEGER, mask BLOB, {" BLOB, ".join(COLUMNS)} BLOB,
     PRIMARY KEY (group_id, number, segment)
-)
+);
+CREATE INDEX IF NOT EXISTS tokens_step ON tokens (step);
 """
+PAGE = 4096
+_OPEN = f"""
+PRAGMA page_size = {PAGE}; PRAGMA journal_mode = WAL; PRAGMA journal_size_limit = {256 * PAGE};
+PRAGMA synchronous = OFF;
+"""
+EMPTY_BYTES = 8 * PAGE
+"""Of a file without rows, and a little more."""
 
 
 class TokenLog:
@@ -34,10 +44,11 @@ class TokenLog:
 
     Args:
         step: the one that a resumed run continues from; rows of later steps are removed.
+        most_bytes: of the file; the oldest steps make room for a new one.
     """
 
-    def __init__(self, run: Path, *, step: int = 0) -> None:
-        self._path, self._step = run / TOKENS_FILE, step
+    def __init__(self, run: Path, *, step: int = 0, most_bytes: int = sys.maxsize) -> None:
+        self._path, self._step, self._most = run / TOKENS_FILE, step, most_bytes
         self._connection: sqlite3.Connection | None = None
         self._batch: TrainBatch | None = None
         self._tokens: StepTokens | None = None
@@ -59,13 +70,39 @@ class TokenLog:
             return
         if self._connection is None:
             self._connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
-            self._connection.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = OFF; {_TABLE}")
+            self._connection.executescript(_OPEN + _TABLE)
             self._connection.execute("DELETE FROM tokens WHERE step > ?", (self._step,))
+            if self._number("page_count") * self._number("page_size") > self._most:  # of a run with a larger bound
+                self._make_room(self._connection, 0)
+                self._connection.execute("VACUUM")
         rows = rows_of(self._batch, self._tokens, group_ids)
         marks = ", ".join("?" * (5 + len(COLUMNS)))
+        self._make_room(self._connection, sum(map(_bytes_of, rows)))
         self._connection.execute("BEGIN")
         self._connection.executemany(f"INSERT OR REPLACE INTO tokens VALUES ({marks})", rows)
         self._connection.execute("COMMIT")
+
+    def _make_room(self, connection: sqlite3.Connection, wanted: int) -> None:
+        """Remove the oldest steps until `wanted` bytes fit. Raises StoreError: they never will."""
+        if wanted + EMPTY_BYTES > self._most:
+            raise StoreError(f"the tokens of one step need {wanted} bytes, and logging.tokens_gb allows {self._most}")
+        while self._used_bytes() + wanted > self._most:
+            ((oldest,),) = connection.execute("SELECT min(step) FROM tokens")
+            if oldest is None:
+                return
+            connection.execute("DELETE FROM tokens WHERE step = ?", (oldest,))
+
+    def _used_bytes(self) -> int:
+        return (self._number("page_count") - self._number("freelist_count")) * self._number("page_size")
+
+    def _number(self, pragma: str) -> int:
+        assert self._connection is not None
+        return int(self._connection.execute(f"PRAGMA {pragma}").fetchone()[0])
+
+
+def _bytes_of(row: Sequence[object]) -> int:
+    """The bytes of a row in the file, at most: whole pages of its columns, one for what leads to them."""
+    return (sum(len(part) for part in row if isinstance(part, bytes)) // PAGE + 2) * PAGE
 
 
 def rows_of(batch: TrainBatch, tokens: "StepTokens", group_ids: Collection[str]) -> list[tuple[object, ...]]:

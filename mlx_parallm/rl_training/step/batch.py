@@ -49,6 +49,8 @@ class BatchStatistics:
     reward_std: float | None = None  # population, over sequences
     reward_std_in_groups: float | None = None  # mean over groups of the sample standard deviation, divided by n - 1
     reward_max: float | None = None
+    reward_p25: float | None = None  # quartiles over sequences, linear between neighbours
+    reward_p75: float | None = None
     groups_without_variance: float = 0.0  # fraction
     dropped_without_variance: int = 0  # groups; 0 with dynamic_sampling = false
     groups_all_wrong: float = 0.0  # fraction: no reward above 0
@@ -227,6 +229,8 @@ class StatisticsCollector:
             reward_std=_deviation(self._rewards),
             reward_std_in_groups=math.fsum(self._stds) / len(self._stds) if self._stds else None,
             reward_max=max(self._rewards),
+            reward_p25=quantile(self._rewards, 0.25),
+            reward_p75=quantile(self._rewards, 0.75),
             groups_without_variance=self._without_variance / self._groups,
             dropped_without_variance=self._dropped_without_variance,
             groups_all_wrong=self._all_wrong / self._groups,
@@ -262,6 +266,13 @@ def _deviation(values: Sequence[float]) -> float:
     """The population's."""
     mean = _mean(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the number below which a share of the values lies, linear between neighbours (as numpy.quantile)."""
+    ordered, place = sorted(values), share * (len(values) - 1)
+    low = math.floor(place)
+    return ordered[low] + (place - low) * (ordered[math.ceil(place)] - ordered[low])
 
 
 def _sample_deviation(values: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+from mlx_parallm.rl_training.events import StepFinished
 from mlx_parallm.rl_training.monitor.spans import MOST_PARTS, SPANS_FILE, SpanLog, merged
 from tests.rl_training.bandit_run import running
 
@@ -57,3 +58,16 @@ def test_a_run_leaves_its_lanes(tmp_path: Path) -> None:
         run.loop.run()
     assert {json.loads(text)["step"] for text in (tmp_path / SPANS_FILE).read_text().splitlines()} == {1}
     assert (tmp_path / "spans.damaged").exists(), "a damaged line costs what was before it, and not the run"
+
+
+def test_a_long_run_keeps_its_newest_spans(tmp_path: Path) -> None:
+    log, path = SpanLog(tmp_path, most_bytes=4_000), tmp_path / SPANS_FILE
+    with running(tmp_path / "run", total_steps=40) as run:
+        sizes = list[int]()
+        log.subscribe(run.stream)
+        run.stream.subscribe(StepFinished, lambda event: sizes.append(path.stat().st_size))
+        run.loop.run()
+    log.flush()
+    steps = [json.loads(text)["step"] for text in path.read_text().splitlines()]
+    assert max(sizes) <= 4_000 and path.stat().st_size <= 4_000
+    assert steps == sorted(steps) and steps[0] > 20 and steps[-1] == 40, "whole lines, the oldest are gone"

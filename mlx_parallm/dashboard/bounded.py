@@ -1,0 +1,29 @@
+"""What the page may be sent: texts of a bounded length, numbers that JSON can hold, a word for each state of a file."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def cut(text: str | None, most: int) -> str | None:
+    return text if text is None or len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
+
+
+def file_version(path: Path) -> str:
+    try:
+        stat = path.stat()
+    except OSError:
+        return ""
+    return f"{stat.st_ino}.{stat.st_size}.{stat.st_mtime_ns}"
+
+
+def sendable(value: Any) -> Any:
+    """Turn what JSON and UTF-8 cannot hold into what they can: numbers that are not finite, halves of characters."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, Mapping):
+        return {str(key): sendable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [sendable(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
