@@ -31,6 +31,8 @@ from mlx_parallm.server.api import (
 from mlx_parallm.server.auth import AuthMiddleware, PublicPaths
 from mlx_parallm.server.context import ServerContext, ServerDeps
 from mlx_parallm.server.errors import ERROR_CONTENT, ERROR_SCHEMA, HEALTH, TIMED_OUT, install_error_handlers
+from mlx_parallm.server.messages import routes as messages
+from mlx_parallm.server.messages.errors import AnthropicErrors
 from mlx_parallm.server.middleware import BodyLimitMiddleware, GateMiddleware, RequestContextMiddleware
 from mlx_parallm.server.responses import routes as responses
 from mlx_parallm.server.sse import EVENT_STREAM
@@ -40,6 +42,7 @@ ROUTERS = (
     completions.router,
     chat.router,
     responses.router,
+    messages.router,
     tokenize.router,
     generate.router,
     inference.router,
@@ -112,6 +115,7 @@ def create_app(deps: ServerDeps, routers: Sequence[AddedRouter] = ()) -> FastAPI
         public=public,
     )
     app.add_middleware(RequestContextMiddleware, metrics=deps.state.metrics, timeout_s=deps.config.request_timeout_s)
+    app.add_middleware(AnthropicErrors)
     if origins:  # outside of the key: a browser's preflight request cannot carry one
         app.add_middleware(
             CORSMiddleware,

@@ -2,6 +2,7 @@
 
     POST /sessions/NAME/v1/chat/completions    as /v1/chat/completions, and recorded with tokens and log-probabilities
     POST /sessions/NAME/v1/responses           as /v1/responses, and recorded as the chat that it is
+    POST /sessions/NAME/v1/messages            as /v1/messages, and recorded as the chat that it is
     GET  /sessions/NAME/v1/models              as /v1/models
     POST /sessions/NAME/feedback               a score, label or comment for a session or one of its answers
 
@@ -26,6 +27,7 @@ from mlx_parallm.server.api import chat
 from mlx_parallm.server.api.status import list_models
 from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.server.context import Context
+from mlx_parallm.server.messages import routes as messages
 from mlx_parallm.server.protocol.answers import finite
 from mlx_parallm.server.protocol.fields import Body
 from mlx_parallm.server.protocol.openai import ChatBody
@@ -89,7 +91,7 @@ def session_router(
     async def record(name: SessionName, request: HTTPRequest) -> None:
         request.state.observer = _CallObserver(recorder, session_name(name), is_policy)
 
-    for recorded in (chat.router, responses.router):
+    for recorded in (chat.router, responses.router, messages.router):
         router.include_router(recorded, prefix="/sessions/{name}", dependencies=[Depends(record)])
 
     @router.get("/sessions/{name}/v1/models")

@@ -1,0 +1,224 @@
+"""The body of /v1/messages, and the chat that it asks for."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.server.protocol.fields import Body, ListOf, QueueFields, SamplingFields
+from mlx_parallm.server.protocol.openai import LONGEST_WORD, MAX_MESSAGES, MAX_TOOLS, ChatBody
+from mlx_parallm.server.protocol.translation import chat_body, refuse_choices, shared_fields
+
+Block = dict[str, Any]
+IN_CHAT = {  # a field of the chat → the one that a client of this API has written
+    "max_completion_tokens": "max_tokens",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "stop": "stop_sequences",
+}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_FUNCTION = {"input_schema": "parameters", "description": "description", "strict": "strict"}
+
+
+class Turn(Body):
+    role: Literal["user", "assistant", "system"]
+    content: str | ListOf[Block]
+
+
+class ThinkingConfig(Body):
+    """`budget_tokens` and `display` are read by nothing: `max_tokens` bounds the reasoning, which is always shown."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = Field(None, ge=0)
+    display: str | None = Field(None, max_length=LONGEST_WORD)
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    effort: str | None = Field(None, max_length=LONGEST_WORD)
+    format: OutputFormat | None = None
+
+
+class MessageToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class CountTokensBody(Body):
+    """The part that becomes the prompt."""
+
+    more_neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "container": (),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+    }
+    more_without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id", "betas"}
+    )
+
+    model: str | None = None
+    messages: ListOf[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: str | ListOf[Block] | None = None
+    tools: ListOf[Block] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig = Field(default_factory=OutputConfig)
+    output_format: OutputFormat | None = None  # its older place
+    context_management: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _edits_nothing(self) -> "CountTokensBody":
+        """The one edit of a context that is none: to keep all thinking."""
+        edits = (self.context_management or {}).get("edits") or []
+        for edit in edits if isinstance(edits, list) else [edits]:
+            kind = edit.get("type") if isinstance(edit, dict) else None
+            if kind is None or not kind.startswith("clear_thinking") or edit.get("keep") != "all":
+                where = "context_management.edits"
+                raise RequestError(
+                    f"{where}: this server edits no context (got {kind!r})", param=where, code="unsupported_parameter"
+                )
+        return self
+
+    def to_chat(self) -> ChatBody:
+        """Raises RequestError, which names this body's field."""
+        return chat_body(self.chat_fields(), IN_CHAT)
+
+    def chat_fields(self) -> dict[str, Any]:
+        messages: list[dict[str, Any]] = []
+        if self.system is not None:
+            messages.append({"role": "system", "content": _texts(self.system, "system")})
+        for position, turn in enumerate(self.messages):
+            messages += _chat_turn(turn, f"messages.{position}")
+        choice = self.tool_choice or MessageToolChoice(type="auto")
+        form = self.output_config.format or self.output_format
+        fields: dict[str, Any] = shared_fields(self) | {
+            "messages": messages,
+            "tools": [_chat_tool(tool, f"tools.{position}") for position, tool in enumerate(self.tools)],
+            "tool_choice": self._chat_choice(choice),
+            "parallel_tool_calls": not choice.disable_parallel_tool_use,
+            "reasoning_effort": self.output_config.effort,
+            "response_format": form and {"type": "json_schema", "json_schema": {"schema": form.schema_}},
+            "continue_final_message": messages[-1]["role"] == "assistant",
+        }
+        if self.thinking is not None:
+            fields["enable_thinking"] = self.thinking.type != "disabled"
+        return fields
+
+    def _chat_choice(self, choice: MessageToolChoice) -> Any:
+        if choice.type == "tool":
+            return {"type": "function", "function": {"name": choice.name or ""}}
+        return _CHOICES[choice.type] if self.tools or choice.type == "any" else None
+
+
+class MessagesBody(CountTokensBody, QueueFields, SamplingFields):
+    """Anthropic's fields, and the sampling fields of the other routes."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: ListOf[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    stream: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=1)
+    return_token_ids: bool = False
+
+    @model_validator(mode="after")
+    def _one_answer(self) -> "MessagesBody":
+        refuse_choices(self)
+        return self
+
+    def chat_fields(self) -> dict[str, Any]:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        counted = {"include_usage": True, "continuous_usage_stats": True}
+        return super().chat_fields() | {
+            "max_completion_tokens": self.max_tokens,
+            "stop": [*self.stop_sequences, *stop],
+            "stream": self.stream,
+            "stream_options": counted if self.stream else None,
+            "return_token_ids": self.return_token_ids,
+        }
+
+
+def _chat_turn(turn: Turn, where: str) -> list[dict[str, Any]]:
+    """The messages of a chat: an assistant's blocks are one, a tool's result is one of its own."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    where = f"{where}.content"
+    if turn.role == "assistant":
+        return [_chat_answer(turn.content, where)]
+    messages: list[dict[str, Any]] = []
+    for index, block in enumerate(turn.content):
+        place = f"{where}.{index}"
+        if turn.role == "user" and block.get("type") == "tool_result":
+            content = _texts(block.get("content") or "", f"{place}.content")
+            call_id = _string(block, "tool_use_id", place)
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            continue
+        text = _text(block, place)
+        if messages and messages[-1]["role"] == turn.role:
+            messages[-1]["content"] += text
+        else:
+            messages.append({"role": turn.role, "content": text})
+    return messages
+
+
+def _chat_answer(blocks: Sequence[Block], where: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    reasoning, calls = "", []
+    for index, block in enumerate(blocks):
+        place, kind = f"{where}.{index}", block.get("type")
+        if kind == "thinking":
+            reasoning += _string(block, "thinking", place)
+        elif kind == "redacted_thinking":  # another server's; nobody here can read it
+            continue
+        elif kind == "tool_use":
+            function = {"name": _string(block, "name", place), "arguments": block.get("input") or {}}
+            calls.append({"id": _string(block, "id", place), "type": "function", "function": function})
+        else:
+            message["content"] += _text(block, place)
+    if reasoning:
+        message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _texts(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where}: must be a string or a list of blocks", param=where)
+    return "".join(_text(block, f"{where}.{index}") for index, block in enumerate(content))
+
+
+def _text(block: Any, where: str) -> str:
+    kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+    if kind != "text":
+        reason = f"{where}: this server takes no block of type {kind!r} here"
+        raise RequestError(reason, param=where, code="unsupported_content")
+    return _string(block, "text", where)
+
+
+def _string(block: Block, name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.{name}: a block of type {block.get('type')!r} needs this string", param=where)
+    return value
+
+
+def _chat_tool(tool: Block, where: str) -> dict[str, Any]:
+    """Raises RequestError: a tool that only Anthropic's servers can run, or whose schema only its models know."""
+    kind = tool.get("type") or "custom"
+    if kind != "custom":
+        raise RequestError(
+            f"{where}: this server takes only tools with an input_schema, which the client runs, and not {kind!r}",
+            param=where,
+            code="unsupported_tool",
+        )
+    function = {own: tool[key] for key, own in _FUNCTION.items() if tool.get(key) is not None}
+    return {"type": "function", "function": {"name": _string(tool, "name", where), **function}}
