@@ -63,7 +63,9 @@ def prompt(client, tokenizer):
 
 def plain(message):
     """Without what differs from answer to answer."""
-    return message.to_dict() | {"id": "", "content": [block.to_dict() | {"id": ""} for block in message.content]}
+    kept = ("content", "role", "model", "stop_reason", "stop_sequence", "usage")
+    told = {key: value for key, value in message.to_dict().items() if key in kept}
+    return told | {"content": [block.to_dict() | {"id": ""} for block in message.content]}
 
 
 def test_thinking_text_and_tools_whole_and_streamed(client, tokenizer):
@@ -129,7 +131,7 @@ def test_the_next_turn_has_the_same_words(client, tokenizer):
 def test_how_an_answer_ends(client):
     cut = saying(client, "half an ans", reason="length").create(**asking())
     assert (cut.stop_reason, cut.stop_sequence) == ("max_tokens", None)
-    saying(client, "half").create(**asking(stop_sequences=["x"], temperature=0.5, top_k=3))
+    saying(client, "half").create(**asking(stop_sequences=["x"], extra_body={"temperature": 0.5, "top_k": 3}))
     params = client.engine.asked[-1].params
     assert (params.stop, params.temperature, params.top_k, params.max_tokens) == (("x",), 0.5, 3, 100)
     assert saying(client, "").create(**asking()).content == []
@@ -137,7 +139,9 @@ def test_how_an_answer_ends(client):
 
 def test_a_tool_choice_forces_by_the_chats_grammar(client):
     def source(**choice):
-        answer = saying(client, '[{"name": "add", "arguments": {}}]').create(**asking(tools=TOOLS, tool_choice=choice))
+        answer = saying(client, '[{"name": "add", "arguments": {}}]').create(
+            **asking(tools=TOOLS, tool_choice=choice, thinking={"type": "disabled"})
+        )
         structure = client.engine.asked[-1].params.structure
         return answer, structure and structure.source
 

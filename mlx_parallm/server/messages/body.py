@@ -22,7 +22,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _FUNCTION = {"input_schema": "parameters", "description": "description", "strict": "strict"}
 
 
-class Turn(Body):
+class ConversationTurn(Body):
     role: Literal["user", "assistant", "system"]
     content: str | ListOf[Block]
 
@@ -64,7 +64,7 @@ class CountTokensBody(Body):
     )
 
     model: str | None = None
-    messages: ListOf[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: ListOf[ConversationTurn] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | ListOf[Block] | None = None
     tools: ListOf[Block] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: MessageToolChoice | None = None
@@ -144,7 +144,7 @@ class MessagesBody(CountTokensBody, QueueFields, SamplingFields):
         }
 
 
-def _chat_turn(turn: Turn, where: str) -> list[dict[str, Any]]:
+def _chat_turn(turn: ConversationTurn, where: str) -> list[dict[str, Any]]:
     """The messages of a chat: an assistant's blocks are one, a tool's result is one of its own."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
