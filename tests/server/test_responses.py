@@ -185,6 +185,12 @@ def test_a_tool_choice_forces_by_the_chats_grammar(client):
         assert '"add"' in source and ('"weather"' in source) is (choice == "required")
 
 
+def test_codex_offer_of_a_search_is_left_out_and_shown_to_be(client, tokenizer):
+    offered = [{"type": "web_search", "external_web_access": False}, TOOLS[1]]
+    whole = saying(client, "b").create(model="default", input="a", tools=offered)
+    assert [tool.type for tool in whole.tools] == ["function"] and "web_search" not in prompt(client, tokenizer)
+
+
 def test_what_ends_an_answer_early(client):
     whole = saying(client, "half an ans", reason="length").create(model="default", input="a", max_output_tokens=9)
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -207,7 +213,8 @@ def test_what_ends_an_answer_early(client):
         ({"truncation": "auto"}, "truncation", "not supported"),
         ({"conversation": "c"}, "conversation", "not supported"),
         ({"prompt": {"id": "p"}}, "prompt", "not supported"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0", "not 'web_search'"),
+        ({"tools": [{"type": "file_search"}]}, "tools.0", "not 'file_search'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search'"),
         ({"tool_choice": {"type": "mcp"}, "tools": TOOLS}, "tool_choice", "'mcp'"),
         ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "needs it"),

@@ -11,7 +11,11 @@ from mlx_parallm.server.messages.errors import anthropic_error
 Event = dict[str, Any]
 _REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "pause_turn"}
 _KEPT = ("policy_version", "weight_versions")  # of the chat's answer or choice
-_START = {"thinking": {"thinking": "", "signature": ""}, "text": {"text": ""}, "tool_use": {"input": {}}}
+_START: dict[str, dict[str, Any]] = {
+    "thinking": {"thinking": "", "signature": ""},
+    "text": {"text": ""},
+    "tool_use": {"input": {}},
+}
 _DELTAS = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
 
 

@@ -55,7 +55,7 @@ class AnthropicErrors:
                     body = json.dumps(anthropic_error(json.loads(b"".join(parts)))).encode()
                     headers = [(key, value) for key, value in start["headers"] if key != b"content-length"]
                     headers.append((b"content-length", str(len(body)).encode()))
-                    await send(start | {"headers": headers})
+                    await send({**start, "headers": headers})
                     await send({"type": "http.response.body", "body": body})
 
         await self._app(scope, receive, rewritten)

@@ -107,7 +107,7 @@ class ResponseForm:
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}} | text,
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools,
+            "tools": body.offered_tools,
             "top_logprobs": body.top_logprobs,
             "top_p": body.top_p,
             "truncation": "disabled",

@@ -30,6 +30,8 @@ Include = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
+# Searching is OpenAI's servers' work. Codex CLI always offers it, so it is left out; `tools` of the response shows that.
+LEFT_OUT = ("web_search", "web_search_preview")
 IN_CHAT = {  # a field of the chat → the one that a client of this API has written
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -146,6 +148,11 @@ class ResponsesBody(QueueFields, SamplingFields):
         return self.input
 
     @property
+    def offered_tools(self) -> list[Item]:
+        """The tools that the model gets."""
+        return [tool for tool in self.tools if tool.get("type") not in LEFT_OUT]
+
+    @property
     def wants_logprobs(self) -> bool:
         return LOGPROBS in self.include or self.top_logprobs > 0
 
@@ -154,7 +161,7 @@ class ResponsesBody(QueueFields, SamplingFields):
 
         Raises RequestError, which names this body's field.
         """
-        tools, names = chat_tools(self.tools)
+        tools, names = chat_tools(self.offered_tools)
         messages = chat_messages(items, first=first)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
