@@ -30,7 +30,7 @@ Include = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-# Searching is OpenAI's servers' work. Codex CLI always offers it, so it is left out; `tools` of the response shows that.
+# OpenAI's servers search. Codex CLI always offers it, so it is left out; `tools` of the response shows that.
 LEFT_OUT = ("web_search", "web_search_preview")
 IN_CHAT = {  # a field of the chat → the one that a client of this API has written
     "messages": "input",
