@@ -28,9 +28,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Structure:
     """What a generated text must match, before it is compiled (engine/grammar.py)."""
 
-    kind: Literal["json_schema", "regex", "choice", "grammar"]
-    source: str  # a JSON schema; a regular expression; a JSON list of texts; a Lark or GBNF grammar
+    kind: Literal["json_schema", "regex", "choice", "grammar", "answer"]
+    source: str  # a JSON schema; a regular expression; a JSON list of texts; a Lark or GBNF grammar; Lark over `parts`
     param: str = field(default="structure", compare=False)  # where it came from, for error texts
+    strict: bool = False  # a schema whose objects are closed, whatever server.open_objects says
+    parts: tuple["Structure", ...] = ()  # of "answer": what @part_0, @part_1, … stand for
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import mlx_parallm  # noqa: F401  before any test imports MLX: it puts the fast 
 import atexit
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +90,8 @@ def tiny_engine() -> Iterator[TinyEngine]:
 
 
 @contextmanager
-def running_tiny_engine(max_model_len: int) -> Iterator[TinyEngine]:
-    """An engine thread of its own."""
+def running_tiny_engine(max_model_len: int, tokenizer: Callable[[], Tokenizer] | None = None) -> Iterator[TinyEngine]:
+    """An engine thread of its own; `tokenizer` makes that of its thread."""
     loaded = load_model(TINY)
     weights = SharedWeights(loaded.model, keep_versions=1)
     shapes = {path: linear_shape(layer) for path, layer in linear_layers(loaded.model).items()}
@@ -103,11 +103,16 @@ def running_tiny_engine(max_model_len: int) -> Iterator[TinyEngine]:
         version=lambda: weights.version,
     )
     thread = EngineThread(
-        lambda: Engine(loaded.model, load_tokenizer(loaded.path, TINY), weights, lora, options), models
+        lambda: Engine(
+            loaded.model, tokenizer() if tokenizer else load_tokenizer(loaded.path, TINY), weights, lora, options
+        ),
+        models,
     )
     thread.start()
-    yield TinyEngine(thread.client, thread, weights, shapes)
-    thread.stop()
+    try:
+        yield TinyEngine(thread.client, thread, weights, shapes)
+    finally:
+        thread.stop()
 
 
 @pytest.fixture(scope="session")

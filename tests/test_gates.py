@@ -54,6 +54,7 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a fi
     "server.api.rewards": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",
     "server.api.training": "a family of routes is a file",
+    "server.protocol.taught_tools": "the words of a format that the model is taught; answer_grammar.py has its grammar",
     "system.power": "what the operating system is asked for is a file each",
 }
 

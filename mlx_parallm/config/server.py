@@ -42,6 +42,10 @@ class ServerConfig(Section):
     logprobs_mode: Literal["raw", "processed"] = "raw"
     """Meaning of `logprobs` in answers. "raw": log-softmax(logits / temperature) before bias, penalties and filters;
     "processed": after them, of the sampled distribution. vLLM's "raw" is also before the temperature."""
+    open_objects: bool = False
+    """Objects of a JSON schema that lists `properties` and does not speak of others may have others, as JSON Schema has
+    it. False: only those listed, because small models fill their answer with made-up ones. A `strict` schema's objects
+    are always closed."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins ("https://app.example.org") may use the server; "*" = any, needs an API key."""
     allowed_hosts: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from mlx_parallm.engine.live_requests import Event, Failed, StreamDelta
 from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.validation import RequestLimits, check_request
 from mlx_parallm.errors import EngineUnavailableError
-from mlx_parallm.types import CompletionDelta, EngineStats, Request, RequestOutput, ServedModel
+from mlx_parallm.types import CompletionDelta, EngineStats, Request, RequestOutput, ServedModel, Structure
 
 TRAINER, CLIENTS = "trainer", "clients"  # holders that may pause admission
 
@@ -136,6 +136,10 @@ class EngineClient:
     def resolve_model(self, name: str | None) -> ServedModel:
         """Raises ModelNotFoundError."""
         return self._ready().models.resolve(name)
+
+    async def unenforced(self, structure: Structure) -> tuple[str, ...]:
+        """Returns the schema keywords that the structure's grammar does not enforce. Raises RequestError."""
+        return await self._ready().grammars.unenforced(structure)
 
     async def generate(self, request: Request) -> RequestOutput:
         """Runs a request to its end. Cancelling it aborts the request and frees its rows.

@@ -54,6 +54,7 @@ class EngineOptions:
     seed: int  # of requests without one
     architecture: str  # for error texts
     processed_alternatives: bool  # see SamplingBatch
+    close_objects: bool  # see Grammars
 
 
 class Engine:
@@ -72,7 +73,7 @@ class Engine:
         self, model: nn.Module, tokenizer: Tokenizer, weights: SharedWeights, lora: LoraContext, options: EngineOptions
     ) -> None:
         self.options = options
-        self.grammars = Grammars(tokenizer, options.vocab_size)
+        self.grammars = Grammars(tokenizer, options.vocab_size, close_objects=options.close_objects)
         self.counters = Counters()
         self.cache = choose_cache(model, options.architecture, options.max_rows, options.max_model_len)
         token_bytes = self.cache.token_bytes()

@@ -14,16 +14,19 @@ where any whitespace is allowed, small models fill their answer with it.
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
+from mlx_parallm.engine.json_schema import for_grammar, validator
 from mlx_parallm.errors import RequestError
 from mlx_parallm.types import Structure
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 # 2 s for the worst one of 16 Ki characters. It compiles by recursion, and the end of the stack is the end of the
 # process: a chain of 5,000 references needs 40 MB. A mask that takes longer than `SLOW_MASK_S` ends its request.
 MAX_CHARACTERS = {"json_schema": 64 << 10, "choice": 64 << 10, "regex": 16 << 10, "grammar": 16 << 10}
+MAX_ANSWER = 128 << 10  # an "answer" and all its parts together
 MAX_STRING = 16 << 10  # within a schema: its patterns are regular expressions
 COMPILER_STACK = 256 << 20  # address space; only what is used is memory
 SLOW_MASK_S = 0.1
@@ -45,6 +49,13 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,  # else the message has the whole grammar
 )
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+# What the library is asked to put up with, in this order, where a schema has what it cannot enforce.
+_CONCESSIONS: tuple[dict[str, Any], ...] = ({}, {"coerce_one_of": True}, {"lenient": True})
+_UNKNOWN_KEYS, _UNKNOWN_FORMAT, _COUNTS = (
+    re.compile(r"Unimplemented keys: (\[.*\])"),
+    "Unknown format: ",
+    "maxProperties",
+)
 
 
 class Matcher:
@@ -94,19 +105,29 @@ def allowed_tokens(matchers: Sequence[Matcher], vocab_size: int) -> np.ndarray:
     return np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(bool)
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """`unenforced`: keywords of its schemas that the grammar does not enforce, sorted; an answer may break them."""
+
+    start: LLMatcher
+    unenforced: tuple[str, ...] = ()
+
+
 class Grammars:
     """The compiled grammars of one tokenizer; the last `KEPT_GRAMMARS` are kept. Any thread.
 
     Args:
         tokenizer: its table of bytes is built at the first use.
         vocab_size: width of the logits; may exceed the tokenizer's.
+        close_objects: objects of schemas that are not strict have no properties but those that they list.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", vocab_size: int) -> None:
+    def __init__(self, tokenizer: "Tokenizer", vocab_size: int, *, close_objects: bool = True) -> None:
         self._tokenizer = tokenizer
         self._width = vocab_size
+        self._close_objects = close_objects
         self._vocabulary: LLTokenizer | None = None
-        self._kept: OrderedDict[Structure, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[Structure, Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")  # one: slow grammars take one core
 
@@ -116,19 +137,26 @@ class Grammars:
             if structure is not None and self._find(structure) is None:
                 await asyncio.wrap_future(self._start_compiling(structure))
 
+    async def unenforced(self, structure: Structure) -> tuple[str, ...]:
+        """Returns the schema keywords that the grammar does not enforce. Raises as `prepare`."""
+        compiled = self._find(structure)
+        if compiled is None:
+            compiled = await asyncio.wrap_future(self._start_compiling(structure))
+        return compiled.unenforced
+
     def matcher(self, structure: Structure, min_tokens: int, ends: Iterable[int]) -> Matcher:
         """A matcher at the beginning of its grammar, compiled now if `prepare` did not do so. Raises as that."""
         compiled = self._find(structure) or self._start_compiling(structure).result()
-        return Matcher(compiled.deep_copy(), min_tokens, ends)
+        return Matcher(compiled.start.deep_copy(), min_tokens, ends)
 
-    def _find(self, structure: Structure) -> LLMatcher | None:
+    def _find(self, structure: Structure) -> Compiled | None:
         with self._lock:
             if structure not in self._kept:
                 return None
             self._kept.move_to_end(structure)
             return self._kept[structure]
 
-    def _start_compiling(self, structure: Structure) -> "Future[LLMatcher]":
+    def _start_compiling(self, structure: Structure) -> "Future[Compiled]":
         with self._lock:
             usual = threading.stack_size(COMPILER_STACK)  # of threads started from here on: the first task starts one
             try:
@@ -136,25 +164,66 @@ class Grammars:
             finally:
                 threading.stack_size(usual)
 
-    def _compile(self, structure: Structure) -> LLMatcher:
+    def _compile(self, structure: Structure) -> Compiled:
         if (kept := self._find(structure)) is not None:  # while this one waited for its turn
             return kept
         _check_size(structure)
-        vocabulary = self._read_vocabulary()
-        try:
-            grammar = _library_form(structure)
-        except (ValueError, RecursionError) as error:
-            raise _refusal(structure, str(error)) from error
-        compiled = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
-        if not compiled.is_error():
-            compiled.compute_bitmask()  # a grammar that matches no text at all shows here
-        if compiled.is_error():
-            raise _refusal(structure, compiled.get_error())
+        every = (structure, *structure.parts)
+        forms = [self._form(each) for each in every]
+        compiled = Compiled(self._start(form for form, _ in forms), _names(lost for _, lost in forms))
+        if compiled.start.is_error():  # one of them has what the library cannot enforce
+            forms = [self._concede(each) if each.kind == "json_schema" else self._form(each) for each in every]
+            compiled = Compiled(self._start(form for form, _ in forms), _names(lost for _, lost in forms))
+        if compiled.start.is_error():
+            raise _refusal(structure, compiled.start.get_error())
+        if compiled.unenforced:
+            self._check_schemas(every)
         with self._lock:
             self._kept[structure] = compiled
             while len(self._kept) > KEPT_GRAMMARS:
                 self._kept.popitem(last=False)
         return compiled
+
+    def _form(self, structure: Structure, **concession: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """The library's form of a structure, without its parts, and the keywords that it lacks. Raises RequestError."""
+        try:
+            if structure.kind != "json_schema":
+                return _library_form(structure), ()
+            schema, lost = for_grammar(json.loads(structure.source), close=structure.strict or self._close_objects)
+            if schema is False:
+                raise _refusal(structure, "no text matches it")
+            defaults: Any = _ONE_LINE | concession
+            return json.loads(LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=defaults))["grammars"][
+                0
+            ], lost
+        except (ValueError, RecursionError) as error:
+            raise _refusal(structure, str(error)) from error
+
+    def _start(self, forms: Iterable[dict[str, Any]]) -> LLMatcher:
+        named = [form | {"name": f"part_{index - 1}" if index else "start"} for index, form in enumerate(forms)]
+        start = LLMatcher(self._read_vocabulary(), json.dumps({"grammars": named}), log_level=0, limits=_LIMITS)
+        if not start.is_error():
+            start.compute_bitmask()  # a grammar that matches no text at all shows here
+        return start
+
+    def _concede(self, structure: Structure) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """The form of a schema with as few concessions as it takes. Raises RequestError: none helps."""
+        for concession in _CONCESSIONS:
+            form, lost = self._form(structure, **concession)
+            start = self._start([form])
+            if not start.is_error():
+                coerced = ["oneOf"] if concession and '"oneOf"' in structure.source else []
+                return form, (*lost, *coerced, *_left_out(start.get_grammar_warnings()))
+        raise _refusal(structure, start.get_error())
+
+    def _check_schemas(self, structures: Iterable[Structure]) -> None:
+        """What the grammar does not enforce is checked when the answer is there: the check must be possible."""
+        for structure in structures:
+            if structure.kind == "json_schema":
+                try:
+                    validator(structure.source)
+                except ValueError as error:
+                    raise _refusal(structure, str(error)) from error
 
     def _read_vocabulary(self) -> LLTokenizer:
         if self._vocabulary is None:
@@ -186,27 +255,52 @@ def _as_ordinary_text(source: str, ends: Collection[int], word_of: Callable[[str
     return json.dumps(read)
 
 
-def _library_form(structure: Structure) -> str:
-    """Raises ValueError: not JSON, not a grammar; RecursionError: nested too deeply."""
+def _library_form(structure: Structure) -> dict[str, Any]:
+    """Raises ValueError: not a grammar."""
     source = structure.source
     match structure.kind:
-        case "json_schema":
-            return LLMatcher.grammar_from_json_schema(source, defaults=_ONE_LINE)  # type: ignore[arg-type]
         case "regex":
-            return LLMatcher.grammar_from_regex(source)
+            form: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]
+            return form
         case "choice":
             texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(source))
-            return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(texts))  # one lexeme: any number
+            return {"lark_grammar": "start: TEXT\nTEXT: " + " | ".join(texts)}  # one lexeme: any number
         case "grammar":
-            return grammar_from("grammar", source)
+            return {"lark_grammar": grammar_from("grammar", source)}
+        case _:
+            return {"lark_grammar": source}
+
+
+def _names(lost: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    return tuple(sorted({name for names in lost for name in names}))
+
+
+def _left_out(warnings: Iterable[str]) -> list[str]:
+    """The keywords that the library's warnings name."""
+    found: list[str] = []
+    for warning in warnings:
+        if (keys := _UNKNOWN_KEYS.search(warning)) is not None:
+            found += json.loads(keys[1])
+        elif warning.startswith(_UNKNOWN_FORMAT):
+            found.append(f"format:{warning.removeprefix(_UNKNOWN_FORMAT)}")
+        elif "oneOf" in warning:
+            found.append("oneOf")
+        elif _COUNTS in warning:
+            found += ["minProperties", "maxProperties"]
+        else:
+            found.append("other")
+    return found
 
 
 def _check_size(structure: Structure) -> None:
-    size, limit = len(structure.source), MAX_CHARACTERS[structure.kind]
-    if size > limit:
-        raise _refusal(structure, f"{size} characters, and at most {limit} are taken")
-    if structure.kind == "json_schema" and max(map(len, structure.source.split('"'))) > MAX_STRING:
-        raise _refusal(structure, f"a string in it has more than {MAX_STRING} characters")
+    for each in structure.parts or (structure,):
+        size, limit = len(each.source), MAX_CHARACTERS[each.kind]
+        if size > limit:
+            raise _refusal(each, f"{size} characters, and at most {limit} are taken")
+        if each.kind == "json_schema" and max(map(len, each.source.split('"'))) > MAX_STRING:
+            raise _refusal(each, f"a string in it has more than {MAX_STRING} characters")
+    if (size := len(structure.source) + sum(len(part.source) for part in structure.parts)) > MAX_ANSWER:
+        raise _refusal(structure, f"{size} characters, and at most {MAX_ANSWER} are taken")
 
 
 def _refusal(structure: Structure, reason: str) -> RequestError:

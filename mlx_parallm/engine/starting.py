@@ -89,5 +89,6 @@ def engine_options(config: Config, loaded: LoadedModel) -> EngineOptions:
         default_max_tokens=server.default_max_tokens,
         seed=random.SystemRandom().getrandbits(63),
         processed_alternatives=server.logprobs_mode == "processed",
+        close_objects=not server.open_objects,
         architecture=str(loaded.config.get("model_type", "this model")),
     )

@@ -19,6 +19,8 @@ class Tokenizer:
     `think_markers`, `tool_markers` = (start, end), the end "" where a format has none; None where none is known.
     `structural_markers` stand around content and are no part of it. `parse_tool_call(text, tools)` reads what stands
     between the tool markers: a call {"name", "arguments", "id"?} or a list of them; it may raise anything.
+    `tool_format` is the name of mlx-lm's parser, "" where there is none; `reads_tools` is False where calls are not to
+    be read.
     """
 
     def __init__(self, wrapper: TokenizerWrapper, *, reads_tools: bool = True, splits_reasoning: bool = True) -> None:
@@ -38,6 +40,9 @@ class Tokenizer:
         self.tool_markers = _pair(wrapper.tool_call_start, wrapper.tool_call_end) if reads_tools else None
         self.structural_markers: tuple[str, ...] = tuple(wrapper.structural_markers)
         self.parse_tool_call: Callable[[str, Any], Any] | None = wrapper.tool_parser
+        self.reads_tools = reads_tools
+        parser = self.parse_tool_call if reads_tools else None
+        self.tool_format: str = "" if parser is None else parser.__module__.rpartition(".")[2]
 
     @property
     def template_takes_tools(self) -> bool:

@@ -35,6 +35,7 @@ from mlx_parallm.server.messages import routes as messages
 from mlx_parallm.server.messages.errors import AnthropicErrors
 from mlx_parallm.server.middleware import BodyLimitMiddleware, GateMiddleware, RequestContextMiddleware
 from mlx_parallm.server.responses import routes as responses
+from mlx_parallm.server.schema_check import HEADER as UNENFORCED_HEADER
 from mlx_parallm.server.sse import EVENT_STREAM
 
 ROUTERS = (
@@ -122,7 +123,7 @@ def create_app(deps: ServerDeps, routers: Sequence[AddedRouter] = ()) -> FastAPI
             allow_origins=origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("X-Request-ID",),
+            expose_headers=("X-Request-ID", UNENFORCED_HEADER),
         )
     return app
 

@@ -25,9 +25,11 @@ from mlx_parallm.errors import GenerationFailedError, RequestError
 from mlx_parallm.rollout_store.completions import Choice
 from mlx_parallm.server.context import ServerContext
 from mlx_parallm.server.errors import ClientDisconnectedError
+from mlx_parallm.server.protocol.answer_grammar import tool_format
 from mlx_parallm.server.protocol.answers import last_version, usage, usage_of, version_spans
 from mlx_parallm.server.protocol.fields import QueueFields, StreamOptions
 from mlx_parallm.server.protocol.openai import ChatBody, Conversation
+from mlx_parallm.server.protocol.taught_tools import with_taught_tools
 from mlx_parallm.server.sse import EventStream, StreamForm, merged, until_hangup
 from mlx_parallm.types import Completion, CompletionDelta, Request, RequestOutput, SamplingParams, ServedModel
 
@@ -96,19 +98,32 @@ def render_conversation(context: ServerContext, conversation: Conversation) -> t
         check_text(content, f"messages.{position}.content")
     check_size(context, "".join(contents), "messages")  # before the template spends seconds on it
     options = conversation.render_options(context.deps.chat_template_kwargs)
-    if options["tools"] and not context.tokenizer.template_takes_tools:
-        raise RequestError(
-            "this model's chat template takes no tools: serve a model that was trained to call tools, set "
-            'model.chat_template to a template that has them, or send tool_choice = "none"',
-            param="tools",
-        )
-    text = context.tokenizer.render_chat_text(messages, **options)
+    text = _render(context, messages, options)
     check_text(text, "messages")  # tools, names, tool calls … may hold half a character too
     check_size(context, text, "messages")
     token_ids = tuple(context.tokenizer.encode(text, add_special_tokens=False))
     if not token_ids:
         raise RequestError("the chat template made an empty prompt of 'messages'", param="messages")
     return token_ids
+
+
+def _render(context: ServerContext, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """The text of a chat; where the template has no place for tools, they are taught in words. Raises RequestError."""
+    tokenizer, tools = context.tokenizer, options["tools"] or []
+    told = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+    if (
+        not tokenizer.reads_tools
+        or not tool_format(tokenizer).taught
+        or not (tools or (told and not tokenizer.template_takes_tools))
+    ):
+        return tokenizer.render_chat_text(messages, **options)
+    options = options | {"tools": None}
+    try:
+        return tokenizer.render_chat_text(with_taught_tools(messages, tools), **options)
+    except RequestError:
+        if not tools or any(message["role"] == "system" for message in messages):
+            raise
+        return tokenizer.render_chat_text(with_taught_tools(messages, tools, in_system=False), **options)
 
 
 def in_known_roles(messages: Sequence[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:

@@ -79,6 +79,7 @@ def engine_options(**changes: Any) -> EngineOptions:
         seed=0,
         architecture="this model",
         processed_alternatives=False,
+        close_objects=True,
     )
     return replace(plain, **changes)
 

@@ -196,8 +196,8 @@ def test_a_grammar_that_grows_too_complex_ends_its_own_request_only(served: Serv
 
 BAD: dict[str, tuple[Structure, str]] = {
     "no type": (Structure("json_schema", '{"type": "nope"}'), "nope"),
-    "not JSON": (Structure("json_schema", "{"), "EOF"),
-    "keyword": (Structure("json_schema", '{"not": {}}'), "not"),
+    "not JSON": (Structure("json_schema", "{"), "property name"),
+    "never": (Structure("json_schema", '{"not": {}}'), "no text"),
     "unsatisfiable": (Structure("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}'), "nsatisfiable"),
     "reference to itself": (
         Structure("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'),

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from mlx_parallm.errors import EngineUnavailableError, ModelNotFoundError
-from mlx_parallm.types import Completion, CompletionDelta, EngineStats, Request, RequestOutput, ServedModel
+from mlx_parallm.types import Completion, CompletionDelta, EngineStats, Request, RequestOutput, ServedModel, Structure
 
 HEALTHY = EngineStats(
     alive=True,
@@ -46,6 +46,9 @@ class FakeEngine:
 
     def models(self) -> tuple[ServedModel, ...]:
         return (ServedModel("fake", None, "fake", None, 0),)
+
+    async def unenforced(self, structure: Structure) -> tuple[str, ...]:
+        return ()
 
     def resolve_model(self, name: str) -> ServedModel:
         if name not in ("fake", "default"):

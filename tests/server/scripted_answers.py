@@ -34,14 +34,20 @@ MISTRAL_TEMPLATE = (
 )
 
 
-def tokenizer_with(path: Path, tokens: dict[str, bool], **config: str) -> Tokenizer:
-    """The shipped tokenizer with more tokens (text → special), and fields of ModelConfig."""
+def tokenizer_with(path: Path, tokens: dict[str, bool], *, sampled: bool = False, **config: str) -> Tokenizer:
+    """The shipped tokenizer with more tokens (text → special), and fields of ModelConfig. `sampled`: in the place of
+    reserved ones, so that the shipped model can sample them."""
     path.mkdir(exist_ok=True)
     for name in ("config.json", "tokenizer_config.json"):
         shutil.copy(TINY_ASSETS / name, path / name)
     content = json.loads((TINY_ASSETS / "tokenizer.json").read_text())
     first = 1 + max(*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"]))
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    if sampled:
+        for text, reserved in zip(tokens, content["added_tokens"][3:], strict=False):
+            content["model"]["vocab"][text] = content["model"]["vocab"].pop(reserved["content"])
+            reserved |= {"content": text, "special": tokens[text]}
+        tokens = {}
     content["added_tokens"] += [
         {"id": first + index, "content": text, "special": special, **flags}
         for index, (text, special) in enumerate(tokens.items())

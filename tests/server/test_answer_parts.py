@@ -5,6 +5,7 @@ import pkgutil
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 
@@ -24,7 +25,8 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 def form(parser=HERMES, **changes):
     markers = (parser.tool_call_start, parser.tool_call_end)
-    return AnswerFormat(THINK, markers, parse=parser.parse_tool_call, tools=TOOLS, **changes)
+    name = parser.parse_tool_call.__module__.rpartition(".")[2]
+    return AnswerFormat(THINK, markers, parse=parser.parse_tool_call, tools=TOOLS, tool_format=name, **changes)
 
 
 def streamed(answer_format, text, cuts, complete=True):
@@ -38,7 +40,7 @@ def streamed(answer_format, text, cuts, complete=True):
 
 def shape(parts):
     """Without the ids, which are random."""
-    calls = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in parts.tool_calls]
+    calls = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in parts.whole_calls()]
     return parts.reasoning, parts.content, calls
 
 
@@ -78,11 +80,16 @@ def test_a_prompt_that_opened_the_thinking_begins_in_it():
     assert shape(form(starts_reasoning=True).read(text, "stop")) == ("hm", "yes", [ADD])
 
 
-def test_what_a_limit_cuts_off_is_no_call():
-    cut = CALL.removesuffix("\n</tool_call>")
+def test_what_a_limit_cuts_off_is_a_call_that_is_not_complete():
     counted = Counter()
     read = form(on_malformed=lambda: counted.update(n=1)).read
-    assert shape(read(cut, "length")) == ("", cut, []) and not counted
+    for end, arguments in ((-14, '{"a": 1}'), (-15, '{"a": 1'), (-21, "{"), (-22, None)):
+        parts = read(f"so {CALL}"[:end], "length")
+        calls = [call["function"] for call in parts.whole_calls()]
+        assert calls == ([] if arguments is None else [{"name": "add", "arguments": arguments}]), end
+        assert parts.content == ("so" if calls else f"so {CALL}"[:end])
+    assert not counted
+    cut = CALL.removesuffix("\n</tool_call>")
     assert shape(read(f"{CALL}{cut[:-3]}", "stop")) == ("", cut[:-3], [ADD]) and counted["n"] == 1
 
 
@@ -132,6 +139,55 @@ def test_every_format_that_mlx_lm_knows_is_read():
             assert shape(parts) == ("", text[: -len(call)].strip(), [("sky", {"city": "Köln"})]), name
 
 
+LONG = 'if a < b: print("x, y")\n# Köln {1} </ end'
+GROWING = {  # format → a call with a long text, a number and a list
+    "function_gemma": f"<start_function_call>call:sky{{code:<escape>{LONG.replace('}', ')')}<escape>,n:12}}"
+    "<end_function_call>",
+    "gemma4": f'<|tool_call>call:sky{{code:<|"|>{LONG}<|"|>,n:12}}<tool_call|>',
+    "glm47": f"<tool_call>sky<arg_key>code</arg_key><arg_value>{LONG}</arg_value><arg_key>n</arg_key><arg_value>12"
+    "</arg_value></tool_call>",
+    "json_tools": f'<tool_call>\n{{"name": "sky", "arguments": {{"code": {json.dumps(LONG)}, "n":12}}}}\n</tool_call>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.sky:0<|tool_call_argument_begin|>"
+    f'{{"code": {json.dumps(LONG)}, "n": 12}}<|tool_call_end|><|tool_calls_section_end|>',
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="sky" index="1"<|sep|><|open|>argument key="code" type="string"'
+    f'<|sep|>{LONG}<|close|>argument<|sep|><|open|>argument key="n" type="number"<|sep|>12<|close|>argument<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|>",
+    "longcat": f"<longcat_tool_call>sky<longcat_arg_key>code</longcat_arg_key><longcat_arg_value>{LONG}"
+    "</longcat_arg_value><longcat_arg_key>n</longcat_arg_key><longcat_arg_value>12</longcat_arg_value>"
+    "</longcat_tool_call>",
+    "minicpm5": f'<function name="sky"><param name="code">{LONG}</param><param name="n">12</param></function>',
+    "minimax_m2": f'<minimax:tool_call><invoke name="sky"><parameter name="code">{LONG}</parameter><parameter name="n">'
+    "12</parameter></invoke></minimax:tool_call>",
+    "mistral": f'[TOOL_CALLS]sky[ARGS]{{"code": {json.dumps(LONG)}, "n": 12}}',
+    "muse_spark": f'<atem:function_calls><atem:invoke name="sky"><atem:parameter name="code">{LONG}</atem:parameter>'
+    '<atem:parameter name="n">12</atem:parameter></atem:invoke></atem:function_calls>',
+    "pythonic": f"<|tool_call_start|>[sky(code={LONG!r}, n=12)]<|tool_call_end|>",
+    "qwen3_coder": f"<tool_call>\n<function=sky>\n<parameter=code>\n{LONG}\n</parameter>\n<parameter=n>\n12\n"
+    "</parameter>\n</function>\n</tool_call>",
+}
+SKY = {"type": "object", "properties": {"code": {"type": "string"}, "n": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_arguments_grow_as_they_are_written(name):
+    """In most formats within a text, too; in the others argument by argument."""
+    tools = [{"type": "function", "function": {"name": "sky", "parameters": SKY}}]
+    answer_format = replace(form(import_module(f"{tool_parsers.__name__}.{name}")), tools=tools)
+    whole = answer_format.read(GROWING[name], "stop").whole_calls()[0]["function"]
+    splitter, pieces = AnswerSplitter(answer_format), []
+    for character in GROWING[name]:
+        pieces += splitter.feed(character).tool_calls
+    pieces += splitter.finish(complete=True).tool_calls
+    [(first, *later)] = [pieces]
+    assert first["function"]["name"] == "sky" and {piece["index"] for piece in pieces} == {0}
+    assert not any("id" in piece or "name" in piece["function"] for piece in later)
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == whole["arguments"]
+    code = LONG.replace("}", ")") if name == "function_gemma" else LONG
+    assert json.loads(whole["arguments"]) == {"code": code, "n": 12}
+    by_argument = ("function_gemma", "gemma4", "kimi_k3", "muse_spark", "pythonic")
+    assert len(pieces) >= (3 if name in by_argument else 25)
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -146,11 +202,11 @@ def test_whatever_else_a_model_writes_there_is_text(call):
 
 def test_arguments_are_json_that_can_be_sent():
     text = '<tool_call>{"name": "f", "arguments": {"a": "é\\ud800"}}</tool_call>'
-    [call] = form().read(text, "stop").tool_calls
+    [call] = form().read(text, "stop").whole_calls()
     assert json.loads(call["function"]["arguments"].encode()) == {"a": "é\ud800"}
     assert re.fullmatch("[0-9a-z]{9}", call["id"])
     text = '<tool_call>{"name": "f", "id": "mine", "arguments": "{\\"a\\": 1}"}</tool_call>'
-    [call] = form().read(text, "stop").tool_calls
+    [call] = form().read(text, "stop").whole_calls()
     assert call == {"id": "mine", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 

@@ -10,6 +10,7 @@ from openai import AsyncOpenAI, BadRequestError
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import load_tokenizer
+from tests.conftest import running_tiny_engine
 from tests.server.scripted_answers import HERMES_TEMPLATE, MISTRAL_TEMPLATE, ScriptedEngine, tokenizer_with
 from tests.server.serving import flat, running_server
 from tests.tiny_models import TINY_ASSETS
@@ -78,11 +79,25 @@ def assembled(chunks):
         assert reasoning == (getattr(choice.delta, "reasoning_content", "") or "")
         told["reasoning"] += reasoning
         for call in choice.delta.tool_calls or []:
-            assert call.index == len(told["calls"]) and call.type == "function" and call.id
-            told["calls"].append((call.function.name, json.loads(call.function.arguments)))
+            if call.index == len(told["calls"]):
+                assert call.type == "function" and call.id
+                told["calls"].append([call.function.name, ""])
+            else:
+                assert call.id is None and call.function.name is None
+            told["calls"][call.index][1] += call.function.arguments
         assert told["reason"] is None
         told["reason"] = choice.finish_reason
+    for told in choices.values():
+        told["calls"] = [(name, arguments_of(text)) for name, text in told["calls"]]
     return [choices[index] for index in sorted(choices)]
+
+
+def arguments_of(text):
+    """What is cut off stays text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def told(answer):
@@ -91,7 +106,7 @@ def told(answer):
             "reasoning": getattr(choice.message, "reasoning", ""),
             "content": choice.message.content or "",
             "calls": [
-                (call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or []
+                (call.function.name, arguments_of(call.function.arguments)) for call in choice.message.tool_calls or []
             ],
             "reason": choice.finish_reason,
         }
@@ -149,20 +164,34 @@ def malformed(http):
 
 
 def test_a_malformed_call_is_content_and_counted(hermes):
+    """A stream has shown its beginning already, as a call."""
     broken = CALL.replace('"}}', '"')
     client = saying(hermes, f"</think>{broken}")
     with client.server.http() as http:
         before = malformed(http)
-        for chunks in (create(client, tools=TOOLS, stream=True), None):
-            [answer] = assembled(chunks) if chunks else told(create(client, tools=TOOLS))
-            assert answer == {"reasoning": "", "content": broken, "calls": [], "reason": "stop"}
+        [answer] = told(create(client, tools=TOOLS))
+        assert answer == {"reasoning": "", "content": broken, "calls": [], "reason": "stop"}
+        [answer] = assembled(create(client, tools=TOOLS, stream=True))
+        begun = ("weather", '{"city": "Köln 🌧"\n')
+        assert answer == {"reasoning": "", "content": "", "calls": [begun], "reason": "tool_calls"}
         assert malformed(http) == before + 2
 
 
-def test_a_call_that_the_limit_cut_off_is_content(hermes):
-    client = saying(hermes, f"</think>{CALL.removesuffix('</tool_call>')}", reason="length")
+def test_a_call_that_the_limit_cut_off_is_not_complete(hermes):
+    client = saying(hermes, f"</think>{CALL[:-20]}", reason="length")
     [answer] = told(create(client, tools=TOOLS))
-    assert answer["calls"] == [] and answer["reason"] == "length" and answer["content"].startswith("<tool_call>")
+    [(name, arguments)] = answer["calls"]
+    assert (name, answer["reason"], answer["content"]) == ("weather", "length", "")
+    assert '{"city": "Köln 🌧"}'.startswith(arguments) and len(arguments) > 9
+    assert assembled(create(client, tools=TOOLS, stream=True)) == [answer]
+
+
+def test_arguments_are_streamed_as_they_come(hermes):
+    client = saying(hermes, f"</think>{CALL}")
+    chunks = [chunk.choices[0].delta.tool_calls for chunk in create(client, tools=TOOLS, stream=True)]
+    pieces = flat(filter(None, chunks))
+    assert len(pieces) > 5 and pieces[0].function.name == "weather"
+    assert "".join(piece.function.arguments for piece in pieces) == '{"city": "Köln 🌧"}'
 
 
 def test_markers_that_are_special_tokens_are_seen(mistral):
@@ -271,10 +300,32 @@ def test_what_is_wrong_with_tools_is_a_400_naming_the_field(hermes):
             assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(param), (name, answer.text)
 
 
-def test_a_model_without_tools_says_what_to_do(client, tmp_path):
-    with pytest.raises(BadRequestError, match=r"takes no tools.*model\.chat_template"):
-        create(client, tools=TOOLS, max_tokens=2)
-    assert create(client, tools=TOOLS, tool_choice="none", max_tokens=2).choices[0].message.content
+PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    + PLAIN.removeprefix("{% for m in messages %}")
+)
+
+
+def test_a_template_without_tools_is_taught_them_in_words(tmp_path):
+    """The history too: templates without tools leave calls out, and know no role `tool`."""
+    client_of = lambda name, template: serving(tokenizer_with(tmp_path / name, {}, chat_template=template))  # noqa: E731
+    with client_of("a", PLAIN) as client:
+        for chunks in (create(saying(client, f"I look. {CALL}\n{SECOND}"), tools=TOOLS, stream=True), None):
+            [answer] = assembled(chunks) if chunks else told(create(client, tools=TOOLS))
+            assert answer["calls"] == [RAIN, ("add", {})] and answer["content"] == "I look."
+        create(client, HISTORY, tools=TOOLS)
+        prompt = client.tokenizer.decode(client.engine.asked[-1].prompt_token_ids)
+        assert prompt.startswith("system:You can use these tools:\n- weather: Wetter? Arguments: {")
+        assert '<tool_call>\n{"name": "NAME", "arguments": {...}}\n</tool_call>;user:Is it' in prompt
+        assert 'assistant:<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n' in prompt
+        assert prompt.endswith(";user:<tool_response>\nrain\n</tool_response>;")
+        create(client, tools=TOOLS, tool_choice="none")
+        assert "tools" not in client.tokenizer.decode(client.engine.asked[-1].prompt_token_ids)
+    with client_of("b", NO_SYSTEM) as client:
+        create(saying(client, "x"), tools=TOOLS)
+        prompt = client.tokenizer.decode(client.engine.asked[-1].prompt_token_ids)
+        assert prompt.startswith("user:You can use these tools:") and prompt.endswith("Köln?;")
     unread = tokenizer_with(tmp_path / "off", {}, chat_template=HERMES_TEMPLATE, tool_parser="off")
     with serving(unread) as other, pytest.raises(BadRequestError, match=r"model\.tool_parser"):
         create(other, tools=TOOLS)
@@ -327,13 +378,83 @@ def test_a_model_that_must_call_does_so(tiny_engine, tmp_path):
                 if name == "sky":
                     assert {arguments.pop("kind"), *arguments.pop("next")} <= {"rain", "snow", "hail"}
                 assert arguments == {} and name in ({"sky"} if choice is NAMED else {"sky", "add"})
-        cut = told(create(client, tools=FORCED, tool_choice=NAMED, max_tokens=5))[0]
-        assert cut["content"].startswith("[") and cut["calls"] == [] and cut["reason"] == "length"
-        with pytest.raises(BadRequestError, match="both"):
-            create(client, tools=FORCED, tool_choice="required", response_format={"type": "json_object"})
+        cut = {"tools": FORCED, "tool_choice": NAMED, "max_tokens": 5}
+        for answer in (told(create(client, **cut)), assembled(create(client, stream=True, **cut))):
+            assert answer == [{"reasoning": "", "content": "", "calls": [("sky", "")], "reason": "length"}]
+        twice = {"type": "array", "items": {"const": "a"}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+        tool = {"name": "f", "parameters": {"properties": {"a": twice}, "required": ["a"]}}
+        called = client.chat.completions.with_raw_response.create(
+            model="default", messages=MESSAGES, tools=[{"type": "function", "function": tool}], tool_choice="required"
+        )
+        assert called.headers["X-Unenforced-Schema-Keywords"] == "uniqueItems"
+        assert called.parse().choices[0].schema_error.startswith("/a: ")
+        [answer] = told(create(client, tools=FORCED, tool_choice=NAMED, max_tokens=50))
+        assert answer["calls"][0][1].startswith('{"kind"') and answer["reason"] == "length"
 
 
-def test_structured_output_is_content_whatever_the_prompt_opened(hermes):
-    client = saying(hermes, '{"a": "</think>"}')
-    answer = create(client, response_format={"type": "json_object"})
-    assert answer.choices[0].message.content == '{"a": "</think>"}'
+VERDICT = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "v",
+        "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]},
+    },
+}
+
+
+THINKS = "{{ '<think>' if enable_thinking and messages[0].content == 'on' }}"
+KINDS = {  # the tokens of a model that can sample them, and its template
+    "hermes": (HERMES, BRIEF_TEMPLATE + "{# <tool_call> tool_call.name #}" + THINKS),
+    "mistral": (MISTRAL, BRIEF_TEMPLATE + "{# [TOOL_CALLS] [ARGS] #}" + THINKS),
+    "mistral's list": (MISTRAL, BRIEF_TEMPLATE + "{# [TOOL_CALLS] #}" + THINKS),
+    "another": (
+        dict.fromkeys(("<|tool_call>", "<tool_call|>", "<think>", "</think>"), True),
+        BRIEF_TEMPLATE + "{# <|tool_call> <tool_call|> #}" + THINKS,
+    ),
+    "no tools": (
+        dict.fromkeys(("<think>", "</think>"), False),
+        "{{ messages[-1].content }}<|im_end|>" + THINKS.replace("0", "-1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_may_call_or_answer_in_the_schema(kind, tmp_path):
+    """At every turn, and behind its reasoning; `required` forces a call, and the schema waits."""
+    tokens, template = KINDS[kind]
+
+    def tokenizer():
+        return tokenizer_with(tmp_path / "t", tokens, sampled=True, chat_template=template)
+
+    with running_tiny_engine(400, tokenizer) as engine, running_server(engine.client, tokenizer()) as server:
+        mine = tokenizer()
+        begins = "<" if kind == "no tools" else (mine.tool_markers or ("<tool_call>", ""))[0]
+        [call], [thought] = (mine.encode(text, add_special_tokens=False) for text in (begins, "</think>"))
+        no_call = dict.fromkeys([call, mine.encode("<")[0]], -100)  # a marker that is text may be spelled
+        sampling = {"n": 2, "seed": 1, "temperature": 1.3, "max_tokens": 90}
+        asked = {"tools": FORCED, "response_format": VERDICT} | sampling
+        thinking = [{"role": "user", "content": "on"}]
+        with server.openai() as client:
+            quick = asked | {"reasoning_effort": "none"}
+            called = create(client, **quick, logit_bias={call: 100})
+            answered = create(client, **quick, logit_bias=no_call)
+            forced = create(client, **quick, tool_choice=NAMED, logit_bias=no_call)
+            thought_first = create(client, thinking, **asked, logit_bias=no_call | {thought: 100})
+            streams = create(client, thinking, **asked, logit_bias=no_call | {thought: 100}, stream=True)
+            assert assembled(streams) == told(thought_first)
+        for answer in told(answered):
+            assert json.loads(answer["content"])["ok"] in (True, False) and not answer["calls"], answer
+        for answer in told(called) if kind != "another" else ():
+            assert {name for name, _ in answer["calls"]} <= {"sky", "add"} and not answer["content"]
+        for answer in told(forced):
+            assert {name for name, _ in answer["calls"]} == {"sky"} and not answer["content"]
+            if answer["reason"] == "tool_calls":
+                assert {answer["calls"][0][1]["kind"]} <= {"rain", "snow", "hail"}
+        for answer in told(thought_first):
+            assert json.loads(answer["content"])["ok"] in (True, False) and not answer["calls"], answer
+
+
+def test_structured_output_is_content_behind_the_reasoning(hermes):
+    client = saying(hermes, 'so</think>{"a": "<think></think><tool_call>"}')
+    for fields in ({}, {"tools": TOOLS}):
+        answer = create(client, response_format={"type": "json_object"}, **fields).choices[0].message
+        assert (answer.reasoning, answer.content) == ("so", '{"a": "<think></think><tool_call>"}')

@@ -1,8 +1,7 @@
 """/v1/chat/completions: messages in, streamed or not; ids and log-probabilities of exactly what was sampled."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request
@@ -21,6 +20,14 @@ from mlx_parallm.server.generation import (
     resolve_model,
     respond,
 )
+from mlx_parallm.server.protocol.answer_grammar import (
+    Calls,
+    Thinking,
+    answer_grammar,
+    arguments_schema,
+    forced_format,
+    tool_format,
+)
 from mlx_parallm.server.protocol.answer_parts import AnswerFormat, AnswerSplitter
 from mlx_parallm.server.protocol.answers import (
     chat_logprobs,
@@ -31,7 +38,8 @@ from mlx_parallm.server.protocol.answers import (
 )
 from mlx_parallm.server.protocol.openai import ChatBody, ChatTokensBody
 from mlx_parallm.server.protocol.strict_json import json_router
-from mlx_parallm.types import Completion, CompletionDelta, FinishReason, RequestOutput, SamplingParams, ServedModel
+from mlx_parallm.server.schema_check import SchemaCheck, schema_check
+from mlx_parallm.types import Completion, CompletionDelta, FinishReason, RequestOutput, ServedModel, Structure
 
 _TAIL_TOKENS = 16  # enough for the markers with which a template opens an answer
 router = json_router("openai")
@@ -48,14 +56,17 @@ async def answer_chat(
     """Answers a chat. `form`: the words of another API. Raises as `generation.run` does."""
     model = resolve_model(context, body.model)
     prompt = EncodedPrompt(body.prompt_tokens or render_conversation(context, body)).last(body.truncate_prompt_tokens)
-    params = body.to_params()
-    parts = answer_format(context, body, params, prompt.token_ids)
-    params = replace(params, skip_special_tokens=params.skip_special_tokens and not parts.needs_special_tokens)
+    plan, params = plan_answer(context, body, prompt.token_ids), body.to_params()
+    skips = params.skip_special_tokens and not plan.form.needs_special_tokens
+    params = replace(params, skip_special_tokens=skips, structure=plan.structure)
+    check = await schema_check(context, params, plan.schema, plan.called_schemas)
     requests = build_requests(response_id, [prompt], params, model, body, stream=body.stream)
     if (observer := observer_of(request)) is not None:
         observer.begun(body)
-    answer = _ChatResponse(context, model, response_id, body, parts, prompt.token_ids)
-    return await respond(answer, request, requests, streamed=body.stream, stream_options=body.stream_options, form=form)
+    answer = _ChatResponse(context, model, response_id, body, plan.form, prompt.token_ids, check)
+    options = body.stream_options
+    response = await respond(answer, request, requests, streamed=body.stream, stream_options=options, form=form)
+    return check.with_header(response)
 
 
 @router.post("/v1/chat/completions/tokens")
@@ -64,47 +75,64 @@ async def continue_tokens(body: ChatTokensBody, request: Request, context: Conte
     return await create_chat_completion(body, request, context)
 
 
-def answer_format(
-    context: ServerContext, body: ChatBody, params: SamplingParams, prompt_token_ids: Sequence[int]
-) -> AnswerFormat:
-    """How to read the answers to this prompt. Raises RequestError: tools, and no parser of this model's tool calls."""
-    tokenizer, tools = context.tokenizer, body.callable_tools
-    if body.must_call:
-        return AnswerFormat(parse=_json_calls, forced=True, parallel=body.parallel_tool_calls)
-    if params.structure is not None:
-        return AnswerFormat()  # the whole answer is the structure
-    if tools and tokenizer.tool_markers is None:
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """How an answer to one prompt must look, and how it is read. `schema`: of its content; None = any text."""
+
+    form: AnswerFormat
+    structure: Structure | None
+    schema: Structure | None
+    called_schemas: Mapping[str, Structure]  # of the arguments of forced calls, by function
+
+
+def plan_answer(context: ServerContext, body: ChatBody, prompt_token_ids: Sequence[int]) -> AnswerPlan:
+    """Raises RequestError: tools, and calls are not to be read."""
+    tokenizer, tools, forced = context.tokenizer, body.callable_tools, body.forced_tools
+    if tools and not tokenizer.reads_tools:
         raise RequestError(
-            "this server cannot read this model's tool calls: set model.tool_parser to their format, "
-            'or send tool_choice = "none"',
+            'this server reads no tool calls: set model.tool_parser to their format, or send tool_choice = "none"',
             param="tools",
         )
+    schema = None if forced else body.structure()
+    written = forced_format(tokenizer) if forced else tool_format(tokenizer)
+    thinking = _thinking(context, body, prompt_token_ids)
+    calls = Calls(forced or tools, written, body.calls_several) if forced or (tools and schema is not None) else None
+    may_think = thinking if thinking is not None and (thinking.opened or not body.thinking_is_off) else None
     think = tokenizer.think_markers if body.separate_reasoning else None
-    opened = False
-    if think is not None:
-        # Markers in a user's message must not count: only the prompt's end does, or the message that is continued.
-        tail = tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-        if body.continues_final_message:
-            tail = str(body.template_messages()[-1]["content"])
-            opened = tail.rfind(think[0]) > tail.rfind(think[1])
-        else:
-            opened = tail.rstrip().endswith(think[0])
-    return AnswerFormat(
-        think_markers=think,
-        tool_markers=tokenizer.tool_markers if tools else None,
-        structural_markers=tokenizer.structural_markers if think else (),
-        parse=tokenizer.parse_tool_call,
-        tools=tools,
+    form = AnswerFormat(
+        think_markers=think if may_think is not None or (schema is None and not forced) else None,
+        tool_markers=written.markers if tools else None,
+        structural_markers=tokenizer.structural_markers if think and schema is None else (),
+        parse=written.parse,
+        tools=forced or tools,
+        tool_format=written.name,
         parallel=body.parallel_tool_calls,
-        starts_reasoning=opened,
+        forced=bool(forced),
+        structured=schema is not None,
+        starts_reasoning=think is not None and thinking is not None and thinking.opened,
         # Inside tool markers any special token may stand.
         needs_special_tokens=bool(tools) or (think is not None and any(map(tokenizer.hides, think))),
         on_malformed=context.metrics.malformed_tool_calls.inc,
     )
+    structure = answer_grammar(tokenizer, may_think, calls, schema)
+    called = {tool["function"]["name"]: arguments_schema(tool) for tool in forced}
+    return AnswerPlan(form, structure, schema, called)
 
 
-def _json_calls(text: str, tools: Any) -> Any:
-    return json.loads(text)
+def _thinking(context: ServerContext, body: ChatBody, prompt_token_ids: Sequence[int]) -> Thinking | None:
+    """Whether the answer may begin with reasoning. None: the model does not think, or the prompt has ended it."""
+    tokenizer = context.tokenizer
+    markers = tokenizer.think_markers
+    if markers is None:
+        return None
+    # Markers in a user's message must not count: only the prompt's end does, or the message that is continued.
+    tail = tokenizer.decode(prompt_token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    if body.continues_final_message:
+        tail = str(body.template_messages()[-1]["content"])
+        return Thinking(markers, opened=True) if tail.rfind(markers[0]) > tail.rfind(markers[1]) else None
+    if tail.rstrip().endswith(markers[1]):
+        return None
+    return Thinking(markers, opened=tail.rstrip().endswith(markers[0]))
 
 
 def reasoning_tokens(ids: Sequence[int], start: Sequence[int], end: Sequence[int], *, opened: bool) -> int:
@@ -137,11 +165,12 @@ class _ChatResponse(ResponseBuilder):
         body: ChatBody,
         form: AnswerFormat,
         prompt_token_ids: tuple[int, ...],
+        check: SchemaCheck,
     ) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(context, model, openai_head(kind, response_id, model, usage_follows=body.include_usage))
         self._body = body
-        self._form = form
+        self._form, self._check = form, check
         self._prompt_token_ids = prompt_token_ids
         self._splitters: dict[int, AnswerSplitter] = {}
         self._sampled: dict[int, list[int]] = {}  # token ids of each choice, of models that reason
@@ -186,7 +215,8 @@ class _ChatResponse(ResponseBuilder):
             choice |= processed_logprobs(completion)
         if self._body.return_token_ids:
             choice["token_ids"] = completion.token_ids
-        return choice
+        self._check.add(completion.index, parts)
+        return choice | self._check.result(completion.index, completion.finish_reason)
 
     def _logprobs(self, part: Completion | CompletionDelta) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -200,15 +230,17 @@ class _ChatResponse(ResponseBuilder):
         self._sample(delta)
         opening = [] if index in self._splitters else [self._role_chunk(index)]
         splitter = self._splitters[index]
+        parts = splitter.take(delta.text, delta.finish_reason)
+        self._check.add(index, parts)
         choice: dict[str, Any] = {
             "index": index,
-            "delta": splitter.delta(delta.text, delta.finish_reason),
+            "delta": parts.delta(),
             "logprobs": self._logprobs(delta),
             "finish_reason": openai_reason(delta.finish_reason, splitter.calls_made > 0),
         }
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
-        return [*opening, {"choices": [choice]}]
+        return [*opening, {"choices": [choice | self._check.result(index, delta.finish_reason)]}]
 
     def _role_chunk(self, index: int) -> dict[str, Any]:
         first = not self._splitters

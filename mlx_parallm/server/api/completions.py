@@ -15,6 +15,7 @@ from mlx_parallm.server.generation import (
     resolve_model,
     respond,
 )
+from mlx_parallm.server.protocol.answer_parts import AnswerParts
 from mlx_parallm.server.protocol.answers import (
     CompletionLogprobs,
     joined,
@@ -25,6 +26,7 @@ from mlx_parallm.server.protocol.answers import (
 )
 from mlx_parallm.server.protocol.openai import CompletionBody
 from mlx_parallm.server.protocol.strict_json import json_router
+from mlx_parallm.server.schema_check import SchemaCheck, schema_check
 from mlx_parallm.types import Completion, CompletionDelta, RequestOutput, ServedModel
 
 router = json_router("openai")
@@ -35,9 +37,12 @@ async def create_completion(body: CompletionBody, request: Request, context: Con
     model = resolve_model(context, body.model)
     prompts = [prompt.last(body.truncate_prompt_tokens) for prompt in encode_prompts(context, body.prompt)]
     response_id = new_id("cmpl")
-    requests = build_requests(response_id, prompts, body.to_params(), model, body, stream=body.stream)
-    answer = _CompletionsResponse(context, model, response_id, body, prompts)
-    return await respond(answer, request, requests, streamed=body.stream, stream_options=body.stream_options)
+    params = body.to_params()
+    check = await schema_check(context, params, params.structure)
+    requests = build_requests(response_id, prompts, params, model, body, stream=body.stream)
+    answer = _CompletionsResponse(context, model, response_id, body, prompts, check)
+    response = await respond(answer, request, requests, streamed=body.stream, stream_options=body.stream_options)
+    return check.with_header(response)
 
 
 class _CompletionsResponse(ResponseBuilder):
@@ -48,11 +53,12 @@ class _CompletionsResponse(ResponseBuilder):
         response_id: str,
         body: CompletionBody,
         prompts: list[EncodedPrompt],
+        check: SchemaCheck,
     ) -> None:
         head = openai_head("text_completion", response_id, model, usage_follows=body.include_usage)
         super().__init__(context, model, head)
         self._body = body
-        self._prompts = prompts
+        self._prompts, self._check = prompts, check
         self._logprobs: dict[int, CompletionLogprobs] = {}  # by streamed choice
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -82,7 +88,8 @@ class _CompletionsResponse(ResponseBuilder):
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
             choice["token_ids"] = completion.token_ids
-        return choice
+        self._check.add(choice["index"], AnswerParts(content=completion.text))
+        return choice | self._check.result(choice["index"], completion.finish_reason)
 
     def _echoed(self, position: int) -> str:
         """The prompt's text, with `echo`."""
@@ -119,4 +126,5 @@ class _CompletionsResponse(ResponseBuilder):
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         choice["finish_reason"] = delta.finish_reason
-        return [{"choices": [choice]}]
+        self._check.add(index, AnswerParts(content=delta.text))
+        return [{"choices": [choice | self._check.result(index, delta.finish_reason)]}]

@@ -6,25 +6,29 @@ An answer that is not streamed goes through the same code in one piece; where th
 tokenizer brings the markers and the parser of calls (mlx-lm's knowledge of the model). Nothing is lost: text between
 tool markers that is no call becomes part of the text that it interrupted. (A parser may leave out text beside a call.)
 Whitespace beside a marker belongs to the marker.
+
+A streamed call is shown as it grows (begun_calls.py). So two answers differ from their streams: of a malformed call the
+stream has shown the beginning, as a call; and it is text in an answer that is sent whole.
 """
 
 import json
 import re
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.execution.tool_calls import read_calls
+from mlx_parallm.server.protocol.begun_calls import BegunCall, BegunCalls, begun_calls, new_call_id
 from mlx_parallm.types import FinishReason
 
-State = str  # "content", "reasoning", or one of these: inside tool markers that interrupted it
+State = str  # "content", "reasoning", or one of these: content without markers; inside tool markers that interrupted it
+_FINAL = "final content"
 _INTERRUPTED: dict[State, State] = {"tool": "content", "tool in reasoning": "reasoning"}
 
 
 @dataclass(slots=True)
 class AnswerParts:
-    """The parts of one choice that may be shown now. `tool_calls` as in an OpenAI message."""
+    """The parts of one choice that may be shown now. `tool_calls` as in an OpenAI delta: pieces of calls, by index."""
 
     reasoning: str = ""
     content: str = ""
@@ -40,18 +44,28 @@ class AnswerParts:
         calls = self.tool_calls + later.tool_calls
         return AnswerParts(self.reasoning + later.reasoning, self.content + later.content, calls)
 
+    def whole_calls(self) -> list[dict[str, Any]]:
+        """The calls as in an OpenAI message."""
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in self.tool_calls:
+            if (call := calls.get(piece["index"])) is None:
+                kept = {key: value for key, value in piece.items() if key != "index"}
+                calls[piece["index"]] = kept | {"function": dict(piece["function"])}
+            else:
+                call["function"]["arguments"] += piece["function"]["arguments"]
+        return list(calls.values())
+
     def message(self) -> dict[str, Any]:
         content = None if self.tool_calls and not self.content else self.content
-        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        calls = {"tool_calls": self.whole_calls()} if self.tool_calls else {}
         return {"role": "assistant", "content": content, "refusal": None} | self._reasoning() | calls
 
-    def delta(self, first_call: int) -> dict[str, Any]:
-        """`first_call`: how many tool calls of the choice were sent before."""
+    def delta(self) -> dict[str, Any]:
         shown = self._reasoning()
         if self.content:
             shown["content"] = self.content
         if self.tool_calls:
-            shown["tool_calls"] = [{"index": index, **call} for index, call in enumerate(self.tool_calls, first_call)]
+            shown["tool_calls"] = self.tool_calls
         return shown
 
     def _reasoning(self) -> dict[str, Any]:
@@ -68,22 +82,24 @@ class AnswerFormat:
     structural_markers: tuple[str, ...] = ()
     parse: Callable[[str, Any], Any] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
+    tool_format: str = ""  # the name of mlx-lm's parser, for begun_calls.py
     parallel: bool = True  # False: only an answer's first call is given
-    forced: bool = False  # the whole answer is calls, without markers
+    forced: bool = False  # a grammar makes it call: what is cut off is a call, too
+    structured: bool = False  # a grammar makes it call or follow a schema: once content has begun, markers are text
     starts_reasoning: bool = False  # the prompt has opened the reasoning
     needs_special_tokens: bool = False  # text without them would not show the markers
     on_malformed: Callable[[], None] = lambda: None
 
     def read(self, text: str, reason: FinishReason) -> AnswerParts:
         """A whole answer."""
-        splitter = AnswerSplitter(self)
+        splitter = AnswerSplitter(self, streamed=False)
         parts = splitter.feed(text)
         return parts.plus(splitter.finish(complete=reason == "stop"))
 
     def transitions(self) -> dict[State, dict[str, State]]:
         """State → marker → the state after it. (mlx-lm's `make_text_state_machine`, whose tool state only its own end
         ends; a model that forgets it would lose the rest of its answer there.)"""
-        found: dict[State, dict[str, State]] = {state: {} for state in ("content", "reasoning", *_INTERRUPTED)}
+        found: dict[State, dict[str, State]] = {state: {} for state in ("content", "reasoning", _FINAL, *_INTERRUPTED)}
         found["content"].update(dict.fromkeys(self.structural_markers, "content"))
         if self.tool_markers is not None:
             start, end = self.tool_markers
@@ -100,16 +116,16 @@ class AnswerFormat:
 
 class AnswerSplitter:
     """Splits the text of one choice. It keeps back text that may begin a marker, whitespace that may belong to one, and
-    a tool call that has not ended."""
+    of a tool call that has not ended what is not certain (all of it, if not `streamed`)."""
 
-    def __init__(self, form: AnswerFormat) -> None:
-        self._form = form
+    def __init__(self, form: AnswerFormat, *, streamed: bool = True) -> None:
+        self._form, self._streamed = form, streamed
         self._transitions = form.transitions()
         self._patterns = {state: _pattern(markers) for state, markers in self._transitions.items()}
         self._state: State = "reasoning" if form.starts_reasoning else "content"
         self._region: list[str] = []  # the tool region's text, its start marker first
-        if form.forced:
-            self._state, self._region = "tool", [""]
+        self._begun: BegunCalls | None = None  # the region's calls …
+        self._sent: list[str] = []  # … and what was shown of their arguments
         self._pending = ""  # may begin a marker
         self._space = ""  # whitespace that the next marker would take
         self._after_marker = form.starts_reasoning
@@ -121,6 +137,9 @@ class AnswerSplitter:
         text, at = self._pending + text, 0
         while (found := self._patterns[self._state].search(text, at)) is not None:
             self._take(text[at : found.start()], parts)
+            if self._state == _FINAL:
+                at = found.start()
+                break
             self._cross(found.group(), parts)
             at = found.end()
         end = len(text) - self._undecided(text[at:])
@@ -128,22 +147,25 @@ class AnswerSplitter:
         self._pending = text[end:]
         return parts
 
-    def delta(self, text: str, reason: FinishReason | None) -> dict[str, Any]:
-        """The delta of a chunk whose engine delta has this text; `reason` when it is the last one."""
-        sent = self.calls_made
+    def take(self, text: str, reason: FinishReason | None) -> AnswerParts:
+        """As `feed`; `reason` when this piece is the last one."""
         parts = self.feed(text)
-        if reason is not None:
-            parts = parts.plus(self.finish(complete=reason == "stop"))
-        return parts.delta(sent)
+        return parts if reason is None else parts.plus(self.finish(complete=reason == "stop"))
 
     def finish(self, *, complete: bool) -> AnswerParts:
-        """The rest. `complete`: the model itself ended the answer, so a tool call that lacks only its end counts; a
-        call that a limit cut off may have half its arguments, and is text."""
-        parts = AnswerParts()
+        """The rest. `complete`: the model itself ended the answer, so a tool call that lacks only its end counts; of
+        one that a limit cut off there is the beginning."""
+        parts, thinking = AnswerParts(), self._state in ("reasoning", "tool in reasoning")
         self._take(self._pending, parts)
         if self._state in _INTERRUPTED:
-            self._end_region("", parts, readable=complete)
-        parts.add(self._state, self._space)
+            self._end_region("", parts, cut_off=not complete)
+        if complete or thinking or not self._form.forced:
+            parts.add(self._state, self._space)
+        else:
+            parts.content = ""  # it was to be a call
+            if not self.calls_made and len(self._form.tools) == 1:
+                self._show(_first_piece(0, new_call_id(), self._form.tools[0]["function"]["name"]), parts)
+                self.calls_made = 1
         self._pending = self._space = ""
         return parts
 
@@ -151,6 +173,10 @@ class AnswerSplitter:
         """Text of the present state, without a marker."""
         if self._state in _INTERRUPTED:
             self._region.append(text)
+            if self._begun is not None:
+                self._begun.feed(text)
+                if self._streamed:
+                    self._show_begun(parts)
             return
         text = self._space + text
         if self._after_marker:
@@ -159,6 +185,8 @@ class AnswerSplitter:
         self._space = text[len(shown) :]
         self._after_marker = self._after_marker and not text
         parts.add(self._state, shown)
+        if shown and self._form.structured and self._state == "content":
+            self._state = _FINAL
 
     def _cross(self, marker: str, parts: AnswerParts) -> None:
         after = self._transitions[self._state][marker]
@@ -168,25 +196,76 @@ class AnswerSplitter:
             if ends:
                 return
         if after in _INTERRUPTED:
-            self._region = [marker]
+            self._region, self._sent = [marker], []
+            assert self._form.parse is not None
+            self._begun = begun_calls(self._form.tool_format, self._form.parse, self._form.tools)
         else:
             self._space, self._after_marker = "", True
         self._state = after
 
-    def _end_region(self, end: str, parts: AnswerParts, *, readable: bool = True) -> None:
-        """Goes back to the state that the region interrupted, which gets the text unless it is a call."""
+    def _end_region(self, end: str, parts: AnswerParts, *, cut_off: bool = False) -> None:
+        """Goes back to the state that the region interrupted, which gets the text unless it is a call, or a call that
+        was cut off or shown before it turned out to be malformed."""
         start, *body = self._region
         self._state = _INTERRUPTED[self._state]
-        calls = _openai_calls(self._form, "".join(body)) if readable else []
-        if not calls:
-            if readable:
-                self._form.on_malformed()
+        assert self._begun is not None and self._form.parse is not None
+        calls = [] if cut_off else read_calls(self._form.parse, "".join(body), self._form.tools)
+        for index, (name, arguments, call_id) in enumerate(calls):
+            self._complete(index, name, arguments, call_id)
+        if calls:
+            del self._begun.calls[max(len(calls), len(self._sent)) :]
+        if not calls and not cut_off:
+            self._form.on_malformed()
+        if not calls and not (cut_off and self._begun.calls) and not self._sent:
+            self._begun = None
+            if cut_off and (self._form.forced or self._form.structured):
+                return None  # the beginning of a call is no content
             return self._take("".join([start, *body, end]), parts)
+        self._show_begun(parts)
+        self.calls_made += len(self._sent)
+        self._begun, self._sent = None, []
         self._space, self._after_marker = "", True
-        if not self._form.parallel:
-            calls = calls[: 1 - self.calls_made]
-        self.calls_made += len(calls)
-        parts.tool_calls += calls
+
+    def _complete(self, index: int, name: str, arguments: Mapping[str, Any], call_id: str | None) -> None:
+        """Puts a call as it was read in the end beside what had begun; what was shown of it stays."""
+        assert self._begun is not None
+        if index == len(self._begun.calls):
+            self._begun.calls.append(BegunCall(name, call_id or new_call_id()))
+        call, sent = self._begun.calls[index], self._sent[index] if index < len(self._sent) else ""
+        if call.name == name and _is_that(call.arguments, arguments):
+            return  # as the model wrote it
+        written = json.dumps(arguments, ensure_ascii=False)
+        if any("\ud800" <= character <= "\udfff" for character in written):  # half a surrogate pair: no UTF-8 has it
+            written = json.dumps(arguments)
+        if index >= len(self._sent):
+            call.name = name
+        if call.name == name and written.startswith(sent):
+            call.arguments = written
+        else:
+            self._form.on_malformed()
+
+    def _show_begun(self, parts: AnswerParts) -> None:
+        """Shows what is new in the region's calls."""
+        assert self._begun is not None
+        for index, call in enumerate(self._begun.calls):
+            place = self.calls_made + index
+            if place and not self._form.parallel:
+                return
+            if index == len(self._sent):
+                self._sent.append("")
+                self._show(_first_piece(place, call.id, call.name), parts)
+            if new := call.arguments[len(self._sent[index]) :]:
+                self._sent[index] = call.arguments
+                self._show({"index": place, "function": {"arguments": new}}, parts)
+
+    @staticmethod
+    def _show(piece: dict[str, Any], parts: AnswerParts) -> None:
+        """Adds a piece; the first one of a call takes the arguments that come with it."""
+        last = parts.tool_calls[-1] if parts.tool_calls else None
+        if last is not None and last["index"] == piece["index"]:
+            last["function"]["arguments"] += piece["function"]["arguments"]
+        else:
+            parts.tool_calls.append(piece)
 
     def _undecided(self, text: str) -> int:
         """Characters at the end of the text that may begin a marker."""
@@ -201,16 +280,13 @@ def _pattern(markers: Mapping[str, State]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)) or "(?!)")  # without markers it matches nothing
 
 
-def _openai_calls(form: AnswerFormat, text: str) -> list[dict[str, Any]]:
-    """Returns the calls in a tool region; [] when there is none, or when part of it cannot be read."""
-    assert form.parse is not None
-    return [_openai_call(*call) for call in read_calls(form.parse, text, form.tools)]
+def _first_piece(index: int, call_id: str, name: str) -> dict[str, Any]:
+    return {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
 
 
-def _openai_call(name: str, arguments: Mapping[str, Any], call_id: str | None) -> dict[str, Any]:
-    written = json.dumps(arguments, ensure_ascii=False)
-    if any("\ud800" <= character <= "\udfff" for character in written):  # half a surrogate pair: no UTF-8 has it
-        written = json.dumps(arguments)
-    # Mistral's template takes nine letters and digits as an id, no more and no less; everybody else takes anything.
-    call_id = call_id or uuid.uuid4().hex[:9]
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": written}}
+def _is_that(written: str, arguments: Mapping[str, Any]) -> bool:
+    """True when the text is the JSON of these arguments."""
+    try:
+        return bool(json.loads(written) == arguments)
+    except (ValueError, RecursionError):
+        return False

@@ -4,9 +4,8 @@ Beside the declared fields there are three kinds: those that cannot change the a
 would and that this server lacks (400 naming the field, unless they hold their neutral value), and unknown ones (400).
 
 The answer's structure can be given as OpenAI's `response_format`, vLLM's `structured_outputs`, or `guided_*`, vLLM's
-older spelling. Each becomes one `Structure`; the prompt is not changed. `strict` of a JSON schema is accepted without
-effect: a schema is always enforced as written (additional properties are allowed unless it forbids them), and a keyword
-that cannot be enforced is a 400.
+older spelling. Each becomes one `Structure`; the prompt is not changed. A schema is always enforced; `strict` closes
+its objects, and those of others follow server.open_objects.
 """
 
 import json
@@ -274,7 +273,8 @@ class ResponseFormat(Body):
         if self.schema_ is not None:
             return Structure("json_schema", json.dumps(self.schema_), "response_format.schema")
         if self.json_schema is not None:
-            return Structure("json_schema", json.dumps(self.json_schema.schema_), "response_format.json_schema.schema")
+            param = "response_format.json_schema.schema"
+            return Structure("json_schema", json.dumps(self.json_schema.schema_), param, self.json_schema.strict)
         return None if self.type == "text" else Structure("json_schema", ANY_OBJECT, "response_format")
 
 

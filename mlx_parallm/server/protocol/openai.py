@@ -17,7 +17,7 @@ from mlx_parallm.server.protocol.fields import (
     StructureFields,
     TokenId,
 )
-from mlx_parallm.types import SamplingParams, Structure
+from mlx_parallm.types import SamplingParams
 
 LONGEST_WORD = 64
 NO_REASONING = "none"
@@ -173,6 +173,11 @@ class Conversation(Body):
             "template_kwargs": {**defaults, **self._template_words(), **self.chat_template_kwargs},
         }
 
+    @property
+    def thinking_is_off(self) -> bool:
+        words = {**self._template_words(), **self.chat_template_kwargs}
+        return words.get("enable_thinking") is False or words.get("thinking") is False
+
     def _template_words(self) -> dict[str, Any]:
         """The fields that only a template can follow, under the names that templates read. `reasoning_effort` = "none"
         is what they call no thinking: `enable_thinking` (Qwen, GLM) and `thinking` (DeepSeek, Granite) are false."""
@@ -254,13 +259,15 @@ class ChatBody(Conversation, GenerationBody):
     def must_call(self) -> bool:
         return self.tool_choice not in (None, "none", "auto")
 
-    def structure(self) -> Structure | None:
-        """What the answer must match, be it a tool call. Raises RequestError: more than one thing."""
-        asked = super().structure()
-        calls = forced_calls(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
-        if asked is not None and calls is not None:
-            raise RequestError(f"{asked.param!r} and a tool call cannot both be the answer", param="tool_choice")
-        return calls or asked
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The tools of which the answer must call one; [] = it need not."""
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return [t for t in self.callable_tools if self.must_call and named in (None, t["function"]["name"])]
+
+    @property
+    def calls_several(self) -> bool:
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
 
     def to_params(self) -> SamplingParams:
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -317,36 +324,6 @@ def check_choice(tools: Sequence[ToolDefinition], choice: ToolChoice | None) -> 
         raise RequestError(
             f"'tool_choice' names {choice.function.name!r}; 'tools' has {', '.join(names)}", param="tool_choice"
         )
-
-
-def forced_calls(tools: Sequence[ToolDefinition], choice: ToolChoice | None, *, parallel: bool) -> Structure | None:
-    """What an answer must be when it must call ("required", or a named tool): a JSON list of {"name", "arguments"}.
-
-    The same for every model, whatever its own format is, and without reasoning before it (vLLM's way). None: the model
-    is free. Raises RequestError: parameters that are no JSON schema one can write down.
-    """
-    named = choice.function.name if isinstance(choice, NamedTool) else None
-    if named is None and choice != "required":
-        return None
-    called = [tool.function for tool in tools if named in (None, tool.function.name)]
-    try:
-        calls = ", ".join(_call_schema(function, index) for index, function in enumerate(called))
-    except RecursionError as error:
-        raise RequestError("'tools' is nested too deeply", param="tools") from error
-    most = ', "maxItems": 1' if named or not parallel else ""
-    schema = f'{{"type": "array", "minItems": 1{most}, "items": {{"anyOf": [{calls}]}}}}'
-    return Structure("json_schema", schema, "tools")
-
-
-def _call_schema(function: Function, index: int) -> str:
-    """A function without parameters takes none. References inside its schema point to where it stands in ours."""
-    parameters = {"type": "object", **(function.parameters or {"additionalProperties": False})}
-    written = json.dumps(parameters).replace('"$ref": "#', f'"$ref": "#/items/anyOf/{index}/properties/arguments')
-    properties = f'{{"name": {{"const": {json.dumps(function.name)}}}, "arguments": {written}}}'
-    return (
-        f'{{"type": "object", "properties": {properties}, "required": ["name", "arguments"], '
-        '"additionalProperties": false}'
-    )
 
 
 def template_fields(extra: dict[str, Any], position: int) -> dict[str, Any]:
