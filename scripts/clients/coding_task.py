@@ -1,0 +1,109 @@
+"""The task that each coding agent gets, the model that solves it, and the look at what is left in the directory.
+
+The script has three steps: write a function with a fault and its test, run the test (it fails), mend the fault and run
+the test again. Then the model says that it is done. Only an agent that sends each result back gets to the end.
+"""
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from scripts.clients.scripted_model import make_scripted_model
+
+CLIENTS = Path(__file__).resolve().parents[2] / ".clients"  # node_modules of the clients, ignored by git
+PROMPT = "Write calc.py with a function mean(numbers) that gives 0 for an empty list, and a test for it. Run the test."
+FAULTY = "def mean(numbers):\n    return sum(numbers) / len(numbers)\n"
+TEST = "from calc import mean\nassert mean([1, 2, 3]) == 2\nassert mean([]) == 0\nprint('all right')\n"
+MENDED = "def mean(numbers):\n    return sum(numbers) / len(numbers) if numbers else 0\n"
+STEPS = 4  # with the last answer
+DONE = "Done: mean() gives 0 for an empty list, and the test passes."
+
+
+@dataclass(frozen=True)
+class Task:
+    directory: Path
+    url: str
+    sessions: Path  # what the server has recorded
+    model: str = "default"
+
+    def problems(self, output: str) -> list[str]:
+        """What is wrong after the agent's run; [] when the task is solved. `output`: what the agent printed."""
+        calc, run = self.directory / "calc.py", None
+        found = [] if calc.is_file() and calc.read_text() == MENDED else [f"{calc} is not the mended one"]
+        if (self.directory / "test_calc.py").is_file():
+            command = [sys.executable, "test_calc.py"]
+            run = subprocess.run(command, cwd=self.directory, capture_output=True, text=True, check=False)
+        if run is None or run.stdout != "all right\n":
+            found.append("test_calc.py does not pass")
+        turns = [json.loads(line) for file in self.sessions.glob("*.jsonl") for line in file.read_text().splitlines()]
+        trained = [turn for turn in turns if (turn.get("tokens") or {}).get("completion")]
+        if len(trained) < STEPS:
+            found.append(f"{len(trained)} answers were recorded with their tokens, not {STEPS} or more")
+        if DONE not in output:
+            found.append("the agent did not show the last answer")
+        return found
+
+
+@contextlib.contextmanager
+def coding_task(answers: Callable[[Path], list[str]]) -> Iterator[Task]:
+    """A server of the scripted model, and an empty directory to work in. `answers`: of a directory, the script."""
+    with tempfile.TemporaryDirectory(prefix="coding_task_") as name:
+        directory = Path(name) / "work"
+        directory.mkdir()
+        model = make_scripted_model(Path(name) / "model", answers(directory))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [str(Path(sys.executable).with_name("mlx_parallm")), "serve", "--model-path", str(model)]
+        command += ["--port", str(port), "--set", f'traces.directory="{name}/traces"']
+        with Path(name, "server.log").open("w+") as log:
+            server = subprocess.Popen(command, stdout=log, stderr=log)
+            try:
+                _wait(server, f"http://127.0.0.1:{port}/health", Path(name, "server.log"))
+                yield Task(directory, f"http://127.0.0.1:{port}", Path(name, "traces", "sessions"))
+            finally:
+                server.terminate()
+                server.wait()
+
+
+def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    for _ in range(600):
+        if server.poll() is not None:
+            break
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(url).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise SystemExit(f"the server did not start:\n{log.read_text()}")
+
+
+def node_client(package: str, version: str, command: str) -> str:
+    """The path of an npm package's command; it is installed into .clients once."""
+    if shutil.which("npm") is None:
+        raise SystemExit(f"{command} needs Node.js with npm")
+    directory = CLIENTS / command
+    manifest = directory / "node_modules" / package / "package.json"
+    if not manifest.is_file() or json.loads(manifest.read_text())["version"] != version:
+        directory.mkdir(parents=True, exist_ok=True)
+        install = ["npm", "install", "--no-fund", "--no-audit", "--silent", "--prefix", str(directory)]
+        subprocess.run([*install, f"{package}@{version}"], check=True)
+    return str(directory / "node_modules" / ".bin" / command)
+
+
+def report(client: str, task: Task, output: str, seconds: float) -> None:
+    """Print what became of it; exit code 1 unless the task is solved."""
+    problems = task.problems(output)
+    print(output)
+    print(f"{client}: " + ("; ".join(problems) if problems else f"solved in {seconds:.1f} s"))
+    if problems:
+        raise SystemExit(1)
