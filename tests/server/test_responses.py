@@ -178,12 +178,10 @@ def test_a_tool_choice_forces_by_the_chats_grammar(client):
     for choice in ({"type": "function", "name": "add"}, "required", {"type": "allowed_tools", "mode": "required"}):
         choice = choice | {"tools": [TOOLS[1]]} if "mode" in choice else choice
         call = '</think><tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
-        whole = saying(client, call).create(
-            model="default", input="a", tools=TOOLS, tool_choice=choice
-        )
+        whole = saying(client, call).create(model="default", input="a", tools=TOOLS, tool_choice=choice)
         assert [item.name for item in whole.output if item.type == "function_call"] == ["add"]
         source = client.engine.asked[-1].params.structure.source
-        assert 'add' in source and ('weather' in source) is (choice == "required")
+        assert "add" in source and ("weather" in source) is (choice == "required")
 
 
 def test_codex_offer_of_a_search_is_left_out_and_shown_to_be(client, tokenizer):
