@@ -36,7 +36,7 @@ LINES: dict[str, int] = {
     "losses": 860,
     "models": 3460,
     "orchestrator": 1920,
-    "pipeline": 1_440,
+    "pipeline": 1_460,
     "primitives": 160,
     "rewards": 2070,
     "rl_training": 11310,

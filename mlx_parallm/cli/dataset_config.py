@@ -69,12 +69,12 @@ max_tokens = {max_tokens:<17}# of one answer; one that is cut off is rarely righ
 chat_template_kwargs = {{ enable_thinking = false }}  # thinking needs thousands of tokens; other templates ignore it
 """
 
-RATES = {"sft": 10.0, "kto": 0.2}
-"""Of the learning rate that GRPO would take. KTO on a model's own answers: docs/benchmarks/traces.md."""
+RATES = {"sft": 10.0, "dpo": 0.2, "kto": 0.05}
+"""Of the learning rate that GRPO would take. DPO and KTO on a model's own answers: docs/benchmarks/traces.md."""
 ROWS_BODY = """
 [rl_training]
 algorithm = "{algorithm}"
-learning_rate = {learning_rate:<14}# smaller for larger models; sft takes ten times that of dpo, kto a fifth
+learning_rate = {learning_rate:<14}# smaller for larger models; of GRPO's rate sft takes 10, dpo 0.2, kto 0.05
 lr_schedule = "linear"        # down to zero after the last step, which ends one pass over the rows
 warmup_steps = 5
 batch_size = {rows:<17}# rows of one optimizer update

@@ -64,8 +64,9 @@ class Learner(Protocol):
         """Return whether the policy learns in `step`; if not, its groups are for this learner alone."""
         ...
 
-    def learn(self, step: int, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:
-        """Learn from the groups of a step that the policy has finished; return numbers for the metrics line."""
+    def learn(self, step: int, groups: Sequence[RolloutGroup], total_steps: int | None) -> Mapping[str, float]:
+        """Learn from the groups of a step that the policy has finished, of `total_steps` (None: the run has no end);
+        return numbers for the metrics line."""
         ...
 
     def save(self, directory: Path) -> None:

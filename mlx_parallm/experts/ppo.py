@@ -274,6 +274,11 @@ class RecurrentPPO:
         self._order = np.random.default_rng(seed)
         self._observations: np.ndarray | None = None
 
+    def anneal(self, done: float) -> None:
+        """Set the learning rate for a training of which `done`, 0 to 1, is done."""
+        if self.config.anneal:
+            self.optimizer.learning_rate = self.config.learning_rate * max(1 - done, 0.01)
+
     def train(
         self, total_steps: int, *, report: Callable[[dict[str, float]], bool | None] | None = None
     ) -> list[dict[str, float]]:
@@ -285,8 +290,7 @@ class RecurrentPPO:
         history = []
         while self.steps < total_steps:
             began, before = time.perf_counter(), self.steps
-            if self.config.anneal:
-                self.optimizer.learning_rate = self.config.learning_rate * max(1 - self.steps / total_steps, 0.01)
+            self.anneal(self.steps / total_steps)
             metrics = self.update(cut(self.collect(), self.config.gamma, self.config.gae_lambda))
             metrics["steps"] = self.steps
             metrics["steps_per_second"] = (self.steps - before) / (time.perf_counter() - began)

@@ -96,8 +96,9 @@ class ExpertLearner:
     def trains_policy(self, step: int) -> bool:
         return self.schedule.planner(step)
 
-    def learn(self, step: int, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Update each expert that has `min_steps` steps. Metrics: experts/NAME/episodes, return and steps of this
+    def learn(self, step: int, groups: Sequence[RolloutGroup], total_steps: int | None = None) -> dict[str, float]:
+        """Update each expert that has `min_steps` steps. `settings.anneal` lowers the learning rate over `total_steps`;
+        without them it stays. Metrics: experts/NAME/episodes, return and steps of this
         step's episodes; learned_steps, and what PPO measures, where there was an update."""
         numbers: dict[str, float] = {}
         episodes = [one for group in groups for rollout in group.metadata.get(STEPS, ()) for one in rollout]
@@ -108,6 +109,7 @@ class ExpertLearner:
                 measured["return"] = float(np.mean([sum(episode["rewards"]) for episode in own]))
                 measured["steps"] = float(np.mean([len(episode["rewards"]) for episode in own]))
             if self.schedule.experts(step):
+                trainer.anneal((step - 1) / total_steps if total_steps else 0.0)
                 measured |= self._update(name, trainer, own)
             numbers |= {f"experts/{name}/{key}": value for key, value in measured.items()}
         self._acting.explore = self.schedule.experts(step + 1)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from mlx_parallm.pipeline.pipeline import TrainingPipeline
     from mlx_parallm.rewards.learned import LearnedReward
+    from mlx_parallm.traces.builders import DatasetOptions, build_dataset, write_dataset
     from mlx_parallm.traces.checkpoints import CheckpointLoader
     from mlx_parallm.traces.collector import TraceCollector, hook_into_agent
     from mlx_parallm.traces.execution import ExecutionTrace, ReasoningStep, ToolCallTrace
@@ -35,6 +36,7 @@ __all__ = [
     "GPU_ENABLED",
     "RYZEN_OPTIMIZED",
     "CheckpointLoader",
+    "DatasetOptions",
     "ExecutionTrace",
     "ExportPipeline",
     "GGUFExporter",
@@ -47,9 +49,11 @@ __all__ = [
     "ToolCallTrace",
     "TraceCollector",
     "TrainingPipeline",
+    "build_dataset",
     "detect_hardware",
     "get_ryzen_optimized_config",
     "hook_into_agent",
+    "write_dataset",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -62,6 +66,7 @@ __getattr__, __dir__ = lazy_names(
         " get_ryzen_optimized_config",
         "pipeline.pipeline": "TrainingPipeline",
         "rewards.learned": "LearnedReward",
+        "traces.builders": "DatasetOptions build_dataset write_dataset",
         "traces.checkpoints": "CheckpointLoader",
         "traces.collector": "TraceCollector hook_into_agent",
         "traces.execution": "ExecutionTrace ReasoningStep ToolCallTrace",

@@ -223,7 +223,19 @@ class Stages:
             count = sum(1 for _ in (rows / "train.jsonl").open("rb"))
             epochs = 1 if count < FEW_ROWS else self.options.epochs
             values["rl_training.total_steps"] = epochs * math.ceil(count / plain.rl_training.batch_size)
+        if method == "kto":
+            values |= self._weights_of_labels(rows)
         return [f"{key}={_toml(value)}" for key, value in values.items()] + list(self.options.settings)
+
+    @staticmethod
+    def _weights_of_labels(rows: Path) -> Json:
+        """The rarer label weighs more, so that both count alike (arXiv:2402.01306, section 4.2: λ_D n_D = λ_U n_U)."""
+        labels = json.loads((rows / "dataset.json").read_text(encoding="utf-8"))["labels"]
+        good, bad = labels["desirable"], labels["undesirable"]
+        if not good or not bad:
+            return {}
+        name, weight = ("desirable", bad / good) if good < bad else ("undesirable", good / bad)
+        return {f"rl_training.preference.{name}_weight": weight}
 
     @property
     def _text(self) -> str:

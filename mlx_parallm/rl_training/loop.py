@@ -267,7 +267,7 @@ class TrainingLoop:
         numbers: dict[str, Any] = {}
         for name, learner in self._parts.learners.items():
             own = [group for group in batch.groups if group.environment == name]
-            numbers |= learner.learn(batch.step, own)
+            numbers |= learner.learn(batch.step, own, self._config.total_steps)
         return numbers
 
     def _metrics(

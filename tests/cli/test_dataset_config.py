@@ -112,7 +112,7 @@ def test_smaller_steps_for_larger_models() -> None:
     assert rates == pytest.approx([1e-3, 9.05e-4, 4e-5, 1.01e-5, 5e-6], rel=0.01)
 
 
-@pytest.mark.parametrize(("algorithm", "rate", "rows"), [("dpo", 4e-5, 32), ("sft", 4e-4, 16)])
+@pytest.mark.parametrize(("algorithm", "rate", "rows"), [("dpo", 8e-6, 32), ("sft", 4e-4, 16)])
 def test_an_algorithm_that_learns_from_the_rows_needs_no_reward_and_is_known_again(
     here: Path, algorithm: str, rate: float, rows: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,6 +85,16 @@ def test_an_expert_gets_better_and_acts_with_what_it_learned() -> None:
     assert numbers["experts/aim/episodes"] == 16 and numbers["experts/aim/learned_steps"] > 0
 
 
+def test_the_learning_rate_falls_over_the_run() -> None:
+    learning, acting = learner(LearningSchedule("both", min_steps=1))
+    trainer = learning.trainers["aim"]
+    for step, share in ((1, 1.0), (4, 0.4), (5, 0.2)):
+        learning.learn(step, groups(acting, 2, step), total_steps=5)
+        assert float(trainer.optimizer.learning_rate) == pytest.approx(trainer.config.learning_rate * share)
+    learning.learn(6, groups(acting, 2, 6))  # a run without an end
+    assert float(trainer.optimizer.learning_rate) == pytest.approx(trainer.config.learning_rate)
+
+
 def test_steps_wait_until_there_are_enough() -> None:
     learning, acting = learner(LearningSchedule("both", min_steps=30))
     first = learning.learn(1, groups(acting, 2, 1))

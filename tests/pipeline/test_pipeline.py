@@ -148,3 +148,26 @@ def test_without_a_reward_function_grpo_learns_one_from_the_labels(place: Path) 
     assert environment.rewards == ("builtin:learned",)
     assert learned.positive == learned.negative < 120  # none of the prompts that are held out
     assert environment.group_size * 16 == config.rl_training.atropos.rollout_batch_size
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "weights"), [(20, 80, (4.0, 1.0)), (60, 20, (1.0, 3.0)), (50, 50, (1.0, 1.0))]
+)
+def test_both_labels_of_kto_count_alike(place: Path, right: int, wrong: int, weights: tuple[float, float]) -> None:
+    found = []
+    for number in range(right + wrong):
+        messages = [{"role": "user", "content": f"Q{number}"}, {"role": "assistant", "content": f"A{number}"}]
+        found.append(new_trace(messages, session_id=f"{number}", source="test"))
+        found[-1].note(rewards={"reward": {"score": float(number < right), "weight": 1.0}})
+    write_lines(found, place / "traces.jsonl")
+    options = check_options(PipelineOptions((place / "traces.jsonl",), "builtin:tiny", "kto"))
+    with closing(WorkDirectory(place / "work")) as work:
+        stages = Stages(options, detect_hardware(CPU_ONLY), work)
+        for stage in stages.all()[:3]:
+            work.carry_out(stage)
+        preference = stages._config_of(stages._settings()).rl_training.preference
+        labels = json.loads((work.directory("dataset") / "rows" / "dataset.json").read_text())["labels"]
+    good, bad = (labels[name] for name in ("desirable", "undesirable"))
+    assert preference.desirable_weight * good == pytest.approx(preference.undesirable_weight * bad)
+    assert (preference.desirable_weight, preference.undesirable_weight) == pytest.approx(weights, rel=0.3)
+    assert min(preference.desirable_weight, preference.undesirable_weight) == 1.0
