@@ -45,8 +45,8 @@ MOST_CHARACTERS = 160_000
 MOST_TOKENS = 2048
 SEARCH_S, PATTERN_S = 2.0, 0.2
 """A search answers with what it has found by then, and says where to go on; one text is given up after PATTERN_S."""
-HEALTH_PAUSE = 30
-"""Health is judged again after this many times the seconds that it took: at most 3 % of one core."""
+HEALTH_PAUSE = 200
+"""Health is judged again after this many times the seconds that it took: at most half a percent of one core."""
 READ_BYTES = 1 << 20
 MOST_MARKS = 100
 MOST_SPANS, MOST_TIMELINE_STEPS = 3000, 64
@@ -149,7 +149,8 @@ class RunView:
         self.evaluations = EvaluationsView(path, redactor)
         self._reset((-1, -1))
         self._answers: Answers | None = None
-        self._health: tuple[dict[str, str], float, dict[str, Any]] = ({}, 0.0, {})
+        # how often it was judged, of which words, when it may be again, the answer
+        self._health: tuple[int, dict[str, str], float, dict[str, Any]] = (0, {}, 0.0, {})
 
     def _reset(self, file: tuple[int, int]) -> None:
         self._file, self._position, self._columns = file, 0, MetricColumns()
@@ -158,6 +159,11 @@ class RunView:
 
     def versions(self) -> dict[str, str]:
         """Return a word for each kind of data, another one after each change; and whether a process has the run."""
+        words, (count, known, due, _) = self._words(), self._health
+        ripe = words != known and (time.monotonic() >= due or words["state"] != known["state"])
+        return words | {"health": f"{count}{'+' if ripe else ''}"}
+
+    def _words(self) -> dict[str, str]:
         store = [file_version(self.path / f"{STORE_FILE}{end}") for end in ("", "-wal")]
         return {
             "metrics": file_version(self.path / METRICS_FILE),
@@ -254,10 +260,11 @@ class RunView:
                     self._columns.add(line)
 
     def health(self) -> dict[str, Any]:
-        """Return what `mlx_parallm explain` finds. Judged again when something changed and not too often."""
+        """Return what `mlx_parallm explain` finds. Judged again when the run begins or ends; when something else has
+        changed, not too often."""
         with self._health_lock:
-            version, (known, due, answer) = self.versions(), self._health
-            if version == known or time.monotonic() < due:
+            words, (count, known, due, answer) = self._words(), self._health
+            if words == known or (time.monotonic() < due and words["state"] == known["state"]):
                 return answer
             began = time.monotonic()
             found = explain(self.path)
@@ -269,7 +276,7 @@ class RunView:
                 "notes": list(found.notes),
             }
             answer = self._shown(answer)
-            self._health = (version, now + HEALTH_PAUSE * (now - began), answer)
+            self._health = (count + 1, words, now + HEALTH_PAUSE * (now - began), answer)
             return answer
 
     def timeline(self, steps: int, last: int | None) -> dict[str, Any]:

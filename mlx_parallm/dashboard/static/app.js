@@ -17,6 +17,17 @@ const HELP = [
   ["t", "on a chart: its table"], ["/", "search"], ["?", "this help"],
 ];
 
+const PACE_MS = 1200; // between two updates: where steps are quicker, several come at once
+
+/** Call `act` at once, and then with the newest value at most every `ms`. */
+function paced(act, ms) {
+  let due = 0, timer = null, newest;
+  return (value) => {
+    newest = value;
+    timer ??= setTimeout(() => { timer = null; due = Date.now() + ms; act(newest); }, Math.max(0, due - Date.now()));
+  };
+}
+
 function usePlace() {
   const [place, setPlace] = useState(readPlace(location.hash));
   useEffect(() => {
@@ -87,7 +98,7 @@ function App() {
   const last = metrics?.steps.at(-1) ?? 0;
 
   useEffect(() => follow(
-    (changed) => setWords((before) => (JSON.stringify(changed) === JSON.stringify(before) ? before : changed)),
+    paced((changed) => setWords((before) => (JSON.stringify(changed) === JSON.stringify(before) ? before : changed)), PACE_MS),
     (failure) => setLost((before) => (failure ? { failure, since: before?.since ?? new Date() } : null)),
   ), []);
   useEffect(() => {

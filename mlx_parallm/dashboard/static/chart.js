@@ -5,7 +5,7 @@ import { short, visible } from "./lib.js";
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const HEIGHT = 170;
 const ROWS_OF_TABLE = 60;
-const NEAR = "300px"; // a chart farther from what is seen is drawn when it comes nearer
+const NEAR = "40px"; // a chart farther from what is seen is drawn when it comes nearer
 
 /**
  * series: [{label, values, raw?, low?, high?}] over `steps`; raw: drawn faintly behind; low and high: a band.

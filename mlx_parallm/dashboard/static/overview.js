@@ -33,7 +33,7 @@ const CHARTS = [
 const known = (values) => values && values.some((value) => value !== null && value !== undefined);
 
 export function Overview({ run, info, metrics, words, smooth, setSmooth, theme, go }) {
-  const health = useData(metrics ? "health" : "", { run }, words?.metrics + words?.state);
+  const health = useData(metrics ? "health" : "", { run }, words?.health);
   const evaluated = useData("evaluations", { run }, words?.evaluations);
   const evaluations = evaluated.data?.evaluations ?? [];
   const [band, setBand] = useState(localStorage.getItem("mlx_parallm.band") ?? "deviation");
