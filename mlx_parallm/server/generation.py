@@ -126,6 +126,10 @@ def _render(context: ServerContext, messages: list[dict[str, Any]], options: dic
         return tokenizer.render_chat_text(with_taught_tools(messages, tools, in_system=False), **options)
 
 
+# `role == "…"`, `["role"] != '…'`, `role in ("…", "…")`: what a chat template compares a role with
+ROLE_COMPARED = r"""\brole["']?\]?\s*(?:[!=]=\s*|(?:not\s+)?in\s*[\[(](?:\s*["'][^"']*["']\s*,)*\s*)"""
+
+
 def in_known_roles(messages: Sequence[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:
     """Messages whose roles a chat template knows: `developer` becomes `system` where the template does not name it.
 
@@ -135,7 +139,7 @@ def in_known_roles(messages: Sequence[dict[str, Any]], template: str | None) -> 
     if template is None:
         return list(messages)
     roles = {message["role"] for message in messages}
-    known = {*ROLES, *(role for role in roles if re.search(rf"['\"]{re.escape(role)}['\"]", template))}
+    known = {*ROLES, *(role for role in roles if re.search(ROLE_COMPARED + rf"['\"]{re.escape(role)}['\"]", template))}
     for position, message in enumerate(messages):
         if message["role"] not in known | {DEVELOPER}:
             raise RequestError(

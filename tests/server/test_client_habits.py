@@ -11,7 +11,8 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.serving import running_server
 
 SAYS = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-TEMPLATE = SAYS + "{{ enable_thinking }}|{{ thinking }}|{{ reasoning_effort }}|{{ verbosity }}{# 'critic' #}"
+TEMPLATE = SAYS + "{{ enable_thinking }}|{{ thinking }}|{{ reasoning_effort }}|{{ verbosity }}{# 'wolf' #}"
+TEMPLATE += "{% if messages[0].role in ['fox', 'critic'] %}{% endif %}"
 ASKED = {"messages": [{"role": "user", "content": "a"}]}
 WEATHER, TIME = ({"type": "function", "function": {"name": name}} for name in ("weather", "time"))
 
@@ -48,9 +49,9 @@ def test_effort_and_verbosity_reach_the_template(http):
 def test_a_role_that_the_template_does_not_name_is_not_left_out(http):
     developer = [{"role": "developer", "content": "Be a wolf."}, *ASKED["messages"]]
     assert prompt(http, messages=developer).startswith("system:Be a wolf.;user:a;")
-    assert prompt(http, messages=[{"role": "critic", "content": "b"}]).startswith("critic:b;"), "the template names it"
+    assert prompt(http, messages=[{"role": "critic", "content": "b"}]).startswith("critic:b;"), "the template knows it"
     refused = http.post("/v1/chat/completions", json={"messages": [{"role": "wolf", "content": "b"}]})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages.0.role"
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages.0.role", "a word is no role"
 
 
 def test_a_call_that_was_no_json_stays_in_the_history_as_text(http):
