@@ -228,6 +228,15 @@ def test_what_is_refused_is_named(client, body, param, words):
     assert error.param is not None and error.param.startswith(param) and words in error.message
 
 
+def test_what_no_json_text_holds_is_refused_where_it_would_be_repeated(client):
+    deep = f'{{"input": "a", "metadata": {{"a": {"[" * 950}{"]" * 950}}}}}'
+    half = json.dumps({"input": "a", "metadata": {"a": "\ud800"}})
+    with client.server.http(headers={"Content-Type": "application/json"}) as http:
+        for body, words in ((deep, "nested too deeply"), (half, "lone surrogate")):
+            answer = http.post("/v1/responses", content=body)
+            assert answer.status_code == 400 and words in answer.text
+
+
 def test_a_failure_has_its_status_before_the_stream_and_its_event_in_it(tiny_tokenizer):
     with serving(tiny_tokenizer, FakeEngine("unavailable")) as client, pytest.raises(openai.InternalServerError):
         client.responses.create(model="default", input="a", stream=True)

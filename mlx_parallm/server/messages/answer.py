@@ -149,7 +149,7 @@ class MessageForm:
         if "prompt_token_ids" in part:
             self._more["prompt_token_ids"] = part["prompt_token_ids"]
         if "token_ids" in part:
-            self._more["token_ids"] = [*self._more.get("token_ids", ()), *part["token_ids"]]
+            self._more.setdefault("token_ids", []).extend(part["token_ids"])
 
 
 def _object(arguments: str) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class ResponseForm:
         if "prompt_token_ids" in part:
             self._more["prompt_token_ids"] = part["prompt_token_ids"]
         if "token_ids" in part:
-            self._more["token_ids"] = [*self._more.get("token_ids", ()), *part["token_ids"]]
+            self._more.setdefault("token_ids", []).extend(part["token_ids"])
 
     @property
     def _item_status(self) -> str:

@@ -1,5 +1,6 @@
 """The body of /v1/responses, and the chat that it asks for."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -32,6 +33,7 @@ Include = Literal[
 ]
 # OpenAI's servers search. Codex CLI always offers it, so it is left out; `tools` of the response shows that.
 LEFT_OUT = ("web_search", "web_search_preview")
+SPARE_DEPTH = 100  # how much deeper than here the stack may be where the response is written
 IN_CHAT = {  # a field of the chat → the one that a client of this API has written
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -136,9 +138,24 @@ class ResponsesBody(QueueFields, SamplingFields):
     @model_validator(mode="after")
     def _one_answer(self) -> Self:
         refuse_choices(self)
+        self._can_be_shown()
         if not self.input and self.previous_response_id is None:
             raise RequestError("'input' must not be empty", param="input")
         return self
+
+    def _can_be_shown(self) -> None:
+        """Raises RequestError: a field that is repeated or kept, and that no JSON text holds."""
+        repeated = {"metadata", "tools", "tool_choice", "text", "user", "prompt_cache_key", "safety_identifier"}
+        repeated |= {"input"} if self.store else set()
+        for name, value in self.model_dump(include=repeated & self.model_fields_set).items():
+            for _ in range(SPARE_DEPTH):
+                value = [value]
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"{name!r} is not valid Unicode: a lone surrogate", param=name) from error
+            except (RecursionError, ValueError) as error:
+                raise RequestError(f"{name!r} is nested too deeply", param=name) from error
 
     @property
     def items(self) -> list[Item]:
