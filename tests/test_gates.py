@@ -41,7 +41,7 @@ LINES: dict[str, int] = {
     "rewards": 2070,
     "rl_training": 11310,
     "rollout_store": 1280,
-    "server": 6610,
+    "server": 6630,
     "system": 1150,
     "tools": 2810,
     "traces": 5_380,
