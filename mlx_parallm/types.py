@@ -22,6 +22,7 @@ MAX_REWARD = 1e9
 overflow; every way in refuses it."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Pooling = Literal["mean", "last"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,12 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()  # only these are drawn, the EOS included only if it is one; () = all
+    bad_words: tuple[str, ...] = ()  # texts whose last token is not drawn behind the others
     logprobs: int | None = None  # top-k alternatives wanted per sampled token (0 = the sampled one only)
     prompt_logprobs: int | None = None  # top-k alternatives wanted per prompt token (0 = the given one only)
     structure: Structure | None = None  # what the text must match
+    pooling: Pooling | None = None  # the prompt's hidden states are wanted, pooled so
 
     @property
     def reshapes_distribution(self) -> bool:
@@ -72,6 +76,8 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
             or bool(self.logit_bias)
+            or bool(self.allowed_token_ids)
+            or bool(self.bad_words)
             or self.structure is not None
         )
 
@@ -144,6 +150,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]  # in index order, n of them
     prompt_logprobs: PromptLogprobs | None = None
+    embedding: tuple[float, ...] | None = None  # [D] float32, the pooled hidden states of the prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,9 @@ class ServerConfig(Section):
     logprobs_mode: Literal["raw", "processed"] = "raw"
     """Meaning of `logprobs` in answers. "raw": log-softmax(logits / temperature) before bias, penalties and filters;
     "processed": after them, of the sampled distribution. vLLM's "raw" is also before the temperature."""
+    embedding_pooling: Literal["mean", "last"] = "mean"
+    """How /v1/embeddings makes one vector of a text's hidden states, where a request does not say: their mean, or the
+    last token's."""
     open_objects: bool = False
     """Objects of a JSON schema that lists `properties` and does not speak of others may have others, as JSON Schema has
     it. False: only those listed, because small models fill their answer with made-up ones. A `strict` schema's objects

@@ -22,7 +22,7 @@ import numpy as np
 from mlx_parallm.engine.cache.batch import arrays_of, choose_cache
 from mlx_parallm.engine.grammar import Grammars
 from mlx_parallm.engine.live_requests import Counters, Event, LiveRequests, own_failure
-from mlx_parallm.engine.logit_edits import LogitEdits
+from mlx_parallm.engine.logit_edits import LogitEdits, spellings
 from mlx_parallm.engine.model_runner import ModelRunner, SampledToken
 from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.engine.scheduler import Scheduler
@@ -127,6 +127,7 @@ class Engine:
         """Gives every running sequence one token; returns the events."""
         with self.weights.read() as view:
             self._note_weights(view)
+        self.scheduler.beside = self._scores[0].positions if self._scores else 0
         plan = self.scheduler.schedule(self._weights_of, self._version)
         self._runner.move_rows(plan)
         with self.weights.read() as view:
@@ -146,11 +147,12 @@ class Engine:
             raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
         adapter = self._adapter_slot(request.adapter)
         params = request.params
-        scoring = params.prompt_logprobs is not None
+        scoring = params.prompt_logprobs is not None or params.pooling is not None
         sequences = self._sequences(request, adapter)
         self._live.start(request, sequences, scoring=scoring)
         if scoring:
             score = Score(request.request_id, request.prompt_token_ids, adapter, params.prompt_logprobs or 0)
+            score.pooling = params.pooling
             self._scores.append(score)
         if params.max_tokens == 0:
             for sequence in sequences:
@@ -261,7 +263,8 @@ class Engine:
         eos = frozenset() if params.ignore_eos else self._tokenizer.eos_token_ids
         stop_ids = eos | frozenset(params.stop_token_ids)
         # With a grammar min_tokens is the matcher's business: an end may be all that the grammar leaves.
-        structure, forbidden = params.structure, stop_ids if params.structure is None else frozenset()
+        forbidden = stop_ids if params.structure is None else frozenset()
+        bad_words = [ids for word in params.bad_words for ids in spellings(word, self._tokenizer.encode)]
         longest = self.limits.default_length(len(prompt))
         tokenizer = self._tokenizer
         return [
@@ -282,8 +285,8 @@ class Engine:
                     include_stop=params.include_stop_str_in_output,
                     eager=request.stream,
                 ),
-                edits=LogitEdits(params, prompt, forbidden) if LogitEdits.needed(params) else None,
-                matcher=None if structure is None else self.grammars.matcher(structure, params.min_tokens, stop_ids),
+                edits=LogitEdits(params, prompt, forbidden, bad_words) if LogitEdits.needed(params) else None,
+                matcher=self.grammars.matcher_of(params, stop_ids),
                 processed_logprobs=[] if params.reshapes_distribution else None,
                 top_logprobs=[] if params.logprobs else None,
             )
@@ -359,18 +362,20 @@ class Engine:
         if not self._scoring:
             return
         score = self._scores[0]
+        if score.done == 0 and not self.scheduler.has_room_beside:
+            return None
         try:
             with self.weights.read() as view:
                 chunk = self._scorer.launch(score, view.base_serial)
             self._scorer.collect(score, chunk)
         except Exception as error:  # noqa: BLE001 - boundary: a text is computed alone, the failure is its own
             return self._fail_score(self._scores.popleft(), f"the text cannot be scored: {error!r}")
-        if not all(value is None or math.isfinite(value) for value in score.logprobs):
+        if not score.finite:
             self._fail_score(self._scores.popleft(), NOT_FINITE)
             return
         if score.finished:
             self._scores.popleft()
-            self._live.scored(score.request_id, score.result())
+            self._live.scored(score.request_id, score.embedding() or score.result())
 
     def _fail_score(self, score: Score, error: str) -> None:
         self._live.score_failed(score.request_id, error)

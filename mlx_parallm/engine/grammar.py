@@ -28,7 +28,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from mlx_parallm.engine.json_schema import for_grammar, validator
 from mlx_parallm.errors import RequestError
-from mlx_parallm.types import Structure
+from mlx_parallm.types import SamplingParams, Structure
 
 if TYPE_CHECKING:
     from mlx_parallm.models.tokenizer import Tokenizer
@@ -99,7 +99,34 @@ class Matcher:
         return longer if longer.any() else bits
 
 
-def allowed_tokens(matchers: Sequence[Matcher], vocab_size: int) -> np.ndarray:
+class OnlyTokens:
+    """A matcher of a text made of some tokens, which may be in a grammar too. Where the grammar allows none of them it
+    is the grammar that counts.
+
+    Args:
+        ids: the tokens; `width`: how many tokens a mask speaks of.
+    """
+
+    __slots__ = ("_bits", "_matcher")
+
+    def __init__(self, ids: Iterable[int], width: int, matcher: Matcher | None) -> None:
+        allowed = np.zeros(-(-width // 32) * 32, bool)
+        allowed[list(ids)] = True
+        self._bits = np.packbits(allowed, bitorder="little")
+        self._matcher = matcher
+
+    def advance(self, token: int) -> str | None:
+        return None if self._matcher is None else self._matcher.advance(token)
+
+    def allowed(self) -> np.ndarray:
+        if self._matcher is None:
+            return self._bits
+        grammar = self._matcher.allowed()
+        both = grammar & self._bits
+        return both if both.any() else grammar
+
+
+def allowed_tokens(matchers: Sequence[Matcher | OnlyTokens], vocab_size: int) -> np.ndarray:
     """[m, vocab_size] bool: the tokens that each matcher lets come next. Ids beyond the tokenizer's are False."""
     bits = np.stack([matcher.allowed() for matcher in matchers])
     return np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(bool)
@@ -148,6 +175,14 @@ class Grammars:
         """A matcher at the beginning of its grammar, compiled now if `prepare` did not do so. Raises as that."""
         compiled = self._find(structure) or self._start_compiling(structure).result()
         return Matcher(compiled.start.deep_copy(), min_tokens, ends)
+
+    def matcher_of(self, params: SamplingParams, ends: Iterable[int]) -> Matcher | OnlyTokens | None:
+        """The matcher of a request's grammar and of its `allowed_token_ids`. Raises as `prepare`."""
+        structure = params.structure
+        matcher = None if structure is None else self.matcher(structure, params.min_tokens, ends)
+        if not params.allowed_token_ids:
+            return matcher
+        return OnlyTokens(params.allowed_token_ids, max(self._width, self._tokenizer.vocab_size), matcher)
 
     def _find(self, structure: Structure) -> Compiled | None:
         with self._lock:

@@ -59,6 +59,7 @@ class LiveRequest:
     sequences: list[Sequence]
     unfinished: int
     prompt_logprobs: PromptLogprobs | None = None
+    embedding: tuple[float, ...] | None = None
     scoring: bool = False
 
 
@@ -121,10 +122,14 @@ class LiveRequests:
                 self.retire(sequence)
         self._finish_if_done(live)
 
-    def scored(self, request_id: str, result: PromptLogprobs) -> None:
-        """The prompt's log-probabilities are there."""
+    def scored(self, request_id: str, result: PromptLogprobs | tuple[float, ...]) -> None:
+        """The prompt's log-probabilities are there, or its embedding."""
         live = self._live[request_id]
-        live.prompt_logprobs, live.scoring = result, False
+        live.scoring = False
+        if isinstance(result, PromptLogprobs):
+            live.prompt_logprobs = result
+        else:
+            live.embedding = result
         self._finish_if_done(live)
 
     def score_failed(self, request_id: str, error: str) -> None:
@@ -141,7 +146,8 @@ class LiveRequests:
             self._counters.requests_failed += 1
         elif "abort" not in reasons:
             self._counters.requests_finished += 1
-        output = RequestOutput(request.request_id, request.prompt_token_ids, completions, live.prompt_logprobs)
+        scores = (live.prompt_logprobs, live.embedding)
+        output = RequestOutput(request.request_id, request.prompt_token_ids, completions, *scores)
         self._events.append(Finished(request.request_id, output))
 
     def _emit_delta(self, live: LiveRequest, sequence: Sequence) -> None:

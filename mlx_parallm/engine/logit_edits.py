@@ -5,6 +5,7 @@ gathers those logits, edits and writes them back. Order and formulas are vLLM's:
 then repetition (over prompt and output; Keskar et al. 2019, arXiv:1909.05858), then frequency and presence (output).
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,9 +30,19 @@ class EditTable:
 
 
 class LogitEdits:
-    """One sequence's edits; `add_output` after every token, O(1)."""
+    """One sequence's edits; `add_output` after every token, O(1).
 
-    def __init__(self, params: SamplingParams, prompt: tuple[int, ...], forbidden: frozenset[int]) -> None:
+    `bad_words`: token ids of texts that must not come up: the last one is forbidden where the others have just been
+    drawn (the prompt does not count, as in vLLM).
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: tuple[int, ...],
+        forbidden: frozenset[int],
+        bad_words: Sequence[tuple[int, ...]] = (),
+    ) -> None:
         self._params = params
         self._min_tokens = params.min_tokens if forbidden else 0
         self._place: dict[int, int] = {}
@@ -47,6 +58,9 @@ class LogitEdits:
         for token in forbidden if self._min_tokens else ():
             place = self._entry(token)
             self._forbidden[place] = True
+        self._bad = [(word[:-1], self._entry(word[-1])) for word in bad_words]
+        self._last: tuple[int, ...] = ()
+        self._longest = max((len(before) for before, _ in self._bad), default=0)
         if params.repetition_penalty != 1.0:
             for token in set(prompt):
                 place = self._entry(token)
@@ -57,6 +71,7 @@ class LogitEdits:
         return bool(
             params.logit_bias
             or params.min_tokens
+            or params.bad_words
             or params.repetition_penalty != 1.0
             or params.presence_penalty
             or params.frequency_penalty
@@ -64,6 +79,8 @@ class LogitEdits:
 
     def add_output(self, token: int) -> None:
         self._outputs += 1
+        if self._longest:
+            self._last = (*self._last, token)[-self._longest :]
         params = self._params
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
             place = self._entry(token)
@@ -80,6 +97,9 @@ class LogitEdits:
         bias = self._bias[:n]
         if self._outputs < self._min_tokens:
             bias = np.where(self._forbidden[:n], -np.inf, bias).astype(np.float32)
+        if bad := [place for before, place in self._bad if self._last[len(self._last) - len(before) :] == before]:
+            bias = bias.copy()
+            bias[bad] = -np.inf
         repetition = np.where(self._seen[:n], params.repetition_penalty, 1.0).astype(np.float32)
         count = self._count[:n]
         subtract = params.frequency_penalty * count + params.presence_penalty * (count > 0)
@@ -110,3 +130,10 @@ def stack_edits(edits: list[LogitEdits]) -> EditTable:
         for c in range(4)
     ]
     return EditTable(*stacked)
+
+
+def spellings(word: str, encode: Callable[..., list[int]]) -> list[tuple[int, ...]]:
+    """vLLM's token ids of a bad word: alone, and behind a space, where that is as many tokens and another first one."""
+    alone, behind = (tuple(encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
+    found = [alone] if alone else []
+    return [*found, behind] if len(behind) == len(alone) and behind[:1] != alone[:1] else found

@@ -137,6 +137,7 @@ class Scheduler:
         self.rows: list[Sequence] = []
         self.prefills: list[Prefill] = []
         self.paused = False
+        self.beside = 0  # positions of a text that is scored, which has a cache of its own
         self._step = 0
 
     @property
@@ -151,8 +152,13 @@ class Scheduler:
 
     @property
     def reserved(self) -> int:
-        """Positions that the sequences admitted so far can come to hold."""
-        return _most_positions(self.active) + self._prompt_tokens
+        """Positions that the sequences admitted so far can come to hold, and the text beside them."""
+        return _most_positions(self.active) + self._prompt_tokens + self.beside
+
+    @property
+    def has_room_beside(self) -> bool:
+        """Whether the text beside the sequences may begin. No sequence is admitted into its place meanwhile."""
+        return self.max_kv_tokens is None or not self.active or self.reserved <= self.max_kv_tokens
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -193,7 +199,7 @@ class Scheduler:
         self._drop_ended_prefills()
         if self.waiting and not self.paused:
             self._admit(weights_of, version)
-        limit = None if self.max_kv_tokens is None else self.max_kv_tokens - self._prompt_tokens
+        limit = None if self.max_kv_tokens is None else self.max_kv_tokens - self._prompt_tokens - self.beside
         chunks = self._next_chunks()
         prefilled = sum(row.computed_tokens for chunk in chunks if chunk.sources for row in chunk.prefill.rows)
         return SchedulerOutput(tuple(saves), tuple(moves), tuple(chunks), tuple(self.rows), limit, prefilled)
@@ -253,7 +259,7 @@ class Scheduler:
             key = (weights_of(sequence), sequence.cache_salt)
             row = self._row_of(key, sequence.prompt)
             prompts = self._prompt_tokens + (len(sequence.prompt) - 1 if row is None else 0)
-            if active and not self._fits([*active, sequence], prompts):
+            if (active or self.beside) and not self._fits([*active, sequence], prompts):
                 break
             if row is None:
                 row = self._new_row(key, sequence, [*active, sequence])
@@ -269,7 +275,7 @@ class Scheduler:
         return sum(len(prefill.rows) * prefill.length for prefill in self.prefills)
 
     def _fits(self, active: list[Sequence], prompts: int) -> bool:
-        return self.max_kv_tokens is None or _most_positions(active) + prompts <= self.max_kv_tokens
+        return self.max_kv_tokens is None or _most_positions(active) + prompts + self.beside <= self.max_kv_tokens
 
     def _row_of(self, key: Key, prompt: tuple[int, ...]) -> PrefillRow | None:
         """The row in which this very prompt is being computed already."""

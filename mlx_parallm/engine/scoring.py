@@ -1,10 +1,12 @@
-"""Log-probabilities of a given text (`prompt_logprobs`, echo): a forward of its own, by chunks.
+"""Log-probabilities of a given text (`prompt_logprobs`, echo), or its pooled hidden states: a forward of its own, by
+chunks.
 
 One chunk is computed a step, so decoding rows wait for one chunk at most, and logits of one chunk exist at a time.
 All chunks of a text use the same weights: the adapter stays as it was at the first chunk, and when the base itself is
 published in between, the text starts again.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,20 +18,22 @@ import numpy as np
 from mlx_parallm.engine.cache.batch import arrays_of
 from mlx_parallm.engine.sampler import ordered_alternatives, top_logprobs
 from mlx_parallm.models.adapters.adapter import AdapterSlot
+from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.logprobs import token_logprobs
-from mlx_parallm.types import PromptLogprobs, TopLogprob
+from mlx_parallm.types import Pooling, PromptLogprobs, TopLogprob
 
 CHUNK_LOGITS = 1 << 24  # logits of one chunk: 64 MB of float32
 
 
 @dataclass
 class Score:
-    """A text being scored. Entry 0 of the results is None: nothing precedes it."""
+    """A text being scored, or embedded (`pooling`). Entry 0 of the scores is None: nothing precedes it."""
 
     request_id: str
     tokens: tuple[int, ...]
     adapter: AdapterSlot | None
     top_count: int
+    pooling: Pooling | None = None
     caches: list[Any] = field(default_factory=list)
     done: int = 0
     used: AdapterSlot | None = None  # `adapter` as it was at the first chunk
@@ -37,14 +41,32 @@ class Score:
     logprobs: list[float | None] = field(default_factory=lambda: [None])
     top_logprobs: list[tuple[TopLogprob, ...] | None] = field(default_factory=lambda: [None])
 
+    vector: np.ndarray | None = None  # [D] float32, of the positions so far
+
+    @property
+    def positions(self) -> int:
+        """How many tokens are computed; the log-probabilities of a text need all but its last."""
+        return len(self.tokens) - (self.pooling is None)
+
     @property
     def finished(self) -> bool:
-        return self.done >= len(self.tokens) - 1
+        return self.done >= self.positions
+
+    @property
+    def finite(self) -> bool:
+        numbers = self.logprobs[1:] if self.vector is None else self.vector.tolist()
+        return all(value is not None and math.isfinite(value) for value in numbers)
 
     def begin(self, base_serial: int, caches: list[Any]) -> None:
         self.base_serial, self.caches, self.done = base_serial, caches, 0
         self.used = None if self.adapter is None else replace(self.adapter)
-        self.logprobs, self.top_logprobs = [None], [None]
+        self.logprobs, self.top_logprobs, self.vector = [None], [None], None
+
+    def embedding(self) -> tuple[float, ...] | None:
+        """The pooled hidden states, with `pooling`."""
+        if self.vector is None:
+            return None
+        return tuple((self.vector / len(self.tokens) if self.pooling == "mean" else self.vector).tolist())
 
     def result(self) -> PromptLogprobs:
         return PromptLogprobs(tuple(self.logprobs), tuple(self.top_logprobs))
@@ -71,11 +93,17 @@ class Scorer:
         self._new_caches = new_caches
         self._activate = activate
         self._chunk = max(16, min(chunk, CHUNK_LOGITS // vocab_size))
+        self._hidden_chunk = chunk
 
     def launch(self, score: Score, base_serial: int) -> list[mx.array]:
-        """Builds the next chunk under the read lock: [C] log-probabilities, then alternatives [C, K] if wanted."""
+        """Builds the next chunk under the read lock: [C] log-probabilities, then alternatives [C, K] if wanted; with
+        `pooling` [D], the chunk's sum or its last hidden state. Raises ValueError: see `LayerStack.hidden`."""
         if score.finished:
             return []
+        if score.pooling is not None:
+            tokens = self._next_tokens(score, base_serial, self._hidden_chunk)
+            hidden = LayerStack(self._model).hidden(tokens, score.caches)[0].astype(mx.float32)
+            return [hidden.sum(axis=0) if score.pooling == "mean" else hidden[-1]]
         logits = self.next_logits(score, base_serial)
         targets = mx.array(score.tokens[score.done - len(logits) + 1 : score.done + 1], dtype=mx.int32)
         arrays = [token_logprobs(logits, targets)]
@@ -86,18 +114,25 @@ class Scorer:
     def next_logits(self, score: Score, base_serial: int) -> mx.array:
         """Builds the next chunk's logits under the read lock, [C, V]: row i says what follows its token i. `score.done`
         is its end; it is the first one again where the base has changed."""
+        return self._model(self._next_tokens(score, base_serial, self._chunk), cache=score.caches)[0]
+
+    def _next_tokens(self, score: Score, base_serial: int, most: int) -> mx.array:
+        """The next chunk's tokens [1, C], under the weights of the first one."""
         if score.base_serial != base_serial:
-            score.begin(base_serial, self._new_caches(len(score.tokens) - 1))
-        start, stop = score.done, min(score.done + self._chunk, len(score.tokens) - 1)
+            score.begin(base_serial, self._new_caches(score.positions))
+        start, score.done = score.done, min(score.done + most, score.positions)
         self._activate([score.used])
-        score.done = stop
-        return self._model(mx.array(score.tokens[start:stop], dtype=mx.int32)[None], cache=score.caches)[0]
+        return mx.array(score.tokens[start : score.done], dtype=mx.int32)[None]
 
     def collect(self, score: Score, arrays: list[mx.array]) -> None:
         """Waits for a chunk and appends its values."""
         if not arrays:
             return
         mx.eval(arrays, arrays_of(score.caches))
+        if score.pooling is not None:
+            pooled = np.array(arrays[0])
+            score.vector = pooled if score.vector is None or score.pooling == "last" else score.vector + pooled
+            return
         values = np.array(arrays[0]).tolist()
         score.logprobs += values
         score.top_logprobs += ordered_alternatives(arrays[1], arrays[2]) if score.top_count else [None] * len(values)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from mlx_parallm.engine.grammar import Matcher
+from mlx_parallm.engine.grammar import Matcher, OnlyTokens
 from mlx_parallm.engine.logit_edits import LogitEdits
 from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.types import Completion, FinishReason, SamplingParams, TopLogprob
@@ -45,7 +45,7 @@ class Sequence:
     stop_ids: frozenset[int]  # EOS (unless ignored) and the request's stop ids
     text: OutputText
     edits: LogitEdits | None = None  # penalties, bias, forbidden ends; None = the logits stay as they are
-    matcher: Matcher | None = None  # where its text stands in the request's grammar
+    matcher: Matcher | OnlyTokens | None = None  # where its text stands in the request's grammar
     status: Status = Status.WAITING
     row: int = -1
     cached: int = 0

@@ -76,6 +76,16 @@ class LayerStack:
 
         return self.walk(inputs, visit), last[0]
 
+    def hidden(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        """What the head would read: hidden states [B, T, D] of [B, T] tokens, behind the final norm. Raises ValueError:
+        the architecture has head and blocks in one module."""
+        if self._owner is self.model:
+            raise ValueError("this architecture shows no hidden states")
+        found = self._owner(inputs, cache=cache)
+        if not isinstance(found, mx.array) or found.shape[:2] != inputs.shape or found.ndim != 3:
+            raise ValueError("this architecture shows no hidden states")
+        return found
+
     def embed(self, inputs: mx.array, cache: Any = None) -> tuple[mx.array, list[BlockCall]]:
         """The first block's input [B, T, D], and what each block gets besides the hidden state."""
         first: list[mx.array] = []

@@ -286,3 +286,52 @@ def test_added_tokens_in_a_forced_text(tiny_tokenizer: Tokenizer) -> None:
     Thinking.eos_token_ids = frozenset({think["id"]})  # an end token that is not marked as special
     text = Grammars(Thinking(), PADDED).matcher(regex("[a-z<>]{7}y"), 0, ())  # type: ignore[arg-type]
     assert not allowed_tokens([text], PADDED)[0, think["id"]], "it ends the answer, and is no text"
+
+
+def greedy_twin(served: Served, prompt: list[int], count: int, forbidden: Any) -> list[int]:
+    """Greedy decoding where `forbidden(output, logits)` changes the logits of each step."""
+    output: list[int] = []
+    for _ in range(count):
+        logits = np.array(full_logits(served.plain, [*prompt, *output])[-1].astype(mx.float32))
+        output.append(int(np.argmax(forbidden(output, logits))))
+    return output
+
+
+def test_bad_words_and_allowed_tokens_are_vllms(served: Served, tiny_tokenizer: Tokenizer) -> None:
+    """A word's last token is not drawn where the others have just been drawn; alone and behind a space."""
+    free = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    said = run(served.engine, [request("free", PROMPT, **free)])["free"].completions[0].token_ids
+    pair = next(tiny_tokenizer.decode(said[i : i + 2]) for i in range(24) if all(3 <= t < 288 for t in said[i : i + 2]))
+    words = [tiny_tokenizer.decode([max(said[4:], key=lambda t: 3 <= t < 288)]), pair]
+    ids = [
+        tuple(tiny_tokenizer.encode(space + w.lstrip(), add_special_tokens=False)) for w in words for space in ("", " ")
+    ]
+
+    def without(output: list[int], logits: np.ndarray) -> np.ndarray:
+        for word in ids:
+            if word[:-1] == tuple(output[len(output) - len(word) + 1 :]) or len(word) == 1:
+                logits[word[-1]] = -np.inf
+        return logits
+
+    [bad] = run(served.engine, [request("bad", PROMPT, bad_words=tuple(words), **free)])["bad"].completions
+    assert list(bad.token_ids) == greedy_twin(served, PROMPT, 24, without) != list(said)
+    assert bad.processed_logprobs is not None
+    few = (40, 41, 42, 50, 60)
+
+    def only(output: list[int], logits: np.ndarray) -> np.ndarray:
+        return np.where(np.isin(np.arange(len(logits)), few), logits, -np.inf)
+
+    outputs = run(
+        served.engine, [request("few", PROMPT, allowed_token_ids=few, **free), request("all", PROMPT, **free)]
+    )
+    assert list(outputs["few"].completions[0].token_ids) == greedy_twin(served, PROMPT, 24, only)
+    assert outputs["all"].completions[0].token_ids == said, "the other row is as it was"
+    a, b = (tiny_tokenizer.encode(letter)[0] for letter in "ab")
+    [both] = sample(served, regex("[abc]{20}"), 1, allowed_token_ids=(a, b))
+    assert set(both.text) == {"a", "b"} and both.finish_reason == "stop", "the end is what the grammar leaves"
+    for name, params in {
+        "allowed_token_ids": {"allowed_token_ids": (PADDED,)},
+        "bad_words": {"bad_words": (" ",)},
+    }.items():
+        with pytest.raises(RequestError, match=name):
+            served.engine.add(request("x", PROMPT, **params))

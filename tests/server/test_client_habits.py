@@ -98,6 +98,18 @@ def test_names_and_places_of_other_servers(http):
     assert done.json()["usage"]["completion_tokens"] == 2
 
 
+def test_tokens_and_words_reach_the_engine(server):
+    with server.http() as real:
+        fields = {"allowed_token_ids": [40, 41], "ignore_eos": True, "max_tokens": 12, "return_token_ids": True}
+        word = real.post("/detokenize", json={"tokens": [40]}).json()["prompt"]
+        for path, prompt in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", ASKED)):
+            for more, drawn in (({}, {40, 41}), ({"bad_words": [word]}, {41})):
+                [choice] = real.post(path, json=prompt | fields | more).json()["choices"]
+                assert set(choice["token_ids"]) == drawn
+        refused = real.post("/v1/completions", json={"prompt": "a", "allowed_token_ids": [99999]})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "allowed_token_ids"
+
+
 def test_models_by_every_name_and_address(http):
     names = [model["id"] for model in http.get("/v1/models").json()["data"]]
     assert names == ["fake", "gpt-5"]

@@ -99,7 +99,7 @@ def test_an_over_long_prompt_is_a_400_that_the_client_recognises(server):
         ({"token_ids": "a"}, "token_ids"),
         ({"features": {"mm_hashes": {}}}, "features"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
-        ({"sampling_params": {"bad_words": ["x"]}}, "bad_words"),
+        ({"sampling_params": {"bad_words": [""]}}, "bad_words"),
         ({"sampling_params": {"prompt_logprobs": 1}, "stream": True}, "sampling_params.prompt_logprobs"),
     ],
 )

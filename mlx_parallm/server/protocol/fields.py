@@ -64,8 +64,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "repeat_penalty": (1.0,),
     "moderation": _OFF,
     "spaces_between_special_tokens": (True,),
-    "allowed_token_ids": _OFF,
-    "bad_words": ([],),
     "documents": _OFF,
     "chat_template": _OFF,
     "length_penalty": (1.0,),
@@ -182,6 +180,8 @@ class SamplingFields(Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0)
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    allowed_token_ids: ListOf[TokenId] = Field(default_factory=list)
+    bad_words: ListOf[str] = Field(default_factory=list)
     prompt_logprobs: LogprobCount | None = None
 
     @field_validator("stop")
@@ -228,6 +228,8 @@ class SamplingFields(Body):
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             logit_bias=dict(self.logit_bias),
+            allowed_token_ids=tuple(dict.fromkeys(self.allowed_token_ids)),
+            bad_words=tuple(self.bad_words),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs if prompt_logprobs is not None else self.prompt_logprobs,
             structure=self.structure(),
