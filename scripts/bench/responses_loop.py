@@ -3,9 +3,9 @@
     .venv/bin/python -m scripts.bench.responses_loop --seeds 0 1 2
 
 The agent asks the model that is being trained for a word backwards, keeps the conversation by `previous_response_id`,
-and asks for a second one. What it was answered stands in a file; the test is a program of its own that reads the file
-and prints which answers are right. Eight runs of one opening are a group, rewarded by their sessions. Held out are 200
-words that no run has; they are answered greedily by the base and by the policy at the end.
+and asks for a second one. What eight runs of one task were answered stands in a file; the test is a program of its own
+that reads the file and prints a score for each, which the run's session gets. Held out are 200 words that no run has;
+they are answered greedily by the base and by the policy at the end.
 """
 
 import argparse
@@ -25,17 +25,17 @@ import openai
 
 from scripts.bench.sessions_grpo import CONFIG, GROUP, HELD_OUT, word
 
-TEST = "import json, sys; turns = json.load(open(sys.argv[1])); print(json.dumps([a == q[::-1] for q, a in turns]))"
+TEST = "import json, sys; [print(sum(a == q[::-1] for q, a in run) / len(run)) for run in json.load(open(sys.argv[1]))]"
 
 
-async def tested(file: Path) -> float:
-    """The share of right answers, by the test command. Raises CalledProcessError."""
+async def tested(file: Path) -> list[float]:
+    """The share of right answers of each run, by the test command. Raises CalledProcessError."""
     command = (sys.executable, "-I", "-S", "-c", TEST, str(file))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return statistics.fmean(json.loads(output))
+    return [float(line) for line in output.split()]
 
 
 class Loop:
@@ -46,27 +46,34 @@ class Loop:
         self.seed, self.steps, self.directory = seed, steps, directory
         self.version = 0
         self.scores: list[tuple[int, float]] = []  # version at the end, score
-        self.testing = asyncio.Semaphore(2)
 
-    async def agent(self, url: str, name: str, words: list[str]) -> None:
-        """Two turns and their test; the score goes to the session."""
+    async def agent(self, client: openai.AsyncOpenAI, words: list[str]) -> list[tuple[str, str]]:
+        """The words that it asked for, and what it was answered."""
         turns: list[tuple[str, str]] = []
         previous: str | None = None
-        async with openai.AsyncOpenAI(base_url=f"{url}/sessions/{name}/v1", api_key="none", timeout=120) as client:
-            for letters in words:
-                answer = await client.responses.create(
-                    model="default", input=f"Reverse: {letters}", previous_response_id=previous, max_output_tokens=8
-                )
-                previous = answer.id
-                self.version = max(self.version, (answer.model_extra or {})["policy_version"])
-                turns.append((letters, answer.output_text))
-        file = self.directory / f"{name}.json"
-        file.write_text(json.dumps(turns))
-        async with self.testing:
-            score = await tested(file)
-        self.scores.append((self.version, score))
-        async with httpx.AsyncClient(timeout=120) as http:
-            (await http.post(f"{url}/sessions/{name}/feedback", json={"score": score})).raise_for_status()
+        for letters in words:
+            answer = await client.responses.create(
+                model="default", input=f"Reverse: {letters}", previous_response_id=previous, max_output_tokens=8
+            )
+            previous = answer.id
+            self.version = max(self.version, (answer.model_extra or {})["policy_version"])
+            turns.append((letters, answer.output_text))
+        return turns
+
+    async def group(self, client: openai.AsyncOpenAI, url: str, number: int) -> None:
+        """Eight runs of one task and their test; each score goes to its session."""
+        words = [word(self.source, held_out=False) for _ in range(2)]
+        names = [f"g{number}-{run}" for run in range(GROUP)]
+        agents = [self.agent(client.with_options(base_url=f"{url}/sessions/{name}/v1"), words) for name in names]
+        file = self.directory / f"g{number}.json"
+        file.write_text(json.dumps(await asyncio.gather(*agents)))
+        scores = await tested(file)
+        self.scores += [(self.version, score) for score in scores]
+
+        async def give(name: str, score: float) -> None:
+            await client.post(f"{url}/sessions/{name}/feedback", body={"score": score}, cast_to=object)
+
+        await asyncio.gather(*map(give, names, scores))
 
     async def accuracy(self, url: str, model: str) -> float:
         source, room = random.Random(1), asyncio.Semaphore(32)
@@ -84,19 +91,16 @@ class Loop:
     async def work(self, url: str) -> tuple[float, float]:
         before = await self.accuracy(url, "builtin:tiny:base")
 
-        async def group(number: int) -> None:
-            words = [word(self.source, held_out=False) for _ in range(2)]
-            await asyncio.gather(*(self.agent(url, f"g{number}-{i}", words) for i in range(GROUP)))
-
         number, running = 0, set[asyncio.Task[None]]()
-        while self.version < self.steps:
-            while len(running) < 6:
-                running.add(asyncio.create_task(group(number)))
-                number += 1
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        await asyncio.gather(*running, return_exceptions=True)
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=120) as client:
+            while self.version < self.steps:
+                while len(running) < 6:
+                    running.add(asyncio.create_task(self.group(client, url, number)))
+                    number += 1
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            await asyncio.gather(*running, return_exceptions=True)
         return before, await self.accuracy(url, "policy")
 
     def execute(self) -> None:

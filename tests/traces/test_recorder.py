@@ -20,6 +20,7 @@ from tests.conftest import TinyEngine
 from tests.server.serving import RunningServer, running_server, until
 
 QUESTION: Any = {"role": "user", "content": "Sum: 2+3"}
+RETURNED: Any = {"return_token_ids": True}
 EXACT: Any = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 SECRET = "AKIA2E0A8F3B244C9986"
 
@@ -93,6 +94,26 @@ def test_turns_join_and_are_bit_equal(server: RunningServer, recorder: SessionRe
     metrics = trace.steps[-1].metrics
     assert metrics is not None and metrics.prompt_token_ids == rendered
     assert (metrics.completion_token_ids, metrics.logprobs) == (seen[-1][1], seen[-1][2])
+
+
+def test_one_conversation_through_three_apis_is_one_session(server: RunningServer, recorder: SessionRecorder) -> None:
+    """A chat, then a response, then a message: each goes on with the turn before, with its own tokens."""
+    questions = [QUESTION, *({"role": "user", "content": content} for content in ("Sum: 4+4", "Sort: cab"))]
+    with agent(server, "three") as client, server.http() as http:
+        said, *first = ask(client, questions[:1])
+        answer: Any = client.responses.create(
+            model="default", input=[questions[0], said, questions[1]], max_output_tokens=6, extra_body=RETURNED
+        )
+        own = {"role": "assistant", "content": answer.output_text}
+        body = {"max_tokens": 6, "messages": [questions[0], said, questions[1], own, questions[2]], **RETURNED}
+        message = http.post("/sessions/three/v1/messages", json=body).json()
+        refused = http.post("/sessions/three/v1/messages", json={"max_tokens": 6})
+    assert refused.status_code == 400 and refused.json()["type"] == "error"
+    turns = list(recorded(recorder, "three").turns.values())
+    assert [turn.parent for turn in turns] == [None, "t1", "t2"]
+    assert [turn.response_id for turn in turns] == [first[0], answer.id, message["id"]]
+    sampled = [list(turn.tokens.completion) for turn in turns if turn.tokens is not None]
+    assert sampled == [first[1], answer.token_ids, message["token_ids"]]
 
 
 def test_branches_retries_and_made_up_answers(server: RunningServer, recorder: SessionRecorder) -> None:
