@@ -97,7 +97,7 @@ def test_hostile_text_is_text(url: str, open_page: Open) -> None:
     page.wait_for_selector(".answer")
     shown = page.locator(".answer").nth(1).inner_text()
     assert '<img src=x onerror="document.title=' in shown and "</script><script>" in shown
-    assert "␇⟨U+202E⟩gnp.exe" in shown, "control characters and a change of direction are visible"
+    assert "␇␀⟨U+202E⟩gnp.exe" in shown, "control characters and a change of direction are visible"
     assert page.locator("main img, main script").count() == 0 and "pwned" not in page.title()
     page.goto(f"{url}#/search?text=%3Cimg")
     page.wait_for_selector("mark")
@@ -302,6 +302,7 @@ def test_runs_over_each_other_and_seeds_as_one(tmp_path: Path, open_page: Open) 
         rows = table_of(page, "Reward")
         assert [row[0] for row in rows] == ["5", "4", "3", "2", "1"], "the steps of all"
         assert rows[0][1:3] == ["–", "–"] and rows[-1] == ["1", "0.010", "0.510", "0.010"]
+        assert page.locator("nav a:text-is('Controls'), nav a:text-is('Chat')").count() == 0, "nothing is trained here"
         page.select_option("select[aria-label=run]", "2")
         page.wait_for_selector(".count:text-matches('^5 ')")
 

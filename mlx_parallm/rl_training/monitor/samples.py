@@ -42,7 +42,7 @@ pre { margin: 0; padding: .5rem; background: #f5f7f9; white-space: pre-wrap; ove
   article, h2 { border-color: #2c3640 } small { color: #93a3b3 } }
 """
 
-TURN = "\x00"  # where a turn begins
+TURN = "\x00turn\x00"  # where a turn begins; a model may write a NUL
 Decode = Callable[[Sequence[int]], str]
 Readable = Callable[[str], str]
 
