@@ -18,7 +18,8 @@ from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.types import Rollout, RolloutGroup
 
 HOSTILE = (
-    "<img src=x onerror=\"document.title='pwned'\"></script><script>document.title='pwned'</script>\x07\x00\u202egnp.exe"
+    "<img src=x onerror=\"document.title='pwned'\"></script><script>document.title='pwned'</script>"
+    "\x07\x00\u202egnp.exe"
 )
 SECRET = "sk-abcdefghijklmnop1234"
 
