@@ -350,7 +350,7 @@ class Serving:
         )
         self._engine = engine.thread
         roots = (*self.config.server.adapter_roots, *adapter_roots)
-        loader = AdapterLoader(weights, engine.shapes, engine.names, roots)
+        loader = AdapterLoader(weights, engine.shapes, engine.names, roots, self.config.server.max_loaded_adapters)
         self.state.ready(self.client, self.tokenizer(), loader)
 
     def observe_publish(self, report: PublishReport) -> None:

@@ -18,6 +18,9 @@ class ServerConfig(Section):
     """Sequences decoded together at most."""
     max_concurrent_requests: int = Field(256, ge=1)
     """Requests that run or wait; more are answered 429 with Retry-After."""
+    max_waiting_requests: int | None = Field(None, ge=0)
+    """Choices of requests over HTTP that may wait for a place in the batch: once so many wait, a new request is
+    answered 429 with Retry-After. Default: no bound but max_concurrent_requests."""
     request_timeout_s: float = Field(0.0, ge=0)
     """Longest time of an answer; then 504, or a last event with the error in a stream. 0 = no limit."""
     prefill_chunk: int = Field(512, ge=16)
@@ -56,6 +59,9 @@ class ServerConfig(Section):
     adapter_roots: tuple[Path, ...] = ()
     """Directories from which POST /v1/load_lora_adapter may load; without one it answers 403. In training
     rl_training.checkpoint_dir is allowed too."""
+    max_loaded_adapters: int = Field(256, ge=1)
+    """Adapters loaded over HTTP; one more takes the place of the one that was not used for the longest time, never of
+    one that is in use."""
     keep_versions: int = Field(4, ge=1)
     """Newest versions of the policy's adapter that requests can ask for as NAME@VERSION; each keeps its arrays."""
     kept_completions_bytes: int = Field(64 << 20, ge=0)

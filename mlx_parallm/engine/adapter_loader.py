@@ -13,10 +13,10 @@ from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.errors import AdapterError, RefusedError
 from mlx_parallm.models.lora import ADAPTER_CONFIG, check_adapter, find_adapter_file, load_adapter
 from mlx_parallm.models.threads import in_mlx_thread
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.weights import SharedWeights
 
 LONGEST_NAME = 256
-MOST_ADAPTERS = 256  # loaded over HTTP; each keeps its arrays in memory
 
 
 class AdapterLoader:
@@ -25,6 +25,7 @@ class AdapterLoader:
         shapes: (in, out) of the model's linear layers by path.
         names: which names are the server's own.
         roots: directories that adapters may be read from.
+        most: adapters loaded at the same time; each keeps its arrays in memory.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class AdapterLoader:
         shapes: Mapping[str, tuple[int, int]],
         names: ServedModels,
         roots: Sequence[Path],
+        most: int,
     ) -> None:
+        self._most = most
         self._weights, self._shapes, self._names = weights, shapes, names
         self._roots = [Path(os.path.realpath(root.expanduser())) for root in roots]
         self._paths: dict[str, Path] = {}  # what was loaded from where
@@ -41,7 +44,8 @@ class AdapterLoader:
         self._free = threading.Condition()
 
     def load(self, name: str, path: str, *, in_place: bool) -> None:
-        """Adds an adapter, or replaces the one of that name; running requests go on under the new one.
+        """Adds an adapter, or replaces the one of that name; running requests go on under the new one. One too many takes
+        the place of the one that was not used for the longest time.
 
         Args:
             in_place: a name that is taken is replaced; without it only when `path` is where it came from.
@@ -54,8 +58,6 @@ class AdapterLoader:
             if name in self._weights.adapters() and not in_place and self._paths.get(name) != source:
                 message = f"The lora adapter {name!r} has already been loaded; load_inplace = true replaces it"
                 raise RefusedError(message, 400, "lora_name")
-            if name not in self._paths and len(self._paths) + len(self._busy) > MOST_ADAPTERS:
-                raise RefusedError(f"{MOST_ADAPTERS} adapters are loaded: unload one first", 400, "lora_name")
             try:
                 file = find_adapter_file(source)
             except (AdapterError, OSError) as error:
@@ -81,7 +83,22 @@ class AdapterLoader:
     def _add(self, name: str, file: Path) -> None:
         layers = load_adapter(file).layers
         check_adapter(self._shapes, layers, name)
+        self._make_room(name)
         self._weights.add_adapter(name, layers)
+
+    def _make_room(self, name: str) -> None:
+        """Unloads the adapters that were not used for the longest time. Raises RefusedError: all of them are in use."""
+        with self._free:
+            while name not in self._paths and len(self._paths) >= self._most:
+                idle = self._names.uses.least_recent(each for each in self._paths if each not in self._busy)
+                if idle is None:
+                    reason = (
+                        f"{self._most} adapters are loaded and in use (server.max_loaded_adapters): unload one first"
+                    )
+                    raise RefusedError(reason, 400, "lora_name")
+                self._weights.remove_adapter(idle)
+                del self._paths[idle]
+                get_logger(__name__).info("adapter_evicted", name=idle, for_name=name)
 
     def _check_name(self, name: str) -> None:
         if not self._roots:

@@ -135,7 +135,10 @@ class EngineClient:
 
     def resolve_model(self, name: str | None) -> ServedModel:
         """Raises ModelNotFoundError."""
-        return self._ready().models.resolve(name)
+        models = self._ready().models
+        model = models.resolve(name)
+        models.uses.note(model.adapter)
+        return model
 
     async def unenforced(self, structure: Structure) -> tuple[str, ...]:
         """Returns the schema keywords that the structure's grammar does not enforce. Raises RequestError."""
@@ -153,6 +156,10 @@ class EngineClient:
         """Runs requests as `generate` does. They enter the queue together, so identical prompts are computed once."""
         await self._prepare(requests)
         letters = tuple((replace(request, stream=False), Mailbox(request.request_id)) for request in requests)
+        with self._ready().models.uses.holding(request.adapter for request in requests):
+            return await self._results(letters)
+
+    async def _results(self, letters: tuple[tuple[Request, Mailbox], ...]) -> list[RequestOutput]:
         self._send(Submit(letters))
         try:
             return [await mailbox.result for _, mailbox in letters]
@@ -167,14 +174,15 @@ class EngineClient:
         """Yields deltas until every choice has finished. Leaving early aborts the request. Raises as `generate`."""
         await self._prepare([request])
         mailbox = Mailbox(request.request_id)
-        self._send(Submit(((replace(request, stream=True), mailbox),)))
-        try:
-            while (delta := await mailbox.deltas.get()) is not None:
-                yield delta
-            await mailbox.result
-        finally:
-            if not mailbox.result.done():
-                self.abort(request.request_id)
+        with self._ready().models.uses.holding([request.adapter]):
+            self._send(Submit(((replace(request, stream=True), mailbox),)))
+            try:
+                while (delta := await mailbox.deltas.get()) is not None:
+                    yield delta
+                await mailbox.result
+            finally:
+                if not mailbox.result.done():
+                    self.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
         """Ends a request with finish_reason "abort". Unknown or finished ones are ignored, and so is a dead engine."""

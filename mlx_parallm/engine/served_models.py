@@ -5,7 +5,10 @@ untouched base is `<id>:base`. Otherwise they mean the base. An adapter's name a
 the policy followed by `@VERSION` means the policy's adapter as it was under that version, as long as it is kept.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -14,6 +17,43 @@ from mlx_parallm.types import ServedModel
 
 DEFAULT = "default"
 BASE_SUFFIX = ":base"
+
+
+class AdapterUses:
+    """Which adapters requests use, and when they did last. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: Counter[str] = Counter()
+        self._last: dict[str, int] = {}
+        self._clock = 0
+
+    def note(self, adapter: str | None) -> None:
+        """A request has asked for it."""
+        if adapter is not None:
+            with self._lock:
+                self._clock += 1
+                self._last[adapter] = self._clock
+
+    @contextmanager
+    def holding(self, adapters: Iterable[str | None]) -> Iterator[None]:
+        """Around the generation of requests under these adapters."""
+        names = [adapter for adapter in adapters if adapter is not None]
+        with self._lock:
+            self._running.update(names)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.subtract(names)
+            for name in names:
+                self.note(name)
+
+    def least_recent(self, adapters: Iterable[str]) -> str | None:
+        """Of those that no request runs under, the one that was not asked for the longest; None: there is none."""
+        with self._lock:
+            idle = [name for name in adapters if not self._running[name]]
+            return min(idle, key=lambda name: self._last.get(name, 0), default=None)
 
 
 class ServedModels:
@@ -42,6 +82,7 @@ class ServedModels:
         loader: Callable[[str], Callable[[], object] | None] = lambda adapter: None,
     ) -> None:
         self.loader = loader
+        self.uses = AdapterUses()
         self._policy_versions = policy_versions
         self.base_id = base_id
         self._adapter_versions = adapter_versions

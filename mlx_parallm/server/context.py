@@ -6,7 +6,7 @@
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -168,7 +168,7 @@ class ServerContext:
         self.created = int(time.time())
         self.running = RunningRequests()
         self.responses = ResponseStore(deps.config.stored_responses_bytes)
-        self._admitted = 0
+        self._admitted = self._choices = 0
 
     @property
     def engine(self) -> "EngineClient":
@@ -187,18 +187,35 @@ class ServerContext:
         """True between a client's /pause and /resume; the trainer's own drain does not count."""
         return CLIENTS in self.engine.stats().holders
 
+    @property
+    def _waiting(self) -> int:
+        """Choices of HTTP requests that have no row: those that the engine says, of in-process rollouts no more than there
+        are of ours, and those that it has not seen yet."""
+        return max(self._choices - self.deps.config.batch_size, min(self.engine.stats().waiting, self._choices))
+
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Holds one of `max_concurrent_requests` places. Raises ServerBusyError when all are taken."""
-        limit = self.deps.config.max_concurrent_requests
-        if self._admitted >= limit:
+    def admitted(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Holds one of `max_concurrent_requests` places for an HTTP request of these engine requests. Raises
+        ServerBusyError when all are taken, or as many choices wait as may."""
+        config = self.deps.config
+        if self._admitted >= config.max_concurrent_requests:
+            limit = config.max_concurrent_requests
             raise ServerBusyError(f"the server is busy: {limit} requests are running or waiting; try again")
+        most, waiting = config.max_waiting_requests, self._waiting
+        would_wait = waiting > 0 or self._choices >= config.batch_size
+        if most is not None and would_wait and waiting >= most:
+            raise ServerBusyError(
+                f"the server is busy: {waiting} choices wait for a place (server.max_waiting_requests = {most}); try again"
+            )
+        choices = sum(request.params.n for request in requests)
+        self._choices += choices
         self._admitted += 1
         self.metrics.http_in_flight.set(self._admitted)
         try:
             yield
         finally:
             self._admitted -= 1
+            self._choices -= choices
             self.metrics.http_in_flight.set(self._admitted)
 
 

@@ -250,7 +250,7 @@ async def run(
 
     Raises RequestError, EngineUnavailableError, ClientDisconnectedError, GenerationFailedError.
     """
-    with context.admitted(), context.running.holding(requests, client_id):
+    with context.admitted(requests), context.running.holding(requests, client_id):
         outputs = await until_hangup(http_request.receive, context.engine.generate_many(list(requests)))
     for output in outputs:
         for completion in output.completions:
@@ -268,7 +268,7 @@ async def stream(
     observer: AnswerObserver | None = None,
 ) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
     """Deltas of all requests as they come, with the request's position. Closing it aborts what still runs."""
-    with context.admitted(), context.running.holding(requests, client_id):
+    with context.admitted(requests), context.running.holding(requests, client_id):
         submitted: float | None = time.perf_counter()
         parts: list[list[list[CompletionDelta]]] = [[[] for _ in range(request.params.n)] for request in requests]
         unfinished = sum(request.params.n for request in requests)

@@ -300,6 +300,21 @@ def test_the_bound_on_cache_tokens_holds_admissions_back():
     assert len(prompts.schedule(under(0)).rows) == 2, "a third would need 20 more while its prompt is computed"
 
 
+def test_a_text_that_is_scored_waits_for_its_place_and_keeps_it():
+    scheduler = new_scheduler(max_rows=8, prefill_chunk=64, max_kv_tokens=100)
+    scheduler.add([sequence(str(i), (i,), max_tokens=29) for i in range(8)])  # 30 positions each
+    running = scheduler.schedule(under(0)).rows
+    scheduler.beside = 50
+    assert not scheduler.has_room_beside, "90 and 50"
+    running[0].finish("length")
+    assert len(scheduler.schedule(under(0)).rows) == 2, "nobody takes the place that became free"
+    assert not scheduler.has_room_beside, "60 and 50"
+    running[1].finish("length")
+    assert len(scheduler.schedule(under(0)).rows) == 1 and scheduler.has_room_beside
+    scheduler.beside = 0
+    assert len(scheduler.schedule(under(0)).rows) == 3
+
+
 def test_pausing_admits_nobody_and_forget_rows_loses_the_active():
     scheduler = new_scheduler(max_rows=2, prefill_chunk=16)
     scheduler.add([sequence("a", (1,)), sequence("b", tokens_of(0, 60)), sequence("c", (3,))])

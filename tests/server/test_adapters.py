@@ -14,7 +14,6 @@ import mlx.nn as nn
 import openai
 import pytest
 
-from mlx_parallm.engine import adapter_loader
 from mlx_parallm.engine.adapter_loader import AdapterLoader
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.served_models import ServedModels
@@ -90,7 +89,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tokenizer = load_tokenizer(loaded.path, TINY)
     thread = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), names)
     thread.start()
-    loader = AdapterLoader(weights, shapes, names, [root])
+    loader = AdapterLoader(weights, shapes, names, [root], 256)
     with running_server(thread.client, load_tokenizer(loaded.path, TINY), adapters=loader) as server:
         made = Served(server, weights, plain, root)
         for version in range(1, 5):
@@ -222,18 +221,41 @@ def test_a_name_can_be_shown(served: Served, name: str) -> None:
         assert http.get("/v1/models").status_code == 200
 
 
-def test_the_number_of_adapters_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_adapters_is_bounded_and_none_in_use_goes(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one goes that was not asked for the longest."""
     path = served.save("counted", 52)
-    assert served.load("counted", path).status_code == 200
-    monkeypatch.setattr(adapter_loader, "MOST_ADAPTERS", 0)
-    refused = served.load("one_more", path)
-    assert refused.status_code == 400 and "unload one first" in refused.json()["error"]["message"]
-    assert served.load("counted", path, load_inplace=True).status_code == 200, "one that is there can be replaced"
-    assert served.post("/v1/unload_lora_adapter", lora_name="counted").status_code == 200
+    loader = served.server.state.parts.adapters
+    assert loader is not None
+    monkeypatch.setattr(loader, "_most", len(loader._paths) + 3)
+    before = set(loader._paths)
+    for name in ("old", "used", "young"):
+        assert served.load(name, path).status_code == 200
+    with served.server.openai() as client:
+        for name in (*before, "old", "used", "young", "old"):
+            served.ask(client, name, tokens=1)
+        if before:  # of other tests: they are the oldest
+            monkeypatch.setattr(loader, "_most", 3)
+        assert served.load("fourth", path).status_code == 200
+        assert {model.id for model in client.models.list()} >= {"old", "young", "fourth"}
+        with pytest.raises(openai.NotFoundError):
+            served.ask(client, "used", tokens=1)
+        monkeypatch.setattr(loader, "_most", 1)
+        stream = client.completions.create(
+            model="old", prompt=PROMPT, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        assert served.load("fifth", path).status_code == 400, "one is in use"
+        assert {model.id for model in client.models.list()} >= {"old"} and "fourth" not in loader._paths
+        stream.close()
+    assert served.load("old", path, load_inplace=True).status_code == 200, "one that is there can be replaced"
+    for name in list(loader._paths):
+        assert served.post("/v1/unload_lora_adapter", lora_name=name).status_code == 200
 
 
 def test_without_roots_the_routes_say_what_to_set(served: Served, server: RunningServer) -> None:
-    loader = AdapterLoader(served.weights, {}, ServedModels("m", adapter_versions=dict, version=lambda: 0), [])
+    loader = AdapterLoader(served.weights, {}, ServedModels("m", adapter_versions=dict, version=lambda: 0), [], 1)
     with running_server(served.server.engine, None, adapters=loader) as closed, closed.http() as http:
         for body in ({"lora_name": "a", "lora_path": "/"}, {"lora_name": "a"}):
             route = "/v1/load_lora_adapter" if "lora_path" in body else "/v1/unload_lora_adapter"

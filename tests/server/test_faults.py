@@ -101,6 +101,27 @@ def test_an_unavailable_engine_is_503_with_retry_after(fake, stream):
         assert answer.status_code == 503 and answer.headers["retry-after"] and "draining" in answer.text
 
 
+@pytest.mark.parametrize("most", [0, 2])
+def test_as_many_wait_as_may(tiny_tokenizer, most):
+    engine, settings = FakeEngine("hang"), ServerConfig(batch_size=2, max_waiting_requests=most)
+    with running_server(engine, tiny_tokenizer, config=settings) as server, server.http() as http:
+        body = {**COMPLETION, "stream": False}
+        blocked = [
+            threading.Thread(target=lambda: httpx.post(f"{server.url}/v1/completions", json=body))
+            for _ in range(2 + most)
+        ]
+        for number, thread in enumerate(blocked, 1):
+            thread.start()
+            until(lambda number=number: engine.running == number)
+        busy = http.post("/v1/completions", json=COMPLETION)
+        assert busy.status_code == 429 and busy.headers["retry-after"] == "1"
+        assert "server.max_waiting_requests" in busy.json()["error"]["message"]
+        assert http.post("/v1/embeddings", json={"input": "a"}).status_code == 429
+        server.thread.stop(drain_timeout=0.1)
+        for thread in blocked:
+            thread.join()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_over_the_cap_are_429_and_a_hangup_frees_its_place(tiny_tokenizer, stream):
     engine = FakeEngine("hang")
