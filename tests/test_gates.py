@@ -22,10 +22,10 @@ TINY_MODULE_LINES = 80
 LINES: dict[str, int] = {
     "(root)": 1340,
     "cli": 1280,
-    "config": 2080,
+    "config": 2090,
     "dashboard": 1070,
     "distributed": 440,
-    "engine": 4120,
+    "engine": 4190,
     "environments": 4940,
     "execution": 2650,
     "experts": 1620,

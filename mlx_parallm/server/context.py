@@ -189,8 +189,8 @@ class ServerContext:
 
     @property
     def _waiting(self) -> int:
-        """Choices of HTTP requests that have no row: those that the engine says, of in-process rollouts no more than there
-        are of ours, and those that it has not seen yet."""
+        """Choices of HTTP requests that have no row: those that the engine says, as far as they may be ours and not
+        those of in-process rollouts, or those that it has not seen yet."""
         return max(self._choices - self.deps.config.batch_size, min(self.engine.stats().waiting, self._choices))
 
     @contextmanager
@@ -204,9 +204,8 @@ class ServerContext:
         most, waiting = config.max_waiting_requests, self._waiting
         would_wait = waiting > 0 or self._choices >= config.batch_size
         if most is not None and would_wait and waiting >= most:
-            raise ServerBusyError(
-                f"the server is busy: {waiting} choices wait for a place (server.max_waiting_requests = {most}); try again"
-            )
+            reason = f"{waiting} choices wait for a place (server.max_waiting_requests = {most})"
+            raise ServerBusyError(f"the server is busy: {reason}; try again")
         choices = sum(request.params.n for request in requests)
         self._choices += choices
         self._admitted += 1
