@@ -64,7 +64,7 @@ def mostly_targets(index: int, split: str = "train", seed: int = 0) -> dict[str,
 def configuration(planner: Path, expert: Path, run: Path, *, learn: str, steps: int, seed: int, live: bool) -> Any:
     tools: Any = {"mcp": [{"command": SERVER}]} if live else {"functions": [f"{TOOLS}:{t}" for t in TOOL_NAMES]}
     tasks = "builtin:routing" if live else f"python:{Path(__file__).resolve()}:mostly_targets"
-    ppo = {"epochs": 10, "batch_size": 250, "learning_rate": 5e-4, "gamma": 0.9, "value_clip": 0.0, "target_kl": 0.05}
+    ppo = {"epochs": 10, "batch_size": 250, "learning_rate": 1e-3, "gamma": 0.9, "value_clip": 0.0, "target_kl": 0.05}
     return {
         "model": {"base_path": str(planner)},
         "tools": tools,

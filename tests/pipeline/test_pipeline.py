@@ -21,6 +21,7 @@ from mlx_parallm.pipeline.work import STATE_FILE, StageFailedError, WorkDirector
 from mlx_parallm.traces.reading import read_traces, write_lines
 from mlx_parallm.traces.schema import Trace, new_trace
 from tests.export.llama import needs_llama
+from tests.export.test_ollama import fake_ollama
 
 SCORE = """
 def correct(prompts, completions, **columns):
@@ -87,6 +88,12 @@ def test_one_command_from_traces_to_a_file_that_llama_cpp_answers_better_with(
 
     assert main(command()) == 0
     assert capsys.readouterr().out.count("unchanged, skipped") == len(STAGES)
+    with fake_ollama() as (url, ollama):
+        assert main(command("--deploy", "ollama:words", "--ollama-url", url)) == 0
+    said = capsys.readouterr().out
+    assert said.count("unchanged, skipped") == len(STAGES) - 1 and "ollama run words" in said
+    [made], [content] = ollama.created, ollama.blobs.values()
+    assert made["model"] == "words" and content == (place / "out" / "model-q8_0.gguf").read_bytes()
 
 
 @pytest.mark.parametrize(
