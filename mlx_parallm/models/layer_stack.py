@@ -47,6 +47,28 @@ class LayerStack:
                     return
         raise ValueError("the model has no list of layers")
 
+    def samples(self) -> set[int]:
+        """The first two blocks of each kind: blocks of one kind differ in the numbers of their arrays alone."""
+        found: dict[Any, list[int]] = {}
+        for index, block in enumerate(self.blocks):
+            found.setdefault(_kind(block), []).append(index)
+        return {index for indices in found.values() for index in indices[:2]}
+
+    @contextmanager
+    def only(self, kept: set[int]) -> Iterator[None]:
+        """All other blocks pass the hidden state on as it is, also in the model's own forward."""
+
+        def pass_on(hidden: mx.array, *_: Any, **__: Any) -> mx.array:
+            return hidden
+
+        blocks = self.blocks
+        self.blocks = [b if index in kept else _Stand(b, pass_on) for index, b in enumerate(blocks)]
+        original, self._owner[self._key] = self._owner[self._key], self.blocks
+        try:
+            yield
+        finally:
+            self.blocks, self._owner[self._key] = blocks, original
+
     @contextmanager
     def _replaced(self, calls: Sequence[Callable[..., Any]]) -> Iterator[None]:
         original = self._owner[self._key]
@@ -111,6 +133,23 @@ class LayerStack:
 
         with self._replaced([first] + [later] * (len(self.blocks) - 1)):
             return self.model(mx.zeros((1, hidden.shape[0]), mx.int32))[0]
+
+
+def _kind(block: Any) -> Any:
+    """Equal for blocks of the same modules with the same settings and shapes."""
+    found = []
+    for path, module in block.named_modules():
+        settings = [(key, _setting(value)) for key, value in sorted(vars(module).items())]
+        arrays = [(key, value.shape, str(value.dtype)) for key, value in module.items() if isinstance(value, mx.array)]
+        found.append((path, type(module), tuple(settings), tuple(sorted(arrays))))
+    return tuple(sorted(found, key=lambda entry: entry[0]))
+
+
+def _setting(value: Any) -> Any:
+    """What is no plain value counts as itself: blocks that share it are of one kind, others are not."""
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    return tuple(sorted(map(str, value))) if isinstance(value, set | frozenset) else id(value)
 
 
 def _same(a: list[Any], b: list[Any]) -> bool:

@@ -3,11 +3,13 @@
 import copy
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.qwen3 import TransformerBlock
 
 from mlx_parallm.models import blockwise
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
@@ -235,3 +237,45 @@ def test_training_beside_a_thread_that_computes() -> None:
     done.set()
     thread.join()
     assert not failures
+
+
+def test_the_check_at_start_computes_two_blocks_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(num_hidden_layers=7)
+    blocks = model.layers
+    for number in (3, 4, 5):
+        blocks[number].mlp.gate_proj = nn.Linear(32, 64, bias=True)
+    model.freeze()
+    with_lora(model)
+    counts = dict.fromkeys(map(id, blocks), 0)
+    called = type(blocks[0]).__call__
+
+    def counted(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        counts[id(block)] += 1
+        return called(block, *args, **kwargs)
+
+    monkeypatch.setattr(type(blocks[0]), "__call__", counted)
+    parts = BlockwiseModel(model, blocks_per_eval=1)
+    times = [counts[id(block)] for block in blocks]
+    assert not parts.fallback and parts.shares_prompts
+    assert [number for number, count in enumerate(times) if count > 1] == [0, 1, 3, 4]
+    assert times[2] == times[5] == times[6] == 1  # asked for what it passes on, which is not evaluated
+    assert model.layers == blocks and len(parts.score(batch())[0]) == 19
+    assert min(counts[id(block)] for block in blocks) == 2  # afterwards every block is computed
+
+
+def test_the_check_at_start_finds_the_one_kind_that_is_different() -> None:
+    model = with_lora(make_model(num_hidden_layers=5))
+    model.layers[3].__class__ = Doubled
+    assert not BlockwiseModel(model, blocks_per_eval=1).fallback
+    model.layers[3].__class__ = Pair
+    assert BlockwiseModel(model, blocks_per_eval=1).fallback
+
+
+class Doubled(TransformerBlock):
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().__call__(x, *args, **kwargs)
+
+
+class Pair(TransformerBlock):
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(x, *args, **kwargs), x
