@@ -75,7 +75,7 @@ def _page_routes(router: APIRouter, views: Sequence[RunView]) -> None:
         return answer
 
     @router.get("/dashboard/static/{name:path}", include_in_schema=False)
-    def static(name: str) -> Response:
+    async def static(name: str) -> Response:  # in memory: no thread for it
         return _file(name)
 
 

@@ -54,13 +54,13 @@ class Opened:
         self._contexts[-1].set_default_timeout(15_000)
         return self._contexts[-1]
 
-    def page(self, url: str, context: Any = None, **options: Any) -> Any:
+    def page(self, url: str, context: Any = None, *, wait_until: str = "load", **options: Any) -> Any:
         page = (context or self.context(**options)).new_page()
         page.on("request", lambda request: self.requests.append(request.url))
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("dialog", lambda dialog: self.problems.append(f"dialog: {dialog.message}"))
         page.on("console", lambda message: message.type == "error" and self.problems.append(message.text))
-        page.goto(url)
+        page.goto(url, wait_until=wait_until)
         return page
 
     def close(self) -> None:
