@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import anthropic
 import pytest
+from pydantic import BaseModel
 
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.rollout_store.completions import KeptCompletions
@@ -215,6 +216,10 @@ def test_every_layers_errors_raise_the_clients_own_classes(tiny_tokenizer):
             assert caught.value.body["error"]["type"] == kind and "secret" not in str(caught.value)
 
 
+class Right(BaseModel):
+    ok: bool
+
+
 def test_the_real_engine_answers_as_a_chat_and_takes_rewards_by_id(tiny_engine, tiny_tokenizer, store):
     kept = KeptCompletions(store, **LIMITS)
     with serving(tiny_tokenizer, tiny_engine.client, deps={"completions": kept}) as client:
@@ -230,6 +235,8 @@ def test_the_real_engine_answers_as_a_chat_and_takes_rewards_by_id(tiny_engine, 
             assert answer.weight_versions == chat.choices[0].weight_versions
         counted = whole.usage.input_tokens + whole.usage.cache_read_input_tokens
         assert counted == len(chat.prompt_token_ids) and whole.usage.output_tokens == len(whole.token_ids)
+        parsed = client.messages.parse(**asked | {"max_tokens": 60, "output_format": Right})
+        assert isinstance(parsed.parsed_output, Right)
         stopped = client.messages.create(**asked | {"stop_sequences": [whole.content[0].text[1]]})
         assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", whole.content[0].text[1])
         with client.server.http() as http:
