@@ -167,6 +167,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
     [
         ({"messages": IMAGE}, "messages.0.content.0: this server takes no block of type 'image'"),
         ({"messages": [{"role": "wolf", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "not 'web_search_20250305'"),
         ({"tool_choice": {"type": "any"}}, "needs 'tools'"),

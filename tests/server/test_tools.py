@@ -458,3 +458,6 @@ def test_structured_output_is_content_behind_the_reasoning(hermes):
     for fields in ({}, {"tools": TOOLS}):
         answer = create(client, response_format={"type": "json_object"}, **fields).choices[0].message
         assert (answer.reasoning, answer.content) == ("so", '{"a": "<think></think><tool_call>"}')
+    client = saying(hermes, f"so</think>{CALL}")  # reasoning in the content does not hide a call
+    [mixed] = told(create(client, response_format={"type": "json_object"}, tools=TOOLS, separate_reasoning=False))
+    assert mixed["content"] == "so</think>" and mixed["calls"] == [RAIN]

@@ -77,7 +77,7 @@ async def continue_tokens(body: ChatTokensBody, request: Request, context: Conte
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """How an answer to one prompt must look, and how it is read. `schema`: of its content; None = any text."""
+    """How an answer to one prompt must look, and how it is read. `schema`: of all of its content; None = any text."""
 
     form: AnswerFormat
     structure: Structure | None
@@ -99,6 +99,7 @@ def plan_answer(context: ServerContext, body: ChatBody, prompt_token_ids: Sequen
     calls = Calls(forced or tools, written, body.calls_several) if forced or (tools and schema is not None) else None
     may_think = thinking if thinking is not None and (thinking.opened or not body.thinking_is_off) else None
     think = tokenizer.think_markers if body.separate_reasoning else None
+    mixed = may_think is not None and think is None  # the content is reasoning and answer: nobody tells where it begins
     form = AnswerFormat(
         think_markers=think if may_think is not None or (schema is None and not forced) else None,
         tool_markers=written.markers if tools else None,
@@ -108,7 +109,7 @@ def plan_answer(context: ServerContext, body: ChatBody, prompt_token_ids: Sequen
         tool_format=written.name,
         parallel=body.parallel_tool_calls,
         forced=bool(forced),
-        structured=schema is not None,
+        structured=schema is not None and not mixed,
         starts_reasoning=think is not None and thinking is not None and thinking.opened,
         # Inside tool markers any special token may stand.
         needs_special_tokens=bool(tools) or (think is not None and any(map(tokenizer.hides, think))),
@@ -116,7 +117,7 @@ def plan_answer(context: ServerContext, body: ChatBody, prompt_token_ids: Sequen
     )
     structure = answer_grammar(tokenizer, may_think, calls, schema)
     called = {tool["function"]["name"]: arguments_schema(tool) for tool in forced}
-    return AnswerPlan(form, structure, schema, called)
+    return AnswerPlan(form, structure, None if mixed else schema, called)
 
 
 def _thinking(context: ServerContext, body: ChatBody, prompt_token_ids: Sequence[int]) -> Thinking | None:

@@ -106,7 +106,7 @@ class CountTokensBody(Body):
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
             "reasoning_effort": self.output_config.effort,
             "response_format": form and {"type": "json_schema", "json_schema": {"schema": form.schema_}},
-            "continue_final_message": messages[-1]["role"] == "assistant",
+            "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
         }
         if self.thinking is not None:
             fields["enable_thinking"] = self.thinking.type != "disabled"
