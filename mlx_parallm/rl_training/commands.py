@@ -223,10 +223,11 @@ def restored_settings(config: Config, changes: Sequence[Mapping[str, Any]]) -> d
 
 def overridden_settings(config: Config, changes: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Return {key: [value of the run, value of `config`]} of what a resume changes on purpose. It is a change of its
-    own, so that a later resume from the file that the run began with keeps it, too."""
+    own, so that a later resume from the file that the run began with keeps it, too. A kl_beta of 0 is not: the file
+    always says whether a run has a reference."""
     newest = {key: now for change in changes for key, (_, now) in change["settings"].items()}
     resumed = _values(config) | restored_settings(config, changes)
-    return {key: [now, resumed[key]] for key, now in newest.items() if resumed[key] != now}
+    return {key: [now, resumed[key]] for key, now in newest.items() if resumed[key] != now and resumed[key] > 0 < now}
 
 
 def _values(config: Config) -> dict[str, float]:

@@ -126,3 +126,6 @@ def test_a_resume_goes_on_with_what_was_changed() -> None:
     changes.append({"step": 8, "settings": overridden})
     assert restored_settings(config(learning_rate=1e-3), changes)["learning_rate"] == 7e-4, "also from the old file"
     assert overridden_settings(config(learning_rate=7e-4), changes) == {}
+    with_kl = [{"step": 3, "settings": {"kl_beta": [0.1, 0.2]}}]
+    assert overridden_settings(config(kl_beta=0.3), with_kl) == {"kl_beta": [0.2, 0.3]}
+    assert overridden_settings(config(kl_beta=0.0), with_kl) == {}, "its file says whether there is a reference"
