@@ -135,7 +135,8 @@ def test_how_an_answer_ends(client):
     saying(client, "half").create(**asking(stop_sequences=["x"], extra_body={"temperature": 0.5, "top_k": 3}))
     params = client.engine.asked[-1].params
     assert (params.stop, params.temperature, params.top_k, params.max_tokens) == (("x",), 0.5, 3, 100)
-    assert saying(client, "").create(**asking()).content == []
+    nothing = [{"role": "user", "content": []}]
+    assert saying(client, "").create(**asking(messages=nothing)).content == []
 
 
 def test_a_tool_choice_forces_by_the_chats_grammar(client):
