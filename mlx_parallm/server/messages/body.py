@@ -164,7 +164,7 @@ def _chat_turn(turn: ConversationTurn, where: str) -> list[dict[str, Any]]:
             messages[-1]["content"] += text
         else:
             messages.append({"role": turn.role, "content": text})
-    return messages or [{"role": turn.role, "content": ""}]
+    return messages
 
 
 def _chat_answer(blocks: Sequence[Block], where: str) -> dict[str, Any]:
