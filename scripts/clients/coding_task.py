@@ -61,19 +61,26 @@ def coding_task(answers: Callable[[Path], list[str]]) -> Iterator[Task]:
         directory = Path(name) / "work"
         directory.mkdir()
         model = make_scripted_model(Path(name) / "model", answers(directory))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command = [str(Path(sys.executable).with_name("mlx_parallm")), "serve", "--model-path", str(model)]
-        command += ["--port", str(port), "--set", f'traces.directory="{name}/traces"']
-        with Path(name, "server.log").open("w+") as log:
-            server = subprocess.Popen(command, stdout=log, stderr=log)
-            try:
-                _wait(server, f"http://127.0.0.1:{port}/health", Path(name, "server.log"))
-                yield Task(directory, f"http://127.0.0.1:{port}", Path(name, "traces", "sessions"))
-            finally:
-                server.terminate()
-                server.wait()
+        traces = f'traces.directory="{name}/traces"'
+        with serve(str(model), Path(name, "server.log"), "--set", traces) as url:
+            yield Task(directory, url, Path(name, "traces", "sessions"))
+
+
+@contextlib.contextmanager
+def serve(model: str, log_file: Path, *words: str) -> Iterator[str]:
+    """The address of a server of this model, which ends with the block. Raises SystemExit when it does not start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("mlx_parallm")), "serve", "--model-path", model]
+    with log_file.open("w+") as log:
+        server = subprocess.Popen([*command, "--port", str(port), *words], stdout=log, stderr=log)
+        try:
+            _wait(server, f"http://127.0.0.1:{port}/health", log_file)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            server.wait()
 
 
 def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:

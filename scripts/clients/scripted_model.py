@@ -7,6 +7,7 @@ margin of more than 30 in the logits, so at temperature 1 as well). Attention an
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +56,10 @@ def make_scripted_model(directory: Path, answers: Sequence[str], *, aside: str =
     turns = [f"<|turn{number}|>" for number in range(len(answers))]
     special, said = ["<|aside|>", *turns], [aside, *answers]
     taken: set[str] = set()
-    pieces = {turn: _pieces(answer, taken) for turn, answer in zip(special, said, strict=True)}
+    parts = {turn: [answer] for turn, answer in zip(special, said, strict=True)}
+    if "".join(said).count("<tool_call>") == 1:  # tokens of their own, as a grammar wants them; they are followed once
+        parts = {turn: re.split("(</?tool_call>)", answer) for turn, [answer] in parts.items()}
+    pieces = {turn: [piece for part in texts for piece in _pieces(part, taken)] for turn, texts in parts.items()}
     texts = list(dict.fromkeys(["<tool_call>", "</tool_call>", *itertools.chain.from_iterable(pieces.values())]))
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     ids = dict(vocab)
@@ -73,7 +77,13 @@ def make_scripted_model(directory: Path, answers: Sequence[str], *, aside: str =
         chain = [ids[turn], *(ids[piece] for piece in said_pieces), end]
         for token, following in itertools.pairwise(chain):
             assert follows.setdefault(token, following) == following, "a part of one answer is also in another"
-    _save(directory, 1 + max(ids.values()), follows, end)
+    instead: dict[int, int] = {}  # a grammar may force the answer character by character: its first one, then its end
+    for turn, answer in zip(special, said, strict=True):
+        if answer[:1] in vocab:
+            instead[ids[turn]] = vocab[answer[0]]
+        if answer[-1:] in vocab:
+            follows.setdefault(vocab[answer[-1]], end)
+    _save(directory, 1 + max(ids.values()), follows, instead, end)
     return directory
 
 
@@ -90,7 +100,7 @@ def _pieces(answer: str, taken: set[str]) -> list[str]:
     return pieces
 
 
-def _save(directory: Path, size: int, follows: dict[int, int], end: int) -> None:
+def _save(directory: Path, size: int, follows: dict[int, int], instead: dict[int, int], end: int) -> None:
     config = {
         "model_type": "qwen3",
         "hidden_size": WIDTH,
@@ -114,6 +124,8 @@ def _save(directory: Path, size: int, follows: dict[int, int], end: int) -> None
     head = np.zeros((size, WIDTH), np.float32)
     for token, following in follows.items():
         head[following] += SHARPNESS * embedding[token]
+    for token, following in instead.items():
+        head[following] += SHARPNESS / 2 * embedding[token]
     weights["model.embed_tokens.weight"], weights["lm_head.weight"] = mx.array(embedding), mx.array(head)
     for name in ("model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"):
         weights[name] = mx.zeros_like(weights[name])
