@@ -22,7 +22,7 @@ import regex
 from mlx_parallm.config.load import Config, load_config
 from mlx_parallm.dashboard.bounded import cut, file_version, sendable
 from mlx_parallm.dashboard.evaluations import EvaluationsView
-from mlx_parallm.errors import CheckpointError, ConfigError, RequestError, StoreError
+from mlx_parallm.errors import CheckpointError, ConfigError, ParallmError, RequestError, StoreError
 from mlx_parallm.rl_training.commands import MARKS_FILE
 from mlx_parallm.rl_training.evaluation.log import EVALUATIONS_FILE
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
@@ -267,7 +267,11 @@ class RunView:
             if words == known or (time.monotonic() < due and words["state"] == known["state"]):
                 return answer
             began = time.monotonic()
-            found = explain(self.path)
+            try:
+                found = explain(self.path)
+            except (ParallmError, OSError):
+                self._health = (count + 1, words, began, answer)  # so that the next change is asked about again
+                raise
             now = time.monotonic()
             answer = {
                 "state": found.state,

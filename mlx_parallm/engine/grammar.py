@@ -231,7 +231,8 @@ class Grammars:
             return json.loads(LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=defaults))["grammars"][
                 0
             ], lost
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+            # A keyword's value may have any type: this is somebody's JSON.
             raise _refusal(structure, str(error)) from error
 
     def _start(self, forms: Iterable[dict[str, Any]]) -> LLMatcher:

@@ -101,9 +101,9 @@ class _Rewriter:
         alone = isinstance(names, dict) and "properties" not in node and "patternProperties" not in node
         if names in ({}, True, {"type": "string"}):
             pass
-        elif alone and names.keys() <= {"type", "pattern"} and not _looks_around(names["pattern"]):
+        elif alone and _is_keyword(names, "pattern", str) and not _looks_around(names["pattern"]):
             node |= {"patternProperties": {names["pattern"]: others}, "additionalProperties": False}
-        elif alone and names.keys() <= {"type", "enum"} and all(isinstance(name, str) for name in names["enum"]):
+        elif alone and _is_keyword(names, "enum", list) and all(isinstance(name, str) for name in names["enum"]):
             node |= {"properties": dict.fromkeys(names["enum"], others), "additionalProperties": False}
         else:
             return
@@ -113,7 +113,8 @@ class _Rewriter:
         if _looks_around(node.get("pattern")):
             del node["pattern"]
             self.lost["pattern"] = None
-        if any(map(_looks_around, node.get("patternProperties") or ())):
+        patterns = node.get("patternProperties")
+        if isinstance(patterns, dict) and any(map(_looks_around, patterns)):
             del node["patternProperties"]
             node.pop("additionalProperties", None)
             self.lost["patternProperties"] = None
@@ -122,6 +123,19 @@ class _Rewriter:
             del node["format"]
             if (pattern := FORMATS[name]) is not None:
                 node.setdefault("pattern", pattern)
+
+
+def _is_keyword(schema: Mapping[str, Any], key: str, kind: type) -> bool:
+    """Whether a schema says only this of a string, in this type."""
+    return (
+        schema.keys() <= {"type", key}
+        and schema.get("type", "string") == "string"
+        and isinstance(schema.get(key), kind)
+    )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _looks_around(pattern: Any) -> bool:
@@ -147,7 +161,7 @@ def _merged_references(root: Any) -> Iterator[str]:
             seen.add(reference)
             yield reference
             waiting.append((_target(root, reference), True))
-        waiting += [(branch, True) for key in _BRANCHES for branch in schema.get(key) or () if schema.get(key)]
+        waiting += [(branch, True) for key in _BRANCHES for branch in _list(schema.get(key))]
 
 
 def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -182,7 +196,11 @@ def violation(source: str, answer: str) -> str | None:
         value = json.loads(answer)
     except (ValueError, RecursionError) as error:
         return f"the answer is not JSON: {error}"
-    first = next(iter(validator(source).iter_errors(value)), None)
+    check = validator(source)
+    try:
+        first = next(iter(check.iter_errors(value)), None)
+    except ValueError as error:  # nested deeper than the library goes, or no UTF-8
+        return f"the answer cannot be checked: {error}"[:LONGEST_REASON]
     if first is None:
         return None
     place = "".join(f"/{step}" for step in first.instance_path)

@@ -42,8 +42,9 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     for token, bias in params.logit_bias.items():
         _require(0 <= token < limits.vocab_size, "logit_bias", f"token id {token} is not in the vocabulary")
         _require(math.isfinite(bias), "logit_bias", "values must be finite")
-    for token in params.allowed_token_ids:
-        _require(0 <= token < limits.vocab_size, "allowed_token_ids", f"token id {token} is not in the vocabulary")
+    if ids := params.allowed_token_ids:
+        known = min(ids) >= 0 and max(ids) < limits.vocab_size
+        _require(known, "allowed_token_ids", f"expected token ids from 0 to {limits.vocab_size - 1}")
     _require(len(params.bad_words) <= MAX_STOPS, "bad_words", f"at most {MAX_STOPS} words")
     fits = all(len(word.strip()) > 0 and len(word) <= LONGEST_STOP for word in params.bad_words)
     _require(fits, "bad_words", f"a word has 1 to {LONGEST_STOP} characters")

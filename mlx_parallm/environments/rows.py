@@ -133,7 +133,14 @@ def _rates_of(results: str, rows: Sequence[DataRow]) -> list[float | None]:
         raise ConfigError(
             f"environments: pass_rates = {results!r}: these are no results of `mlx_parallm eval` ({error})"
         ) from error
-    return [None if (rate := rates.get(row.key)) is None else min(max(rate, 0.0), 1.0) for row in rows]
+    found = [rates.get(row.key) for row in rows]
+    for row, rate in zip(rows, found, strict=True):
+        if rate is not None and not 0 <= rate <= 1:
+            raise ConfigError(
+                f"environments: pass_rates = {results!r}: the rewards of a prompt have the mean {rate:g}; a pass rate"
+                f" is from 0 to 1, so evaluate with a reward that is ({str(row.prompt)[:80]!r})"
+            )
+    return found
 
 
 def common_columns(rows: SplitRows[DataRow]) -> tuple[str, ...]:

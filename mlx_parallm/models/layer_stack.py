@@ -139,9 +139,8 @@ def _kind(block: Any) -> Any:
     """Equal for blocks of the same modules with the same settings and shapes."""
     found = []
     for path, module in block.named_modules():
-        settings = [(key, _setting(value)) for key, value in sorted(vars(module).items())]
-        arrays = [(key, value.shape, str(value.dtype)) for key, value in module.items() if isinstance(value, mx.array)]
-        found.append((path, type(module), tuple(settings), tuple(sorted(arrays))))
+        settings = [(key, _setting(value)) for key, value in [*vars(module).items(), *module.items()]]
+        found.append((path, type(module), tuple(sorted(settings, key=lambda setting: setting[0]))))
     return tuple(sorted(found, key=lambda entry: entry[0]))
 
 
@@ -149,6 +148,14 @@ def _setting(value: Any) -> Any:
     """What is no plain value counts as itself: blocks that share it are of one kind, others are not."""
     if isinstance(value, str | int | float | bool | None):
         return value
+    if isinstance(value, mx.array):
+        return value.shape, str(value.dtype)
+    if isinstance(value, nn.Module):
+        return type(value)  # it is looked at by itself
+    if isinstance(value, list | tuple):
+        return tuple(map(_setting, value))
+    if isinstance(value, dict):
+        return tuple((key, _setting(inner)) for key, inner in sorted(value.items(), key=str))
     return tuple(sorted(map(str, value))) if isinstance(value, set | frozenset) else id(value)
 
 

@@ -8,6 +8,7 @@ afterwards, and a crash in it is that stage's alone.
 
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -230,8 +231,8 @@ class Stages:
     @staticmethod
     def _weights_of_labels(rows: Path) -> Json:
         """The rarer label weighs more, so that both count alike (arXiv:2402.01306, section 4.2: λ_D n_D = λ_U n_U)."""
-        labels = json.loads((rows / "dataset.json").read_text(encoding="utf-8"))["labels"]
-        good, bad = labels["desirable"], labels["undesirable"]
+        labels = [json.loads(line)["label"] for line in (rows / "train.jsonl").open(encoding="utf-8")]
+        good, bad = sum(labels), len(labels) - sum(labels)
         if not good or not bad:
             return {}
         name, weight = ("desirable", bad / good) if good < bad else ("undesirable", good / bad)
@@ -249,7 +250,7 @@ class Stages:
 
     def _about_training(self) -> Any:
         rows = self._file("dataset", "rows")
-        files = [Path(value) for value in _values_of(self.options.settings) if Path(value).is_file()]
+        files = [Path(value) for value in _values_of(self.options.settings) if os.path.isfile(value)]  # noqa: PTH113  any text
         return [self._text, self._settings(), files, rows, list(map(_code_of, self._rewards)), self._base]
 
     @property

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
 from fastapi import Request as HTTPRequest
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import GenerationFailedError, RequestError
@@ -30,7 +30,7 @@ from mlx_parallm.server.protocol.answers import last_version, usage, usage_of, v
 from mlx_parallm.server.protocol.fields import QueueFields, StreamOptions
 from mlx_parallm.server.protocol.openai import ChatBody, Conversation
 from mlx_parallm.server.protocol.taught_tools import with_taught_tools
-from mlx_parallm.server.sse import EventStream, StreamForm, merged, until_hangup
+from mlx_parallm.server.sse import AnswerResponse, EventStream, StreamForm, merged, until_hangup
 from mlx_parallm.types import Completion, CompletionDelta, Request, RequestOutput, SamplingParams, ServedModel
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -98,7 +98,10 @@ def render_conversation(context: ServerContext, conversation: Conversation) -> t
         check_text(content, f"messages.{position}.content")
     check_size(context, "".join(contents), "messages")  # before the template spends seconds on it
     options = conversation.render_options(context.deps.chat_template_kwargs)
-    text = _render(context, messages, options)
+    try:
+        text = _render(context, messages, options)
+    except RecursionError as error:  # arguments of a call are text, in which anything may be nested
+        raise RequestError("'messages' hold a call's arguments that are nested too deeply", param="messages") from error
     check_text(text, "messages")  # tools, names, tool calls … may hold half a character too
     check_size(context, text, "messages")
     token_ids = tuple(context.tokenizer.encode(text, add_special_tokens=False))
@@ -353,7 +356,7 @@ async def respond(
     body |= {"usage": usage_of(outputs) | answer.usage_details(), "policy_version": version}
     if observer is not None:
         await observer.whole(body)
-    return JSONResponse(form.whole(body) if form else body)
+    return AnswerResponse(form.whole(body) if form else body)
 
 
 async def _events(

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from mlx_parallm.engine.json_schema import violation
 from mlx_parallm.server.context import ServerContext
-from mlx_parallm.server.protocol.answer_parts import AnswerParts
+from mlx_parallm.server.protocol.answer_parts import AnswerParts, joined
 from mlx_parallm.types import FinishReason, SamplingParams, Structure
 
 HEADER = "X-Unenforced-Schema-Keywords"
@@ -30,18 +30,18 @@ class SchemaCheck:
     unenforced: tuple[str, ...] = ()
     content: Structure | None = None
     called: Mapping[str, Structure] = field(default_factory=dict)
-    _parts: dict[int, AnswerParts] = field(default_factory=dict)  # of each choice, so far
+    _parts: dict[int, list[AnswerParts]] = field(default_factory=dict)  # of each choice, so far
 
     def add(self, index: int, parts: AnswerParts) -> None:
         """Takes what choice `index` gained."""
         if self.unenforced:
-            self._parts[index] = self._parts.get(index, AnswerParts()).plus(parts)
+            self._parts.setdefault(index, []).append(parts)
 
     def result(self, index: int, reason: FinishReason | None) -> dict[str, str]:
         """The field `schema_error` of a choice that has ended and breaks its schema."""
         if not self.unenforced or reason != "stop":
             return {}
-        parts = self._parts.pop(index, AnswerParts())
+        parts = joined(self._parts.pop(index, []))
         calls = [call["function"] for call in parts.whole_calls()]
         pairs = [(self.called.get(call["name"]), call["arguments"]) for call in calls] or [
             (self.content, parts.content)

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mlx_parallm.errors import ParallmError, RequestError
@@ -31,10 +31,24 @@ class StreamForm(Protocol):
         """The last event of a stream that fails; `error`: OpenAI's error body."""
 
 
+def as_json(data: Any) -> bytes:
+    """Compact JSON in UTF-8. A half of a surrogate pair, which a model may write, stays an escape."""
+    try:
+        return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+
+
+class AnswerResponse(JSONResponse):
+    """A JSON body with text of a model in it."""
+
+    def render(self, content: Any) -> bytes:
+        return as_json(content)
+
+
 def event(data: dict[str, Any], form: StreamForm | None = None) -> bytes:
     name = b"" if form is None else f"event: {data['type']}\n".encode()
-    body = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-    return name + b"data: " + body + b"\n\n"
+    return name + b"data: " + as_json(data) + b"\n\n"
 
 
 def last_words(error: dict[str, Any], form: StreamForm | None) -> bytes:

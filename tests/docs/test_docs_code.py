@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,8 @@ from tests.integration.processes import free_port
 from tests.signals_reset import default_signals
 
 ALL = [block for page in pages() for block in blocks(page)]
+LONG_PAGES = {"first_model.md", "library.md", "trl.md", "your_environment.md"}
+"""Several trainings each, of what tests/integration, tests/library, tests/trl and tests/environments train as well."""
 BLOCK_SECONDS = 120
 PAGES_AT_ONCE = 2
 MODEL_ID = re.compile(r"\b(?:Qwen|mlx-community|NousResearch|meta-llama|mistralai|unsloth)/[\w.-]+")
@@ -173,6 +176,10 @@ def of(page: Path) -> list[Block]:
     return [block for block in ALL if block.page == page]
 
 
+def _runnable(block: Block) -> Any:
+    return pytest.param(block, marks=pytest.mark.long) if block.page.name in LONG_PAGES else block
+
+
 @pytest.mark.parametrize("block", ALL, ids=str)
 def test_block_is_well_formed(block: Block) -> None:
     assert not list(problems(block))
@@ -185,7 +192,7 @@ def test_toml_is_a_configuration(block: Block, tmp_path: Path, shims: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("block", [block for block in ALL if block.is_run], ids=str)
+@pytest.mark.parametrize("block", [_runnable(block) for block in ALL if block.is_run], ids=str)
 def test_block_runs(block: Block, running: dict[Path, Session]) -> None:
     page, session = running[block.page]
     wait([page.results[block.line], session], return_when=FIRST_COMPLETED)

@@ -142,3 +142,25 @@ def test_the_schema_of_the_client_stays_as_it_is() -> None:
     before = json.dumps(source)
     for_grammar(source, close=True)
     assert json.dumps(source) == before
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"propertyNames": INTEGER},
+        {"propertyNames": {"type": ["string"], "pattern": []}},
+        {"propertyNames": {"enum": 5}},
+        {"patternProperties": 5},
+        {"anyOf": 5, "allOf": [{}, {}]},
+    ],
+    ids=json.dumps,
+)
+def test_odd_keywords_are_given_up_or_refused(grammars: Grammars, source: Any) -> None:
+    try:
+        grammars.unenforced(schema({"type": "object"} | source))
+    except RequestError as error:
+        assert error.param
+
+
+def test_an_answer_that_cannot_be_checked_is_no_crash() -> None:
+    assert "cannot be checked" in str(violation('{"maxLength": 5, "pattern": "^a"}', '"\\ud83d"'))

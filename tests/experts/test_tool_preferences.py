@@ -84,6 +84,7 @@ def test_the_command_has_all_that_was_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_trains_by_the_projects_own_dpo(tmp_path: Path) -> None:
     """Twelve updates: held-out accuracy from a half to nearly all, and an adapter in the project's format."""
     options = {"model": "builtin:tiny", "data": "pairs.jsonl", "pairs": 110, "epochs": 1, "batch-size": 8}

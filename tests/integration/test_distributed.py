@@ -172,7 +172,7 @@ def test_a_killed_rank_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     assert [line["step"] for line in lines_of(tmp_path / "run")] == list(range(1, done + 2))
 
 
-@pytest.mark.parametrize("where", ["in a step", "between two"])
+@pytest.mark.parametrize("where", ["in a step", pytest.param("between two", marks=pytest.mark.long)])
 def test_a_rank_that_is_asked_to_stop_stops_all_in_order(tmp_path: Path, where: str) -> None:
     """In a step, or while rank 0 waits for rollouts: of an external source that never sends any."""
     config = write_config(tmp_path, steps=400, runs=tmp_path)

@@ -10,7 +10,7 @@ from tests.integration.processes import BIN, train, write_config
 from tests.signals_reset import default_signals
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = (pytest.param("qwen3_4b_dataset", marks=pytest.mark.long), "qwen3_0.6b_dataset")
+CONFIGS = [pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_4b_dataset", "qwen3_0.6b_dataset")]
 
 pytestmark = pytest.mark.slow
 

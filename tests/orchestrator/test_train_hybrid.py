@@ -57,6 +57,7 @@ def test_no_expert_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_trains_in_an_empty_directory(tmp_path: Path) -> None:
     mx.random.seed(0)
     save_expert(tmp_path / "best.safetensors", physics_controller())

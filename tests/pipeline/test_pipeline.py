@@ -167,14 +167,18 @@ def test_both_labels_of_kto_count_alike(place: Path, right: int, wrong: int, wei
         found.append(new_trace(messages, session_id=f"{number}", source="test"))
         found[-1].note(rewards={"reward": {"score": float(number < right), "weight": 1.0}})
     write_lines(found, place / "traces.jsonl")
-    options = check_options(PipelineOptions((place / "traces.jsonl",), "builtin:tiny", "kto"))
+    setting = f"model.chat_template={'x' * 300!r}"  # longer than a file's name may be
+    options = PipelineOptions((place / "traces.jsonl",), "builtin:tiny", "kto", settings=(setting,))
+    options = check_options(options)
     with closing(WorkDirectory(place / "work")) as work:
         stages = Stages(options, detect_hardware(CPU_ONLY), work)
         for stage in stages.all()[:3]:
             work.carry_out(stage)
+        assert stages._about_training()
         preference = stages._config_of(stages._settings()).rl_training.preference
-        labels = json.loads((work.directory("dataset") / "rows" / "dataset.json").read_text())["labels"]
-    good, bad = (labels[name] for name in ("desirable", "undesirable"))
+        rows = (work.directory("dataset") / "rows" / "train.jsonl").read_text().splitlines()
+    good = sum(json.loads(row)["label"] for row in rows)
+    bad = len(rows) - good
     assert preference.desirable_weight * good == pytest.approx(preference.undesirable_weight * bad)
     assert (preference.desirable_weight, preference.undesirable_weight) == pytest.approx(weights, rel=0.3)
     assert min(preference.desirable_weight, preference.undesirable_weight) == 1.0

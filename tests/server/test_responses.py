@@ -3,6 +3,7 @@
 import json
 from contextlib import contextmanager
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel
@@ -295,3 +296,44 @@ def test_tokens_of_a_text_are_found_among_markers_and_reasoning():
     found.take("ab")
     assert found.take("a") == entries[3:4] and found.take("b") == entries[4:5] and found.take("!") == []
     assert found.take("elsewhere") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("responses", {"input": [{"role": "user", "content": [{"type": ["x"], "text": "a"}]}]}),
+        ("responses", {"input": "a", "tools": [{"type": "custom", "name": "a", "format": "text"}]}),
+        ("messages", {"max_tokens": 5, "context_management": {"edits": [{"type": 5}]}}),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": "DEEP"}}},
+        ),
+    ],
+)
+def test_odd_bodies_are_refused(client, path, fields):
+    messages = {} if path == "responses" else {"messages": [{"role": "user", "content": "a"}]}
+    deep = '{"items":' * 951 + "{}" + "}" * 951
+    text = json.dumps({"model": "default"} | fields | messages).replace('"DEEP"', deep)
+    answer = httpx.post(f"{client.server.url}/v1/{path}", content=text, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+
+
+def test_an_item_is_named_once(client):
+    asked = saying(client, "b")
+    first = asked.create(model="default", input=[{"type": "message", "role": "user", "content": "a", "id": "msg_x"}])
+    assert first.status == "completed"
+    reference = {"type": "item_reference", "id": "msg_x"}
+    assert asked.create(model="default", input=[reference]).status == "completed"
+    assert "named twice" in str(refused(client, input=[reference, reference]))
+
+
+def test_half_a_character_in_an_answer_is_sent_as_an_escape(tokenizer):
+    call = json.dumps({"name": "look", "arguments": {"q": "\ud83d"}})
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    with serving(tokenizer) as client:
+        saying(client, text)
+        body = {"model": "default", "max_tokens": 50, "messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+        answer = httpx.post(f"{client.server.url}/v1/messages", json=body)
+        assert answer.status_code == 200, answer.text
+        assert json.loads(answer.content)["content"][0]["input"] == {"q": "\ud83d"}

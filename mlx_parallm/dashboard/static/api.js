@@ -83,6 +83,7 @@ const QUIET_MS = 25000; // the server sends something every 8 s
 const STALLED_MS = 3000;
 const RETRY_MS = 1000;
 const POLL_MS = 2000;
+const POLLS_PER_TRY = 30; // before a stream is tried again
 
 /** Tabs with the same key hear each other; a name for it that is not the key (FNV-1a). */
 function nameOf(key) {
@@ -148,7 +149,8 @@ export function follow(onChange, onState) {
 
   async function poll(hidden) {
     try {
-      tell({ runs: (await get("events", { once: true }, hidden)).runs });
+      const signal = AbortSignal.any([hidden, AbortSignal.timeout(QUIET_MS)]);
+      tell({ runs: (await get("events", { once: true }, signal)).runs });
     } catch (error) {
       if (error.name !== "AbortError") failed(error);
     }
@@ -157,10 +159,12 @@ export function follow(onChange, onState) {
   /** Until the tab is hidden, or has the wrong key: then another tab may try. */
   async function lead(hidden) {
     let streams = !!navigator.locks;
+    let polls = 0;
     leads = true;
     while (!hidden.aborted && last?.failure?.status !== 401) {
       if (streams) streams = await stream(hidden);
       else await poll(hidden);
+      if (!streams && ++polls % POLLS_PER_TRY === 0) streams = !!navigator.locks;
       if (!hidden.aborted) await wait(streams ? RETRY_MS : POLL_MS);
     }
     leads = false;

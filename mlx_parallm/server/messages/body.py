@@ -80,7 +80,7 @@ class CountTokensBody(Body):
         edits = (self.context_management or {}).get("edits") or []
         for edit in edits if isinstance(edits, list) else [edits]:
             kind = edit.get("type") if isinstance(edit, dict) else None
-            if kind is None or not kind.startswith("clear_thinking") or edit.get("keep") != "all":
+            if not isinstance(kind, str) or not kind.startswith("clear_thinking") or edit.get("keep") != "all":
                 where = "context_management.edits"
                 raise RequestError(
                     f"{where}: this server edits no context (got {kind!r})", param=where, code="unsupported_parameter"

@@ -114,6 +114,12 @@ class AnswerFormat:
         return found
 
 
+def joined(parts: Sequence[AnswerParts]) -> AnswerParts:
+    """The parts of one choice as one."""
+    calls = [call for part in parts for call in part.tool_calls]
+    return AnswerParts("".join(part.reasoning for part in parts), "".join(part.content for part in parts), calls)
+
+
 class AnswerSplitter:
     """Splits the text of one choice. It keeps back text that may begin a marker, whitespace that may belong to one, and
     of a tool call that has not ended what is not certain (all of it, if not `streamed`)."""

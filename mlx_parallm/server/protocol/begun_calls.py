@@ -222,6 +222,8 @@ def _is_text(tools: Sequence[Mapping[str, Any]], name: str, key: str) -> bool:
     for tool in tools:
         function = tool["function"]
         if function["name"] == name:
-            schema = ((function.get("parameters") or {}).get("properties") or {}).get(key)
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            schema = properties.get(key) if isinstance(properties, Mapping) else None
             return isinstance(schema, Mapping) and schema.get("type") == "string"
     return False

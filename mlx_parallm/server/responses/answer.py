@@ -14,7 +14,8 @@ from mlx_parallm.server.responses.store import ResponseStore, StoredItem
 
 CANCELLED, FAILED, IN_PROGRESS = "cancelled", "failed", "in_progress"
 _STATUSES = {"length": INCOMPLETE, "abort": CANCELLED}  # by the chat's finish reason; of all others COMPLETED
-_KEPT = ("policy_version", "weight_versions", "stop_reason", "processed_logprobs")  # of the chat's answer or choice
+# Of the chat's answer or choice:
+_KEPT = ("policy_version", "weight_versions", "stop_reason", "processed_logprobs", "schema_error")
 _FINAL = {COMPLETED: "response.completed", FAILED: "response.failed"}
 
 

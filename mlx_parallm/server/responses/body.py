@@ -233,7 +233,7 @@ def chat_tools(tools: Sequence[Item]) -> tuple[list[dict[str, Any]], ToolNames]:
             namespaces[flat] = (namespace, name)
         if kind == "custom":
             custom.add(flat)
-        function = _custom_function(tool) if kind == "custom" else _function(tool)
+        function = _custom_function(tool, where) if kind == "custom" else _function(tool)
         found.append({"type": "function", "function": {"name": flat, **function}})
 
     for position, tool in enumerate(tools):
@@ -252,8 +252,10 @@ def _function(tool: Item) -> dict[str, Any]:
     return {key: tool[key] for key in ("parameters", "description", "strict") if tool.get(key) is not None}
 
 
-def _custom_function(tool: Item) -> dict[str, Any]:
+def _custom_function(tool: Item, where: str) -> dict[str, Any]:
     form = tool.get("format") or {}
+    if not isinstance(form, dict):
+        raise RequestError(f"{where}.format: must be an object", param=f"{where}.format")
     text: dict[str, Any] = {"type": "string"}
     if form.get("type") == "grammar":
         text["description"] = f"A text of this {form.get('syntax')} grammar:\n{form.get('definition')}"

@@ -105,7 +105,7 @@ def _text_of(content: Any, where: str) -> str:
 
 def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    text = part.get(_TEXTS[kind]) if isinstance(part, Mapping) and kind in _TEXTS else None
+    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and isinstance(part, Mapping) and kind in _TEXTS else None
     if not isinstance(text, str):
         raise RequestError(
             f"{where}: this server takes only text parts (got {kind!r})", param=where, code="unsupported_content"

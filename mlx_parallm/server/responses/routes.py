@@ -19,6 +19,7 @@ from mlx_parallm.server.responses.answer import CANCELLED, ResponseForm
 from mlx_parallm.server.responses.body import IN_CHAT, ResponsesBody, ToolNames
 from mlx_parallm.server.responses.items import Item
 from mlx_parallm.server.responses.store import StoredItem
+from mlx_parallm.server.sse import AnswerResponse
 
 router = json_router("openai")
 _CONFLICT: dict[int | str, dict[str, Any]] = {409: {"description": "It has ended", "content": ERROR_CONTENT}}
@@ -55,7 +56,7 @@ async def show_response(response_id: str, context: Context, stream: Annotated[bo
     if stream:
         raise RequestError("'stream' is of POST /v1/responses: the events of a response are not kept", param="stream")
     running = context.responses.running(response_id)
-    return JSONResponse(running.snapshot() if running else context.responses.find(response_id).load())
+    return AnswerResponse(running.snapshot() if running else context.responses.find(response_id).load())
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -83,7 +84,7 @@ async def list_input_items(
         listed = listed[position:]
     page = [item.load() for item in listed[:limit]]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-    return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(listed) > limit})
+    return AnswerResponse({"object": "list", "data": page, **ends, "has_more": len(listed) > limit})
 
 
 @router.post("/v1/responses/{response_id}/cancel", responses=_CONFLICT)
@@ -95,7 +96,7 @@ async def cancel_response(response_id: str, context: Context) -> Response:
         raise RefusedError(f"{response_id!r} has ended already", 409, "response_id")
     for request_id in context.running.find([response_id]):
         context.engine.abort(request_id)
-    return JSONResponse(running.snapshot() | {"status": CANCELLED})
+    return AnswerResponse(running.snapshot() | {"status": CANCELLED})
 
 
 def _chat_of(

@@ -134,18 +134,24 @@ class ResponseStore:
         return self._kept[response_id].items
 
     def resolve(self, items: Sequence[Item]) -> list[Item]:
-        """A request's items, with those that `item_reference`s name. Raises RequestError: one is not kept."""
-        return [
-            self._item(item.get("id"), position).load() if item.get("type") == "item_reference" else item
-            for position, item in enumerate(items)
-        ]
-
-    def _item(self, item_id: Any, position: int) -> StoredItem:
-        for stored in reversed(self._kept.values()):
-            for item in reversed(stored.items):
-                if item.id == item_id:
-                    return item
-        raise RequestError(self._missing("item", item_id), param=f"input.{position}.id", code="item_not_found")
+        """A request's items, with those that `item_reference`s name. Raises RequestError: one is not kept, or is named
+        twice (a short request could stand for any number of large items)."""
+        wanted = {item.get("id"): n for n, item in enumerate(items) if item.get("type") == "item_reference"}
+        if not wanted:
+            return list(items)
+        known = {item.id: item for stored in self._kept.values() for item in stored.items}
+        found = []
+        for position, item in enumerate(items):
+            if item.get("type") != "item_reference":
+                found.append(item)
+                continue
+            item_id, param = item.get("id"), f"input.{position}.id"
+            if not isinstance(item_id, str) or item_id not in known:
+                raise RequestError(self._missing("item", item_id), param=param, code="item_not_found")
+            if wanted[item_id] != position:
+                raise RequestError(f"{param}: item {item_id!r} is named twice", param=param)
+            found.append(known[item_id].load())
+        return found
 
     def _missing(self, what: str, name: object) -> str:
         return (

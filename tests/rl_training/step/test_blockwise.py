@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.qwen3 import TransformerBlock
 
 from mlx_parallm.models import blockwise
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
+from mlx_parallm.models.layer_stack import LayerStack
 from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 from tests.rl_training.tiny_models import make_model
@@ -197,7 +197,7 @@ def residual(hidden: mx.array, first: mx.array) -> mx.array:
 @pytest.mark.parametrize(
     ("glue", "reason"),
     # identity: the head sees the embedding behind our back; centred: all rows at once
-    [(residual, "before block"), (identity, "gradients"), (centred, "each position alone")],
+    [(residual, "before block"), (identity, "beside its blocks"), (centred, "each position alone")],
 )
 def test_other_architectures_fall_back_to_the_whole_graph(glue: Callable, reason: str) -> None:
     model = Glued(glue)
@@ -263,19 +263,35 @@ def test_the_check_at_start_computes_two_blocks_of_each_kind(monkeypatch: pytest
     assert min(counts[id(block)] for block in blocks) == 2  # afterwards every block is computed
 
 
-def test_the_check_at_start_finds_the_one_kind_that_is_different() -> None:
-    model = with_lora(make_model(num_hidden_layers=5))
-    model.layers[3].__class__ = Doubled
-    assert not BlockwiseModel(model, blocks_per_eval=1).fallback
-    model.layers[3].__class__ = Pair
-    assert BlockwiseModel(model, blocks_per_eval=1).fallback
+def test_blocks_that_get_an_earlier_ones_output_as_an_argument_are_found() -> None:
+    """Also where the blocks that are computed do not get any."""
+    assert "beside its blocks" in BlockwiseModel(Skipping(), blocks_per_eval=1).fallback
 
 
-class Doubled(TransformerBlock):
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-        return 2 * super().__call__(x, *args, **kwargs)
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def __call__(self, hidden: mx.array, earlier: mx.array) -> mx.array:
+        return self.linear(hidden) + 0.5 * earlier
 
 
-class Pair(TransformerBlock):
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(x, *args, **kwargs), x
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
+        self.layers = [Mixing() for _ in range(6)]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        outputs = [self.embed(tokens)]
+        for index, layer in enumerate(self.layers):
+            outputs.append(layer(outputs[-1], outputs[max(0, index - 2)] * 2))
+        return self.head(outputs[-1])
+
+
+def test_blocks_with_other_settings_are_of_another_kind() -> None:
+    model = make_model(num_hidden_layers=6)
+    model.layers[3].self_attn.windows = [1, 2]
+    model.layers[4].mlp.gate_proj = nn.Linear(32, 64, bias=True)
+    assert LayerStack(model).samples() == {0, 1, 3, 4}
