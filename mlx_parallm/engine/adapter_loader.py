@@ -65,10 +65,9 @@ class AdapterLoader:
             for each in (file, file.parent / ADAPTER_CONFIG):
                 self._within_roots(str(each))  # a link inside of the directory may lead out of it
             try:
-                in_mlx_thread(lambda: self._add(name, file))
+                in_mlx_thread(lambda: self._add(name, file, source))
             except AdapterError as error:
                 raise RefusedError(str(error), 400, "lora_path") from error
-            self._paths[name] = source
 
     def unload(self, name: str) -> None:
         """Takes a name away: requests that run end under what they began with. Raises RefusedError."""
@@ -80,14 +79,21 @@ class AdapterLoader:
                 raise RefusedError(f"The lora adapter {name!r} cannot be found", 404, "lora_name") from error
             self._paths.pop(name, None)
 
-    def _add(self, name: str, file: Path) -> None:
+    def _add(self, name: str, file: Path, source: Path) -> None:
         layers = load_adapter(file).layers
         check_adapter(self._shapes, layers, name)
-        self._make_room(name)
-        self._weights.add_adapter(name, layers)
+        before = self._paths.get(name)
+        self._take_place(name, source)
+        try:
+            self._weights.add_adapter(name, layers)
+        except AdapterError:
+            with self._free:
+                self._paths.pop(name) if before is None else self._paths.update({name: before})
+            raise
 
-    def _make_room(self, name: str) -> None:
-        """Unloads the adapters that were not used for the longest time. Raises RefusedError: all of them are in use."""
+    def _take_place(self, name: str, source: Path) -> None:
+        """Counts the adapter before it is there, so that several at once do not exceed the bound; unloads those that
+        were not used for the longest time. Raises RefusedError: all of them are in use."""
         with self._free:
             while name not in self._paths and len(self._paths) >= self._most:
                 idle = self._names.uses.least_recent(each for each in self._paths if each not in self._busy)
@@ -99,6 +105,7 @@ class AdapterLoader:
                 self._weights.remove_adapter(idle)
                 del self._paths[idle]
                 get_logger(__name__).info("adapter_evicted", name=idle, for_name=name)
+            self._paths[name] = source
 
     def _check_name(self, name: str) -> None:
         if not self._roots:

@@ -37,6 +37,7 @@ from mlx_parallm.types import Request, SamplingParams
 from mlx_parallm.weights import SharedWeights, WeightsView
 
 NOT_FINITE = "the model's logits are not finite"
+ALL_FORBIDDEN = "no token may come next: allowed_token_ids, bad_words and min_tokens leave none"
 CLEAR_CACHE_STEPS = 512  # MLX's buffer cache is emptied this often
 
 
@@ -317,10 +318,10 @@ class Engine:
         if sequence.finished:  # aborted or orphaned while the step was under way
             return
         if not math.isfinite(sampled.logprob):
-            sequence.finish("error", error=NOT_FINITE)
             self.cache.scrub_row(sequence.row)
-            self._live.retire(sequence)
-            return
+            return self._end_early(sequence, NOT_FINITE)
+        if sequence.edits is not None and sequence.edits.forbids(sampled.token):
+            return self._end_early(sequence, ALL_FORBIDDEN)
         sequence.cached += 1
         sequence.tokens.append(sampled.token)
         sequence.logprobs.append(sampled.logprob)
@@ -341,6 +342,10 @@ class Engine:
             self._live.retire(sequence)
         else:
             self._live.sampled(sequence)
+
+    def _end_early(self, sequence: Sequence, error: str) -> None:
+        sequence.finish("error", error=error)
+        self._live.retire(sequence)
 
     def _decide(self, sequence: Sequence, token: int) -> None:
         """Feeds the token to the text and ends the sequence when it stops, or has no room for more."""

@@ -116,7 +116,11 @@ class OnlyTokens:
         self._matcher = matcher
 
     def advance(self, token: int) -> str | None:
-        return None if self._matcher is None else self._matcher.advance(token)
+        """Say what is wrong with a token that was drawn: nothing, but where no token may come next."""
+        if self._matcher is not None:
+            return self._matcher.advance(token)
+        allowed = self._bits[token // 8] >> (token % 8) & 1
+        return None if allowed else f"no token may come next: {token} is none of allowed_token_ids"
 
     def allowed(self) -> np.ndarray:
         if self._matcher is None:

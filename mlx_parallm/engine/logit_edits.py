@@ -87,6 +87,17 @@ class LogitEdits:
             self._seen[place] = True
             self._count[place] += 1
 
+    def forbids(self, token: int) -> bool:
+        """Whether the token may not come next. It was drawn all the same where every token is forbidden."""
+        place = self._place.get(token)
+        if place is None:
+            return False
+        early = self._outputs < self._min_tokens and bool(self._forbidden[place])
+        return early or place in self._bad_places()
+
+    def _bad_places(self) -> list[int]:
+        return [place for before, place in self._bad if self._last[len(self._last) - len(before) :] == before]
+
     @property
     def size(self) -> int:
         return len(self._place)
@@ -97,7 +108,7 @@ class LogitEdits:
         bias = self._bias[:n]
         if self._outputs < self._min_tokens:
             bias = np.where(self._forbidden[:n], -np.inf, bias).astype(np.float32)
-        if bad := [place for before, place in self._bad if self._last[len(self._last) - len(before) :] == before]:
+        if bad := self._bad_places():
             bias = bias.copy()
             bias[bad] = -np.inf
         repetition = np.where(self._seen[:n], params.repetition_penalty, 1.0).astype(np.float32)

@@ -39,9 +39,10 @@ def check_request(request: Request, limits: RequestLimits) -> None:
     _check_stops(params, limits)
     ends = params.structure is None or not params.ignore_eos
     _require(ends, "ignore_eos", "excludes structured output, whose grammar says where the text ends")
-    for token, bias in params.logit_bias.items():
-        _require(0 <= token < limits.vocab_size, "logit_bias", f"token id {token} is not in the vocabulary")
-        _require(math.isfinite(bias), "logit_bias", "values must be finite")
+    if bias := params.logit_bias:
+        known = min(bias) >= 0 and max(bias) < limits.vocab_size
+        _require(known, "logit_bias", f"expected token ids from 0 to {limits.vocab_size - 1}")
+        _require(all(map(math.isfinite, bias.values())), "logit_bias", "values must be finite")
     if ids := params.allowed_token_ids:
         known = min(ids) >= 0 and max(ids) < limits.vocab_size
         _require(known, "allowed_token_ids", f"expected token ids from 0 to {limits.vocab_size - 1}")

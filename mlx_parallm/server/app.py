@@ -123,7 +123,7 @@ def create_app(deps: ServerDeps, routers: Sequence[AddedRouter] = ()) -> FastAPI
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("X-Request-ID", UNENFORCED_HEADER),
         )

@@ -1,14 +1,12 @@
 """The benchmarks' peers: their virtual environments, mlx_lm.server as a process, and which BLAS one really has."""
 
 import os
-import socket
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+from scripts.server_process import server_process
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "build/peers/bin/python"
@@ -29,34 +27,13 @@ def mlx_lm_server(model: Path, blas: str, flags: Sequence[str] = FLAGS) -> Itera
     """Serves a checkpoint while the block runs; gives its URL. `blas`: "mkl" or "reference"; raises when it is not."""
     if not PYTHON.exists():
         raise SystemExit(f"{PYTHON} is missing: run scripts/bench/setup_peers")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [str(PYTHON), str(ROOT / "scripts/bench/mlx_lm_server.py"), blas, "--model", str(model)]
-    command += ["--port", str(port), "--log-level", "ERROR", *flags]
+    own = [PYTHON, ROOT / "scripts/bench/mlx_lm_server.py", blas, "--model", model, "--log-level", "ERROR", *flags]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(url, process)
+    with server_process(lambda port: [*own, "--port", str(port)], directory=ROOT, environment=environment) as running:
+        url, process = running
         loaded = "mkl" if "libmkl_rt" in Path(f"/proc/{process.pid}/maps").read_text() else "reference"
         assert loaded == blas, f"the peer runs on {loaded}"
         yield url
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _wait_until_healthy(url: str, process: "subprocess.Popen[bytes]", timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        assert process.poll() is None, f"mlx_lm.server ended with {process.returncode}"
-        try:
-            if httpx.get(url + "/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.2)
-    raise TimeoutError("mlx_lm.server did not come up")
 
 
 def version() -> str:

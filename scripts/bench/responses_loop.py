@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -20,10 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import httpx
 import openai
 
 from scripts.bench.sessions_grpo import CONFIG, GROUP, HELD_OUT, word
+from scripts.server_process import command, server_process
 
 TEST = "import json, sys; [print(sum(a == q[::-1] for q, a in run) / len(run)) for run in json.load(open(sys.argv[1]))]"
 
@@ -81,10 +80,11 @@ class Loop:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=120) as client:
 
             async def right(letters: str) -> bool:
-                asked = {"input": f"Reverse: {letters}", "temperature": 0, "max_output_tokens": 8, "store": False}
                 async with room:
-                    answer = await client.responses.create(model=model, **asked)  # type: ignore[call-overload]
-                return bool(answer.output_text == letters[::-1])
+                    answer = await client.responses.create(
+                        model=model, input=f"Reverse: {letters}", temperature=0, max_output_tokens=8, store=False
+                    )
+                return answer.output_text == letters[::-1]
 
             return statistics.fmean(await asyncio.gather(*map(right, words)))
 
@@ -104,27 +104,16 @@ class Loop:
         return before, await self.accuracy(url, "policy")
 
     def execute(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         config = self.directory / "train.toml"
         steps = self.steps + 20  # the server must be there for the last look
-        config.write_text(CONFIG.format(port=port, directory=self.directory, steps=steps, seed=self.seed))
-        command = [str(Path(sys.executable).with_name("mlx_parallm")), "train", "--config", str(config)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        url, began = f"http://127.0.0.1:{port}", time.perf_counter()
-        try:
-            while time.perf_counter() - began < 120:
-                try:
-                    if httpx.get(f"{url}/health").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    pass
-                time.sleep(0.2)
+
+        def words(port: int) -> list[str]:
+            config.write_text(CONFIG.format(port=port, directory=self.directory, steps=steps, seed=self.seed))
+            return [command("mlx_parallm"), "train", "--config", str(config)]
+
+        began = time.perf_counter()
+        with server_process(words, self.directory / "train.log") as (url, _):
             before, after = asyncio.run(self.work(url))
-        finally:
-            process.terminate()
-            process.wait()
         first = statistics.fmean(score for version, score in self.scores if version <= self.steps // 10)
         last = statistics.fmean(score for version, score in self.scores if version > self.steps - self.steps // 10)
         print(

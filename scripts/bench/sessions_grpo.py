@@ -10,10 +10,7 @@ are 200 words that no session has; they are answered greedily by the base and by
 import argparse
 import asyncio
 import random
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +18,8 @@ from typing import Any
 
 import httpx
 import openai
+
+from scripts.server_process import command, server_process
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HELD_OUT = 200
@@ -60,7 +59,7 @@ def word(source: random.Random, held_out: bool) -> str:
             return letters
 
 
-def question(letters: str) -> dict[str, Any]:
+def question(letters: str) -> Any:
     return {"role": "user", "content": f"Reverse: {letters}"}
 
 
@@ -81,10 +80,7 @@ class Run:
             async def right(letters: str) -> bool:
                 async with room:
                     answer = await client.chat.completions.create(
-                        model=model,
-                        messages=[question(letters)],
-                        temperature=0,
-                        max_tokens=8,  # type: ignore[list-item]
+                        model=model, messages=[question(letters)], temperature=0, max_tokens=8
                     )
                 return answer.choices[0].message.content == letters[::-1]
 
@@ -126,26 +122,16 @@ class Run:
         return before, await self.accuracy(url, "policy")
 
     def execute(self, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         config = directory / "train.toml"
-        config.write_text(CONFIG.format(port=port, directory=directory, steps=self.steps + 20, seed=self.seed))
-        command = [str(Path(sys.executable).with_name("mlx_parallm")), "train", "--config", str(config)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        url, began = f"http://127.0.0.1:{port}", time.perf_counter()
-        try:
-            while time.perf_counter() - began < 120:
-                try:
-                    if httpx.get(f"{url}/health").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    pass
-                time.sleep(0.2)
+        steps = self.steps + 20  # the server must be there for the last look
+
+        def words(port: int) -> list[str]:
+            config.write_text(CONFIG.format(port=port, directory=directory, steps=steps, seed=self.seed))
+            return [command("mlx_parallm"), "train", "--config", str(config)]
+
+        began = time.perf_counter()
+        with server_process(words, directory / "train.log") as (url, _):
             before, after = asyncio.run(self.play(url))
-        finally:
-            process.terminate()
-            process.wait()
         first, last = statistics.fmean(self.scores[:128]), statistics.fmean(self.scores[-128:])
         print(
             f"seed {self.seed}: held out {before:.3f} → {after:.3f} ({after - before:+.3f}), score of the first 128"

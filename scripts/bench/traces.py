@@ -15,10 +15,8 @@ import os
 import random
 import re
 import signal
-import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,6 +30,7 @@ import openai
 import psutil
 
 from mlx_parallm.traces.session import ABORTED, COMPLETE, Session, read_sessions
+from scripts.server_process import command, server_process
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>\n"
@@ -64,29 +63,17 @@ class Seen:
 
 @contextmanager
 def serving(directory: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     config = directory / "serve.toml"
-    config.write_text(
-        f'[server]\nport = {port}\nbatch_size = 64\n[traces]\ndirectory = "{directory / "traces"}"\n'
-        f'[model]\nchat_template = {json.dumps(TEMPLATE)}\ntool_parser = "json_tools"\n[logging]\nlevel = "error"\n'
-    )
-    command = [str(Path(sys.executable).with_name("mlx_parallm")), "serve", "--config", str(config)]
-    process = subprocess.Popen(command)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            try:
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass
-            time.sleep(0.1)
-        yield url, process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
+
+    def words(port: int) -> list[str]:
+        config.write_text(
+            f'[server]\nport = {port}\nbatch_size = 64\n[traces]\ndirectory = "{directory / "traces"}"\n'
+            f'[model]\nchat_template = {json.dumps(TEMPLATE)}\ntool_parser = "json_tools"\n[logging]\nlevel = "error"\n'
+        )
+        return [command("mlx_parallm"), "serve", "--config", str(config)]
+
+    with server_process(words, directory / "serve.log") as running:
+        yield running
 
 
 def client(base_url: str) -> openai.AsyncOpenAI:

@@ -13,14 +13,11 @@ import argparse
 import itertools
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 from rich.console import Console
 from rich.table import Table
 
@@ -29,21 +26,15 @@ from scripts.bench import rl_step, sft_tokens
 from scripts.bench.load import send
 from scripts.bench.models import save_bench_model
 from scripts.bench.serving import CASES, OUTPUT, Case
+from scripts.server_process import server_process
 
 SERVED = [case for case in CASES if case.against == "mlx_lm.server"]
-READY_S = 60.0
 
 
 def serve_rate(checkout: Path, model: Path, case: Case, turn: int) -> float:
     """Return the tokens a second of a server of its own, after one warm-up request a client."""
-    port = sft_tokens.free_port()
-    command = [checkout / ".venv/bin/mlx_parallm_serve", "--model-path", model, "--port", str(port)]
-    server = subprocess.Popen(
-        [*map(str, command), "--set", "server.batch_size=64"], stderr=subprocess.DEVNULL, cwd=checkout
-    )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_ready(url, server)
+    own = [checkout / ".venv/bin/mlx_parallm_serve", "--model-path", model, "--set", "server.batch_size=64"]
+    with server_process(lambda port: [*own, "--port", str(port)], directory=checkout) as (url, _):
         turns = range(turn * (case.requests + 1), (turn + 1) * (case.requests + 1))
         texts = list(zip(*(case.prompts(number) for number in turns), strict=True))
         bodies = [
@@ -55,21 +46,6 @@ def serve_rate(checkout: Path, model: Path, case: Case, turn: int) -> float:
         if report.failures:
             raise SystemExit(f"{checkout}: {len(report.failures)} requests failed: {report.failures[0]}")
         return report.rate
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _wait_until_ready(url: str, server: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            if httpx.get(url + "/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    raise SystemExit("the server did not come up")
 
 
 def step_rate(checkout: Path, directory: Path, run: Path, steps: int) -> float:

@@ -7,18 +7,15 @@ the test again. Then the model says that it is done. Only an agent that sends ea
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
 from scripts.clients.scripted_model import make_scripted_model
+from scripts.server_process import command, server_process
 
 CLIENTS = Path(__file__).resolve().parents[2] / ".clients"  # node_modules of the clients, ignored by git
 PROMPT = "Write calc.py with a function mean(numbers) that gives 0 for an empty list, and a test for it. Run the test."
@@ -69,29 +66,9 @@ def coding_task(answers: Callable[[Path], list[str]]) -> Iterator[Task]:
 @contextlib.contextmanager
 def serve(model: str, log_file: Path, *words: str) -> Iterator[str]:
     """The address of a server of this model, which ends with the block. Raises SystemExit when it does not start."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("mlx_parallm")), "serve", "--model-path", model]
-    with log_file.open("w+") as log:
-        server = subprocess.Popen([*command, "--port", str(port), *words], stdout=log, stderr=log)
-        try:
-            _wait(server, f"http://127.0.0.1:{port}/health", log_file)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-            server.wait()
-
-
-def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    for _ in range(600):
-        if server.poll() is not None:
-            break
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(url).status_code == 200:
-                return
-        time.sleep(0.1)
-    raise SystemExit(f"the server did not start:\n{log.read_text()}")
+    fixed = [command("mlx_parallm"), "serve", "--model-path", model, *words]
+    with server_process(lambda port: [*fixed, "--port", str(port)], log_file) as (url, _):
+        yield url
 
 
 def node_client(package: str, version: str, command: str) -> str:

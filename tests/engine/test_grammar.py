@@ -335,3 +335,17 @@ def test_bad_words_and_allowed_tokens_are_vllms(served: Served, tiny_tokenizer: 
     }.items():
         with pytest.raises(RequestError, match=name):
             served.engine.add(request("x", PROMPT, **params))
+
+
+def test_where_no_token_may_come_next_the_text_ends_with_an_error(served: Served, tiny_tokenizer: Tokenizer) -> None:
+    """All logits are -inf then, and the token that argmax names is none that the client asked for."""
+    end = min(tiny_tokenizer.eos_token_ids)
+    letter = tiny_tokenizer.encode("a")[0]
+    word = tiny_tokenizer.decode([letter])
+    nothing: dict[str, dict[str, Any]] = {
+        "the end alone, and not yet": {"allowed_token_ids": (end,), "min_tokens": 3},
+        "one token, a bad word": {"allowed_token_ids": (letter,), "bad_words": (word,)},
+    }
+    for name, params in nothing.items():
+        [done] = run(served.engine, [request(name, PROMPT, max_tokens=8, **params)])[name].completions
+        assert done.finish_reason == "error" and "no token may come next" in (done.error or ""), name

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from typing import Any
 
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.engine.output_text import OutputText
@@ -101,3 +102,15 @@ class ScriptedEngine(FakeEngine):
         tokenizer = self._tokenizer
         make = tokenizer.detokenizer if request.params.skip_special_tokens else tokenizer.verbatim_detokenizer
         return OutputText(make, request.params.stop, include_stop=False, eager=request.stream)
+
+
+def script(client: Any, *texts: str, reason: FinishReason = "stop") -> Any:
+    """The client of a server whose engine says these texts, one a choice."""
+    client.engine.texts, client.engine.reason = texts, reason
+    client.engine.asked.clear()
+    return client
+
+
+def prompt(client: Any, tokenizer: Tokenizer) -> str:
+    """The prompt of the last request, as text."""
+    return tokenizer.decode(client.engine.asked[-1].prompt_token_ids, skip_special_tokens=False)

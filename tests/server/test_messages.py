@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.rollout_store.completions import KeptCompletions
 from tests.server.fake_engine import FakeEngine
-from tests.server.scripted_answers import HERMES_TEMPLATE, ScriptedEngine, tokenizer_with
+from tests.server.scripted_answers import HERMES_TEMPLATE, ScriptedEngine, prompt, script, tokenizer_with
 from tests.server.serving import running_server
 from tests.server.test_rewards import LIMITS
 from tests.server.test_tools import CALL, HERMES, SECOND
@@ -53,13 +53,7 @@ def client(tokenizer):
 
 
 def saying(client, text, reason="stop"):
-    client.engine.texts, client.engine.reason = (text,), reason
-    client.engine.asked.clear()
-    return client.messages
-
-
-def prompt(client, tokenizer):
-    return tokenizer.decode(client.engine.asked[-1].prompt_token_ids, skip_special_tokens=False)
+    return script(client, text, reason=reason).messages
 
 
 def plain(message):

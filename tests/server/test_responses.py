@@ -12,7 +12,7 @@ from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.rollout_store.completions import KeptCompletions
 from mlx_parallm.server.responses.output import TextLogprobs
 from tests.server.fake_engine import FakeEngine
-from tests.server.scripted_answers import HERMES_TEMPLATE, ScriptedEngine, tokenizer_with
+from tests.server.scripted_answers import HERMES_TEMPLATE, ScriptedEngine, prompt, script, tokenizer_with
 from tests.server.serving import running_server
 from tests.server.test_rewards import LIMITS
 from tests.server.test_tools import CALL, HERMES, SECOND
@@ -48,13 +48,7 @@ def client(tokenizer):
 
 
 def saying(client, text, reason="stop"):
-    client.engine.texts, client.engine.reason = (text,), reason
-    client.engine.asked.clear()
-    return client.responses
-
-
-def prompt(client, tokenizer):
-    return tokenizer.decode(client.engine.asked[-1].prompt_token_ids, skip_special_tokens=False)
+    return script(client, text, reason=reason).responses
 
 
 def plain(value):
@@ -125,7 +119,8 @@ def test_a_conversation_goes_on_by_id_by_items_and_by_reference(client, tokenize
     question = {"role": "user", "content": [{"type": "input_text", "text": "Rain?"}]}
     items = [item.to_dict() for item in first.output]
     sealed = [{key: value for key, value in item.items() if key != "content"} for item in items[:1]]
-    for own in (items, [*sealed, *items[1:]], [{"type": "item_reference", "id": item["id"]} for item in items]):
+    named = [{"id": item["id"]} for item in items]
+    for own in (items, [*sealed, *items[1:]], named, [{"type": "item_reference", **each} for each in named]):
         client.responses.create(input=[question, *own, output], **asked)
         assert prompt(client, tokenizer) == by_id
     kept = client.responses.retrieve(second.id)

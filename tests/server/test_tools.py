@@ -11,7 +11,7 @@ from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.loading import load_tokenizer
 from tests.conftest import running_tiny_engine
-from tests.server.scripted_answers import HERMES_TEMPLATE, MISTRAL_TEMPLATE, ScriptedEngine, tokenizer_with
+from tests.server.scripted_answers import HERMES_TEMPLATE, MISTRAL_TEMPLATE, ScriptedEngine, script, tokenizer_with
 from tests.server.serving import flat, running_server
 from tests.tiny_models import TINY_ASSETS
 
@@ -51,13 +51,6 @@ def hermes(tmp_path_factory):
 def mistral(tmp_path_factory):
     with serving(tokenizer_with(tmp_path_factory.mktemp("mistral"), MISTRAL, chat_template=MISTRAL_TEMPLATE)) as client:
         yield client
-
-
-def saying(client, *texts, reason="stop"):
-    """The client of a server whose engine says these texts, one a choice."""
-    client.engine.texts, client.engine.reason = texts, reason
-    client.engine.asked.clear()
-    return client
 
 
 def create(client, messages=MESSAGES, **fields):
@@ -119,7 +112,7 @@ RAIN = ("weather", {"city": "Köln 🌧"})
 
 def test_reasoning_content_and_calls_whole_and_streamed(hermes):
     texts = (f"{LONG}\n</think>\n\nI look. {CALL}\n{SECOND}", f"{LONG}</think>It rains.")
-    client = saying(hermes, *texts)
+    client = script(hermes, *texts)
     fields = {"tools": TOOLS, "n": 2, "logprobs": True, "return_token_ids": True}
     whole = create(client, **fields)
     chunks = list(create(client, stream=True, **fields))
@@ -138,7 +131,7 @@ def test_reasoning_content_and_calls_whole_and_streamed(hermes):
 
 
 async def test_the_async_client_streams_calls_too(hermes):
-    client = saying(hermes, f"</think>{CALL}")
+    client = script(hermes, f"</think>{CALL}")
     url = f"{client.server.url}/v1"
     async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as asynchronous:
         stream = await create(asynchronous, tools=TOOLS, stream=True)
@@ -147,13 +140,13 @@ async def test_the_async_client_streams_calls_too(hermes):
 
 
 def test_only_calls_have_no_content(hermes):
-    client = saying(hermes, f"</think>\n{CALL}")
+    client = script(hermes, f"</think>\n{CALL}")
     assert create(client, tools=TOOLS).choices[0].message.content is None
     assert create(client).choices[0].message.content == CALL  # nobody offered tools
 
 
 def test_one_call_only_when_asked(hermes):
-    client = saying(hermes, f"</think>{CALL}{SECOND}")
+    client = script(hermes, f"</think>{CALL}{SECOND}")
     assert told(create(client, tools=TOOLS, parallel_tool_calls=False))[0]["calls"] == [RAIN]
     chunks = create(client, tools=TOOLS, parallel_tool_calls=False, stream=True)
     assert assembled(chunks)[0]["calls"] == [RAIN]
@@ -166,7 +159,7 @@ def malformed(http):
 def test_a_malformed_call_is_content_and_counted(hermes):
     """A stream has shown its beginning already, as a call."""
     broken = CALL.replace('"}}', '"')
-    client = saying(hermes, f"</think>{broken}")
+    client = script(hermes, f"</think>{broken}")
     with client.server.http() as http:
         before = malformed(http)
         [answer] = told(create(client, tools=TOOLS))
@@ -178,7 +171,7 @@ def test_a_malformed_call_is_content_and_counted(hermes):
 
 
 def test_a_call_that_the_limit_cut_off_is_not_complete(hermes):
-    client = saying(hermes, f"</think>{CALL[:-20]}", reason="length")
+    client = script(hermes, f"</think>{CALL[:-20]}", reason="length")
     [answer] = told(create(client, tools=TOOLS))
     [(name, arguments)] = answer["calls"]
     assert (name, answer["reason"], answer["content"]) == ("weather", "length", "")
@@ -187,7 +180,7 @@ def test_a_call_that_the_limit_cut_off_is_not_complete(hermes):
 
 
 def test_arguments_are_streamed_as_they_come(hermes):
-    client = saying(hermes, f"</think>{CALL}")
+    client = script(hermes, f"</think>{CALL}")
     chunks = [chunk.choices[0].delta.tool_calls for chunk in create(client, tools=TOOLS, stream=True)]
     pieces = flat(filter(None, chunks))
     assert len(pieces) > 5 and pieces[0].function.name == "weather"
@@ -196,7 +189,7 @@ def test_arguments_are_streamed_as_they_come(hermes):
 
 def test_markers_that_are_special_tokens_are_seen(mistral):
     text = '<think>Hm, rain.</think>I look.[TOOL_CALLS]weather[ARGS]{"city": "Köln 🌧"}[TOOL_CALLS]add[ARGS]{}'
-    client = saying(mistral, text)
+    client = script(mistral, text)
     for chunks in (create(client, tools=TOOLS, stream=True), None):
         [answer] = assembled(chunks) if chunks else told(create(client, tools=TOOLS))
         assert answer == {
@@ -207,7 +200,7 @@ def test_markers_that_are_special_tokens_are_seen(mistral):
 
 
 def test_the_prompt_says_whether_the_answer_starts_in_reasoning(hermes):
-    client = saying(hermes, "so </think>yes")
+    client = script(hermes, "so </think>yes")
     assert told(create(client))[0]["reasoning"] == "so"  # whatever <think> in the user's message says
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     assert told(create(client, **off))[0] | {"content": "so </think>yes"} == told(create(client, **off))[0]
@@ -220,7 +213,7 @@ def test_the_prompt_says_whether_the_answer_starts_in_reasoning(hermes):
 
 def test_prefix_goes_on_with_the_last_message(hermes):
     messages = [*MESSAGES, {"role": "assistant", "content": "Yes, it", "prefix": True}]
-    client = saying(hermes, "rains")
+    client = script(hermes, "rains")
     create(client, messages)
     prompt = hermes.tokenizer.decode(client.engine.asked[0].prompt_token_ids, skip_special_tokens=False)
     assert prompt.endswith("<|im_start|>assistant\nYes, it")
@@ -247,7 +240,7 @@ HISTORY = [
 
 
 def test_history_and_tools_are_in_the_prompt(hermes, mistral):
-    client = saying(hermes, "</think>It rains.")
+    client = script(hermes, "</think>It rains.")
     with client.server.http() as http:
         create(client, HISTORY, tools=TOOLS)
         [asked] = client.engine.asked
@@ -263,7 +256,7 @@ def test_history_and_tools_are_in_the_prompt(hermes, mistral):
         assert http.post("/tokenize", json=body).json()["tokens"] == list(asked.prompt_token_ids)
         create(client, tools=TOOLS, tool_choice="none")
         assert "Wetter?" not in hermes.tokenizer.decode(client.engine.asked[1].prompt_token_ids)
-    client = saying(mistral, "It rains.")
+    client = script(mistral, "It rains.")
     create(client, HISTORY, tools=TOOLS)
     prompt = mistral.tokenizer.decode(client.engine.asked[0].prompt_token_ids, skip_special_tokens=False)
     assert '[TOOL_CALLS]weather[ARGS]{"city": ' in prompt
@@ -292,7 +285,7 @@ WRONG = {
 
 
 def test_what_is_wrong_with_tools_is_a_400_naming_the_field(hermes):
-    client = saying(hermes, "x")
+    client = script(hermes, "x")
     with client.server.http() as http:
         for name, (fields, param) in WRONG.items():
             body = json.dumps({"messages": MESSAGES} | fields)
@@ -311,7 +304,7 @@ def test_a_template_without_tools_is_taught_them_in_words(tmp_path):
     """The history too: templates without tools leave calls out, and know no role `tool`."""
     client_of = lambda name, template: serving(tokenizer_with(tmp_path / name, {}, chat_template=template))  # noqa: E731
     with client_of("a", PLAIN) as client:
-        for chunks in (create(saying(client, f"I look. {CALL}\n{SECOND}"), tools=TOOLS, stream=True), None):
+        for chunks in (create(script(client, f"I look. {CALL}\n{SECOND}"), tools=TOOLS, stream=True), None):
             [answer] = assembled(chunks) if chunks else told(create(client, tools=TOOLS))
             assert answer["calls"] == [RAIN, ("add", {})] and answer["content"] == "I look."
         create(client, HISTORY, tools=TOOLS)
@@ -323,7 +316,7 @@ def test_a_template_without_tools_is_taught_them_in_words(tmp_path):
         create(client, tools=TOOLS, tool_choice="none")
         assert "tools" not in client.tokenizer.decode(client.engine.asked[-1].prompt_token_ids)
     with client_of("b", NO_SYSTEM) as client:
-        create(saying(client, "x"), tools=TOOLS)
+        create(script(client, "x"), tools=TOOLS)
         prompt = client.tokenizer.decode(client.engine.asked[-1].prompt_token_ids)
         assert prompt.startswith("user:You can use these tools:") and prompt.endswith("Köln?;")
     unread = tokenizer_with(tmp_path / "off", {}, chat_template=HERMES_TEMPLATE, tool_parser="off")
@@ -454,10 +447,10 @@ def test_a_model_may_call_or_answer_in_the_schema(kind, tmp_path):
 
 
 def test_structured_output_is_content_behind_the_reasoning(hermes):
-    client = saying(hermes, 'so</think>{"a": "<think></think><tool_call>"}')
+    client = script(hermes, 'so</think>{"a": "<think></think><tool_call>"}')
     for fields in ({}, {"tools": TOOLS}):
         answer = create(client, response_format={"type": "json_object"}, **fields).choices[0].message
         assert (answer.reasoning, answer.content) == ("so", '{"a": "<think></think><tool_call>"}')
-    client = saying(hermes, f"so</think>{CALL}")  # reasoning in the content does not hide a call
+    client = script(hermes, f"so</think>{CALL}")  # reasoning in the content does not hide a call
     [mixed] = told(create(client, response_format={"type": "json_object"}, tools=TOOLS, separate_reasoning=False))
     assert mixed["content"] == "so</think>" and mixed["calls"] == [RAIN]

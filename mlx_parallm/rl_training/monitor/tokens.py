@@ -68,36 +68,52 @@ class TokenLog:
     def _write(self, group_ids: Collection[str]) -> None:
         if self._batch is None or self._tokens is None:
             return
-        if self._connection is None:
-            self._connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
-            self._connection.executescript(_OPEN + _TABLE)
-            self._connection.execute("DELETE FROM tokens WHERE step > ?", (self._step,))
-            if self._number("page_count") * self._number("page_size") > self._most:  # of a run with a larger bound
-                self._make_room(self._connection, 0)
-                self._connection.execute("VACUUM")
+        connection = self._open() if self._connection is None else self._connection
         rows = rows_of(self._batch, self._tokens, group_ids)
         marks = ", ".join("?" * (5 + len(COLUMNS)))
-        self._make_room(self._connection, sum(map(_bytes_of, rows)))
-        self._connection.execute("BEGIN")
-        self._connection.executemany(f"INSERT OR REPLACE INTO tokens VALUES ({marks})", rows)
-        self._connection.execute("COMMIT")
+        self._make_room(connection, sum(map(_bytes_of, rows)))
+        connection.execute("BEGIN")
+        try:
+            connection.executemany(f"INSERT OR REPLACE INTO tokens VALUES ({marks})", rows)
+            connection.execute("COMMIT")
+        except sqlite3.Error:  # a full disk: the next step may find room again
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+
+    def _open(self) -> sqlite3.Connection:
+        """Open the file for this run; a failure leaves nothing open, so that the next step tries again."""
+        connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+        try:
+            connection.executescript(_OPEN + _TABLE)
+            connection.execute("DELETE FROM tokens WHERE step > ?", (self._step,))
+            if _number(connection, "page_count") * _number(connection, "page_size") > self._most:  # had a larger bound
+                self._make_room(connection, 0)
+                connection.execute("VACUUM")
+        except (sqlite3.Error, StoreError):
+            connection.close()
+            raise
+        self._connection = connection
+        return connection
 
     def _make_room(self, connection: sqlite3.Connection, wanted: int) -> None:
         """Remove the oldest steps until `wanted` bytes fit. Raises StoreError: they never will."""
         if wanted + EMPTY_BYTES > self._most:
             raise StoreError(f"the tokens of one step need {wanted} bytes, and logging.tokens_gb allows {self._most}")
-        while self._used_bytes() + wanted > self._most:
+        while _used_bytes(connection) + wanted > self._most:
             ((oldest,),) = connection.execute("SELECT min(step) FROM tokens")
             if oldest is None:
                 return
             connection.execute("DELETE FROM tokens WHERE step = ?", (oldest,))
 
-    def _used_bytes(self) -> int:
-        return (self._number("page_count") - self._number("freelist_count")) * self._number("page_size")
 
-    def _number(self, pragma: str) -> int:
-        assert self._connection is not None
-        return int(self._connection.execute(f"PRAGMA {pragma}").fetchone()[0])
+def _used_bytes(connection: sqlite3.Connection) -> int:
+    pages = _number(connection, "page_count") - _number(connection, "freelist_count")
+    return pages * _number(connection, "page_size")
+
+
+def _number(connection: sqlite3.Connection, pragma: str) -> int:
+    return int(connection.execute(f"PRAGMA {pragma}").fetchone()[0])
 
 
 def _bytes_of(row: Sequence[object]) -> int:

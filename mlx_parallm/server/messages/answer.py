@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from mlx_parallm.server.messages.errors import anthropic_error
+from mlx_parallm.server.protocol.translation import ChatFields
 
 Event = dict[str, Any]
 _REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "pause_turn"}
@@ -86,7 +87,7 @@ class MessageForm:
         self._blocks = _Blocks()
         self._usage: dict[str, Any] = _usage({})
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
-        self._more: dict[str, Any] = {}
+        self._more = ChatFields(_KEPT)
 
     def whole(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         choice = answer["choices"][0]
@@ -95,10 +96,10 @@ class MessageForm:
         for _ in self._blocks.finish():
             pass
         self._usage = _usage(answer["usage"])
-        self._take_ids(answer)
-        self._take_ids(choice)
+        self._more.take_ids(answer)
+        self._more.take_ids(choice)
         self._take_end(answer, choice)
-        return self._message() | self._more
+        return self._message() | self._more.taken
 
     async def events(self, chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[Event, None]:
         begun = False
@@ -110,16 +111,16 @@ class MessageForm:
                     begun = True
                     yield {"type": "message_start", "message": self._message()}
                     yield {"type": "ping"}
-                self._take_ids(chunk)
+                self._more.take_ids(chunk)
                 for choice in chunk.get("choices") or ():
                     for event in self._blocks.take(choice["delta"]):
                         yield event
-                    self._take_ids(choice)
+                    self._more.take_ids(choice)
                     if choice["finish_reason"] is not None:
                         self._take_end(chunk, choice)
         for event in self._blocks.finish():
             yield event
-        yield {"type": "message_delta", "delta": dict(self._end), "usage": self._usage, **self._more}
+        yield {"type": "message_delta", "delta": dict(self._end), "usage": self._usage, **self._more.taken}
         yield {"type": "message_stop"}
 
     def error(self, error: Mapping[str, Any]) -> Event:
@@ -142,14 +143,7 @@ class MessageForm:
         stop = stopped_by if choice["finish_reason"] == "stop" and stopped_by in self._stops else None
         reason = "stop_sequence" if stop is not None else _REASONS.get(choice["finish_reason"], "end_turn")
         self._end = {"stop_reason": reason, "stop_sequence": stop}
-        self._more |= {key: source[key] for source in (answer, choice) for key in _KEPT if key in source}
-
-    def _take_ids(self, part: Mapping[str, Any]) -> None:
-        """`return_token_ids`: those of the prompt come once, the answer's as they are sampled."""
-        if "prompt_token_ids" in part:
-            self._more["prompt_token_ids"] = part["prompt_token_ids"]
-        if "token_ids" in part:
-            self._more.setdefault("token_ids", []).extend(part["token_ids"])
+        self._more.take_end(answer, choice)
 
 
 def _object(arguments: str) -> dict[str, Any]:

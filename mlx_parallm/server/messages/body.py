@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.protocol.fields import Body, ListOf, QueueFields, SamplingFields
 from mlx_parallm.server.protocol.openai import LONGEST_WORD, MAX_MESSAGES, MAX_TOOLS, ChatBody
-from mlx_parallm.server.protocol.translation import chat_body, refuse_choices, shared_fields
+from mlx_parallm.server.protocol.translation import chat_body, joined_text, refuse_choices, shared_fields
 
 Block = dict[str, Any]
 IN_CHAT = {  # a field of the chat → the one that a client of this API has written
@@ -94,7 +94,7 @@ class CountTokensBody(Body):
     def chat_fields(self) -> dict[str, Any]:
         messages: list[dict[str, Any]] = []
         if self.system is not None:
-            messages.append({"role": "system", "content": _texts(self.system, "system")})
+            messages.append({"role": "system", "content": joined_text(self.system, "system", _text)})
         for position, turn in enumerate(self.messages):
             messages += _chat_turn(turn, f"messages.{position}")
         choice = self.tool_choice or MessageToolChoice(type="auto")
@@ -155,7 +155,7 @@ def _chat_turn(turn: ConversationTurn, where: str) -> list[dict[str, Any]]:
     for index, block in enumerate(turn.content):
         place = f"{where}.{index}"
         if turn.role == "user" and block.get("type") == "tool_result":
-            content = _texts(block.get("content") or "", f"{place}.content")
+            content = joined_text(block.get("content") or "", f"{place}.content", _text)
             call_id = _string(block, "tool_use_id", place)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
             continue
@@ -186,14 +186,6 @@ def _chat_answer(blocks: Sequence[Block], where: str) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     return message
-
-
-def _texts(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"{where}: must be a string or a list of blocks", param=where)
-    return "".join(_text(block, f"{where}.{index}") for index, block in enumerate(content))
 
 
 def _text(block: Any, where: str) -> str:

@@ -259,6 +259,15 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")  # llama.cpp's place of it
 
+    @model_validator(mode="before")
+    @classmethod
+    def _tgis(cls, data: Any) -> Any:
+        """TGI's words, which huggingface_hub sends: {"type": "json_object" or "json", "value": SCHEMA}."""
+        if not isinstance(data, dict) or data.get("type") not in ("json", "json_object") or data.get("value") is None:
+            return data
+        kept = {key: value for key, value in data.items() if key != "value"}
+        return {"schema": data["value"], **kept, "type": "json_object"}
+
     @model_validator(mode="after")
     def _schema_is_there(self) -> Self:
         if self.schema_ is not None:

@@ -1,6 +1,6 @@
 """Bodies of other APIs → the body of a chat. What they share with it keeps its name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -19,6 +19,34 @@ SHARED = frozenset(
         "truncate_prompt_tokens",
     }
 )
+
+
+class ChatFields:
+    """Fields of a chat's answer that keep their names: the token ids, and at the end the ones of these `names`."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.taken: dict[str, Any] = {}
+        self._names = names
+
+    def take_ids(self, part: Mapping[str, Any]) -> None:
+        """`return_token_ids`: those of the prompt come once, the answer's as they are sampled."""
+        if "prompt_token_ids" in part:
+            self.taken["prompt_token_ids"] = part["prompt_token_ids"]
+        if "token_ids" in part:
+            self.taken.setdefault("token_ids", []).extend(part["token_ids"])
+
+    def take_end(self, answer: Mapping[str, Any], choice: Mapping[str, Any]) -> None:
+        """`answer`: the whole one, or a choice's last chunk."""
+        self.taken |= {key: source[key] for source in (answer, choice) for key in self._names if key in source}
+
+
+def joined_text(content: Any, where: str, text: Callable[[Any, str], str]) -> str:
+    """A string, or the texts of its parts; `text`: of one part and its place. Raises RequestError."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where}: must be a string or a list of parts", param=where)
+    return "".join(text(part, f"{where}.{index}") for index, part in enumerate(content))
 
 
 def refuse_choices(body: SamplingFields) -> None:

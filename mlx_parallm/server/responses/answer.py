@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.errors import error_body, status_of
+from mlx_parallm.server.protocol.translation import ChatFields
 from mlx_parallm.server.responses.body import SEALED_REASONING, ResponsesBody, ToolNames
 from mlx_parallm.server.responses.items import Item
 from mlx_parallm.server.responses.output import COMPLETED, INCOMPLETE, Event, OutputItems
@@ -44,7 +45,7 @@ class ResponseForm:
         self._output = OutputItems(names, as_summary=body.reasoning.summarises, sealed=sealed)
         self._status = IN_PROGRESS
         self._usage: dict[str, Any] | None = None
-        self._more: dict[str, Any] = {}
+        self._more = ChatFields(_KEPT)
         self._sequence = 0
 
     def whole(self, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,34 +115,27 @@ class ResponseForm:
             "truncation": "disabled",
             "usage": self._usage,
             "user": body.user,
-            **self._more,
+            **self._more.taken,
         }
 
     def _take_chunk(self, chunk: Mapping[str, Any]) -> Iterator[Event]:
         for choice in chunk.get("choices") or ():
             yield from map(self._numbered, self._output.take(choice["delta"], choice.get("logprobs")))
-            self._take_ids(choice)
+            self._more.take_ids(choice)
             if choice["finish_reason"] is not None:
                 self._take_end(chunk, choice)
-        self._take_ids(chunk)
+        self._more.take_ids(chunk)
         if chunk.get("usage"):
             self._usage = _usage(chunk["usage"])
 
     def _take_end(self, answer: Mapping[str, Any], choice: Mapping[str, Any]) -> None:
         """`answer`: the whole one, or a choice's last chunk."""
         self._status = _STATUSES.get(choice["finish_reason"], COMPLETED)
-        self._more |= {key: source[key] for source in (answer, choice) for key in _KEPT if key in source}
+        self._more.take_end(answer, choice)
         if "message" in choice:
-            self._take_ids(answer)
-            self._take_ids(choice)
+            self._more.take_ids(answer)
+            self._more.take_ids(choice)
             self._usage = _usage(answer["usage"])
-
-    def _take_ids(self, part: Mapping[str, Any]) -> None:
-        """`return_token_ids`: those of the prompt come once, the answer's as they are sampled."""
-        if "prompt_token_ids" in part:
-            self._more["prompt_token_ids"] = part["prompt_token_ids"]
-        if "token_ids" in part:
-            self._more.setdefault("token_ids", []).extend(part["token_ids"])
 
     @property
     def _item_status(self) -> str:

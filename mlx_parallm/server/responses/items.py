@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import RequestError
+from mlx_parallm.server.protocol.translation import joined_text
 
 CUSTOM_ARGUMENT = "input"  # of the function that stands for a custom tool
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -38,9 +39,8 @@ def chat_messages(items: Sequence[Mapping[str, Any]], *, first: int = 0) -> list
             turns.call(_chat_call(item, kind, where))
         elif kind in _OUTPUTS:
             call_id = _text_field(item, "call_id", where)
-            turns.add(
-                {"role": "tool", "tool_call_id": call_id, "content": _text_of(item.get("output"), f"{where}.output")}
-            )
+            output = joined_text(item.get("output"), f"{where}.output", _part_text)
+            turns.add({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind == "reasoning":
             turns.reason(_reasoning(item, where))
         else:
@@ -87,20 +87,11 @@ def _add_message(turns: _Turns, item: Mapping[str, Any], where: str) -> None:
     role = item.get("role")
     if role not in _ROLES:
         raise RequestError(f"{where}.role: must be one of {', '.join(_ROLES)}, not {role!r}", param=f"{where}.role")
-    text = _text_of(item.get("content"), f"{where}.content")
+    text = joined_text(item.get("content"), f"{where}.content", _part_text)
     if role == "assistant":
         turns.say(text)
     else:
         turns.add({"role": role, "content": text})
-
-
-def _text_of(content: Any, where: str) -> str:
-    """A string, or the texts of its parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"{where}: must be a string or a list of parts", param=where)
-    return "".join(_part_text(part, f"{where}.{index}") for index, part in enumerate(content))
 
 
 def _part_text(part: Any, where: str) -> str:

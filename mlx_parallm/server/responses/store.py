@@ -136,13 +136,13 @@ class ResponseStore:
     def resolve(self, items: Sequence[Item]) -> list[Item]:
         """A request's items, with those that `item_reference`s name. Raises RequestError: one is not kept, or is named
         twice (a short request could stand for any number of large items)."""
-        wanted = {item.get("id"): n for n, item in enumerate(items) if item.get("type") == "item_reference"}
+        wanted = {item.get("id"): n for n, item in enumerate(items) if _is_reference(item)}
         if not wanted:
             return list(items)
         known = {item.id: item for stored in self._kept.values() for item in stored.items}
         found = []
         for position, item in enumerate(items):
-            if item.get("type") != "item_reference":
+            if not _is_reference(item):
                 found.append(item)
                 continue
             item_id, param = item.get("id"), f"input.{position}.id"
@@ -158,3 +158,8 @@ class ResponseStore:
             f"no {what} {name!r} is kept: it was not stored, was deleted, or was the oldest of more than "
             f"server.stored_responses_bytes = {self._max_bytes}; send the whole conversation as 'input'"
         )
+
+
+def _is_reference(item: Item) -> bool:
+    """OpenAI lets a reference leave its type out."""
+    return item.get("type") == "item_reference" or set(item) == {"id"}

@@ -58,7 +58,7 @@ def cell(name: str) -> Callable[[Callable[[], object]], None]:
             result = function()
             if inspect.iscoroutine(result):
                 asyncio.run(result)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - another program: what it raises is the result
             why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         finally:
             signal.alarm(0)

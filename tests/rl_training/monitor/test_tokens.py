@@ -66,3 +66,12 @@ def test_a_step_that_never_fits_is_one_warning(tmp_path: Path, capsys: pytest.Ca
     printed = "".join(capsys.readouterr())
     assert printed.count("logging.tokens_gb") == 1
     assert steps_in(tmp_path) == []
+
+
+def test_after_a_failed_write_the_next_step_is_written(tmp_path: Path) -> None:
+    log = TokenLog(tmp_path)
+    (tmp_path / TOKENS_FILE).mkdir()
+    write(log, range(1, 2))
+    (tmp_path / TOKENS_FILE).rmdir()
+    write(log, range(2, 4))
+    assert steps_in(tmp_path) == [2, 3]
