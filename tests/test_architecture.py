@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rl_training",),
     ("library",),
     ("primitives",),
-    ("integrations", "distributed", "experts", "traces"),
+    ("integrations", "distributed", "experts", "traces", "prompt_policy"),
     ("daemon",),
     ("tools", "orchestrator"),
     ("dashboard", "export"),
@@ -253,6 +253,7 @@ def test_package_init_files_are_empty() -> None:
         "orchestrator",
         "pipeline",
         "primitives",
+        "prompt_policy",
         "traces",
     )  # imported from
     inits = [s for s in sources("mlx_parallm") if s.path.endswith("/__init__.py") and s.unit not in faces]

@@ -269,7 +269,7 @@ def test_environment_kinds() -> None:
 
 
 def missing_of_commands() -> Iterator[str]:
-    found = re.findall(r"^\| `mlx_parallm (\w+)` \| (?:`(\w+)`)? ?\| (.*)\|$", text(COMMANDS_PAGE), re.MULTILINE)
+    found = re.findall(r"^\| `mlx_parallm ([\w-]+)` \| (?:`(\w+)`)? ?\| (.*)\|$", text(COMMANDS_PAGE), re.MULTILINE)
     rows = {name: (script or None, set(re.findall(r"--[\w-]+", flags))) for name, script, flags in found}
     for command in COMMANDS.values():
         name, script = command.name, f"`{command.script}`" if command.script else ""

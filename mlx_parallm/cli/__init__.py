@@ -15,6 +15,7 @@ merge_lora = script("mlx_parallm_merge_lora")
 convert_adapter = script("mlx_parallm_convert_adapter")
 export = script("mlx_parallm_export")
 doctor = script("mlx_parallm_doctor")
+prompt_policy = script("mlx_parallm_prompt_policy")
 pipeline = script("mlx_parallm_pipeline")
 traces = script("mlx_parallm_traces")
 
@@ -29,6 +30,7 @@ __all__ = [
     "mcp",
     "merge_lora",
     "pipeline",
+    "prompt_policy",
     "replay",
     "rollouts",
     "serve",

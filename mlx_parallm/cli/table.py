@@ -74,6 +74,14 @@ COMMANDS = (
         "Trainings go on when it ends, and are found again. docs/mcp_server.md.",
     ),
     Command(
+        "prompt-policy",
+        "start",
+        "Serve a policy that learns which rewriting helps which prompt.",
+        "mlx_parallm.cli.start:prompt_policy",
+        "mlx_parallm_prompt_policy",
+        "Without --server: a demonstration. docs/prompt_policy.md.",
+    ),
+    Command(
         "explain",
         "look",
         "Say what a run did and why it does not learn.",

@@ -22,6 +22,7 @@ from mlx_parallm.config.algorithm import without_unread
 from mlx_parallm.config.data import DATA_ALGORITHMS, OPTIONS, ROLLOUT_KEYS, DataConfig
 from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig, Section
 from mlx_parallm.config.evaluation import EvaluationConfig, check_evaluation, moved_keys
+from mlx_parallm.config.prompt_policy import PromptPolicyConfig
 from mlx_parallm.config.server import ModelConfig, ServerConfig
 from mlx_parallm.config.tools import ToolsConfig
 from mlx_parallm.config.traces import TracesConfig
@@ -51,6 +52,7 @@ class Config(Section):
     """In-process environments; none = only environments that come over HTTP."""
     tools: ToolsConfig = ToolsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    prompt_policy: PromptPolicyConfig = PromptPolicyConfig()
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Config":
@@ -236,7 +238,7 @@ def _environments(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _make_paths_absolute(data: dict[str, Any], directories: list[Path]) -> None:
     """Make the paths of user code and data absolute: a saved configuration must not depend on the working directory."""
-    for section in [data.get("rl_training"), data.get("data"), *_environments(data)]:
+    for section in [data.get("rl_training"), data.get("data"), data.get("prompt_policy"), *_environments(data)]:
         if not isinstance(section, dict):
             continue
         for key in ("advantage", "loss", "kind", *PATHS):

@@ -29,8 +29,7 @@ from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.experts.expert import PackedState, RNNExpertBase
 from mlx_parallm.experts.saving import load_expert, save_expert
 from mlx_parallm.experts.tasks import VectorTask
-from mlx_parallm.losses.policy_gradient import LossOptions, policy_loss
-from mlx_parallm.losses.ppo import Loss, Steps, gae, loss_inputs, with_value_loss
+from mlx_parallm.losses.ppo import Loss, Steps, clipped_ppo, gae, loss_inputs
 from mlx_parallm.system.files import write_directory
 
 EXPERT_FILE, OPTIMIZER_FILE, STATE_FILE = "expert.safetensors", "optimizer.safetensors", "state.json"
@@ -70,25 +69,11 @@ class RecurrentPPOConfig:
 
     def loss(self) -> Loss:
         """The clipped surrogate with entropy bonus, and the clipped value loss."""
-        unused = math.nan
-        options = LossOptions(
-            loss="clip",
-            ratio_level="token",
-            aggregation="token",
-            kl_estimator="k3",
-            entropy_weight=self.entropy_weight,
+        return clipped_ppo(
             clip_ratio=self.clip_ratio,
-            clip_ratio_high=self.clip_ratio,
-            dual_clip=unused,
-            ratio_delta=unused,
-            sapo_tau_positive=unused,
-            sapo_tau_negative=unused,
-            dppo_low=unused,
-            dppo_high=unused,
-            dppo_kl=unused,
-        )
-        return with_value_loss(
-            lambda inputs: policy_loss(inputs, options), clip=self.value_clip, coefficient=self.value_coefficient
+            entropy_weight=self.entropy_weight,
+            value_clip=self.value_clip,
+            value_coefficient=self.value_coefficient,
         )
 
 

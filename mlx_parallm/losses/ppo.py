@@ -10,12 +10,14 @@ return 0 → ½ max(0.5², 0.3²) = 0.125, gradient 0.5: the way back to V_old s
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import nan
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.losses.kl import k3
+from mlx_parallm.losses.policy_gradient import LossOptions, policy_loss
 from mlx_parallm.losses.types import LossInputs, LossOutputs, aggregate, masked
 
 Loss = Callable[[LossInputs], LossOutputs]
@@ -117,3 +119,24 @@ def with_value_loss(policy_loss: Loss, *, clip: float, coefficient: float) -> Lo
         return LossOutputs(policy.loss + coefficient * value.loss, metrics)
 
     return loss
+
+
+def clipped_ppo(*, clip_ratio: float, entropy_weight: float, value_clip: float, value_coefficient: float) -> Loss:
+    """PPO of a small policy: the clipped surrogate with entropy bonus, and the clipped value loss, means over steps."""
+    options = LossOptions(
+        loss="clip",
+        ratio_level="token",
+        aggregation="token",
+        kl_estimator="k3",
+        entropy_weight=entropy_weight,
+        clip_ratio=clip_ratio,
+        clip_ratio_high=clip_ratio,
+        dual_clip=nan,
+        ratio_delta=nan,
+        sapo_tau_positive=nan,
+        sapo_tau_negative=nan,
+        dppo_low=nan,
+        dppo_high=nan,
+        dppo_kl=nan,
+    )
+    return with_value_loss(lambda inputs: policy_loss(inputs, options), clip=value_clip, coefficient=value_coefficient)

@@ -1,4 +1,5 @@
-"""The SQLite file under `store.RolloutStore`: schema, pragmas, transactions, and errors in words.
+"""A SQLite file that loses nothing: schema, pragmas, transactions, and errors in words. `store.RolloutStore` has one
+with the schema GROUPS; a part may have one with a `Schema` of its own.
 
 One connection, one lock: SQLite has a single writer anyway. A commit is on the disk when it returns (WAL,
 synchronous=FULL; on macOS F_FULLFSYNC, because a drive there may keep writes in its cache). Payloads are in a table of
@@ -9,12 +10,12 @@ import contextlib
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlx_parallm.errors import StoreError
 
-SCHEMA_VERSION = 2
 LOG_LIMIT = 16 << 20  # bytes that the write-ahead log shrinks to once it has been folded into the file
 SPARE_PAGES = 1024  # free pages that stay in the file: the next groups need them
 VACUUM_PAGES = 512
@@ -66,15 +67,30 @@ CREATE TEMP VIEW payloads AS SELECT sequence, payload FROM main.groups;
 """
 
 
+@dataclass(frozen=True)
+class Schema:
+    """What is in a file. `name`: for messages; `upgrades`: SQL from an older version to this one; `views`: SQL that
+    lets a reader see an older version as this one."""
+
+    name: str
+    version: int
+    create: str
+    upgrades: Mapping[int, str] = field(default_factory=dict)
+    views: Mapping[int, str] = field(default_factory=dict)
+
+
+GROUPS = Schema("rollout", 2, _NEW, upgrades={1: _FROM_1}, views={1: _VIEW_OF_1})
+
+
 class Database:
     """Any thread. Raises StoreError and nothing of sqlite3's. `changed` is told after each commit, and at `close`."""
 
-    def __init__(self, path: Path, *, lock_timeout_s: float, read_only: bool) -> None:
+    def __init__(self, path: Path, *, lock_timeout_s: float, read_only: bool, schema: Schema = GROUPS) -> None:
         """Opens the file; makes it, or brings an older schema up to date, unless `read_only`.
 
         Raises StoreError: not a database, a newer schema, locked, not writable (or not there, read-only).
         """
-        self.path = path
+        self.path, self._schema = path, schema
         self.changed = threading.Condition()
         self.connection: sqlite3.Connection | None = None
         try:
@@ -114,7 +130,7 @@ class Database:
     def reading(self, doing: str = "read") -> Iterator[sqlite3.Connection]:
         with self.changed:
             if self.connection is None:
-                raise StoreError(f"{self.path}: the rollout database is closed")
+                raise StoreError(f"{self.path}: the {self._schema.name} database is closed")
             try:
                 yield self.connection
             except sqlite3.Error as error:
@@ -149,16 +165,15 @@ class Database:
             self.changed.notify_all()
 
     def _prepare(self, connection: sqlite3.Connection, read_only: bool) -> None:
-        version = _number(connection, "user_version")
-        if version > SCHEMA_VERSION or (read_only and version == 0):
+        version, schema = _number(connection, "user_version"), self._schema
+        if version > schema.version or (read_only and version == 0):
             raise StoreError(
-                f"{self.path}: schema {version} is a newer mlx_parallm's; this one reads up to {SCHEMA_VERSION}"
+                f"{self.path}: schema {version} is a newer mlx_parallm's; this one reads up to {schema.version}"
                 if version
-                else f"{self.path}: there is no rollout database in it"
+                else f"{self.path}: there is no {schema.name} database in it"
             )
         if read_only:
-            if version == 1:
-                connection.executescript(_VIEW_OF_1)
+            connection.executescript(schema.views.get(version, ""))
             return
         incremental = 2
         connection.execute(f"PRAGMA auto_vacuum = {incremental}")  # counts for a new file, and for VACUUM
@@ -167,9 +182,9 @@ class Database:
         connection.execute("PRAGMA fullfsync = 1")
         connection.execute("PRAGMA checkpoint_fullfsync = 1")
         connection.execute(f"PRAGMA journal_size_limit = {LOG_LIMIT}")
-        if version < SCHEMA_VERSION:
-            statements = _FROM_1 if version == 1 else _NEW
-            connection.executescript(f"BEGIN IMMEDIATE; {statements} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        if version < schema.version:
+            statements = schema.upgrades[version] if version else schema.create
+            connection.executescript(f"BEGIN IMMEDIATE; {statements} PRAGMA user_version = {schema.version}; COMMIT;")
         if _number(connection, "auto_vacuum") != incremental:
             connection.execute("VACUUM")
 
@@ -183,12 +198,12 @@ class Database:
         text = str(error)
         advice = ""
         if "full" in text or "disk I/O" in text:
-            advice = " (is the disk full? free some space: the group was not accepted and may be sent again)"
+            advice = " (is the disk full? free some space: it was not accepted and may be sent again)"
         elif "locked" in text:
             advice = " (another process holds it: is a second daemon using this run directory?)"
         elif "not a database" in text:
             advice = " (move the file away to start a new one)"
-        return StoreError(f"{self.path}: the rollout database cannot be {doing}: {text}{advice}")
+        return StoreError(f"{self.path}: the {self._schema.name} database cannot be {doing}: {text}{advice}")
 
 
 def _read_mode(path: Path) -> str:

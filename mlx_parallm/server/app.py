@@ -94,11 +94,23 @@ class AddedRouter:
             raise ValueError("AddedRouter(basic_auth=True) needs a router with a prefix: Basic would open every route")
 
 
-def create_app(deps: ServerDeps, routers: Sequence[AddedRouter] = ()) -> FastAPI:
-    """An app that can be served at once: until `deps.state.ready(…)` everything answers 503."""
-    app = FastAPI(title="mlx_parallm", version=mlx_parallm.__version__)
+def create_app(
+    deps: ServerDeps,
+    routers: Sequence[AddedRouter] = (),
+    *,
+    base: Sequence[APIRouter] = ROUTERS,
+    title: str = "mlx_parallm",
+    origin_regex: str | None = None,
+) -> FastAPI:
+    """An app that can be served at once: until `deps.state.ready(…)` everything answers 503.
+
+    Args:
+        base: the routes of a model's server; a service without a model has others, and `needs_model=False`.
+        origin_regex: web pages of these origins may read answers too, beside `server.cors_origins`.
+    """
+    app = FastAPI(title=title, version=mlx_parallm.__version__)
     app.state.context = ServerContext(deps)
-    for router in (*ROUTERS, *(added.router for added in routers)):
+    for router in (*base, *(added.router for added in routers)):
         app.include_router(router)
     install_error_handlers(app)
     _install_openapi(app)
@@ -119,10 +131,11 @@ def create_app(deps: ServerDeps, routers: Sequence[AddedRouter] = ()) -> FastAPI
     )
     app.add_middleware(RequestContextMiddleware, metrics=deps.state.metrics, timeout_s=deps.config.request_timeout_s)
     app.add_middleware(AnthropicErrors)
-    if origins:  # outside of the key: a browser's preflight request cannot carry one
+    if origins or origin_regex:  # outside of the key: a browser's preflight request cannot carry one
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
+            allow_origin_regex=origin_regex,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("X-Request-ID", UNENFORCED_HEADER),

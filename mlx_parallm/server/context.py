@@ -44,10 +44,14 @@ class LoadedParts:
 
 
 class ServerState:
-    """Loading, ready, draining. All but `answering` may be called from any thread (one reference is swapped)."""
+    """Loading, ready, draining; a server without a model is never loading.
 
-    def __init__(self) -> None:
+    All but `answering` may be called from any thread (one reference is swapped).
+    """
+
+    def __init__(self, *, needs_model: bool = True) -> None:
         self.metrics = ServerMetrics()
+        self._needs_model = needs_model
         self.failure: str | None = None
         self.draining = False
         self._parts: LoadedParts | None = None
@@ -93,7 +97,7 @@ class ServerState:
         """Why no request is let in: ("loading" | "failed" | "draining", a sentence); None when requests are."""
         if self.draining:
             return "draining", "the server is shutting down"
-        if self._parts is not None:
+        if self._parts is not None or not self._needs_model:
             return None
         if self.failure:
             return "failed", f"the model could not be loaded: {self.failure}"

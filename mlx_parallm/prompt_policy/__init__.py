@@ -1,0 +1,25 @@
+"""A policy that learns which rewriting helps which prompt, and its HTTP service. docs/prompt_policy.md.
+
+networks.py ppo.py     the two networks; PPO, checkpoints
+experience.py store.py experiences, on the disk; how much is known about a prompt
+embeddings.py          prompts as numbers
+mutations.py classifier.py phrases.py   the rules that rewrite a prompt, and the words they know
+service.py rewriting.py protocol.py routes.py app.py   the service, its routes, its process
+demo.py                made-up prompts on which one can see it learn
+"""
+
+from mlx_parallm.system.lazy_names import lazy_names
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "prompt_policy.networks": "PolicyNetwork ValueNetwork",
+        "prompt_policy.ppo": "PPOConfig PPOTrainer",
+        "prompt_policy.experience": "Choice Experience",
+        "prompt_policy.embeddings": "Embedder EndpointEmbedder HashedEmbedder",
+        "prompt_policy.mutations": "ChatMutation Mutation mutate",
+        "prompt_policy.classifier": "classify_prompt",
+        "prompt_policy.service": "PolicyService",
+        "prompt_policy.app": "PromptPolicyServer",
+    },
+)

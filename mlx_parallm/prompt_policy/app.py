@@ -1,0 +1,150 @@
+"""The parts of a prompt policy, put together: for a service of its own (`PromptPolicyServer`), and for a daemon."""
+
+import contextlib
+import time
+from pathlib import Path
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mlx_parallm.config.load import Config
+from mlx_parallm.config.prompt_policy import PromptPolicyConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.execution.openai_client import OpenAIEndpoint
+from mlx_parallm.prompt_policy.embeddings import Embedder, EndpointEmbedder, HashedEmbedder
+from mlx_parallm.prompt_policy.mutations import CHAT_REWRITE, RULES, ChatMutation
+from mlx_parallm.prompt_policy.protocol import HealthAnswer
+from mlx_parallm.prompt_policy.rewriting import PolicyDeps
+from mlx_parallm.prompt_policy.routes import policy_router
+from mlx_parallm.prompt_policy.service import PolicyService
+from mlx_parallm.server.api import status
+from mlx_parallm.server.app import AddedRouter, create_app
+from mlx_parallm.server.auth import check_bind, check_origins
+from mlx_parallm.server.connections import connection_limit
+from mlx_parallm.server.context import ServerDeps, ServerState
+from mlx_parallm.server.errors import HEALTH
+from mlx_parallm.server.thread import ServerThread, bind_socket
+from mlx_parallm.system.files import raise_file_limit
+
+LOOPBACK_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+"""Web pages of this machine may use the service: without a key they are let in anyway."""
+LAST_WORDS_S = 0.1
+
+
+def make_deps(config: PromptPolicyConfig) -> PolicyDeps:
+    """Start the policy and its helpers. Raises ConfigError, CheckpointError, StoreError, EndpointError."""
+    key = _key(config.api_key_file)
+
+    def endpoint(url: str) -> OpenAIEndpoint:
+        return OpenAIEndpoint(url, key, timeout_s=config.timeout_s)
+
+    embedder: Embedder = HashedEmbedder(config.ppo.input_dim)
+    if config.embedding_model is not None:
+        embedder = EndpointEmbedder(endpoint(config.embedding), config.embedding_model, config.ppo.input_dim)
+    chat = None
+    if config.chat_url is not None and config.chat_model is not None:
+        chat = ChatMutation(endpoint(config.chat_url), config.chat_model)
+    mutations = (*RULES, CHAT_REWRITE) if chat is not None else tuple(RULES)
+    return PolicyDeps(config, PolicyService(config, mutations), embedder, chat)
+
+
+class PromptPolicyServer:
+    """A service of its own, in two threads of this process, from `start` to `close`.
+
+    Raises ConfigError: the port, the key, the origins; CheckpointError, StoreError: the checkpoint directory.
+    """
+
+    def __init__(self, config: Config) -> None:
+        server, key = config.server, config.resolve_api_key()
+        if config.prompt_policy.embedding == "served":
+            raise ConfigError(
+                'prompt_policy.embedding = "served" needs a served model: take it within `mlx_parallm serve`, or set'
+                " the URL of a server"
+            )
+        check_bind(server.host, key)
+        check_origins(server.cors_origins, key)
+        self._drain_s = server.drain_timeout_s
+        self._listener = bind_socket(server.host, server.port)
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        self.url = f"http://{host}:{self._listener.getsockname()[1]}"
+        self._state = ServerState(needs_model=False)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self._listener.close)
+            self.deps = make_deps(config.prompt_policy)
+            on_error.pop_all()
+        watch(self._state.metrics.registry, self.deps.service)
+        self.app = create_app(
+            ServerDeps(self._state, server, api_key=key),
+            [AddedRouter(policy_router(self.deps))],
+            base=(_own_routes(),),
+            title="mlx_parallm prompt policy",
+            origin_regex=LOOPBACK_PAGES,
+        )
+        connections = connection_limit(server.max_concurrent_requests, raise_file_limit())
+        self._http = ServerThread(self.app, self._listener, connections)
+
+    def start(self) -> None:
+        """Answer requests from now on."""
+        self._http.start()
+
+    def close(self) -> None:
+        """Let running requests end, then write a checkpoint. Raises CheckpointError."""
+        deadline = time.monotonic() + self._drain_s
+        self._state.drain(self._drain_s)
+        try:
+            self._http.stop(max(deadline - time.monotonic(), LAST_WORDS_S))
+        finally:
+            self.deps.service.close()
+
+
+def _own_routes() -> APIRouter:
+    router = APIRouter(tags=["status"])
+
+    @router.get(HEALTH)
+    async def policy_health() -> HealthAnswer:
+        """Whether the service answers."""
+        return HealthAnswer()
+
+    router.get("/metrics", response_class=Response)(status.metrics)
+    return router
+
+
+def watch(registry: CollectorRegistry, service: PolicyService) -> None:
+    """Show the policy in /metrics."""
+    registry.register(_PolicyCollector(service))
+
+
+class _PolicyCollector(Collector):
+    def __init__(self, service: PolicyService) -> None:
+        self._service = service
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> list[Metric]:
+        history, prefix = self._service.history(), "mlx_parallm_prompt_policy"
+        mutations = CounterMetricFamily(f"{prefix}_experiences", "Experiences, by mutation", labels=["mutation"])
+        for number, name in enumerate(self._service.mutations):
+            mutations.add_metric([name], sum(history.actions[number : number + 1]))
+        mean = sum(history.rewards) / len(history.rewards) if history.rewards else 0.0
+        return [
+            mutations,
+            CounterMetricFamily(f"{prefix}_updates", "Updates of the policy", value=history.updates),
+            CounterMetricFamily(f"{prefix}_episodes", "Episodes that ended", value=history.episodes),
+            GaugeMetricFamily(
+                f"{prefix}_buffer", "Experiences that wait for an update", value=self._service.buffer_size
+            ),
+            GaugeMetricFamily(f"{prefix}_reward", "Mean reward of the last 100 experiences", value=mean),
+        ]
+
+
+def _key(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.expanduser().read_text().strip() or None
+    except OSError as error:
+        raise ConfigError(f"prompt_policy.api_key_file: {error}") from error

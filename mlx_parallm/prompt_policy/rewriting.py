@@ -1,0 +1,105 @@
+"""A prompt in, a mutation and the new prompt out: what /mutate does. No MLX."""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlx_parallm.config.prompt_policy import PromptPolicyConfig
+from mlx_parallm.errors import EndpointError, RefusedError
+from mlx_parallm.prompt_policy.classifier import Classified, classify_prompt
+from mlx_parallm.prompt_policy.embeddings import Embedder
+from mlx_parallm.prompt_policy.experience import Choice
+from mlx_parallm.prompt_policy.mutations import CHAT_REWRITE, RULES, ChatMutation, Mutation
+from mlx_parallm.prompt_policy.protocol import UNCHANGED, ImpactAnswer, MutateAnswer, MutateBody
+from mlx_parallm.prompt_policy.service import PolicyService, allowed_actions, done
+from mlx_parallm.prompt_policy.store import Decision
+
+
+@dataclass(frozen=True)
+class PolicyDeps:
+    """What the routes use."""
+
+    config: PromptPolicyConfig
+    service: PolicyService
+    embedder: Embedder
+    chat: ChatMutation | None = None
+
+
+async def rewrite(deps: PolicyDeps, body: MutateBody) -> MutateAnswer:
+    """Choose a mutation for a prompt, apply it, and keep the decision until its reward comes. Mutations that would
+    change nothing are not chosen.
+
+    Raises RequestError: no such mutation; RefusedError (502): another server cannot be asked; StoreError.
+    """
+    service, classified = deps.service, classify_prompt(body.prompt)
+    [state] = await embed(deps, [body.prompt])
+    possible = {name: rule(body.prompt, classified) for name, rule in RULES.items()}
+    names = _choosable(deps, body, possible)
+    uncertainty = service.uncertainty(state)
+    if body.conservative and uncertainty > deps.config.conservative_above:
+        return _answer(body, classified, uncertainty, why="too little is known about such prompts")
+    if not names:
+        return _answer(body, classified, uncertainty, why="no mutation that may be chosen would change it")
+    allowed = allowed_actions(service.mutations, names)
+    choice = await done(service.choose(state, allowed, deterministic=body.deterministic))
+    name = service.mutations[choice.action]
+    mutation = await _by_chat(deps, body.prompt) if name == CHAT_REWRITE else possible[name]
+    if mutation is None:
+        return _answer(body, classified, uncertainty, why="the chat model gave the same text back")
+    [after] = await embed(deps, [mutation.text])
+    decision_id = f"mutation-{uuid.uuid4().hex}"
+    await done(service.open(Decision(decision_id, state, choice.action, after, choice.log_prob, choice.value, allowed)))
+    return _answer(body, classified, uncertainty, made=(decision_id, mutation, choice))
+
+
+async def embed(deps: PolicyDeps, prompts: Sequence[str]) -> np.ndarray:
+    """Return embeddings [N, input_dim] float32. Raises RefusedError (502): the embedding model cannot be asked."""
+    try:
+        return await deps.embedder(prompts)
+    except EndpointError as error:
+        raise RefusedError(f"no embedding: {error}", 502) from error
+
+
+def _choosable(deps: PolicyDeps, body: MutateBody, possible: dict[str, Mutation | None]) -> list[str]:
+    mutations = deps.service.mutations
+    for asked in (body.allowed, None if body.mutation is None else [body.mutation]):
+        allowed_actions(mutations, asked)  # refuses a name that is none
+    wanted = set(mutations if body.allowed is None else body.allowed)
+    if body.mutation is not None:
+        wanted &= {body.mutation}
+    return [name for name in mutations if name in wanted and (name == CHAT_REWRITE or possible[name] is not None)]
+
+
+async def _by_chat(deps: PolicyDeps, prompt: str) -> Mutation | None:
+    assert deps.chat is not None
+    try:
+        return await deps.chat(prompt)
+    except EndpointError as error:
+        raise RefusedError(f"no rewriting: {error}", 502) from error
+
+
+def _answer(
+    body: MutateBody,
+    classified: Classified,
+    uncertainty: float,
+    *,
+    why: str = "",
+    made: tuple[str, Mutation, Choice] | None = None,
+) -> MutateAnswer:
+    decision_id, mutation, choice = made or (None, None, None)
+    return MutateAnswer(
+        id=decision_id,
+        prompt=body.prompt if mutation is None else mutation.text,
+        action=None if choice is None else choice.action,
+        mutation_type=None if mutation is None else mutation.mutation_type,
+        change_description=f"left as it is: {why}" if mutation is None else mutation.change_description,
+        expected_impact=UNCHANGED if mutation is None else ImpactAnswer.model_validate(mutation.expected_impact),
+        category=classified.category,
+        confidence=classified.confidence,
+        probability=None if choice is None else float(choice.probabilities[choice.action]),
+        log_prob=None if choice is None else choice.log_prob,
+        value=None if choice is None else choice.value,
+        uncertainty=uncertainty,
+    )

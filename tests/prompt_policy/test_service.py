@@ -1,0 +1,140 @@
+"""The service over real HTTP: routes, errors, feedback, checkpoints, and what survives."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.prompt_policy.helpers import experience_body, serving, vector
+
+POLITE = "Could you please write a Python function that sorts a list? Thank you so much!"
+
+
+def test_the_routes_of_the_specification(tmp_path: Path) -> None:
+    state = vector().tolist()
+    with serving(tmp_path) as client:
+        assert client.get("/health").json() == {"status": "ok"}
+        assert client.get("/stats").json() == {"message": "No training data yet"}
+        assert client.post("/update").json()["message"].startswith("Not enough experiences: 0 of 8")
+        chosen = client.post("/select_action", json={"embedding": state, "deterministic": True}).json()
+        spread = client.post("/get_distribution", json={"embedding": state}).json()
+        assert spread["mutation_types"][1] == "context-reduction"
+        assert sum(spread["probabilities"]) == pytest.approx(1, abs=1e-6)
+        assert chosen["action"] == max(range(5), key=spread["probabilities"].__getitem__)
+        assert chosen["mutation_type"] == spread["mutation_types"][chosen["action"]]
+        assert spread["uncertainty"] == pytest.approx(1)
+        only = client.post("/get_distribution", json={"embedding": state, "allowed": ["expansion"]}).json()
+        assert only["probabilities"] == [0, 0, 1, 0, 0]
+        for number in range(8):
+            stored = client.post("/store_experience", json=experience_body(number, reward=number / 8)).json()
+        assert stored == {"stored": True, "buffer_size": 8}
+        learned = client.post("/update").json()
+        assert learned["update_count"] == 1 and learned["buffer_size"] == 0 and learned["first_ratio"] == 1.0
+        stats = client.get("/stats").json()
+        assert stats["avg_reward"] == pytest.approx(3.5 / 8) and stats["max_reward"] == 0.875
+        assert stats["total_episodes"] == 8 and stats["mutations"]["try-catch-style"] == 8
+        assert 0 < client.post("/get_distribution", json={"embedding": state}).json()["uncertainty"] < 1
+        text = client.get("/metrics").text
+        assert 'mlx_parallm_prompt_policy_experiences_total{mutation="try-catch-style"} 8.0' in text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/select_action", {"embedding": [0.0] * 3}, 400, "has 3 numbers, and the policy reads 16"),
+        ("/select_action", {"embedding": [0.0] * 16, "allowed": ["shout"]}, 400, "there is no mutation 'shout'"),
+        ("/store_experience", experience_body(action=5), 400, "'action' is 5; there are 0 to 4"),
+        ("/store_experience", experience_body(allowed=["expansion"]), 400, "which 'allowed' does not name"),
+        ("/store_experience", experience_body(state=[1e39] * 16), 400, "state"),
+        ("/save", {"path": "../outside"}, 400, "'path' is the name of a checkpoint in"),
+        ("/load", {"path": "/etc/passwd"}, 400, "'path' is the name of a checkpoint in"),
+        ("/load", {"path": "nothing"}, 404, "File not found"),
+        ("/feedback", {"id": "nobody", "reward": 1}, 404, "there is no open mutation 'nobody'"),
+        ("/feedback", {"id": "nobody"}, 400, "send 'reward', or 'score' from 1 to 5"),
+        ("/mutate", {"prompt": "\ud800"}, 400, "prompt"),
+        ("/nowhere", {}, 404, "Not Found"),
+    ],
+)
+def test_what_is_refused(shared_client, path: str, body: dict, status: int, says: str) -> None:  # type: ignore[no-untyped-def]
+    import json
+
+    reply = shared_client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert reply.status_code == status, reply.text
+    assert says in reply.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def shared_client(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    with serving(tmp_path_factory.mktemp("policy")) as client:
+        yield client
+
+
+def test_a_mutation_and_its_reward(tmp_path: Path) -> None:
+    with serving(tmp_path) as client:
+        changed = client.post("/mutate", json={"prompt": POLITE, "mutation": "context-reduction"}).json()
+        assert changed["prompt"] == "Write a Python function that sorts a list."
+        assert changed["mutation_type"] == "context-reduction" and changed["category"] == "CODE_GENERATION"
+        assert changed["expected_impact"]["cost"] == "decrease"
+        assert changed["probability"] == 1.0  # the only one that could be chosen
+        rewarded = client.post("/feedback", json={"id": changed["id"], "score": 4})
+        assert rewarded.json() == {"stored": True, "buffer_size": 1}
+        assert client.get("/stats").json()["avg_reward"] == 0.75
+        assert client.post("/feedback", json={"id": changed["id"], "score": 4}).status_code == 404
+        careful = client.post("/mutate", json={"prompt": "A prompt of another kind", "conservative": True}).json()
+        assert careful["id"] is None and careful["prompt"] == "A prompt of another kind"
+        assert careful["uncertainty"] > 0.5
+        nothing = client.post("/mutate", json={"prompt": "Sort: ba", "mutation": "context-reduction"}).json()
+        assert nothing["id"] is None and "would change it" in nothing["change_description"]
+
+
+def test_restart_goes_on_where_it_stood(tmp_path: Path) -> None:
+    """Weights to the bit, waiting experiences, open mutations and counts; a named checkpoint loads again."""
+    ask = {"embedding": vector().tolist()}
+    with serving(tmp_path) as client:
+        for number in range(8):
+            client.post("/store_experience", json=experience_body(number, reward=number % 2))
+        client.post("/update")
+        before = client.post("/get_distribution", json=ask).json()
+        assert client.post("/save", json={"path": "one"}).json() == {"saved": True, "path": "one"}
+        changed = client.post("/mutate", json={"prompt": POLITE}).json()
+        client.post("/store_experience", json=experience_body(9))
+    with serving(tmp_path) as client:
+        assert client.post("/get_distribution", json=ask).json()["probabilities"] == before["probabilities"]
+        assert client.get("/stats").json()["total_experiences"] == 9
+        assert client.post("/feedback", json={"id": changed["id"], "reward": 1}).json()["buffer_size"] == 2
+        for number in range(8):
+            client.post("/store_experience", json=experience_body(number, action=1))
+        assert client.post("/update").json()["experiences"] == 10
+        assert client.post("/get_distribution", json=ask).json() != before
+        assert client.post("/load", json={"path": "one"}).json() == {"loaded": True, "path": "one"}
+        assert client.post("/get_distribution", json=ask).json() == before
+    with serving(tmp_path) as client:
+        assert client.post("/get_distribution", json=ask).json() == before
+
+
+def test_many_clients_lose_nothing(tmp_path: Path) -> None:
+    """50 at once, while updates run by themselves: each experience is counted once, learned from or waiting."""
+    with serving(tmp_path, "prompt_policy.ppo.buffer_size=64", "prompt_policy.ppo.n_epochs=1") as client:
+
+        def send(number: int) -> int:
+            return client.post("/store_experience", json=experience_body(number)).status_code
+
+        with ThreadPoolExecutor(50) as threads:
+            assert set(threads.map(send, range(200))) == {200}
+        client.post("/update")  # after those that began by themselves
+        stats = client.get("/stats").json()
+        assert stats["total_experiences"] == 200 and stats["total_updates"] >= 2
+
+
+def test_an_api_key_guards_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_PARALLM_API_KEY", "a-long-enough-key")
+    with serving(tmp_path) as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/stats").status_code == 401
+        assert client.get("/stats", headers={"Authorization": "Bearer a-long-enough-key"}).status_code == 200
+
+
+def test_pages_of_this_machine_may_read(shared_client) -> None:  # type: ignore[no-untyped-def]
+    ours, foreign = {"Origin": "http://localhost:5173"}, {"Origin": "https://example.org"}
+    assert shared_client.get("/stats", headers=ours).headers["access-control-allow-origin"] == ours["Origin"]
+    assert shared_client.get("/stats", headers=foreign).status_code == 403
