@@ -23,7 +23,7 @@ LINES: dict[str, int] = {
     "(root)": 1340,
     "cli": 1340,
     "config": 2_210,
-    "dashboard": 1080,
+    "dashboard": 1320,
     "distributed": 440,
     "engine": 4230,
     "environments": 4950,
@@ -42,10 +42,10 @@ LINES: dict[str, int] = {
     "rewards": 2070,
     "rl_training": 11320,
     "rollout_store": 1290,
-    "server": 6_800,
+    "server": 6_910,
     "system": 1150,
     "tools": 2810,
-    "traces": 5_380,
+    "traces": 5_390,
     "trl": 1250,
 }
 
@@ -53,9 +53,7 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a fi
     "environments.kinds.dataset": "a kind of environment is a file",
     "server.api.adapters": "a family of routes is a file",
     "server.api.embeddings": "a family of routes is a file",
-    "server.api.rewards": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",
-    "server.api.training": "a family of routes is a file",
     "server.protocol.taught_tools": "the words of a format that the model is taught; answer_grammar.py has its grammar",
     "system.power": "what the operating system is asked for is a file each",
 }

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
+from mlx_parallm.dashboard.answers import ControlAnswer, ControlState
 from mlx_parallm.engine.client import CLIENTS
 from mlx_parallm.errors import RefusedError, RequestError
 from mlx_parallm.rl_training.commands import RunCommands
@@ -27,6 +28,12 @@ ANSWERED_WITHIN_S = 20.0
 """A step may take minutes: then the answer is 202, and a mark on the charts says that it is done."""
 LONGEST_NOTE = 400
 LISTED_CHECKPOINTS = 20
+
+
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"model": ControlAnswer},
+    202: {"model": ControlAnswer, "description": "It will be done when the step ends"},
+}
 
 
 class ControlBody(Body):
@@ -44,7 +51,7 @@ def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
             raise RefusedError("this process does not train the run: there is nothing to control", 409)
         return run
 
-    @router.get("/dashboard/api/control")
+    @router.get("/dashboard/api/control", responses={200: {"model": ControlState}})
     async def state(context: Context) -> Response:
         """What can be ordered now: whether clients have paused the engine, settings, checkpoints to go back to."""
         names = [path.name for path in await asyncio.to_thread(checkpoints, directory)][-LISTED_CHECKPOINTS:]
@@ -57,7 +64,7 @@ def control_router(run: RunCommands | None, directory: Path) -> APIRouter:
             }
         )
 
-    @router.post("/dashboard/api/control", responses={202: {"description": "It will be done when the step ends"}})
+    @router.post("/dashboard/api/control", responses=_ANSWERS)
     async def control(body: ControlBody, request: Request, context: Context) -> Response:
         """Pause or resume the engine, save a checkpoint, stop with one, note something, change settings."""
         _check_origin(request, context)

@@ -22,13 +22,23 @@ from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from mlx_parallm.dashboard.answers import (
+    Changes,
+    EvaluationList,
+    Groups,
+    MetricsAnswer,
+    RunHealth,
+    Runs,
+    ShownGroup,
+    Tokens,
+)
 from mlx_parallm.dashboard.controls import control_router
 from mlx_parallm.dashboard.run_view import MOST_ANSWERS, MOST_TIMELINE_STEPS, RunView, Search, differing_settings
 from mlx_parallm.errors import RefusedError
 from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.server.context import Context
-from mlx_parallm.server.sse import EventStream
+from mlx_parallm.server.sse import EVENT_STREAM, EventStream
 from mlx_parallm.system.redaction import Redactor
 
 PAGE, STATIC, API = "/dashboard", "/dashboard/static/", "/dashboard/api"
@@ -62,6 +72,11 @@ def added_router(views: Sequence[RunView], *, live: bool, commands: RunCommands 
     return AddedRouter(router, public=(PAGE, STATIC), page=PAGE)
 
 
+def _answer(model: type) -> dict[int | str, dict[str, Any]]:
+    """Declare what a route answers. `model`: one of answers.py."""
+    return {200: {"model": model}}
+
+
 def _page_routes(router: APIRouter, views: Sequence[RunView]) -> None:
     def read_ahead() -> None:
         for view in views:
@@ -80,7 +95,7 @@ def _page_routes(router: APIRouter, views: Sequence[RunView]) -> None:
 
 
 def _run_routes(router: APIRouter, views: Sequence[RunView], *, live: bool) -> None:
-    @router.get("/dashboard/api/runs")
+    @router.get("/dashboard/api/runs", responses=_answer(Runs))
     def runs(context: Context) -> Response:
         """The runs that this page shows. `live`: this process trains it, and can be talked to; `rewards`: its answers
         may be rewarded."""
@@ -92,7 +107,7 @@ def _run_routes(router: APIRouter, views: Sequence[RunView], *, live: bool) -> N
         ]
         return JSONResponse({"runs": shown})
 
-    @router.get("/dashboard/api/metrics")
+    @router.get("/dashboard/api/metrics", responses=_answer(MetricsAnswer))
     def metrics(
         run: Run = 0,
         keys: str = "headline",
@@ -103,12 +118,12 @@ def _run_routes(router: APIRouter, views: Sequence[RunView], *, live: bool) -> N
         wanted = [key for key in keys.split(",") if key][:100]
         return JSONResponse(_view(views, run).metrics(wanted, after, max_points))
 
-    @router.get("/dashboard/api/health")
+    @router.get("/dashboard/api/health", responses=_answer(RunHealth))
     def health(run: Run = 0) -> Response:
         """What `mlx_parallm explain` finds."""
         return JSONResponse(_view(views, run).health())
 
-    @router.get("/dashboard/api/evaluations")
+    @router.get("/dashboard/api/evaluations", responses=_answer(EvaluationList))
     def evaluations(run: Run = 0) -> Response:
         """The numbers of each evaluation on held-out problems, with the ends of their intervals."""
         return JSONResponse({"evaluations": _view(views, run).evaluations.all()})
@@ -132,7 +147,7 @@ def _run_routes(router: APIRouter, views: Sequence[RunView], *, live: bool) -> N
 
     look = _Look(views)
 
-    @router.get("/dashboard/api/events")
+    @router.get("/dashboard/api/events", responses={200: {"model": Changes, "content": {EVENT_STREAM: {}}}})
     async def events(request: Request, context: Context, once: bool = False) -> Response:
         """A stream of server-sent events: a word for each kind of data of each run, again whenever one changes. With
         `once`, one such object as JSON."""
@@ -142,7 +157,7 @@ def _run_routes(router: APIRouter, views: Sequence[RunView], *, live: bool) -> N
 
 
 def _rollout_routes(router: APIRouter, views: Sequence[RunView]) -> None:
-    @router.get("/dashboard/api/groups")
+    @router.get("/dashboard/api/groups", responses=_answer(Groups))
     def groups(
         run: Run = 0,
         order: Annotated[str, Query(pattern="^(newest|best|worst)$")] = "newest",
@@ -177,12 +192,12 @@ def _rollout_routes(router: APIRouter, views: Sequence[RunView]) -> None:
         )
         return JSONResponse(_view(views, run).groups(search))
 
-    @router.get("/dashboard/api/group")
+    @router.get("/dashboard/api/group", responses=_answer(ShownGroup))
     def group(id: Annotated[str, Query(min_length=1)], run: Run = 0) -> Response:
         """One group: every answer with its conversation."""
         return JSONResponse(_view(views, run).group(id))
 
-    @router.get("/dashboard/api/tokens")
+    @router.get("/dashboard/api/tokens", responses=_answer(Tokens))
     def tokens(
         id: Annotated[str, Query(min_length=1)],
         number: Annotated[int, Query(ge=0)],

@@ -138,7 +138,7 @@ def create_app(
             allow_origin_regex=origin_regex,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("X-Request-ID", UNENFORCED_HEADER),
+            expose_headers=("X-Request-ID", "Retry-After", UNENFORCED_HEADER),
         )
     return app
 
@@ -172,7 +172,6 @@ def _declare(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> N
     if "HTTPValidationError" in str(responses.get("422")):
         del responses["422"]
     if path == HEALTH:  # neither key nor gate nor OpenAI's error body
-        responses["503"] = {"description": "Not able to answer; `reason` says why"}
         return
     statuses = {*EVERYWHERE}
     body = operation.get("requestBody")

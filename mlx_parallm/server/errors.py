@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from typing_extensions import TypedDict
 
 from mlx_parallm.errors import (
     EngineUnavailableError,
@@ -43,6 +44,15 @@ ERROR_SCHEMA = {  # components.schemas.Error of the OpenAPI document
     },
 }
 ERROR_CONTENT: dict[str, Any] = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
 _CODES = {
     400: "invalid_request",
     401: "invalid_api_key",

@@ -13,13 +13,14 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import chain
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, NotRequired, Self
 
 from fastapi import APIRouter, Depends
 from fastapi import Path as PathParameter
 from fastapi import Request as HTTPRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
+from typing_extensions import TypedDict
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.rollout_store.completions import Choice
@@ -74,6 +75,25 @@ class FeedbackBody(Body):
         return Label.model_validate({key: value for key, value in values.items() if value is not None})
 
 
+class TrainingOutcome(TypedDict):
+    """`sessions`: how many of `group_size` wait for their group, or the names of those that are queued in `group`."""
+
+    state: Literal["waiting", "queued", "refused", "trained"]
+    reason: NotRequired[str]
+    sessions: NotRequired[int | list[str]]
+    group_size: NotRequired[int]
+    group: NotRequired[str]
+
+
+class FeedbackAnswer(TypedDict):
+    """`training`: only where a score was given to a server that trains."""
+
+    object: Literal["feedback"]
+    session: str
+    label: Label
+    training: NotRequired[TrainingOutcome]
+
+
 def session_router(
     recorder: SessionRecorder,
     *,
@@ -105,7 +125,7 @@ def session_router(
 def add_feedback(router: APIRouter, recorder: SessionRecorder, trained: Trained | None = None) -> None:
     """Add the route for feedback. Its label is on the disk when it answers."""
 
-    @router.post("/sessions/{name}/feedback")
+    @router.post("/sessions/{name}/feedback", responses={200: {"model": FeedbackAnswer}})
     async def give_feedback(name: SessionName, body: FeedbackBody) -> Response:
         """Label a session or one of its answers."""
         label = recorder.feedback(session_name(name), body.to_label())

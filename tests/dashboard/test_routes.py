@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from mlx_parallm import cli
@@ -73,6 +74,17 @@ def test_the_page_needs_no_key_and_all_data_does(server: RunningServer) -> None:
             assert answer.status_code == status and answer.json()["error"]["message"], name
         documented = http.get("/openapi.json").json()["paths"]
         assert {f"/dashboard/api/{name.partition('?')[0]}" for name in DATA} <= set(documented)
+
+
+def test_the_answers_have_the_shapes_that_the_document_declares(server: RunningServer) -> None:
+    with server.http(headers={"Authorization": f"Bearer {KEY}"}) as http:
+        document = http.get("/openapi.json").json()
+        for name in ("health", "v1/models", "server_info", *(f"dashboard/api/{name}" for name in DATA)):
+            path = f"/{name.partition('?')[0]}"
+            answer = http.get(f"/{name}", params={"once": True} if name.endswith("events") else None)
+            declared = document["paths"][path]["get"]["responses"][str(answer.status_code)]["content"]
+            schema = declared["application/json"]["schema"] | {"components": document["components"]}
+            jsonschema.validate(answer.json(), schema)
 
 
 def test_the_page_opens_while_the_model_loads(run: Path, tiny_tokenizer: Any) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ConfigDict
+from typing_extensions import TypedDict
 
 import mlx_parallm
 from mlx_parallm.engine.client import CLIENTS
@@ -31,7 +32,43 @@ class AbortBody(Body):
     request_ids: ListOf[str] | None = None
 
 
-@router.post("/pause")
+class PauseStatus(TypedDict):
+    status: Literal["paused", "resumed"]
+
+
+class IsPaused(TypedDict):
+    is_paused: bool
+
+
+class Aborted(TypedDict):
+    status: Literal["aborted"]
+    aborted: int
+
+
+class Success(TypedDict):
+    success: Literal[True]
+
+
+class ServerInfo(TypedDict):
+    version: str
+    models: list[str]
+    policy_version: int
+    logprobs_mode: str
+    max_model_len: int
+    vocab_size: int
+    world_size: int
+    is_paused: bool
+
+
+class WeightInfo(TypedDict):
+    weight_version: int
+
+
+class Version(TypedDict):
+    version: str
+
+
+@router.post("/pause", responses={200: {"model": PauseStatus}})
 async def pause(
     request: Request, context: Context, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
 ) -> Response:
@@ -48,46 +85,45 @@ async def pause(
     return JSONResponse({"status": "paused"})
 
 
-@router.post("/resume")
+@router.post("/resume", responses={200: {"model": PauseStatus}})
 async def resume(context: Context) -> Response:
     await asyncio.wrap_future(context.engine.resume_admission(CLIENTS))
     return JSONResponse({"status": "resumed"})
 
 
-@router.get("/is_paused")
+@router.get("/is_paused", responses={200: {"model": IsPaused}})
 async def is_paused(context: Context) -> Response:
     return JSONResponse({"is_paused": context.clients_paused})
 
 
-@router.post("/inference/v1/abort_requests")
-@router.post("/abort_requests")
+@router.post("/inference/v1/abort_requests", responses={200: {"model": Aborted}})
+@router.post("/abort_requests", responses={200: {"model": Aborted}})
 async def abort_requests(context: Context, body: AbortBody | None = None) -> Response:
     """Ends these requests with finish_reason "abort"; without ids, all that came over HTTP."""
     names = body.request_ids if body is not None else None
     return JSONResponse({"status": "aborted", "aborted": _abort(context, names or None)})
 
 
-@router.post("/reset_prefix_cache")
+@router.post("/reset_prefix_cache", responses={200: {"model": Success}})
 async def reset_prefix_cache(context: Context) -> Response:
     await _reset_prefix_cache(context.engine)
     return JSONResponse({"success": True})
 
 
-@router.get("/server_info")
+@router.get("/server_info", responses={200: {"model": ServerInfo}})
 async def server_info(context: Context) -> Response:
     engine = context.engine
-    return JSONResponse(
-        {
-            "version": mlx_parallm.__version__,
-            "models": [model.id for model in engine.models()],
-            "policy_version": engine.stats().policy_version,
-            "logprobs_mode": context.deps.config.logprobs_mode,
-            "max_model_len": engine.max_model_len,
-            "vocab_size": engine.vocab_size,
-            "world_size": 1,
-            "is_paused": context.clients_paused,
-        }
-    )
+    info: ServerInfo = {
+        "version": mlx_parallm.__version__,
+        "models": [model.id for model in engine.models()],
+        "policy_version": engine.stats().policy_version,
+        "logprobs_mode": context.deps.config.logprobs_mode,
+        "max_model_len": engine.max_model_len,
+        "vocab_size": engine.vocab_size,
+        "world_size": 1,
+        "is_paused": context.clients_paused,
+    }
+    return JSONResponse(info)
 
 
 @router.get("/get_world_size")
@@ -95,12 +131,12 @@ async def world_size() -> Response:
     return JSONResponse({"world_size": 1})
 
 
-@router.get("/weight_info")
+@router.get("/weight_info", responses={200: {"model": WeightInfo}})
 async def weight_info(context: Context) -> Response:
     return JSONResponse({"weight_version": context.engine.stats().policy_version})
 
 
-@router.get("/version")
+@router.get("/version", responses={200: {"model": Version}})
 async def version() -> Response:
     return JSONResponse({"version": mlx_parallm.__version__})
 

@@ -5,10 +5,11 @@ answers 409.
 """
 
 import asyncio
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
+from typing_extensions import TypedDict
 
 from mlx_parallm.engine.validation import MAX_CHOICES
 from mlx_parallm.errors import RefusedError, RequestError
@@ -18,7 +19,20 @@ from mlx_parallm.server.protocol.fields import Body, ListOf
 from mlx_parallm.server.protocol.strict_json import json_router
 from mlx_parallm.types import MAX_REWARD
 
-_REFUSALS: dict[int | str, dict[str, Any]] = {
+
+class RewardedGroup(TypedDict):
+    id: str
+    rollouts: int
+
+
+class RewardsAnswer(TypedDict):
+    object: Literal["rewards"]
+    environment: str
+    groups: list[RewardedGroup]
+
+
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"model": RewardsAnswer},
     404: {"description": "No such completion", "content": ERROR_CONTENT},
     409: {
         "description": "The completion already has a reward, still runs, was aborted, or is not the policy's",
@@ -53,7 +67,7 @@ class RewardsBody(Body):
         return [self.id] if self.id is not None else self.ids or []
 
 
-@router.post("/v1/rewards", responses=_REFUSALS)
+@router.post("/v1/rewards", responses=_ANSWERS)
 async def reward_completions(body: RewardsBody, context: Context) -> Response:
     """The scored groups are on the disk when this answers."""
     kept = context.deps.completions
@@ -67,5 +81,6 @@ async def reward_completions(body: RewardsBody, context: Context) -> Response:
         if error.status == 404 and context.running.find(body.all_ids):
             raise RefusedError("a completion is still being generated: reward it when it ends", 409, "id") from error
         raise
-    listed = [{"id": group.group_id, "rollouts": len(group.rollouts)} for group in groups]
-    return JSONResponse({"object": "rewards", "environment": body.environment, "groups": listed})
+    listed: list[RewardedGroup] = [{"id": group.group_id, "rollouts": len(group.rollouts)} for group in groups]
+    answer: RewardsAnswer = {"object": "rewards", "environment": body.environment, "groups": listed}
+    return JSONResponse(answer)

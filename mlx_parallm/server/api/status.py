@@ -2,11 +2,12 @@
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from typing_extensions import TypedDict
 
 from mlx_parallm.server.context import Context, ServerContext
 from mlx_parallm.server.errors import HEALTH, RETRY_AFTER_SECONDS
@@ -16,8 +17,45 @@ STALL_SECONDS = 60.0  # /health is 503 when there is work and no engine step for
 router = APIRouter(tags=["status"], default_response_class=JSONResponse)
 
 
+class Healthy(TypedDict):
+    status: Literal["ok"]
+    policy_version: int
+    running: int
+    waiting: int
+    steps: int
+    paused: bool
+
+
+class Unavailable(TypedDict):
+    status: str
+    reason: str
+
+
+class ModelEntry(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    policy_version: int | None
+    logprobs_mode: str
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+_HEALTH_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"model": Healthy},
+    503: {"model": Unavailable, "description": "Not able to answer; `reason` says why"},
+}
+
+
 @router.head(HEALTH, include_in_schema=False)
-@router.get(HEALTH)
+@router.get(HEALTH, responses=_HEALTH_ANSWERS)
 async def health(context: Context) -> Response:
     """200 only when a request sent now would be worked on: loaded, engine thread alive, and stepping."""
     unavailable = context.deps.state.unavailable
@@ -27,16 +65,15 @@ async def health(context: Context) -> Response:
     problem = _engine_problem(stats)
     if problem is not None:
         return _health_response("unhealthy", problem)
-    return JSONResponse(
-        {
-            "status": "ok",
-            "policy_version": stats.policy_version,
-            "running": stats.running,
-            "waiting": stats.waiting,
-            "steps": stats.steps,
-            "paused": context.clients_paused,
-        }
-    )
+    healthy: Healthy = {
+        "status": "ok",
+        "policy_version": stats.policy_version,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "steps": stats.steps,
+        "paused": context.clients_paused,
+    }
+    return JSONResponse(healthy)
 
 
 def _engine_problem(stats: EngineStats) -> str | None:
@@ -52,26 +89,28 @@ def _engine_problem(stats: EngineStats) -> str | None:
 
 
 def _health_response(status: str, reason: str) -> Response:
-    return JSONResponse({"status": status, "reason": reason}, 503, {"Retry-After": str(RETRY_AFTER_SECONDS)})
+    problem: Unavailable = {"status": status, "reason": reason}
+    return JSONResponse(problem, 503, {"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models/", include_in_schema=False)
-@router.get("/v1/models")
+@router.get("/v1/models", responses={200: {"model": ModelList}})
 async def list_models(context: Context) -> Response:
     models = context.engine.models()
     further = [replace(models[0], id=name) for name in context.deps.config.served_model_names]
-    return JSONResponse({"object": "list", "data": [_entry(context, model) for model in (*models, *further)]})
+    listed: ModelList = {"object": "list", "data": [_entry(context, model) for model in (*models, *further)]}
+    return JSONResponse(listed)
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses={200: {"model": ModelEntry}})
 async def show_model(name: str, context: Context) -> Response:
     further = name in context.deps.config.served_model_names
     model = context.engine.resolve_model(name)
     return JSONResponse(_entry(context, replace(model, id=name) if further else model))
 
 
-def _entry(context: ServerContext, model: ServedModel) -> dict[str, Any]:
+def _entry(context: ServerContext, model: ServedModel) -> ModelEntry:
     return {
         "id": model.id,
         "object": "model",

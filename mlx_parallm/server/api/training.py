@@ -6,14 +6,15 @@ one that trains nothing answers 409.
 
 import asyncio
 from concurrent.futures import wait
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, NotRequired, Self
 
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
+from typing_extensions import TypedDict
 
 from mlx_parallm.errors import ParallmError, RefusedError, RequestError
 from mlx_parallm.server.context import Context, RollbackAPI, RollbackRequest
-from mlx_parallm.server.errors import ERROR_CONTENT, error_body, status_of
+from mlx_parallm.server.errors import ERROR_CONTENT, ErrorDetail, error_body, status_of
 from mlx_parallm.server.protocol.fields import Body
 from mlx_parallm.server.protocol.strict_json import json_router
 
@@ -24,8 +25,23 @@ _NOT_NOW: dict[str, Any] = {
     "description": "Another rollback waits, or nothing is trained here (any more)",
     "content": ERROR_CONTENT,
 }
+
+
+class RollbackAnswer(TypedDict):
+    """`to` and what follows: of a request that waits or is done; `error`: of one that was refused."""
+
+    object: Literal["rollback"]
+    status: Literal["none", "waiting", "done", "refused"]
+    to: NotRequired[str]
+    to_step: NotRequired[int]
+    step: NotRequired[int]
+    policy_version: NotRequired[int]
+    error: NotRequired[ErrorDetail]
+
+
 _ANSWERS: dict[int | str, dict[str, Any]] = {
-    202: {"description": "It will be done when the step that is being trained ends: see GET"},
+    200: {"model": RollbackAnswer},
+    202: {"model": RollbackAnswer, "description": "It will be done when the step that is being trained ends: see GET"},
     404: {"description": "No such version or checkpoint is kept", "content": ERROR_CONTENT},
     409: _NOT_NOW,
 }
@@ -53,7 +69,7 @@ async def roll_back(body: RollbackBody, context: Context) -> Response:
     return JSONResponse(_state(request), 200 if done else 202)
 
 
-@router.get(PATH, responses={409: _NOT_NOW})
+@router.get(PATH, responses={200: {"model": RollbackAnswer}, 409: _NOT_NOW})
 async def last_rollback(context: Context) -> Response:
     """The last request's `status`: "none", "waiting", "done" or "refused"."""
     return JSONResponse(_state(_rollbacks(context).last()))
