@@ -30,7 +30,7 @@ CONTEXT = 40  # characters of a hit's surroundings, on each side
 _EVERYBODY = (
     *("user", "users", "runner", "ubuntu", "root", "shared", "public", "node", "app", "admin", "me", "you", "username"),
     *("vagrant", "circleci", "linuxbrew", "default", "guest", "home", "test", "developer", "codespace", "vscode"),
-    *("jovyan", "oracle", "daemon", "nobody", "git", "build"),
+    *("jovyan", "oracle", "daemon", "nobody", "git", "build", "name", "your", "yourname", "example", "someone"),
 )
 """Names of home directories that name nobody."""
 PLACEHOLDER = re.compile(r"<[A-Z][A-Z_]*_\d+>")

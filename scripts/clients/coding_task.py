@@ -31,6 +31,7 @@ class Task:
     directory: Path
     url: str
     sessions: Path  # what the server has recorded
+    steps: int
     model: str = "default"
 
     def problems(self, output: str) -> list[str]:
@@ -44,23 +45,29 @@ class Task:
             found.append("test_calc.py does not pass")
         turns = [json.loads(line) for file in self.sessions.glob("*.jsonl") for line in file.read_text().splitlines()]
         trained = [turn for turn in turns if (turn.get("tokens") or {}).get("completion")]
-        if len(trained) < STEPS:
-            found.append(f"{len(trained)} answers were recorded with their tokens, not {STEPS} or more")
+        if len(trained) < self.steps:
+            found.append(f"{len(trained)} answers were recorded with their tokens, not {self.steps} or more")
         if DONE not in output:
             found.append("the agent did not show the last answer")
         return found
 
 
 @contextlib.contextmanager
-def coding_task(answers: Callable[[Path], list[str]]) -> Iterator[Task]:
-    """A server of the scripted model, and an empty directory to work in. `answers`: of a directory, the script."""
+def coding_task(answers: Callable[[Path], list[str]], *, told: str | None = None, steps: int = STEPS) -> Iterator[Task]:
+    """A server of the scripted model, and an empty directory to work in.
+
+    Args:
+        answers: of a directory, the script.
+        told: as in `make_scripted_model`.
+        steps: answers that the agent gets, at least.
+    """
     with tempfile.TemporaryDirectory(prefix="coding_task_") as name:
         directory = Path(name) / "work"
         directory.mkdir()
-        model = make_scripted_model(Path(name) / "model", answers(directory))
+        model = make_scripted_model(Path(name) / "model", answers(directory), told=told)
         traces = f'traces.directory="{name}/traces"'
         with serve(str(model), Path(name, "server.log"), "--set", traces) as url:
-            yield Task(directory, url, Path(name, "traces", "sessions"))
+            yield Task(directory, url, Path(name, "traces", "sessions"), steps)
 
 
 @contextlib.contextmanager

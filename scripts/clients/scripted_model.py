@@ -27,13 +27,13 @@ PIECE = 24  # characters of a token of the script, at least
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% set turn = namespace(number=0) %}{% for message in messages %}"
-    "{% if message.role == 'tool' %}{% set turn.number = turn.number + 1 %}{% endif %}"
+    "{% if COUNTED %}{% set turn.number = turn.number + 1 %}{% endif %}"
     "<|im_start|>{{ message.role }}\n{{ message.content }}"
     "{% for tool_call in message.tool_calls or [] %}{% set tool_call = tool_call.function %}\n<tool_call>\n"
     '{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}\n</tool_call>{% endfor %}'
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if tools %}<|turn{{ [turn.number, LAST] | min }}|>{% else %}<|aside|>{% endif %}{% endif %}"
+    "{% if OFFERED %}<|turn{{ [turn.number, LAST] | min }}|>{% else %}<|aside|>{% endif %}{% endif %}"
 )
 
 
@@ -42,12 +42,13 @@ def tool_call(function: str, /, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': function, 'arguments': arguments})}\n</tool_call>"
 
 
-def make_scripted_model(directory: Path, answers: Sequence[str], *, aside: str = "ok") -> Path:
+def make_scripted_model(directory: Path, answers: Sequence[str], *, aside: str = "ok", told: str | None = None) -> Path:
     """Write the checkpoint.
 
     Args:
         answers: what it says when it has this many results of tools; the last one also when it has more.
         aside: what it says where no tools are offered: agents ask for titles and summaries too.
+        told: for an agent without tools: messages with this text are counted, not results of tools.
     """
     directory.mkdir(parents=True)
     content = json.loads((TINY / "tokenizer.json").read_text())
@@ -67,7 +68,9 @@ def make_scripted_model(directory: Path, answers: Sequence[str], *, aside: str =
         ids[text] = number
         content["added_tokens"].append({"id": number, "content": text, "special": text in special, **flags})
     (directory / "tokenizer.json").write_text(json.dumps(content))
-    template = TEMPLATE.replace("LAST", str(len(answers) - 1))
+    counted = f"{json.dumps(told)} in message.content" if told else "message.role == 'tool'"
+    template = TEMPLATE.replace("LAST", str(len(answers) - 1)).replace("COUNTED", counted)
+    template = template.replace("OFFERED", "true" if told else "tools")
     settings = json.loads((TINY / "tokenizer_config.json").read_text()) | {"chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     shutil.copy(TINY / "generation_config.json", directory)

@@ -1,4 +1,4 @@
-"""LiteLLM. packages: litellm==1.109.1"""
+"""LiteLLM. packages: litellm==1.106.0 mcp"""
 
 import json
 
