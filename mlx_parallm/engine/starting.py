@@ -4,6 +4,8 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from mlx.utils import tree_flatten
+
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.served_models import ServedModels
@@ -14,7 +16,8 @@ from mlx_parallm.models.cpu_kernels import use_fast_rope, use_fast_swiglu
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import check_adapter, linear_shapes, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.system.hardware import kv_cache_bytes, prefix_cache_bytes
+from mlx_parallm.system.hardware import kv_cache_bytes, prefix_cache_bytes, wire_memory
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.weights import SharedWeights
 
@@ -50,6 +53,8 @@ def start_engine(
     Raises AdapterError: one does not fit; ConfigError; ModelError: the engine cannot decode the architecture.
     """
     options = engine_options(config, loaded)
+    if advice := wire_memory(sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))):
+        get_logger(__name__).warning("memory_is_short", advice=advice)
     shapes = linear_shapes(loaded.model)
     for name, layers in adapters.items():
         check_adapter(shapes, layers, name)

@@ -384,7 +384,8 @@ class RolloutBuffer:
     def _is_fresh(self, rollout: Rollout, step: int) -> bool:
         """Whether the newest version sampled all of a sequence: keys and values that older weights left in the cache
         change every later log-probability."""
-        steps_known = all(v >= 0 and self._versions.steps(v) == step - 1 for v in rollout.policy_versions)
+        versions = set(rollout.policy_versions)  # a few, of thousands of tokens
+        steps_known = all(v >= 0 and self._versions.steps(v) == step - 1 for v in versions)
         return steps_known and rollout.logprobs is not None
 
 

@@ -11,9 +11,10 @@ import psutil
 
 from mlx_parallm.system.blas import has_cuda_backend
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 KV_CACHE_SHARE = 2  # of the memory that is free once the model is loaded: the rest is for activations, and the trainer
 PREFIX_CACHE_SHARE = 20  # of all memory
+WIRED_SHARE = 0.9  # of what Metal keeps in memory: a larger model leaves too little for the cache (mlx-lm's number)
 RANK_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # of mlx.launch; of mpirun (Open MPI, MPICH)
 
 
@@ -80,6 +81,28 @@ def kv_cache_bytes(configured: int | None, *, deterministic: bool) -> int | None
     if configured is not None:
         return configured
     return None if deterministic else memory_present()[0] // KV_CACHE_SHARE
+
+
+def wire_memory(model_bytes: int) -> str | None:
+    """Lets Metal keep all that it may in memory, as mlx-lm does while it generates: macOS may page weights out
+    otherwise, and each step waits for them. Does nothing on other backends and before macOS 15. Loads MLX.
+
+    Returns advice for a model that takes more than `WIRED_SHARE` of that, else None.
+    """
+    import mlx.core as mx
+
+    if not mx.metal.is_available():
+        return None
+    info = mx.device_info()
+    most, whole = int(info["max_recommended_working_set_size"]), int(info["memory_size"])
+    mx.set_wired_limit(most)
+    if model_bytes <= WIRED_SHARE * most:
+        return None
+    found = f"the model takes {model_bytes / GIB:.1f} GiB of the {most / GIB:.1f} GiB that Metal keeps in memory: "
+    wanted = int(model_bytes / WIRED_SHARE)
+    if wanted > WIRED_SHARE * whole:
+        return found + "it will be slow on this machine; a quantized or a smaller one fits"
+    return found + f"`sudo sysctl iogpu.wired_limit_mb={-(-wanted // MIB)}` raises that until the next start of macOS"
 
 
 def mlx_device() -> str:

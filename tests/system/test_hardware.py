@@ -7,7 +7,7 @@ import pytest
 
 from mlx_parallm.config.load import hardware_defaults, load_config
 from mlx_parallm.engine.starting import engine_options
-from mlx_parallm.system.hardware import GIB, Hardware, detect, memory_present, mlx_device, usable_cores
+from mlx_parallm.system.hardware import GIB, Hardware, detect, memory_present, mlx_device, usable_cores, wire_memory
 
 
 def machine(backend: str = "cpu", memory: int = 64) -> Hardware:
@@ -48,6 +48,24 @@ def test_in_deterministic_mode_nothing_depends_on_free_memory_or_earlier_answers
         assert found == [(8, 9)] * 2
     else:
         assert found[0][0] > 0 and found[0][1] == memory_present()[1] // 20 and found[1] == (None, 0)
+
+
+@pytest.mark.parametrize(
+    "model_gib, advice",
+    [(86, ""), (88, "sudo sysctl iogpu.wired_limit_mb=100125"), (120, "quantized")],
+)
+def test_metal_keeps_the_model_in_memory(model_gib: int, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MLX answers on a Mac of 128 GiB, of which Metal keeps 96: 0.9 of them are 86.4."""
+    mx = pytest.importorskip("mlx.core")
+    wired: list[int] = []
+    sizes = {"max_recommended_working_set_size": 96 * GIB, "memory_size": 128 * GIB}
+    monkeypatch.setattr(mx, "set_wired_limit", wired.append)
+    monkeypatch.setattr(mx, "device_info", lambda: sizes)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    assert wire_memory(model_gib * GIB) is None and wired == []
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    found = wire_memory(model_gib * GIB) or ""
+    assert advice in found and bool(advice) == bool(found) and wired == [96 * GIB]
 
 
 def test_this_machine() -> None:

@@ -147,7 +147,7 @@ def test_at_most_three_false_hits_in_ten_thousand_words_of_code() -> None:
         "sha256:9f86d081884c7d659a2feaa0c55ad015",
         "https://example.org/user@host",
         "/home/user/project and /Users/Shared/x",
-        "quote mkdir \"/Users/name/My Documents\" and /home/your-name/x",
+        'quote mkdir "/Users/name/My Documents" and /home/your-name/x',
         "secret_key_base = Rails.application.credentials",
     ],
 )

@@ -60,7 +60,7 @@ class PublishGuard:
 
     def judge(self, rollouts: Sequence[Rollout]) -> Verdict:
         """Judge the weights as they are now. `rollouts`: those that the step was trained on."""
-        if not all(mx.isfinite(array).all().item() for array in self._policy.slots.read()):
+        if not mx.stack([mx.isfinite(array).all() for array in self._policy.slots.read()]).all().item():
             return Verdict(NOT_FINITE)
         pairs = zip(self.served, self._policy.served_arrays(), strict=True)
         if all(mx.array_equal(old, new).item() for old, new in pairs):
