@@ -83,9 +83,9 @@ def cost(browser: Any, scratch: Path) -> bool:
         wait_for(run, 20, process)
         for turn in range(2 * TURNS):
             tabs = turn % 2 == 1
-            contexts = [browser.new_context() for _ in range(TABS if tabs else 0)]
-            for context in contexts:
-                page = context.new_page()
+            window = browser.new_context()  # tabs of one browser
+            for _ in range(TABS if tabs else 0):
+                page = window.new_page()
                 page.goto(f"http://127.0.0.1:{port}/dashboard")
                 page.wait_for_selector(".chart canvas")
             begin = len(list(MetricsFile(run / METRICS_FILE).read()))
@@ -94,8 +94,7 @@ def cost(browser: Any, scratch: Path) -> bool:
             waited = sum(line["time_rollout_s"] + line["time_train_s"] + line["time_publish_s"] for line in lines)
             served = statistics.median(line["serve_tok_s"] for line in lines)
             rates[tabs].append((served, sum(line["tokens"] for line in lines) / waited))
-            for context in contexts:
-                context.close()
+            window.close()
         process.terminate()
     shares = []
     for name, place in (("served", 0), ("trained", 1)):

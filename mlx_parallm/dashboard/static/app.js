@@ -17,7 +17,7 @@ const HELP = [
   ["t", "on a chart: its table"], ["/", "search"], ["?", "this help"],
 ];
 
-const PACE_MS = 1200; // between two updates: where steps are quicker, several come at once
+const PACE_MS = 1500; // between two updates: where steps are quicker, several come at once
 
 /** Call `act` at once, and then with the newest value at most every `ms`. */
 function paced(act, ms) {

@@ -6,12 +6,14 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 const HEIGHT = 170;
 const ROWS_OF_TABLE = 60;
 const NEAR = "40px"; // a chart farther from what is seen is drawn when it comes nearer
+const CALM_MS = 4000; // between two drawings of a chart that may lag: drawing is most of what an open page costs
 
 /**
  * series: [{label, values, raw?, low?, high?}] over `steps`; raw: drawn faintly behind; low and high: a band.
- * onPick(step): a click or Enter on a point.
+ * onPick(step): a click or Enter on a point. lags: new steps may wait for CALM_MS; a new `look` (how they are drawn) not.
  */
-export function Chart({ title, note, steps, series, marks = [], onPick, theme, percent, of = "step" }) {
+export function Chart({ title, note, steps, series, marks = [], onPick, theme, percent, lags = false, look = "", of = "step" }) {
+  const drawn = useRef({ at: 0, look });
   const place = useRef(null), plot = useRef(null), picked = useRef(null), seen = useRef(false), draw = useRef(() => {});
   const [hover, setHover] = useState(null);
   const [table, setTable] = useState(false);
@@ -47,7 +49,8 @@ export function Chart({ title, note, steps, series, marks = [], onPick, theme, p
     observer.observe(place.current);
     const near = new IntersectionObserver((entries) => { seen.current = entries.at(-1).isIntersecting; draw.current(); }, { rootMargin: NEAR });
     near.observe(place.current);
-    return () => { observer.disconnect(); near.disconnect(); made.destroy(); plot.current = null; };
+    drawn.current.at = 0;
+    return () => { observer.disconnect(); near.disconnect(); clearTimeout(drawn.current.timer); made.destroy(); plot.current = null; };
   }, [shape, theme, steps.length < 12]);
 
   const marksRef = useRef(marks);
@@ -55,6 +58,10 @@ export function Chart({ title, note, steps, series, marks = [], onPick, theme, p
   useEffect(() => {
     draw.current = () => {
       if (!seen.current || !plot.current) return;
+      const early = lags && drawn.current.look === look ? drawn.current.at + CALM_MS - Date.now() : 0;
+      clearTimeout(drawn.current.timer);
+      if (early > 0) { drawn.current.timer = setTimeout(() => draw.current(), early); return; }
+      drawn.current = { at: Date.now(), look };
       const columns = series.flatMap((one) => [...(one.low ? [one.high, one.low] : []), ...(one.raw ? [one.raw] : []), one.values]);
       plot.current.setData([steps, ...columns]);
       draw.current = () => {};

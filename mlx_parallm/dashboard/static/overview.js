@@ -65,7 +65,7 @@ function curvesOf({ metrics, evaluations, judged, title, smooth, setSmooth, band
     if (section) sections.push({ section, charts: [] });
     else {
       const shown = Object.entries(keys).map(([key, label]) => line(key, label)).filter(Boolean);
-      if (shown.length) sections.at(-1).charts.push(chart(title, shown, { note, percent }));
+      if (shown.length) sections.at(-1).charts.push(chart(title, shown, { note, percent, lags: true, look: smooth }));
     }
   }
   const named = (prefix, end = "") => Object.keys(columns).filter((key) => key.startsWith(prefix) && key.endsWith(end))
@@ -79,8 +79,8 @@ function curvesOf({ metrics, evaluations, judged, title, smooth, setSmooth, band
           onInput=${(event) => setSmooth(Number(event.target.value))} /> <output>${smooth.toFixed(2)}</output></label></div>
       <div class="charts">
         ${known(columns.headline) && chart(title, [withBand(columns, smooth, judged, quartiles ? band : "deviation")], { note: `mean of a step; the band: ${BANDS[quartiles ? band : "deviation"]}` })}
-        ${chart(`${title} by environment`, named("reward_by_environment/"))}
-        ${chart("Parts of the reward", named("rewards/", "/mean"))}
+        ${chart(`${title} by environment`, named("reward_by_environment/"), { lags: true, look: smooth })}
+        ${chart("Parts of the reward", named("rewards/", "/mean"), { lags: true, look: smooth })}
         ${evaluations.length > 0 && html`<${HeldOut} ...${{ evaluations, theme, pick }} />`}
         ${chart("Held-out score", [line("heldout_score", "score")].filter(Boolean))}
       </div>
