@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,8 +128,10 @@ def servers() -> Iterator[dict[str, str]]:
         }
 
 
-def ran_before() -> dict[str, dict]:
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+def ran_before(there: Mapping[str, Program]) -> dict[str, dict]:
+    """Results of earlier runs, but for programs that are gone."""
+    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    return {name: result for name, result in found.items() if name in there}
 
 
 def table(results: dict[str, dict]) -> str:
@@ -175,13 +177,13 @@ def main() -> None:
             except InstallError as error:
                 print(f"{program.path.stem:24} {error}", flush=True)
                 continue
-            results = ran_before()  # read again: another runner may have written
+            results = ran_before(there)  # read again: another runner may have written
             results[program.path.stem] = {"title": program.title, "packages": program.packages, "cells": cells}
             for cell, why in cells.items():
                 print(f"{program.path.stem:24} {cell:24} {why or '✓'}", flush=True)
             RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
     if arguments.table:
-        write_table(arguments.table, ran_before())
+        write_table(arguments.table, ran_before(there))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""LiteLLM. packages: litellm==1.106.0 mcp"""
+"""LiteLLM. packages: litellm==1.106.0 mcp==2.3.0"""
 
 import json
 
