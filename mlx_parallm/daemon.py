@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from mlx_parallm.config.data import DATA_ALGORITHMS
@@ -70,6 +70,7 @@ from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.system.signals import ShutdownWatcher
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.system.turns import Turns
+from mlx_parallm.tinker.register import tinker_part
 from mlx_parallm.traces.source import SessionRewards, session_routes
 from mlx_parallm.weights import PublishReport, SharedWeights
 
@@ -89,6 +90,26 @@ ROUTERS: tuple[Callable[[Config], AddedRouter | None], ...] = (session_routes,)
 """Routes of parts outside of the server, of a process that trains nothing; None = not asked for."""
 
 
+class ServedPart(Protocol):
+    """A part of `mlx_parallm serve` that works with the model itself: routes, and what is behind them."""
+
+    @property
+    def router(self) -> AddedRouter: ...
+
+    def loaded(self, base: LoadedModel, turns: Turns) -> None:
+        """Take the base, before its tree is wrapped for serving."""
+
+    def opened(self, weights: SharedWeights, engine: EngineClient) -> None:
+        """Answer from now on."""
+
+    def close(self) -> None:
+        """End what was started."""
+
+
+PARTS: tuple[Callable[[Config], ServedPart | None], ...] = (tinker_part,)
+"""Every such part; None = not asked for."""
+
+
 def run_server(config: Config, adapters: Mapping[str, str]) -> int:
     """Serves until a signal. Returns the exit code.
 
@@ -99,21 +120,30 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
     """
     stop = _begin(config)
     serving = Serving(config)
+    parts = [part for make in PARTS if (part := make(config)) is not None]
+    if parts:
+        share_blas_between(COMPUTING_THREADS, usable_cores())
     try:
         main_adapter, layers = _adapters_to_serve(config, adapters)
         check_model(config.model, train=False, quantize=config.rl_training.lora.quantize_base)
         added = [make(config) for make in ROUTERS]
-        serving.listen(routers=[router for router in added if router is not None])
+        serving.listen(routers=[*(router for router in added if router is not None), *(part.router for part in parts)])
         loaded = serving.load(quantize=config.rl_training.lora.quantize_base)
         if stop.is_set():
             return 0
         weights = SharedWeights(loaded.model, keep_versions=1)
+        for part in parts:
+            part.loaded(loaded, serving.turns)
         serving.open(loaded, weights, adapters=layers, main_adapter=main_adapter)
+        for part in parts:
+            part.opened(weights, serving.client)
         log.info("serving", url=f"{serving.url}/v1", models=[model.id for model in serving.client.models()])
         while not stop.wait(ENGINE_CHECK_S):
             serving.check()
         log.info("stopping")
     finally:
+        for part in parts:
+            part.close()
         with mlx_thread():
             serving.close()
     return 0
@@ -121,6 +151,10 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
 
 def run_training(config: Config, *, resume: str | None, pages: Sequence[RunPage] = ()) -> int:
     """Serves and trains until `total_steps` or a signal. Returns the exit code. `pages`: leaves that show the run."""
+    if config.tinker.enabled:
+        raise ConfigError(
+            "tinker.enabled = true is for `mlx_parallm serve`: there clients train, here the configuration does"
+        )
     with RunLog(_redactor(config)) as run_log:
         stop = _begin(config, run_log)
         samples = config.rl_training.algorithm not in DATA_ALGORITHMS  # else the engine has little to do

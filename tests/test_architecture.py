@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rl_training",),
     ("library",),
     ("primitives",),
-    ("integrations", "distributed", "experts", "traces", "prompt_policy"),
+    ("integrations", "distributed", "experts", "traces", "prompt_policy", "tinker"),
     ("daemon",),
     ("tools", "orchestrator"),
     ("dashboard", "export"),

@@ -20,7 +20,7 @@ TINY_MODULE_LINES = 80
 
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
-    "(root)": 1340,
+    "(root)": 1370,
     "cli": 1340,
     "config": 2_210,
     "dashboard": 1320,
@@ -40,10 +40,11 @@ LINES: dict[str, int] = {
     "primitives": 160,
     "prompt_policy": 2_410,
     "rewards": 2070,
-    "rl_training": 11320,
+    "rl_training": 11380,
     "rollout_store": 1290,
     "server": 6_910,
     "system": 1180,
+    "tinker": 2920,
     "tools": 2810,
     "traces": 5_390,
     "trl": 1250,
@@ -55,6 +56,7 @@ TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a fi
     "server.api.embeddings": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",
     "server.protocol.taught_tools": "the words of a format that the model is taught; answer_grammar.py has its grammar",
+    "tinker.register": "it is imported where the leaf is not asked for, and its packages may be missing",
     "system.power": "what the operating system is asked for is a file each",
 }
 
@@ -102,6 +104,9 @@ SECOND_DEFAULTS: dict[str, str] = {
     "losses.types.LossInputs.kl_beta": "docs/stability.md promises this constructor; 0 = no KL",
     "models.lora.adapter_config.dropout": "0 = none",
     "models.lora.save_adapter.dropout": "0 = none",
+    "tinker.bodies.AdamBody.learning_rate": "the SDK's own default, for a field that it always sends",
+    "tinker.bodies.AdamBody.weight_decay": "the SDK's own default, for a field that it always sends",
+    "tinker.bodies.LoraBody.rank": "the SDK's own default, where a client sends no lora_config",
     "rewards.judge.judge.max_tokens": "of the judge, not of the policy",
 }
 

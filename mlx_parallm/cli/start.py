@@ -85,6 +85,7 @@ def serve(parser: ArgumentParser) -> Run:
     parser.add_argument("--host", help="address to bind; anything but loopback needs an API key")
     parser.add_argument("--port", type=int, help="0 takes a free one and prints it")
     parser.add_argument("--api-key-file", metavar="FILE", help="file that holds the API key")
+    parser.add_argument("--tinker", action="store_true", help="answer Tinker's training API too (docs/tinker.md)")
     parser.add_argument("--config", metavar="FILE", help="a TOML file with [server] and [model]")
     add_set(parser)
 
@@ -98,6 +99,7 @@ def serve(parser: ArgumentParser) -> Run:
             "server.host": args.host,
             "server.port": args.port,
             "server.api_key_file": args.api_key_file,
+            "tinker.enabled": args.tinker or None,
         }
         flags = [f"{key}={toml_value(value)}" for key, value in given.items() if value is not None]
         config = load(args.config, args.set + flags)

@@ -24,6 +24,7 @@ from mlx_parallm.config.environment import HUB_PREFIX, EnvironmentConfig, Sectio
 from mlx_parallm.config.evaluation import EvaluationConfig, check_evaluation, moved_keys
 from mlx_parallm.config.prompt_policy import PromptPolicyConfig
 from mlx_parallm.config.server import ModelConfig, ServerConfig
+from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.config.tools import ToolsConfig
 from mlx_parallm.config.traces import TracesConfig
 from mlx_parallm.config.training import LoggingConfig, RLTrainingConfig, RolloutsConfig, as_it_began
@@ -47,6 +48,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     traces: TracesConfig = TracesConfig()
+    tinker: TinkerConfig = TinkerConfig()
     logging: LoggingConfig = LoggingConfig()
     environments: tuple[EnvironmentConfig, ...] = ()
     """In-process environments; none = only environments that come over HTTP."""

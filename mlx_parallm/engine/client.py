@@ -140,6 +140,10 @@ class EngineClient:
         models.uses.note(model.adapter)
         return model
 
+    def check(self, request: Request) -> None:
+        """Raises RequestError: the request cannot be run."""
+        check_request(request, self._ready().limits)
+
     async def unenforced(self, structure: Structure) -> tuple[str, ...]:
         """Returns the schema keywords that the structure's grammar does not enforce. Raises RequestError."""
         return await self._ready().grammars.unenforced(structure)

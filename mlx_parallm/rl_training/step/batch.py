@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain, compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.types import Rollout, RolloutGroup
+
+if TYPE_CHECKING:
+    import numpy as np
 
 WRONG, RIGHT = 0.0, 1.0
 ROUNDING = 1e-6
@@ -19,16 +22,26 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One rollout with what the trainer adds. `fresh`: read and sampled wholly by the weights the step starts from."""
+    """One rollout with what the trainer adds. `fresh`: read and sampled wholly by the weights the step starts from.
+
+    `targets`: the tokens that are scored at each position, [T - 1] or several at each [T - 1, K], where these are not
+    the tokens that follow.
+    """
 
     rollout: Rollout
     advantages: tuple[float, ...]  # [T]
     fresh: bool
+    targets: "np.ndarray | None" = None
 
     @cached_property
     def trained(self) -> int:
         """How many tokens are trained on. The first one has nothing before it."""
-        return sum(self.rollout.mask[1:])
+        return sum(self.rollout.mask[1:]) * self.targets_each
+
+    @property
+    def targets_each(self) -> int:
+        """How many tokens are scored at a position."""
+        return 1 if self.targets is None or self.targets.ndim == 1 else int(self.targets.shape[1])
 
 
 EnvironmentNumbers = dict[str, float | None]

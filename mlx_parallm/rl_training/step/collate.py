@@ -118,7 +118,7 @@ def collate(
     examples = [tuple(rows[i : i + together]) for i in range(0, len(rows), together)]
     parts = _by_length(sequences, examples, token_budget)
     cut: Cut = [(part, None) for part in parts]
-    if rows and all(1 in sequences[row].rollout.mask[1:] for row in rows):
+    if rows and all(1 in sequences[row].rollout.mask[1:] and sequences[row].targets_each == 1 for row in rows):
         shapes = [(len(part), _width(sequences, part)) for part in parts]
         fewest = PAYS_BELOW * _tokens(shapes)
         if share_prompts:
@@ -148,6 +148,9 @@ def _micro_batch(
         tokens[i, : len(rollout.tokens)] = rollout.tokens
         mask[i, : len(rollout.tokens) - 1] = rollout.mask[1:]
     positions = np.flatnonzero(mask).astype(np.int32)
+    each = np.array([sequences[row].targets_each for row in rows])
+    if each.max() > 1:
+        positions = np.repeat(positions, each[positions // width])
     inputs = np.ascontiguousarray(tokens[:, :-1])
     compact = arrange(inputs, positions) if arrange else None
     scatter = np.full(shape[0] * shape[1], len(positions), np.int32)
@@ -158,12 +161,27 @@ def _micro_batch(
         inputs=inputs,
         mask=mask,
         positions=positions,
-        targets=tokens[:, 1:].reshape(-1)[positions],
+        targets=_targets(sequences, rows, mask, tokens[:, 1:].reshape(-1)[positions]),
         temperatures=temperatures[positions // width],
         scatter=scatter.reshape(shape),
         columns=np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows]),
         compact=compact if compact is not None and compact.tokens < inputs.size else None,
     )
+
+
+def _targets(
+    sequences: Sequence[TrainSequence], rows: Sequence[int], mask: np.ndarray, following: np.ndarray
+) -> np.ndarray:
+    """The tokens that are scored [N]: a sequence's own `targets`, else those that follow."""
+    if all(sequences[row].targets is None for row in rows):
+        return following
+    starts = np.cumsum([0, *(sequences[row].trained for row in rows)])
+    parts = []
+    for i, row in enumerate(rows):
+        own = sequences[row].targets
+        chosen = mask[i] if own is None else mask[i, : len(own)]
+        parts.append(following[starts[i] : starts[i + 1]] if own is None else own[chosen].reshape(-1))
+    return np.concatenate(parts).astype(np.int32)
 
 
 # ---------------------------------------------------------------------- by length

@@ -56,6 +56,17 @@ class Update:
     moved: Movement | None = None
 
 
+@dataclass(frozen=True)
+class AdamWSettings:
+    """`max_grad_norm`: the global norm that gradients are clipped to; 0 = no clipping."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+
+
 class PolicyOptimizer:
     """Owns the float32 master copy of the slots' arrays; writes them into the tree, in the tree's dtype."""
 
@@ -76,6 +87,12 @@ class PolicyOptimizer:
     @property
     def updates(self) -> int:
         return self._groups[0].updates
+
+    def use_adamw(self, settings: AdamWSettings) -> None:
+        """Take these numbers from the next update on; the optimizer is AdamW. All parameters are decayed."""
+        self._max_grad_norm = settings.max_grad_norm
+        for group in self._groups:
+            group.use_adamw(settings)
 
     def update(self, gradients: Sequence[mx.array], learning_rate: float) -> Update:
         """One step on float32 gradients in slot order; everything is evaluated."""
@@ -189,6 +206,12 @@ class ParameterGroup:
     def arrays(self) -> list[mx.array]:
         """The masters, each in its shape."""
         return self._unpack(self.masters)
+
+    def use_adamw(self, settings: AdamWSettings) -> None:
+        assert isinstance(self._optimizer, optimizers.AdamW)
+        self._optimizer.betas = [settings.beta1, settings.beta2]
+        self._optimizer.eps = settings.eps
+        self._optimizer.weight_decay = settings.weight_decay
 
     def square_sum(self, gradients: Sequence[mx.array]) -> tuple[mx.array, dict[str, mx.array]]:
         """Σ g² of this group's gradients (float32), and the gradients as `apply` takes them. Lazy."""

@@ -23,7 +23,7 @@ after the filter would multiply every ratio by the mass that the filter kept.
 import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -301,6 +301,15 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 # ---------------------------------------------------------------------- the loss of a batch
+
+
+class MiniBatchLoss(Protocol):
+    """What `Trainer.accumulate` differentiates: `objective` of each micro-batch, as `BatchLoss` has it."""
+
+    @property
+    def metric_names(self) -> list[str]: ...
+
+    def objective(self, micro_batch: MicroBatch) -> Objective: ...
 
 
 @dataclass(frozen=True)

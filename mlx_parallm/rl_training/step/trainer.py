@@ -44,6 +44,7 @@ from mlx_parallm.rl_training.step.optimizer import PolicyOptimizer, Update, lear
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.prepare import (
     BatchLoss,
+    MiniBatchLoss,
     Mismatch,
     PreparedBatch,
     Scores,
@@ -112,7 +113,7 @@ class Trainer:
                 log.info("sequences are not packed", reason=self.model.unpacked)
         self.optimizer = PolicyOptimizer(policy.slots, config)
         self.step_tokens: StepTokens | None = None  # of the newest step; an interrupted one knows its last part
-        self._gradients: list[mx.array] | None = None  # accumulated since the last update, in the order of the slots
+        self.gradients: list[mx.array] | None = None  # accumulated since the last update, in the order of the slots
         self._budget = MicroBatchBudget(config)
         self._kl_coefficient = config.kl_beta
         self._correction = None if algorithm.on_data else sampler_correction(config, policy.model)
@@ -283,10 +284,11 @@ class Trainer:
         )
 
     def accumulate(
-        self, mini_batch: MiniBatch, loss: BatchLoss, should_stop: Callable[[], bool] = lambda: False
+        self, mini_batch: MiniBatch, loss: MiniBatchLoss, should_stop: Callable[[], bool] = lambda: False
     ) -> Sums | None:
         """Forward and backward of a mini-batch. Its gradients are added to those of earlier calls, until `apply` or
-        `drop`. None after a stop request between two micro-batches: then all of them are dropped."""
+        `drop`. None after a stop request between two micro-batches: then all of them are dropped. After an exception
+        `gradients` holds those of the micro-batches before it too."""
         parts: list[tuple[Any, ...]] = []
         scores: list[tuple[np.ndarray, mx.array, mx.array]] = []
         stopped = False
@@ -298,8 +300,8 @@ class Trainer:
             self.model.longest_eval_ms = 0.0
             tokens = micro_batch.token_batch(entropy_slope=self.algorithm.entropy_slope)
             with self._dropout(micro_batch):
-                value, (*extras, logprobs, entropy), self._gradients = self.model.loss_and_gradients(
-                    tokens, loss.objective(micro_batch), self._gradients
+                value, (*extras, logprobs, entropy), self.gradients = self.model.loss_and_gradients(
+                    tokens, loss.objective(micro_batch), self.gradients
                 )
             parts.append((value, *extras))
             scores.append((micro_batch.columns, logprobs, entropy))
@@ -328,14 +330,14 @@ class Trainer:
 
     def apply(self, learning_rate: float) -> Update | None:
         """One optimizer update with the accumulated gradients of all ranks, which are used up. None: a rank is gone."""
-        gradients = self._gradients or [mx.zeros(array.shape) for array in self.policy.slots.read()]
+        gradients = self.gradients or [mx.zeros(array.shape) for array in self.policy.slots.read()]
         self.drop()
         summed = self.ranks.sum(gradients)
         return None if summed is None else self.optimizer.update(summed, learning_rate)
 
     def drop(self) -> None:
         """Forget what was accumulated."""
-        self._gradients = None
+        self.gradients = None
 
     def _finish_step(self, step: int, prepared: PreparedBatch) -> None:
         """Adapt the KL's coefficient for the next step, and update a reference that is a moving average."""

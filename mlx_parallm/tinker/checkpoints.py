@@ -1,0 +1,228 @@
+"""tinker:// names, and the directories behind them.
+
+    DIRECTORY/RUN/run.json                              base, LoRA, the client's metadata
+    DIRECTORY/RUN/weights/NAME/                         adapter and AdamW's state: training goes on from it
+    DIRECTORY/RUN/sampler_weights/NAME/                 an adapter of this project, served, merged, exported like any
+    DIRECTORY/RUN/external_weights/NAME/                the same in PEFT's format, for a download
+    …/checkpoint.json                                   when it was made, and until when it is kept
+
+A checkpoint is written under another name and renamed, so what has its name is whole. RUN is the model's id with `_`
+for `:`. Any thread.
+"""
+
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.system.files import TEMPORARY, write_atomically, write_directory
+
+SCHEME = "tinker://"
+TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
+KINDS = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
+RUN_FILE, CHECKPOINT_FILE = "run.json", "checkpoint.json"
+
+
+@dataclass(frozen=True)
+class TinkerPath:
+    """`run`: the model's id; `kind`: weights, sampler_weights or external_weights."""
+
+    run: str
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.run}/{self.kind}/{self.name}"
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+
+def read_path(text: str) -> TinkerPath:
+    """Raises RequestError: no tinker:// path."""
+    parts = text.removeprefix(SCHEME).split("/")
+    if not text.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not all(map(_is_name, parts)):
+        raise RequestError(
+            f"{text[:200]!r} is no path of a checkpoint: expected {SCHEME}RUN/KIND/NAME with KIND one of"
+            f" {', '.join(KINDS)}",
+            param="path",
+        )
+    return TinkerPath(*parts)
+
+
+def check_name(name: str) -> str:
+    """Raises RequestError: not usable as a checkpoint's name."""
+    if not _is_name(name):
+        raise RequestError(
+            f"{name[:200]!r} cannot name a checkpoint: use up to 128 letters, digits and . _ - = + @ , : and begin with"
+            " a letter, a digit or _",
+            param="path",
+        )
+    return name
+
+
+def _is_name(name: str) -> bool:
+    allowed = all(c.isascii() and (c.isalnum() or c in "._-=+@,:") for c in name)
+    begins = 0 < len(name) <= 128 and (name[0].isalnum() or name[0] == "_")
+    return begins and allowed and TEMPORARY not in name
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model that a client trains or has trained. `lora`: LoraChoice as JSON."""
+
+    run_id: str
+    base_model: str
+    lora: Mapping[str, Any]
+    created: float
+    user_metadata: Mapping[str, Any] = field(default_factory=dict)
+    session_id: str = ""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: TinkerPath
+    directory: Path
+    created: float
+    size_bytes: int
+    expires: float | None = None
+    user_metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the API shows it."""
+        return {
+            "checkpoint_id": self.path.checkpoint_id,
+            "checkpoint_type": KINDS[self.path.kind],
+            "time": iso(self.created),
+            "tinker_path": str(self.path),
+            "size_bytes": self.size_bytes,
+            "public": False,
+            "user_metadata": {key: str(value) for key, value in self.user_metadata.items()} or None,
+            "expires_at": None if self.expires is None else iso(self.expires),
+        }
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+class Checkpoints:
+    """All runs below a directory. Expired checkpoints are removed when somebody looks for them."""
+
+    def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
+        self.root = root.expanduser()
+        self._clock = clock
+
+    def run_directory(self, run_id: str) -> Path:
+        """Raises RequestError: no run's id."""
+        if not _is_name(run_id):
+            raise RequestError(f"{run_id[:200]!r} is no id of a training run")
+        return self.root / run_id.replace(":", "_")
+
+    def begin(self, run: Run) -> Path:
+        """Make the run's directory, and note what it is."""
+        directory = self.run_directory(run.run_id)
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(directory / RUN_FILE, _json(vars(run) | {"lora": dict(run.lora)}))
+        return directory
+
+    def run(self, run_id: str) -> Run | None:
+        file = self.run_directory(run_id) / RUN_FILE
+        return Run(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+
+    def runs(self) -> list[Run]:
+        """Newest first."""
+        files = self.root.glob(f"*/{RUN_FILE}") if self.root.is_dir() else ()
+        runs = [Run(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+        return sorted(runs, key=lambda run: -run.created)
+
+    def save(
+        self,
+        path: TinkerPath,
+        write: Callable[[Path], None],
+        *,
+        ttl_seconds: int | None = None,
+        user_metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write a checkpoint. Raises RequestError: there is one of that name, and it is not to be overwritten."""
+        target = self._directory(path)
+        if target.exists() and not overwrite and self.find(path) is not None:
+            raise RequestError(f"{path} exists: choose another name, or save with overwrite=True", param="path")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        now = self._clock()
+        facts = {
+            "created": now,
+            "expires": None if ttl_seconds is None else now + ttl_seconds,
+            "user_metadata": dict(user_metadata or {}),
+        }
+
+        def fill(directory: Path) -> None:
+            write(directory)
+            (directory / CHECKPOINT_FILE).write_bytes(_json(facts))
+
+        write_directory(target, fill)
+        return target
+
+    def find(self, path: TinkerPath) -> Checkpoint | None:
+        """None: there is none (any more)."""
+        directory = self._directory(path)
+        file = directory / CHECKPOINT_FILE
+        if not file.is_file():
+            return None
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        if facts["expires"] is not None and facts["expires"] <= self._clock():
+            self.delete(path)
+            return None
+        size = sum(each.stat().st_size for each in directory.iterdir())
+        return Checkpoint(path, directory, facts["created"], size, facts["expires"], facts["user_metadata"])
+
+    def require(self, text: str) -> Checkpoint:
+        """Raises RequestError: no path, or no checkpoint there."""
+        found = self.find(read_path(text))
+        if found is None:
+            raise RequestError(f"there is no checkpoint {text}", param="path")
+        return found
+
+    def list(self, run_id: str) -> list[Checkpoint]:
+        """Of one run, newest first."""
+        directory, found = self.run_directory(run_id), []
+        for kind in KINDS:
+            for entry in (directory / kind).glob("*") if (directory / kind).is_dir() else ():
+                if _is_name(entry.name) and (checkpoint := self.find(TinkerPath(run_id, kind, entry.name))):
+                    found.append(checkpoint)
+        return sorted(found, key=lambda checkpoint: -checkpoint.created)
+
+    def delete(self, path: TinkerPath) -> bool:
+        """Return whether there was one."""
+        directory = self._directory(path)
+        if not directory.is_dir():
+            return False
+        gone = directory.parent / f".{uuid.uuid4().hex}"  # in one step: no half of it is found
+        directory.rename(gone)
+        shutil.rmtree(gone)
+        return True
+
+    def set_ttl(self, path: TinkerPath, ttl_seconds: int | None) -> bool:
+        """Keep the checkpoint for so long from now on, None = for ever. Return whether there is one."""
+        if self.find(path) is None:
+            return False
+        file = self._directory(path) / CHECKPOINT_FILE
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        facts["expires"] = None if ttl_seconds is None else self._clock() + ttl_seconds
+        write_atomically(file, _json(facts))
+        return True
+
+    def _directory(self, path: TinkerPath) -> Path:
+        return self.run_directory(path.run) / path.kind / path.name

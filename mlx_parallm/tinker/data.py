@@ -1,0 +1,126 @@
+"""The datums of a request, checked, as sequences of a batch and as columns of the loss.
+
+Position i of a datum's tokens predicts its target i: the client has shifted them. So a sequence is the tokens and one
+more that nothing reads, all of them are scored, and the targets are the datum's own (`TrainSequence.targets`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.rl_training.step.batch import TrainSequence
+from mlx_parallm.tinker.losses import DatumLoss, LossKind, find_loss, join_columns, loss_settings
+from mlx_parallm.tinker.wire import Datum, ForwardBackward, read_datum
+from mlx_parallm.types import Rollout
+
+TARGETS = "target_tokens"
+MAX_TARGETS = 1024  # of one position
+
+
+@dataclass(frozen=True)
+class DatumLimits:
+    """What the base model can take."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A request's datums and its loss, checked."""
+
+    data: tuple[Datum, ...]
+    sequences: tuple[TrainSequence, ...]
+    loss: DatumLoss
+
+    @property
+    def tokens(self) -> int:
+        """Input tokens of all datums."""
+        return sum(len(datum.tokens) for datum in self.data)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """[datums + 1]: where the columns of each datum begin."""
+        return np.cumsum([0, *(sequence.trained for sequence in self.sequences)])
+
+    def by_datum(self, column: np.ndarray) -> list[np.ndarray]:
+        """A column in the shapes of the datums' targets, [N] or [N, K] each."""
+        parts = np.split(column, self.starts[1:-1])
+        return [part.reshape(datum.inputs[TARGETS].shape) for part, datum in zip(parts, self.data, strict=True)]
+
+
+def read_batch(request: ForwardBackward, limits: DatumLimits) -> Batch:
+    """Raises RequestError that says what would be right: the loss, its configuration, a shape, a token, a length."""
+    kind, settings = find_loss(request.loss), loss_settings(request.loss, request.config)
+    if not request.data:
+        raise RequestError("the request has no data: send one datum at least")
+    data = tuple(read_datum(datum, f"datum {i}") for i, datum in enumerate(request.data))
+    for i, datum in enumerate(data):
+        _check_datum(datum, kind, request.loss, limits, f"datum {i}")
+    columns = {name: _column(data, name) for name in (*kind.inputs, *kind.optional)}
+    sequences = tuple(_sequence(datum) for datum in data)
+    counts = [sequence.trained for sequence in sequences]
+    return Batch(data, sequences, DatumLoss(kind, settings, columns, np.repeat(np.arange(len(data)), counts)))
+
+
+def _check_datum(datum: Datum, kind: LossKind, loss: str, limits: DatumLimits, where: str) -> None:
+    count = len(datum.tokens)
+    if not 0 < count <= limits.max_model_len:
+        reason = f"the model's context is {limits.max_model_len}; send less" if count else "send one at least"
+        raise RequestError(f"{where}: the model input has {count} tokens; {reason}")
+    _check_tokens(datum.tokens, limits, f"{where}: model_input")
+    read = (TARGETS, *kind.inputs, *kind.optional)
+    if missing := [name for name in (TARGETS, *kind.inputs) if name not in datum.inputs]:
+        raise RequestError(f"{where}: {loss} needs the loss_fn_input {missing[0]!r} (it reads {', '.join(read)})")
+    # A recipe's own notes may travel along; what would change the loss must not be ignored.
+    if unread := [name for name in datum.inputs if name in ("weights", "advantages") and name not in read]:
+        raise RequestError(f"{where}: {loss} does not read {unread[0]!r} (it reads {', '.join(read)})")
+    _check_targets(datum.inputs[TARGETS], count, limits, where)
+    for name in (name for name in read[1:] if name in datum.inputs):
+        values, shape = datum.inputs[name], datum.inputs[TARGETS].shape
+        if values.shape != shape:
+            raise RequestError(
+                f"{where}: {name} has the shape {list(values.shape)}, target_tokens {list(shape)}: send the same"
+            )
+        if not np.isfinite(values).all():
+            raise RequestError(f"{where}: {name} holds a number that is not finite")
+
+
+def _check_targets(targets: np.ndarray, count: int, limits: DatumLimits, where: str) -> None:
+    if not np.issubdtype(targets.dtype, np.integer):
+        raise RequestError(f"{where}: target_tokens are {targets.dtype}; send int64 token ids")
+    if targets.shape[0] != count:
+        raise RequestError(
+            f"{where}: {count} input tokens and {targets.shape[0]} target_tokens: position i predicts target i, so both"
+            " have the same length"
+        )
+    if targets.ndim == 2 and not 1 <= targets.shape[1] <= MAX_TARGETS:
+        raise RequestError(f"{where}: target_tokens have {targets.shape[1]} columns; 1 to {MAX_TARGETS} are read")
+    _check_tokens(targets, limits, f"{where}: target_tokens")
+
+
+def _check_tokens(tokens: np.ndarray, limits: DatumLimits, where: str) -> None:
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= limits.vocab_size):
+        wrong = tokens[(tokens < 0) | (tokens >= limits.vocab_size)][0]
+        raise RequestError(f"{where}: token {wrong} is not in the vocabulary (0 to {limits.vocab_size - 1})")
+
+
+def _column(data: Sequence[Datum], name: str) -> np.ndarray:
+    """[N] float32; weights that are not sent are 1."""
+    arrays: list[np.ndarray] = [_input(datum.inputs, name).astype(np.float32) for datum in data]
+    return join_columns(arrays)
+
+
+def _input(inputs: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    return inputs[name] if name in inputs else np.ones(inputs[TARGETS].shape, np.float32)
+
+
+def _sequence(datum: Datum) -> TrainSequence:
+    targets = datum.inputs[TARGETS].astype(np.int32)
+    tokens = (*datum.tokens.tolist(), 0)
+    count = len(tokens)
+    rollout = Rollout(tokens, (0, *(1,) * (count - 1)), None, (), temperature=1.0, scores={})
+    return TrainSequence(rollout, (), fresh=False, targets=targets)

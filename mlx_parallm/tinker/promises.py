@@ -1,0 +1,153 @@
+"""Results that wait for their clients. Server's thread only.
+
+A request is answered at once with a promise's id; the client asks for the result until it is there. A result is kept
+until well after its first delivery, because two polls may overlap and a client may ask again. Ids carry the process's
+own mark: an id of another process is a promise that was lost with it.
+"""
+
+import asyncio
+import json
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_parallm.errors import RefusedError
+from mlx_parallm.server.errors import ServerBusyError
+from mlx_parallm.tinker.wire import PROTOBUF
+
+POLL_S = 25.0  # of a long poll; the SDK gives up after 45
+KEPT_AFTER_DELIVERY_S = 120.0
+JSON = "application/json"
+
+
+@dataclass(frozen=True)
+class PromiseResult:
+    """What the client gets: a body and its media type. `failed`: it says what went wrong."""
+
+    body: bytes
+    media_type: str = JSON
+    failed: bool = False
+
+
+def json_result(value: dict[str, Any]) -> PromiseResult:
+    return PromiseResult(json.dumps(value).encode())
+
+
+def protobuf_result(body: bytes) -> PromiseResult:
+    return PromiseResult(body, PROTOBUF)
+
+
+def failure(text: str, *, category: str) -> PromiseResult:
+    """`category`: "user" (the request was wrong), "server", "unknown"."""
+    return PromiseResult(json.dumps({"error": text, "category": category}).encode(), failed=True)
+
+
+@dataclass(eq=False)
+class Promise:
+    """A result to come. `reason`: says in words what it waits for."""
+
+    request_id: str
+    reason: Callable[[], str] = lambda: ""
+    model_id: str | None = None
+    sequence_ids: tuple[str, ...] = ()
+    result: PromiseResult | None = None
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    on_result: list[Callable[["Promise"], None]] = field(default_factory=list)
+    cancel: Callable[[], object] = lambda: None
+    delivered: float | None = None
+
+    def answer(self) -> dict[str, Any]:
+        """What the request itself is answered with."""
+        answer: dict[str, Any] = {"request_id": self.request_id}
+        if self.model_id is not None:
+            answer["model_id"] = self.model_id
+        if self.sequence_ids:
+            answer["sample_sequence_ids"] = list(self.sequence_ids)
+        return answer
+
+
+class Promises:
+    """Args:
+    most_bytes: of results that are kept.
+    """
+
+    def __init__(self, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._mark = uuid.uuid4().hex[:12]
+        self._most_bytes, self._clock = most_bytes, clock
+        self._count = 0
+        self._bytes = 0
+        self._open: dict[str, Promise] = {}
+        self._delivered: deque[tuple[float, Promise]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def new(self, model_id: str | None = None, sample_count: int = 0) -> Promise:
+        """A new promise, with the ids of so many samples. Raises ServerBusyError: results take too much memory."""
+        self._forget()
+        if self._bytes > self._most_bytes:
+            raise ServerBusyError(
+                f"results of {self._bytes} bytes wait for their clients (tinker.max_result_bytes); collect them first"
+            )
+        self._count += 1
+        request_id = f"{self._mark}-{self._count}"
+        sequences = tuple(f"{request_id}-{i}" for i in range(sample_count))
+        promise = self._open[request_id] = Promise(request_id, model_id=model_id, sequence_ids=sequences)
+        return promise
+
+    def resolve(self, promise: Promise, result: PromiseResult) -> None:
+        """Set the result, once; later ones (of a request that was cancelled meanwhile) are dropped."""
+        if promise.result is not None:
+            return
+        promise.result = result
+        if promise.request_id in self._open:
+            self._bytes += len(result.body)
+        promise.ready.set()
+        for listener in promise.on_result:
+            listener(promise)
+
+    def find(self, request_id: str) -> Promise:
+        """Raises RefusedError, 410: a promise of another process, or one that was collected long ago."""
+        self._forget()
+        promise = self._open.get(request_id)
+        if promise is None:
+            mark, _, number = request_id.rpartition("-")
+            if mark == self._mark and number.isdecimal() and 0 < int(number) <= self._count:
+                raise RefusedError(f"the result of request {request_id} was collected and is gone", 410)
+            raise RefusedError(
+                f"request {request_id!r} is unknown: the server was restarted, and what it had promised is lost."
+                " Checkpoints are kept: create_training_client_from_state goes on from one",
+                410,
+            )
+        return promise
+
+    async def wait(self, promise: Promise, seconds: float, ending: Callable[[], bool]) -> PromiseResult | None:
+        """The result, once it is there; None after `seconds`, or once the server is ending."""
+        deadline = self._clock() + seconds
+        while promise.result is None and not ending() and (left := deadline - self._clock()) > 0:
+            try:
+                await asyncio.wait_for(promise.ready.wait(), min(left, 1.0))
+            except TimeoutError:
+                continue
+        if promise.result is not None and promise.delivered is None:
+            promise.delivered = self._clock()
+            self._delivered.append((promise.delivered, promise))
+        return promise.result
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop results whose client says that it has them."""
+        for request_id in request_ids:
+            if (promise := self._open.get(request_id)) is not None and promise.result is not None:
+                self._drop(promise)
+
+    def _forget(self) -> None:
+        now = self._clock()
+        while self._delivered and now - self._delivered[0][0] > KEPT_AFTER_DELIVERY_S:
+            self._drop(self._delivered.popleft()[1])
+
+    def _drop(self, promise: Promise) -> None:
+        if self._open.pop(promise.request_id, None) is not None and promise.result is not None:
+            self._bytes -= len(promise.result.body)

@@ -1,0 +1,23 @@
+"""The line that the daemon has: the part where it is asked for, whose packages are imported only then."""
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from mlx_parallm.config.load import Config
+from mlx_parallm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mlx_parallm.tinker.part import TinkerPart
+
+PACKAGES = ("google", "google.protobuf", "zstandard")
+
+
+def tinker_part(config: Config) -> "TinkerPart | None":
+    """The part for the daemon; None = not asked for. Raises ConfigError: a package is missing."""
+    if not config.tinker.enabled:
+        return None
+    if missing := next((name for name in PACKAGES if find_spec(name) is None), None):
+        raise ConfigError(f"tinker.enabled = true needs {missing}: pip install 'mlx-parallm[tinker]'")
+    from mlx_parallm.tinker.part import TinkerPart
+
+    return TinkerPart(config)

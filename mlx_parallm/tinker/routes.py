@@ -1,0 +1,208 @@
+"""Tinker's routes below /api/v1: sessions, promises, training, sampling. rest.py has runs and checkpoints.
+
+What a request may do wrong is either answered with an HTTP status at once (a body that cannot be read, an unknown
+session), or by its promise: 200 with `{"error", "category"}`, which the SDK raises as RequestFailedError.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.server.context import Context
+from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
+from mlx_parallm.tinker import bodies
+from mlx_parallm.tinker.promises import POLL_S
+from mlx_parallm.tinker.sampling import Sampling
+from mlx_parallm.tinker.service import TinkerService
+from mlx_parallm.tinker.wire import decompressed, read_forward_backward
+
+PREFIX = "/api/v1"
+MOST_DECOMPRESSED = 256 << 20
+IN_A_THREAD = 1 << 18  # bytes of a body whose parsing would hold up the event loop
+CHUNK_BYTES = 24_000_000  # of one forward_backward request: below the server's limit of a body
+CHUNK_DATUMS = 16_384
+Service = Callable[[], TinkerService]
+
+
+def tinker_router() -> APIRouter:
+    return APIRouter(prefix=PREFIX, route_class=StrictJSONRoute, default_response_class=JSONResponse, tags=["tinker"])
+
+
+def add_routes(router: APIRouter, service: Service, sampling: Callable[[], Sampling]) -> None:
+    """`service`, `sampling`: called once the model is loaded."""
+    _client_routes(router, service)
+    _session_routes(router, service)
+    _future_routes(router, service, sampling)
+    _training_routes(router, service)
+    _saving_routes(router, service)
+    _sampling_routes(router, service, sampling)
+
+
+def _client_routes(router: APIRouter, service: Service) -> None:
+    @router.post("/client/config")
+    async def client_config(body: bodies.ClientConfigBody) -> dict[str, Any]:
+        return {
+            "sample_use_retrieve_futures": True,  # one poll a sampling client, not one a sample
+            "fwdbwd_max_chunk_len": CHUNK_DATUMS,  # so that a batch is one request
+            "fwdbwd_max_chunk_bytes_count": CHUNK_BYTES,
+        }
+
+    @router.post("/client/dynamic_config")
+    async def dynamic_config(body: bodies.ClientConfigBody) -> dict[str, Any]:
+        return {"refresh_interval_sec": 3600, "sample_cancel_enabled": True}
+
+    @router.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/get_server_capabilities")
+    async def capabilities() -> dict[str, Any]:
+        model = {"model_name": service().base_model, "max_context_length": service().engine.max_model_len}
+        return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
+
+    @router.post("/telemetry")
+    async def telemetry(request: Request) -> dict[str, str]:
+        return {"status": "accepted"}  # nothing is kept
+
+
+def _session_routes(router: APIRouter, service: Service) -> None:
+    @router.post("/create_session")
+    async def create_session(body: bodies.CreateSessionBody) -> dict[str, Any]:
+        session = service().create_session(body)
+        warning = None if service().learner.trains_head else "train_unembed has no effect: the head is the embedding"
+        return {"type": "create_session", "session_id": session.session_id, "info_message": warning}
+
+    @router.post("/session_heartbeat")
+    async def heartbeat(body: bodies.SessionBody) -> dict[str, str]:
+        service().session(body.session_id, status=410)
+        return {"type": "session_heartbeat"}
+
+    @router.post("/sessions/{session_id}/finish")
+    async def finish(session_id: str, request: Request) -> dict[str, str]:
+        reason = (await request.json()).get("reason") if await request.body() else None
+        service().finish(session_id, str(reason.get("type")) if isinstance(reason, dict) else "success")
+        return {"status": "ok"}
+
+    @router.get("/sessions")
+    async def sessions(limit: int = 20, offset: int = 0) -> dict[str, Any]:
+        newest = sorted(service().sessions.values(), key=lambda session: -session.created)
+        return {"sessions": [session.session_id for session in newest[offset : offset + limit]]}
+
+    @router.get("/sessions/{session_id}")
+    async def session(session_id: str) -> dict[str, Any]:
+        found = service().session(session_id)
+        metadata = {key: str(value) for key, value in (found.user_metadata or {}).items()}
+        answer = {"training_run_ids": found.models, "sampler_ids": found.samplers, "user_metadata": metadata}
+        return answer | {"display_name": found.display_name}
+
+
+def _future_routes(router: APIRouter, service: Service, sampling: Callable[[], Sampling]) -> None:
+    @router.post("/retrieve_future")
+    async def retrieve(body: bodies.RetrieveBody, context: Context) -> Response:
+        promises = service().promises
+        promise = promises.find(body.request_id)
+        result = await promises.wait(promise, POLL_S, lambda: context.deps.state.draining)
+        if result is not None:
+            return Response(result.body, media_type=result.media_type)
+        answer: dict[str, Any] = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+        if reason := promise.reason():
+            answer["queue_state_reason"] = reason
+        return JSONResponse(answer)
+
+    @router.post("/retrieve_futures")
+    async def retrieve_many(body: bodies.RetrieveManyBody) -> dict[str, Any]:
+        service().promises.forget(body.retrieved_request_ids)
+        seconds = POLL_S if body.timeout is None else min(max(body.timeout, 0.0), POLL_S)
+        events, cursor = await sampling().completions(body.target, body.prev_cursor, seconds)
+        return {"completions": events, "cursor": cursor}
+
+    @router.post("/cancel_future")
+    async def cancel(body: bodies.CancelBody) -> dict[str, str]:
+        service().promises.find(body.request_id).cancel()
+        return {"status": "ok"}
+
+
+def _training_routes(router: APIRouter, service: Service) -> None:
+    @router.post("/create_model")
+    async def create_model(body: bodies.CreateModelBody) -> dict[str, Any]:
+        return service().create_model(body).answer()
+
+    @router.post("/get_info")
+    async def get_info(body: bodies.ModelBody) -> dict[str, Any]:
+        model, name = service().model(body.model_id), service().base_model
+        return {
+            "type": "get_info",
+            "model_id": body.model_id,
+            "model_data": {"model_name": name, "tokenizer_id": service().tokenizer_id},
+            "is_lora": True,
+            "lora_rank": model.run.lora["rank"],
+            "model_name": name,
+            "optimizer_config": {"type": "adamw"},
+        }
+
+    @router.post("/unload_model")
+    async def unload_model(body: bodies.ModelBody) -> dict[str, Any]:
+        service().model(body.model_id)
+        service().unload(body.model_id)
+        return {"type": "unload_model", "model_id": body.model_id}
+
+    @router.post("/forward_backward")
+    async def forward_backward(request: Request) -> dict[str, Any]:
+        body, encoding = await request.body(), request.headers.get("content-encoding", "")
+
+        def read() -> Any:
+            return read_forward_backward(decompressed(body, encoding, MOST_DECOMPRESSED))
+
+        large = encoding or len(body) > IN_A_THREAD
+        return service().forward_backward(await asyncio.to_thread(read) if large else read()).answer()
+
+    @router.post("/optim_step")
+    async def optim_step(body: bodies.OptimStepBody) -> dict[str, Any]:
+        if body.optimizer_params is not None:
+            kind = body.optimizer_params.get("type")
+            raise RequestError(f"optimizer_params of type {kind!r} are not offered: send adam_params")
+        return service().optim_step(body.model_id, body.seq_id, body.adam_params or bodies.AdamBody()).answer()
+
+
+def _saving_routes(router: APIRouter, service: Service) -> None:
+    @router.post("/save_weights")
+    async def save_weights(body: bodies.SaveBody) -> dict[str, Any]:
+        return service().save_weights(body).answer()
+
+    @router.post("/save_weights_for_sampler")
+    async def save_for_sampler(body: bodies.SaveForSamplerBody) -> dict[str, Any]:
+        return service().save_for_sampler(body).answer()
+
+    @router.post("/load_weights")
+    async def load_weights(body: bodies.LoadWeightsBody) -> dict[str, Any]:
+        return service().load_model(body).answer()
+
+    @router.post("/save_weights_external")
+    async def save_external(body: bodies.SaveExternalBody) -> dict[str, Any]:
+        if body.age_encryption_recipients:
+            raise RequestError("age_encryption_recipients is not offered: files stay on this machine, in the clear")
+        return service().save_external(body).answer()
+
+
+def _sampling_routes(router: APIRouter, service: Service, sampling: Callable[[], Sampling]) -> None:
+    @router.post("/create_sampling_session")
+    async def create_sampling_session(body: bodies.SamplingSessionBody) -> dict[str, Any]:
+        session = service().session(body.session_id)
+        made = await service().create_sampler(session, body.sampling_session_seq_id, body.base_model, body.model_path)
+        return {"type": "create_sampling_session", "sampling_session_id": made.sampler_id}
+
+    @router.get("/samplers/{sampler_id}")
+    async def sampler(sampler_id: str) -> Response:
+        found = service().sampling.get(sampler_id)
+        if found is None:
+            raise RequestError(f"there is no sampler {sampler_id!r}")
+        answer = {"sampler_id": sampler_id, "base_model": found.base_model, "model_path": found.model_path}
+        return JSONResponse(answer)
+
+    @router.post("/asample")
+    async def asample(body: bodies.SampleBody) -> dict[str, Any]:
+        return (await sampling().sample(body)).answer()

@@ -1,0 +1,236 @@
+"""Samples: a request of the API → the engine's request → protobuf. Server's thread only.
+
+Log-probabilities of sampled tokens are those of the tempered distribution, before top_k and top_p; those of the prompt
+are at temperature 1. A `stop` that is sent takes the place of the end of the text: `[]` lets nothing stop a sample.
+What ended a sample belongs to it, once.
+"""
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mlx_parallm.errors import ParallmError, RefusedError, RequestError
+from mlx_parallm.server.errors import ServerBusyError
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.tinker.bodies import FuturesTarget, SampleBody, SamplingParamsBody
+from mlx_parallm.tinker.promises import Promise, PromiseResult, failure, protobuf_result
+from mlx_parallm.tinker.run_log import SampleRecord
+from mlx_parallm.tinker.service import Sampler, TinkerService
+from mlx_parallm.tinker.wire import DrawnSample, write_samples
+from mlx_parallm.types import Completion, Request, RequestOutput, SamplingParams, TopLogprob
+
+CLONE = 1_000_000_000  # seq_ids of a copied sampling client begin at a multiple of it
+KEPT_SAMPLES = 1 << 17  # requests that are known by their number
+NOT_OFFERED = {
+    "target_prompt_logprobs": "log-probabilities of other tokens at the prompt's positions",
+    "prompt_alt_tokens_k": "draws at every position of the prompt",
+    "record_stability_info": "what stable_reinforce needs, whose formula is not published",
+}
+
+log = get_logger("tinker")
+
+
+@dataclass
+class Completions:
+    """What the samples of one client have come to, for `retrieve_futures`: events from number `first` + 1 on."""
+
+    first: int = 0
+    events: list[dict[str, object]] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Sampling:
+    def __init__(self, service: TinkerService) -> None:
+        self._service = service
+        self._known: dict[tuple[str, int], Promise] = {}
+        self._completions: dict[tuple[str, int], Completions] = defaultdict(Completions)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def running(self) -> int:
+        return len(self._tasks)
+
+    async def sample(self, body: SampleBody) -> Promise:
+        """Begin the samples of a request. Raises RequestError: it cannot be run; ServerBusyError: too many run."""
+        sampler = await self._sampler(body)
+        key = None if body.seq_id is None else (sampler.sampler_id, body.seq_id)
+        if key is not None and (known := self._known.get(key)) is not None:
+            return known
+        service = self._service
+        if self.running >= service.config.max_samples:
+            raise ServerBusyError(f"{self.running} samples run or wait (tinker.max_samples); try again")
+        params, prompt = _params(body), _prompt(body)
+        service.engine.check(Request("tinker", prompt, params, sampler.adapter))
+        promise = service.promises.new(sample_count=body.num_samples)
+        if key is not None:
+            self._known[key] = promise
+            while len(self._known) > KEPT_SAMPLES:
+                del self._known[next(iter(self._known))]
+            target = (sampler.sampler_id, key[1] // CLONE)
+            promise.on_result.append(lambda done: self._completed(target, done))
+        request = Request(promise.request_id, prompt, params, sampler.adapter)
+        task = asyncio.create_task(self._run(promise, request, body, sampler))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        promise.cancel = task.cancel
+        return promise
+
+    async def completions(self, target: FuturesTarget, cursor: int, seconds: float) -> tuple[list[object], int]:
+        """What has come to its end after event `cursor`, which is waited for; and the number of the last event."""
+        if target.sampling_session_id not in self._service.sampling:
+            raise RefusedError(
+                f"sampling session {target.sampling_session_id!r} is unknown: the server was restarted, and its samples"
+                " are lost",
+                410,
+            )
+        line = self._completions[target.sampling_session_id, target.cloned_sampler_id]
+        seen = max(min(cursor, line.first + len(line.events)) - line.first, 0)
+        del line.events[:seen]
+        line.first += seen
+        if not line.events and seconds > 0:
+            line.news.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(line.news.wait(), seconds)
+        return list(line.events), line.first + len(line.events)
+
+    def _completed(self, target: tuple[str, int], promise: Promise) -> None:
+        assert promise.result is not None
+        line = self._completions[target]
+        event: dict[str, object] = {"request_id": promise.request_id, "state": "finished"}
+        if promise.result.failed:
+            event["state"] = "failed"
+        else:
+            event["response_payload_uncompressed_size"] = len(promise.result.body)
+        line.events.append(event)
+        line.news.set()
+
+    async def _sampler(self, body: SampleBody) -> Sampler:
+        if body.sampling_session_id is None:
+            raise RequestError("asample needs a sampling_session_id (SDKs send one since 0.18)")
+        sampler = self._service.sampling.get(body.sampling_session_id)
+        if sampler is None:
+            raise RefusedError(
+                f"sampling session {body.sampling_session_id!r} is unknown: the server was restarted. Make a new"
+                " sampling client",
+                404,
+            )
+        return sampler
+
+    async def _run(self, promise: Promise, request: Request, body: SampleBody, sampler: Sampler) -> None:
+        promises = self._service.promises
+        try:
+            promises.resolve(promise, await self._answer(promise, request, body, sampler))
+        except ParallmError as error:
+            promises.resolve(promise, failure(str(error), category="user"))
+        except asyncio.CancelledError:
+            promises.resolve(promise, failure("the sample was cancelled", category="user"))
+            raise
+        finally:
+            if promise.result is None:  # a fault of ours: the task's exception is logged, the client must not wait
+                promises.resolve(promise, failure("the server failed on this sample", category="server"))
+
+    async def _answer(self, promise: Promise, request: Request, body: SampleBody, sampler: Sampler) -> PromiseResult:
+        service, step = self._service, sampler.step()
+        if sampler.directory is not None and sampler.adapter is not None and sampler.run is not None:
+            await asyncio.to_thread(service.samplers.load, sampler.adapter, sampler.run, sampler.directory)
+        with service.samplers.using(sampler.adapter):
+            output = await service.engine.generate(request)
+        for completion in output.completions:
+            if completion.finish_reason not in ("stop", "length"):
+                return failure(completion.error or "the sample was aborted", category="server")
+        if sampler.run is not None and step is not None:
+            for sequence_id, completion in zip(promise.sequence_ids, output.completions, strict=True):
+                record = SampleRecord(sampler.run, step, request.params.temperature, _array(completion.logprobs))
+                service.records.add(sequence_id, record)
+        return protobuf_result(_written(body, output))
+
+
+def _prompt(body: SampleBody) -> tuple[int, ...]:
+    """Raises RequestError: an image, audio."""
+    tokens: list[int] = []
+    for chunk in body.prompt.chunks:
+        if chunk.tokens is None:
+            raise RequestError(f"the prompt holds a chunk of type {chunk.type!r}; this server reads token ids only")
+        tokens += chunk.tokens
+    return tuple(tokens)
+
+
+def _params(body: SampleBody) -> SamplingParams:
+    """Raises RequestError: something that is not offered."""
+    asked = {
+        "target_prompt_logprobs": body.target_prompt_logprobs is not None,
+        "prompt_alt_tokens_k": body.prompt_alt_tokens_k != 0,
+        "record_stability_info": bool(body.record_stability_info),
+    }
+    for name in (name for name, wanted in asked.items() if wanted):
+        raise RequestError(f"{name} is not offered: {NOT_OFFERED[name]}", param=name)
+    wants_prompt = bool(body.prompt_logprobs) or body.topk_prompt_logprobs > 0
+    sampling = body.sampling_params
+    texts, ids = _stops(sampling)
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        n=body.num_samples,
+        seed=sampling.seed,
+        stop=texts,
+        stop_token_ids=ids,
+        ignore_eos=sampling.stop is not None,
+        skip_special_tokens=False,
+        logprobs=body.topk_sample_logprobs or None,
+        prompt_logprobs=body.topk_prompt_logprobs if wants_prompt else None,
+    )
+
+
+def _stops(sampling: SamplingParamsBody) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Stop strings and stop tokens."""
+    if sampling.stop is None:
+        return (), ()
+    if isinstance(sampling.stop, str):
+        return (sampling.stop,), ()
+    texts = tuple(stop for stop in sampling.stop if isinstance(stop, str))
+    return texts, tuple(stop for stop in sampling.stop if isinstance(stop, int))
+
+
+def _written(body: SampleBody, output: RequestOutput) -> bytes:
+    """A SampleResponse."""
+    top_count, prompt_top_count = body.topk_sample_logprobs, body.topk_prompt_logprobs
+    samples = [
+        DrawnSample(completion.finish_reason == "stop", completion.token_ids, completion.logprobs, _top(completion))
+        for completion in output.completions
+    ]
+    scores = output.prompt_logprobs
+    last = body.prompt_logprobs_last_n or len(output.prompt_token_ids)
+    unscored = len(output.prompt_token_ids) - last  # tokens before these have no number
+    logprobs = prompt_top = None
+    if scores is not None:
+        numbers = [math.nan if number is None else number for number in scores.logprobs]
+        logprobs = [math.nan] * unscored + numbers[unscored:]
+    if scores is not None and prompt_top_count:
+        prompt_top = [() if i < unscored else _pairs(row or ()) for i, row in enumerate(scores.top_logprobs)]
+    return write_samples(
+        samples,
+        cached_tokens=min((completion.cached_tokens for completion in output.completions), default=0),
+        top_count=top_count,
+        prompt_logprobs=logprobs,
+        prompt_top=prompt_top,
+        prompt_top_count=prompt_top_count,
+    )
+
+
+def _top(completion: Completion) -> list[Sequence[tuple[int, float]]] | None:
+    return None if completion.top_logprobs is None else [_pairs(row) for row in completion.top_logprobs]
+
+
+def _pairs(row: Sequence[TopLogprob]) -> tuple[tuple[int, float], ...]:
+    return tuple((entry.token_id, entry.logprob) for entry in row)
+
+
+def _array(values: Sequence[float]) -> np.ndarray:
+    return np.array(values, np.float32)

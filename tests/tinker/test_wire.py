@@ -1,0 +1,120 @@
+"""Protobuf and tensors: what the SDK sends is read exactly, and no body causes more than a RequestError."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from mlx_parallm.errors import RequestError
+from mlx_parallm.tinker import wire
+from mlx_parallm.tinker.data import DatumLimits, read_batch
+from tests.tinker.serving import request_of
+
+ENTRY: dict[str, Any] = {
+    "tokens": [1, 2, 3],
+    "target_tokens": [2, 3, 4],
+    "weights": [0.5, -1.0, 0.0],
+    "spans": [("", 0, 2), ("abc-1", 4, 1)],
+}
+BODY = request_of([ENTRY, ENTRY], "ppo", model_id="m:train:0", seq_id=7, config={"clip_low_threshold": 0.9})
+
+
+def test_a_request_is_read_exactly() -> None:
+    request = wire.read_forward_backward(BODY)
+    assert (request.model_id, request.seq_id, request.loss, request.forward_only) == ("m:train:0", 7, "ppo", False)
+    assert request.config == {"clip_low_threshold": 0.9} and len(request.data) == 2
+    datum = wire.read_datum(request.data[1], "datum 1")
+    assert datum.tokens.tolist() == [1, 2, 3] and datum.inputs["target_tokens"].dtype == np.int64
+    assert datum.inputs["weights"].tolist() == [0.5, -1.0, 0.0]
+    assert datum.spans == (wire.Span("", 0, 2), wire.Span("abc-1", 4, 1))
+
+
+def test_bytes_on_the_wire_are_protobufs() -> None:
+    """Field 1 (model_id) and 6 (forward_only) as bytes worked out by hand: tag = number · 8 + type."""
+    request = wire.read_forward_backward(b"\x0a\x01m" + b"\x10\x03" + b"\x22\x03dro" + b"\x30\x01")
+    assert (request.model_id, request.seq_id, request.loss, request.forward_only) == ("m", 3, "dro", True)
+
+
+def sparse(values: Any, rows: Any, columns: Any, shape: Any) -> Any:
+    tensor = wire.message("Tensor")
+    tensor.dtype = wire.FLOAT32
+    tensor.shape.extend(shape)
+    tensor.sparse_csr.values = np.array(values, "<f4").tobytes()
+    tensor.sparse_csr.crow_indices = np.array(rows, "<i8").tobytes()
+    tensor.sparse_csr.col_indices = np.array(columns, "<i8").tobytes()
+    return tensor
+
+
+def test_sparse_tensors_are_zero_elsewhere() -> None:
+    array = wire.read_tensor(sparse([1.0, 2.0, 3.0], [0, 2, 2, 3], [0, 2, 1], [3, 4]), "weights")
+    assert array.tolist() == [[1, 0, 2, 0], [0, 0, 0, 0], [0, 3, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        sparse([1.0], [0, 2], [0], [1, 4]),
+        sparse([1.0], [0, 1], [4], [1, 4]),
+        sparse([1.0], [0, 1], [0], [1, 1 << 40]),
+        sparse([1.0, 1.0], [0, 2, 1, 2], [0, 0], [3, 2]),
+        sparse([1.0], [1, 1], [0], [1, 1]),
+    ],
+)
+def test_sparse_indices_that_do_not_fit_are_refused(tensor: Any) -> None:
+    with pytest.raises(RequestError, match="sparse indices do not fit"):
+        wire.read_tensor(tensor, "weights")
+
+
+def test_bfloat16_is_the_upper_half_of_float32() -> None:
+    tensor = wire.message("Tensor")
+    tensor.dtype, tensor.dense = wire.BFLOAT16, np.array([0x3FC0, 0xC000], "<u2").tobytes()
+    assert wire.read_tensor(tensor, "x").tolist() == [1.5, -2.0]
+
+
+def test_an_output_keeps_shapes_apart() -> None:
+    """Records are rectangular behind the first dimension: [2], [3] together, then [2, 2]."""
+    arrays = [np.array([1, 2], np.float32), np.array([3, 4, 5], np.float32), np.ones((2, 2), np.float32)]
+    output = wire.message("ForwardBackwardOutput")
+    output.ParseFromString(wire.write_output(arrays, {"loss:sum": 2.5}))
+    first, second = output.loss_fn_outputs
+    assert np.frombuffer(first.fields["logprobs"].offsets, "<i8").tolist() == [0, 8, 20]
+    assert np.frombuffer(first.fields["logprobs"].data, "<f4").tolist() == [1, 2, 3, 4, 5]
+    assert (first.num_datums, second.num_datums) == (2, 1)
+    assert list(second.fields["logprobs"].trailing_shape) == [2]
+    assert dict(output.metrics) == {"loss:sum": 2.5}
+
+
+def test_zstd_bodies_and_bombs() -> None:
+    assert wire.decompressed(zstandard.compress(BODY), "zstd", 1 << 20) == BODY
+    assert wire.decompressed(BODY, "", 1) == BODY
+    for body, encoding, said in (
+        (zstandard.compress(bytes(1 << 22)), "zstd", "larger than 1048576 bytes"),
+        (b"nonsense", "zstd", "not valid zstd"),
+        (BODY, "br", "send zstd"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            wire.decompressed(body, encoding, 1 << 20)
+
+
+def test_no_body_is_more_than_refused() -> None:
+    """2,000 bodies with bytes changed, cut or repeated (10,000 over HTTP: scripts/tinker/fuzz.py)."""
+    rng, read = random.Random(3), 0
+    for _ in range(2000):
+        body = bytearray(BODY)
+        for _ in range(rng.randint(1, 6)):
+            at = rng.randrange(len(body))
+            kind = rng.randrange(3)
+            if kind == 0:
+                body[at] = rng.randrange(256)
+            elif kind == 1:
+                del body[at : at + rng.randint(1, 9)]
+            else:
+                body[at:at] = body[at : at + rng.randint(1, 9)]
+        try:
+            read_batch(wire.read_forward_backward(bytes(body)), DatumLimits(64, 320))
+        except RequestError:
+            continue
+        read += 1
+    assert read < 2000
