@@ -98,7 +98,7 @@ class OptimStepBody(ModelBody):
     optimizer_params: dict[str, Any] | None = None
 
 
-class SaveBody(ModelBody):
+class SaveWeightsBody(ModelBody):
     path: str | None = None
     seq_id: int | None = None
     ttl_seconds: Seconds | None = None
@@ -106,12 +106,12 @@ class SaveBody(ModelBody):
     user_metadata: dict[str, Any] | None = None
 
 
-class SaveForSamplerBody(SaveBody):
+class SaveForSamplerBody(SaveWeightsBody):
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
-class SaveExternalBody(SaveBody):
+class SaveExternalBody(SaveWeightsBody):
     age_encryption_recipients: list[str] | None = None
 
 

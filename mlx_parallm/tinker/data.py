@@ -29,7 +29,7 @@ class DatumLimits:
 
 
 @dataclass(frozen=True)
-class Batch:
+class DatumBatch:
     """A request's datums and its loss, checked."""
 
     data: tuple[Datum, ...]
@@ -52,7 +52,7 @@ class Batch:
         return [part.reshape(datum.inputs[TARGETS].shape) for part, datum in zip(parts, self.data, strict=True)]
 
 
-def read_batch(request: ForwardBackward, limits: DatumLimits) -> Batch:
+def read_batch(request: ForwardBackward, limits: DatumLimits) -> DatumBatch:
     """Raises RequestError that says what would be right: the loss, its configuration, a shape, a token, a length."""
     kind, settings = find_loss(request.loss), loss_settings(request.loss, request.config)
     if not request.data:
@@ -63,7 +63,7 @@ def read_batch(request: ForwardBackward, limits: DatumLimits) -> Batch:
     columns = {name: _column(data, name) for name in (*kind.inputs, *kind.optional)}
     sequences = tuple(_sequence(datum) for datum in data)
     counts = [sequence.trained for sequence in sequences]
-    return Batch(data, sequences, DatumLoss(kind, settings, columns, np.repeat(np.arange(len(data)), counts)))
+    return DatumBatch(data, sequences, DatumLoss(kind, settings, columns, np.repeat(np.arange(len(data)), counts)))
 
 
 def _check_datum(datum: Datum, kind: LossKind, loss: str, limits: DatumLimits, where: str) -> None:

@@ -32,7 +32,7 @@ from mlx_parallm.rl_training.step.policy import read_tensors
 from mlx_parallm.rl_training.step.prepare import StepTokens
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.system.turns import Turns
-from mlx_parallm.tinker.data import Batch, DatumLimits
+from mlx_parallm.tinker.data import DatumBatch, DatumLimits
 
 T = TypeVar("T")
 LORA_ALPHA = 32.0  # Tinker's API has no alpha; its documentation gives 32 for every rank
@@ -157,7 +157,7 @@ class LearnedModel:
     def step(self) -> int:
         return self._trainer.optimizer.updates
 
-    def forward(self, batch: Batch) -> Output:
+    def forward(self, batch: DatumBatch) -> Output:
         """The loss and the log-probabilities; nothing is differentiated."""
         logprobs, losses = np.zeros(len(batch.loss.datums), np.float32), []
         rows = range(len(batch.sequences))
@@ -168,7 +168,7 @@ class LearnedModel:
             logprobs[micro_batch.columns] = np.array(scores[0])
         return Output(batch.by_datum(logprobs), math.fsum(losses))
 
-    def forward_backward(self, batch: Batch) -> Output:
+    def forward_backward(self, batch: DatumBatch) -> Output:
         """Add the gradients of the summed loss. When it raises, the gradients are as they were before.
 
         Raises RequestError: the loss is not finite.

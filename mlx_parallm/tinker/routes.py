@@ -170,7 +170,7 @@ def _training_routes(router: APIRouter, service: Service) -> None:
 
 def _saving_routes(router: APIRouter, service: Service) -> None:
     @router.post("/save_weights")
-    async def save_weights(body: bodies.SaveBody) -> dict[str, Any]:
+    async def save_weights(body: bodies.SaveWeightsBody) -> dict[str, Any]:
         return service().save_weights(body).answer()
 
     @router.post("/save_weights_for_sampler")

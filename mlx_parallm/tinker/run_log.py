@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from mlx_parallm.tinker.checkpoints import Run
-from mlx_parallm.tinker.data import TARGETS, Batch
+from mlx_parallm.tinker.data import TARGETS, DatumBatch
 from mlx_parallm.tinker.learner import Applied, Output
 from mlx_parallm.tinker.wire import Datum, ForwardBackward
 
@@ -78,7 +78,7 @@ class TinkerRunLog:
         self._begun = time.time()
 
     def note(
-        self, request: ForwardBackward, batch: Batch, output: Output, step: int, records: SampleRecords
+        self, request: ForwardBackward, batch: DatumBatch, output: Output, step: int, records: SampleRecords
     ) -> dict[str, float]:
         """The metrics of a request's answer; every name ends with how chunks of a call are put together."""
         metrics = {"loss:sum": output.loss, "tokens:sum": float(batch.tokens)}
@@ -116,7 +116,7 @@ class TinkerRunLog:
             file.write(json.dumps(line) + "\n")
         return {"grad_norm:mean": applied.grad_norm, "step:max": float(applied.step)}
 
-    def _of_tokens(self, request: ForwardBackward, batch: Batch, output: Output) -> dict[str, float]:
+    def _of_tokens(self, request: ForwardBackward, batch: DatumBatch, output: Output) -> dict[str, float]:
         columns = batch.loss.columns
         weight = columns["advantages"] if "advantages" in columns else columns["weights"]
         trained = weight != 0
@@ -130,7 +130,7 @@ class TinkerRunLog:
                 metrics["clip_fraction:mean"] = float(((ratio < low) | (ratio > high)).mean())
         return metrics
 
-    def _of_samples(self, batch: Batch, output: Output, step: int, records: SampleRecords) -> dict[str, float]:
+    def _of_samples(self, batch: DatumBatch, output: Output, step: int, records: SampleRecords) -> dict[str, float]:
         ages: list[np.ndarray] = []
         gaps: list[np.ndarray] = []
         for datum, logprobs in zip(batch.data, output.logprobs, strict=True):

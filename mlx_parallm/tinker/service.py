@@ -28,8 +28,8 @@ from mlx_parallm.tinker.bodies import (
     CreateSessionBody,
     LoadWeightsBody,
     LoraBody,
-    SaveBody,
     SaveForSamplerBody,
+    SaveWeightsBody,
 )
 from mlx_parallm.tinker.checkpoints import (
     EXTERNAL,
@@ -347,7 +347,7 @@ class TinkerService:
 
         return self.submit(model_id, seq_id, "optim_step", work)
 
-    def save_weights(self, body: SaveBody) -> Promise:
+    def save_weights(self, body: SaveWeightsBody) -> Promise:
         name = check_name(body.path or "")
 
         def work(model: TrainedModel) -> PromiseResult:
@@ -357,7 +357,7 @@ class TinkerService:
 
         return self.submit(body.model_id, body.seq_id, "save_weights", work)
 
-    def save_external(self, body: SaveBody) -> Promise:
+    def save_external(self, body: SaveWeightsBody) -> Promise:
         name = check_name(body.path or "")
 
         def work(model: TrainedModel) -> PromiseResult:
@@ -401,7 +401,7 @@ class TinkerService:
 
         return self.submit(body.model_id, body.seq_id, "save_weights_for_sampler", work)
 
-    def _write(self, path: TinkerPath, write: Callable[[Path], None], body: SaveBody) -> None:
+    def _write(self, path: TinkerPath, write: Callable[[Path], None], body: SaveWeightsBody) -> None:
         self.checkpoints.save(
             path, write, ttl_seconds=body.ttl_seconds, user_metadata=body.user_metadata, overwrite=body.overwrite
         )

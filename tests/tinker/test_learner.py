@@ -13,7 +13,7 @@ from mlx_parallm.errors import RequestError
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.rl_training.step.optimizer import AdamWSettings
 from mlx_parallm.system.turns import Turns
-from mlx_parallm.tinker.data import Batch, read_batch
+from mlx_parallm.tinker.data import DatumBatch, read_batch
 from mlx_parallm.tinker.learner import LearnedModel, LoraChoice, TinkerLearner
 from mlx_parallm.tinker.wire import read_forward_backward
 from tests.tinker.serving import request_of
@@ -39,7 +39,7 @@ def learner() -> Iterator[TinkerLearner]:
     made.close()
 
 
-def batch(learner: TinkerLearner, data: list[dict[str, Any]], loss: str = "cross_entropy", **fields: Any) -> Batch:
+def batch(learner: TinkerLearner, data: list[dict[str, Any]], loss: str = "cross_entropy", **fields: Any) -> DatumBatch:
     return read_batch(read_forward_backward(request_of(data, loss, **fields)), learner.limits)
 
 
