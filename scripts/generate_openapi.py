@@ -1,8 +1,9 @@
-"""The OpenAPI documents that clients/typescript is typed from: the training daemon's, without the routes of other APIs.
+"""The OpenAPI documents that clients/typescript is typed from: the training daemon's and the prompt policy's.
 
     .venv/bin/python -m scripts.generate_openapi      # then: npm run generate, in clients/typescript
 
-Chat, Responses, Messages and the like are left out: the packages `openai` and `@anthropic-ai/sdk` have their types.
+Only the routes that it calls. Chat, Responses, Messages and the like are left out: the packages `openai` and
+`@anthropic-ai/sdk` have their types.
 """
 
 import json
@@ -10,8 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.config.load import load_config
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.dashboard.routes import dashboard
+from mlx_parallm.prompt_policy.app import PromptPolicyServer
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.context import ServerDeps, ServerState
 from mlx_parallm.system.redaction import Redactor
@@ -26,6 +29,10 @@ SERVER_PATHS = (
     *(f"/dashboard/api/{name}" for name in ("runs", "metrics", "health", "evaluations", "events", "control")),
     *(f"/dashboard/api/{name}" for name in ("groups", "group", "tokens")),
 )
+POLICY_PATHS = (
+    *("/health", "/stats", "/select_action", "/get_distribution", "/store_experience", "/update", "/save", "/load"),
+    *("/mutate", "/feedback", "/embed"),
+)
 
 
 def server_document() -> dict[str, Any]:
@@ -34,6 +41,18 @@ def server_document() -> dict[str, Any]:
         recorder = SessionRecorder(Path(directory), Redactor())
         routers = [session_router(recorder), dashboard(Path(directory), Redactor())]
         return only(create_app(ServerDeps(ServerState(), ServerConfig()), routers).openapi(), SERVER_PATHS)
+
+
+def policy_document() -> dict[str, Any]:
+    """Return the document of `mlx_parallm prompt-policy --server`, with POLICY_PATHS only."""
+    with tempfile.TemporaryDirectory() as directory:
+        settings = ["server.port=0", f'prompt_policy.checkpoint_dir="{directory}"', "prompt_policy.ppo.hidden_dim=2"]
+        server = PromptPolicyServer(load_config(None, settings))
+        server.start()
+        try:
+            return only(server.app.openapi(), POLICY_PATHS)
+        finally:
+            server.close()
 
 
 def only(document: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
@@ -67,7 +86,7 @@ def _without_titles(value: Any) -> Any:
     }
 
 
-DOCUMENTS = {"server.json": server_document}
+DOCUMENTS = {"server.json": server_document, "prompt_policy.json": policy_document}
 
 
 def text_of(name: str) -> str:

@@ -7,3 +7,23 @@ export { EventParser, events } from './sse.js'
 export type { ServerSentEvent } from './sse.js'
 export type { LiveMetrics, WatchOptions } from './watch.js'
 export type * as api from './openapi/server.js'
+export { RLInterface } from './prompt-policy/interface.js'
+export type {
+  ActionDistribution,
+  ActionOptions,
+  Collected,
+  EpisodeResult,
+  Mutated,
+  RewardModel,
+  RLAction,
+  RLConfig,
+  RLStats,
+  Stored,
+  TrainingExperience,
+  UpdateResult,
+} from './prompt-policy/interface.js'
+export { RLTrainer } from './prompt-policy/trainer.js'
+export type { OnProgress, TrainingStats } from './prompt-policy/trainer.js'
+export { MUTATION_TYPES, SAMPLE_PROMPTS, sampleReward, SimulatedRLTrainer } from './prompt-policy/simulation.js'
+export type { MutationType } from './prompt-policy/simulation.js'
+export type * as policyAPI from './openapi/prompt_policy.js'

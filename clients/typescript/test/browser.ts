@@ -23,7 +23,7 @@ export function chromiumPath(): string | undefined {
 }
 
 /** Why there is no browser; false where there is one. */
-export async function chromium(): Promise<string | false> {
+export function chromium(): string | false {
   return chromiumPath() === undefined ? 'no chromium: scripts/setup_browser gets it' : false
 }
 

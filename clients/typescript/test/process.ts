@@ -8,6 +8,7 @@ import { fileURLToPath } from 'node:url'
 
 const BIN = process.env['MLX_PARALLM_BIN'] ?? fileURLToPath(new URL('../../../../.venv/bin', import.meta.url))
 const PROGRAM = join(BIN, 'mlx_parallm')
+export const PYTHON = join(BIN, 'python')
 
 /** Why there is no server to test against; false where there is one. */
 export const NO_SERVER = existsSync(PROGRAM) ? false : `no ${PROGRAM}: make test sets it up`

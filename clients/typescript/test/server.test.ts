@@ -138,7 +138,7 @@ test('a training from Node', { skip: NO_SERVER }, async (t) => {
     assert.equal(tokens.ids.length, tokens.total)
     assert((tokens.values['logprobs'] ?? []).some((value) => value !== null && value < 0))
 
-    await t.test('a page of another origin', { skip: await chromium() }, async () => {
+    await t.test('a page of another origin', { skip: chromium() }, async () => {
       const seen = await pages.run(
         async ({ MlxParallm, ConnectionError, AuthenticationError }, [baseURL, apiKey]) => {
           const client = new MlxParallm({ baseURL, apiKey })

@@ -1,0 +1,325 @@
+/** `RLInterface`: the prompt policy's service, by the names of its specification. */
+
+import { get, post, type Answer, type Body } from '../api.js'
+import { APIError, ConnectionError, NotFoundError, ParallmError, TimeoutError } from '../errors.js'
+import { Http, sleep, type CallOptions, type HttpOptions } from '../http.js'
+import type { paths } from '../openapi/prompt_policy.js'
+import { startProcess, type ServiceProcess } from './service-process.js'
+
+const START_MS = 60_000
+
+export interface RLConfig extends Omit<HttpOptions, 'baseURL'> {
+  /** Default 127.0.0.1. */
+  serverHost?: string
+  /** Default 8765. */
+  serverPort?: number
+  /** Runs the service: default python3, which needs mlx_parallm. */
+  pythonPath?: string
+  /** Further words of `mlx_parallm prompt-policy`. */
+  serverArguments?: readonly string[]
+  /** Where the service keeps checkpoints and experiences; its own default is checkpoints/prompt_policy. */
+  checkpointDir?: string
+  /** Numbers of an embedding; default 1536. */
+  embeddingDim?: number
+  /** Whether `startServer` starts the service where none answers; default true. */
+  autoStartServer?: boolean
+}
+
+export interface RLAction {
+  actionIndex: number
+  mutationType: string
+  probability: number
+  logProb: number
+  value: number
+  /** 1 where there is no experience of such prompts; it falls towards 0. */
+  uncertainty: number
+}
+
+export interface ActionOptions extends CallOptions {
+  /** Take the likeliest. */
+  deterministic?: boolean
+  /** Mutations that may be chosen. */
+  allowed?: readonly string[]
+}
+
+export interface TrainingExperience {
+  state: readonly number[]
+  action: number
+  reward: number
+  nextState: readonly number[]
+  done: boolean
+  logProb: number
+  value: number
+  /** Steps of one episode have the same; without it a step is an episode. */
+  episodeId?: string
+  /** As it was when the action was chosen. */
+  allowed?: readonly string[]
+}
+
+export interface UpdateResult {
+  policyLoss: number
+  valueLoss: number
+  entropy: number
+  approxKl: number
+  clipFraction: number
+  learningRate: number
+  firstRatio: number
+  experiences: number
+  bufferSize: number
+  updateCount: number
+}
+
+export interface ActionDistribution {
+  probabilities: number[]
+  mutationTypes: string[]
+  uncertainty: number
+}
+
+export interface Stored {
+  stored: boolean
+  bufferSize: number
+}
+
+/** A rewritten prompt. `id` is what its reward is sent with; null where the prompt was left as it is. */
+export type Mutated = Answer<'/mutate', 'post', paths>
+export type RLStats = Answer<'/stats', 'get', paths>
+
+/** The reward of a rewriting: higher is better, best between 0 and 1. */
+export type RewardModel = (original: string, mutated: Mutated) => number | Promise<number>
+
+export interface Collected {
+  mutated: Mutated
+  /** Null where the prompt was left as it is: there is nothing to reward. */
+  reward: number | null
+}
+
+export interface EpisodeResult {
+  steps: number
+  totalReward: number
+  /** Null without a step that was rewarded. */
+  avgReward: number | null
+}
+
+export class RLInterface {
+  readonly http: Http
+  readonly embeddingDim: number
+  readonly #config: RLConfig
+  #process: ServiceProcess | undefined
+  #rewardModel: RewardModel | undefined
+
+  constructor(config: RLConfig = {}) {
+    const host = config.serverHost ?? '127.0.0.1'
+    const name = host.includes(':') && !host.startsWith('[') ? `[${host}]` : host
+    this.http = new Http({ ...config, baseURL: `http://${name}:${config.serverPort ?? 8765}` })
+    this.embeddingDim = config.embeddingDim ?? 1536
+    this.#config = config
+  }
+
+  // ------------------------------------------------------------------ the service
+
+  /** Uses the service that answers already, else starts one and waits for it. Throws `ParallmError` with its last words. */
+  async startServer(options: { signal?: AbortSignal } = {}): Promise<void> {
+    if (await this.checkHealth(options)) return
+    if (this.#config.autoStartServer === false) {
+      throw new ConnectionError(`no service answers at ${this.http.baseURL}, and autoStartServer is false`)
+    }
+    const started = await startProcess(this.#config.pythonPath ?? 'python3', this.#words())
+    this.#process = started
+    const deadline = Date.now() + START_MS
+    const ended = started.ended.then((code) => {
+      throw new ParallmError(`the service has ended with ${code}: ${started.output.trim()}`)
+    })
+    const ready = async (): Promise<void> => {
+      while (!(await this.checkHealth(options))) {
+        if (Date.now() > deadline) throw new TimeoutError(`the service did not answer within ${START_MS} ms`)
+        await Promise.race([sleep(100, options.signal), ended])
+      }
+    }
+    try {
+      await Promise.race([ready(), ended])
+    } catch (error) {
+      await this.stopServer()
+      throw error
+    }
+  }
+
+  /** Ends the service that `startServer` has started; it writes a checkpoint. Leaves any other alone. */
+  async stopServer(): Promise<void> {
+    const started = this.#process
+    this.#process = undefined
+    started?.stop()
+    await started?.ended
+  }
+
+  async checkHealth(options: CallOptions = {}): Promise<boolean> {
+    try {
+      const health = await get<'/health', paths>(this.http, '/health', {}, { maxRetries: 0, timeoutMs: 2000, ...options })
+      return health.status === 'ok'
+    } catch (error) {
+      if (error instanceof ConnectionError || error instanceof TimeoutError || error instanceof APIError) return false
+      throw error
+    }
+  }
+
+  #words(): string[] {
+    const { serverHost, serverPort = 8765, checkpointDir, embeddingDim, serverArguments = [] } = this.#config
+    const words = ['-m', 'mlx_parallm', 'prompt-policy', '--server', String(serverPort)]
+    if (serverHost !== undefined) words.push('--set', `server.host=${serverHost}`)
+    if (checkpointDir !== undefined) words.push('--checkpoint-dir', checkpointDir)
+    if (embeddingDim !== undefined) words.push('--set', `prompt_policy.ppo.input_dim=${embeddingDim}`)
+    return [...words, ...serverArguments]
+  }
+
+  // ------------------------------------------------------------------ choosing
+
+  async selectAction(embedding: readonly number[], options: ActionOptions = {}): Promise<RLAction> {
+    const { deterministic = false, allowed, ...rest } = options
+    const body = { embedding: [...embedding], deterministic, ...copied('allowed', allowed) }
+    return toAction(await this.#post('/select_action', body, 'always', rest))
+  }
+
+  /** What the policy would choose for a prompt. Nothing is applied or kept: see `mutate`. */
+  async selectMutation(prompt: string, options: ActionOptions = {}): Promise<RLAction> {
+    const { signal, timeoutMs, maxRetries } = options
+    const calls = { signal, ...(timeoutMs === undefined ? {} : { timeoutMs }), ...(maxRetries === undefined ? {} : { maxRetries }) }
+    return this.selectAction(await this.embed(prompt, calls), options)
+  }
+
+  /** Chooses a mutation and applies it. Send the reward of the new prompt with its `id`: `feedback`. */
+  mutate(prompt: string, options: Omit<Body<'/mutate', paths>, 'prompt'> = {}, calls?: CallOptions): Promise<Mutated> {
+    return this.#post('/mutate', { prompt, ...options }, 'refused', calls)
+  }
+
+  /** The reward of a mutation, or the score of a person from 1 to 5. It is on the disk when this returns. */
+  async feedback(id: string, reward: number | { score: number }, calls?: CallOptions): Promise<Stored> {
+    const body = typeof reward === 'number' ? { id, reward } : { id, score: reward.score }
+    return toStored(await this.#post('/feedback', body, 'never', calls))
+  }
+
+  async getActionDistribution(
+    embedding: readonly number[],
+    { allowed, ...calls }: Omit<ActionOptions, 'deterministic'> = {},
+  ): Promise<ActionDistribution> {
+    const body = { embedding: [...embedding], ...copied('allowed', allowed) }
+    const answer = await this.#post('/get_distribution', body, 'always', calls)
+    const { probabilities, mutation_types: mutationTypes, uncertainty } = answer
+    return { probabilities, mutationTypes, uncertainty }
+  }
+
+  /** The numbers that the policy reads of a prompt, by the service's own embedding. */
+  async embed(prompt: string, calls?: CallOptions): Promise<number[]> {
+    const { embeddings } = await this.#post('/embed', { input: [prompt] }, 'always', calls)
+    return embeddings[0] ?? []
+  }
+
+  // ------------------------------------------------------------------ learning
+
+  /** On the disk when this returns. Never sent twice. */
+  async storeExperience(experience: TrainingExperience, calls?: CallOptions): Promise<Stored> {
+    const { state, action, reward, nextState, done, logProb, value, episodeId, allowed } = experience
+    const body = {
+      ...{ state: [...state], action, reward, next_state: [...nextState], done, log_prob: logProb, value },
+      ...copied('allowed', allowed),
+      ...(episodeId === undefined ? {} : { episode_id: episodeId }),
+    }
+    return toStored(await this.#post('/store_experience', body, 'never', calls))
+  }
+
+  /** Null where there are too few experiences. */
+  async update(calls?: CallOptions): Promise<UpdateResult | null> {
+    const answer = await this.#post('/update', undefined, 'never', { timeoutMs: 600_000, ...calls })
+    if ('message' in answer) return null
+    return {
+      policyLoss: answer.policy_loss,
+      valueLoss: answer.value_loss,
+      entropy: answer.entropy,
+      approxKl: answer.approx_kl,
+      clipFraction: answer.clip_fraction,
+      learningRate: answer.learning_rate,
+      firstRatio: answer.first_ratio,
+      experiences: answer.experiences,
+      bufferSize: answer.buffer_size,
+      updateCount: answer.update_count,
+    }
+  }
+
+  /** Who rewards a rewriting: your task, a model, a person. `trainEpisode` and `collectExperience` ask it. */
+  setRewardModel(model: RewardModel): void {
+    this.#rewardModel = model
+  }
+
+  /** Rewrites a prompt, has it rewarded by the reward model, and stores that. Throws `ParallmError` without a reward model. */
+  async collectExperience(prompt: string, calls?: CallOptions): Promise<Collected> {
+    if (this.#rewardModel === undefined) {
+      throw new ParallmError('there is no reward model: setRewardModel((original, mutated) => …) says how good a rewriting is')
+    }
+    const mutated = await this.mutate(prompt, {}, calls)
+    if (mutated.id === null) return { mutated, reward: null }
+    const reward = await this.#rewardModel(prompt, mutated)
+    await this.feedback(mutated.id, reward, calls)
+    return { mutated, reward }
+  }
+
+  /** Rewrites `maxSteps` of the prompts, one after another and from the first again, each rewarded on its own. */
+  async trainEpisode(prompts: readonly string[], maxSteps: number, calls?: CallOptions): Promise<EpisodeResult> {
+    if (prompts.length === 0) throw new ParallmError('an episode needs prompts')
+    let totalReward = 0
+    let rewarded = 0
+    for (let step = 0; step < maxSteps; step++) {
+      const { reward } = await this.collectExperience(prompts[step % prompts.length] as string, calls)
+      totalReward += reward ?? 0
+      rewarded += reward === null ? 0 : 1
+    }
+    return { steps: maxSteps, totalReward, avgReward: rewarded === 0 ? null : totalReward / rewarded }
+  }
+
+  /** Numbers so far, or a `message` before the first experience. */
+  getStats(calls?: CallOptions): Promise<RLStats> {
+    return get<'/stats', paths>(this.http, '/stats', {}, calls)
+  }
+
+  // ------------------------------------------------------------------ checkpoints
+
+  /** A checkpoint of this name below the service's directory; `latest` without one. Returns its name. */
+  async saveCheckpoint(path?: string, calls?: CallOptions): Promise<string> {
+    return (await this.#post('/save', path === undefined ? {} : { path }, 'always', calls)).path
+  }
+
+  /** False where there is no such checkpoint. */
+  async loadCheckpoint(path: string, calls?: CallOptions): Promise<boolean> {
+    try {
+      return (await this.#post('/load', { path }, 'always', calls)).loaded === true
+    } catch (error) {
+      if (error instanceof NotFoundError) return false
+      throw error
+    }
+  }
+
+  #post<P extends PostPath>(
+    path: P,
+    body: Body<P, paths> | undefined,
+    retry: 'always' | 'refused' | 'never',
+    calls?: CallOptions,
+  ): Promise<Answer<P, 'post', paths>> {
+    const sent = body === undefined ? { retry } : { body, retry }
+    return post<P, paths>(this.http, path, sent as Parameters<typeof post<P, paths>>[2], calls)
+  }
+}
+
+type PostPath = Extract<
+  keyof paths,
+  '/select_action' | '/mutate' | '/feedback' | '/get_distribution' | '/embed' | '/store_experience' | '/update' | '/save' | '/load'
+>
+
+function toAction(answer: Answer<'/select_action', 'post', paths>): RLAction {
+  const { action, mutation_type, probability, log_prob, value, uncertainty } = answer
+  return { actionIndex: action, mutationType: mutation_type, probability, logProb: log_prob, value, uncertainty }
+}
+
+function toStored({ stored, buffer_size }: Answer<'/feedback', 'post', paths>): Stored {
+  return { stored: stored === true, bufferSize: buffer_size }
+}
+
+function copied(key: 'allowed', values: readonly string[] | undefined): { allowed?: string[] } {
+  return values === undefined ? {} : { [key]: [...values] }
+}
