@@ -1,6 +1,8 @@
 """/v1/models, /health, /metrics, /generate, /tokenize, hang-ups: against a real engine on the shipped model."""
 
+import json
 import re
+import socket
 
 import httpx
 import pytest
@@ -170,3 +172,37 @@ def test_tokenize_and_detokenize_are_inverse(server, tiny_tokenizer):
         assert http.post("/tokenize", json={"prompt": "a", "model": "gpt-4"}).status_code == 404
         assert http.post("/detokenize", json={"tokens": [10_000_000]}).status_code == 400
         assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 200}
+WITH_LOGPROBS = {"top_logprobs": 20, "include": ["message.output_text.logprobs"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "end"),
+    [
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 20}, b"[DONE]"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 200} | WITH_LOGPROBS, b"response.incomplete"),
+        ("/v1/messages", CHAT, b"message_stop"),
+    ],
+)
+def test_who_reads_a_stream_slowly_costs_others_nothing(server, client, path, body, end):
+    """Its answer (with log-probabilities 300 kB, more than its socket holds) is made, and waits for it."""
+    sent = json.dumps({"model": "default", "stream": True, "min_tokens": 200} | body).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.connect((host, int(port)))
+        slow.settimeout(60)
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        slow.sendall(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
+        first = slow.recv(64)
+        for _ in range(3):
+            answer = client.completions.create(model="default", prompt="b", max_tokens=8, timeout=60)
+            assert answer.choices[0].finish_reason is not None
+        parts = [first]
+        while part := slow.recv(65536):
+            parts.append(part)
+    whole = b"".join(parts)
+    assert whole.startswith(b"HTTP/1.1 200") and end in whole, whole[-300:]
+    assert len(whole) > (250_000 if "top_logprobs" in body else 20_000)
