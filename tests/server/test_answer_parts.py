@@ -93,6 +93,19 @@ def test_what_a_limit_cuts_off_is_a_call_that_is_not_complete():
     assert shape(read(f"{CALL}{cut[:-3]}", "stop")) == ("", cut[:-3], [ADD]) and counted["n"] == 1
 
 
+def test_marks_in_the_arguments_of_a_forced_call_are_text():
+    forced = form(forced=True)
+    for inside in ("</tool_call>", "<tool_call>", "a</tool_call><tool_call></tool_call>"):
+        call = CALL.replace('"a": 1', f'"a": "{inside}"')
+        expected = [("add", {"a": inside})]
+        assert shape(forced.read(call, "stop")) == ("", "", expected), inside
+        assert shape(forced.read(call + CALL, "stop")) == ("", "", [*expected, ADD]), inside
+        parts = forced.read(call[: call.index(inside, 12) + len(inside)], "length")
+        [cut] = parts.whole_calls()
+        assert cut["function"] == {"name": "add", "arguments": f'{{"a": "{inside}'}, inside
+    assert forced.read("<tool_call>" + "</tool_call>" * 100_000, "length") is not None, "no hang"
+
+
 def test_without_parallel_calls_the_first_is_given():
     only = form(parallel=False)
     assert shape(only.read(f"{CALL}{CALL}x", "stop")) == ("", "x", [ADD])

@@ -73,6 +73,10 @@ class AnswerParts:
         return {"reasoning": self.reasoning, "reasoning_content": self.reasoning} if self.reasoning else {}
 
 
+MARKS_INSIDE = 64
+"""Marks that stand in the arguments of one forced call. Each costs a reading of the call, so they are bounded."""
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """How to read the answers to one request. `tools`: what may be called, empty = calls are text like any other."""
@@ -132,6 +136,7 @@ class AnswerSplitter:
         self._region: list[str] = []  # the tool region's text, its start marker first
         self._begun: BegunCalls | None = None  # the region's calls …
         self._sent: list[str] = []  # … and what was shown of their arguments
+        self._marks_inside = 0
         self._pending = ""  # may begin a marker
         self._space = ""  # whitespace that the next marker would take
         self._after_marker = form.starts_reasoning
@@ -197,17 +202,24 @@ class AnswerSplitter:
     def _cross(self, marker: str, parts: AnswerParts) -> None:
         after = self._transitions[self._state][marker]
         if self._state in _INTERRUPTED:
+            if self._form.forced and self._marks_inside < MARKS_INSIDE and not self._whole_call():
+                self._marks_inside += 1
+                return self._take(marker, parts)  # a grammar ends calls, so this stands in an argument
             ends = self._form.tool_markers is not None and marker == self._form.tool_markers[1]
             self._end_region(marker if ends else "", parts)
             if ends:
                 return
         if after in _INTERRUPTED:
-            self._region, self._sent = [marker], []
+            self._region, self._sent, self._marks_inside = [marker], [], 0
             assert self._form.parse is not None
             self._begun = begun_calls(self._form.tool_format, self._form.parse, self._form.tools)
         else:
             self._space, self._after_marker = "", True
         self._state = after
+
+    def _whole_call(self) -> bool:
+        assert self._form.parse is not None
+        return bool(read_calls(self._form.parse, "".join(self._region[1:]), self._form.tools))
 
     def _end_region(self, end: str, parts: AnswerParts, *, cut_off: bool = False) -> None:
         """Goes back to the state that the region interrupted, which gets the text unless it is a call, or a call that
