@@ -352,3 +352,12 @@ def test_the_broad_except_rule_itself() -> None:
         "def h():\n    try:\n        pass\n    except OSError:\n        pass\n"
     )
     assert broad_excepts(_source("x.py", text)) == {"x.py:A.f", "x.py:g"}
+
+
+def test_every_console_of_the_package_is_ours() -> None:
+    found = [
+        source.path
+        for source in sources("mlx_parallm")
+        if source.module != "system.terminal" and "rich.console.Console" in {*imports(source)}
+    ]
+    assert not found, "take Console from mlx_parallm.system.terminal: it escapes what others wrote"

@@ -119,7 +119,7 @@ def run_case(
     config = parse_config({"model": {"base_path": path}, "server": {"port": 0}, "rl_training": training})
     with mlx_thread():
         serving = Serving(config)
-        trainer = start(serving, config)
+        trainer, _ = start(serving, config)
         batch = make_batch()
         trainer.train_step(batch)
         ask(serving, 1)
@@ -141,7 +141,7 @@ def run_case(
     return {"serve": report.rate if serve else 0.0, "train": rate, "failed": len(report.failures)}
 
 
-def start(serving: Serving, config: Config) -> Trainer:
+def start(serving: Serving, config: Config) -> tuple[Trainer, SharedWeights]:
     serving.listen()
     loaded = serving.load()
     policy = TrainedPolicy(
@@ -150,7 +150,7 @@ def start(serving: Serving, config: Config) -> Trainer:
     weights = SharedWeights(loaded.model, policy="policy", keep_versions=1)
     serving.open(loaded, weights, adapters={"policy": policy.adapter()}, main_adapter="policy")
     algorithm, between = make_algorithm(config.rl_training), serving.turns.after_evaluation
-    return Trainer(policy, config.rl_training, algorithm, between_blocks=between)
+    return Trainer(policy, config.rl_training, algorithm, between_blocks=between), weights
 
 
 def ask(serving: Serving, requests: int) -> Report:

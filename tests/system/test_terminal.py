@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from mlx_parallm.system.terminal import Console, escaped
-from tests.test_architecture import imports, sources
 
 
 @pytest.mark.parametrize(
@@ -50,12 +49,3 @@ def test_a_text_keeps_its_styles_around_an_escape() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=60, color_system="standard", highlight=False)
     console.print(Text("a\x1b").append("b", style="red"))
     assert console.file.getvalue() == "a\\x1b\x1b[31mb\x1b[0m\n"
-
-
-def test_every_console_of_the_package_is_ours() -> None:
-    found = [
-        source.path
-        for source in sources("mlx_parallm")
-        if source.module != "system.terminal" and "rich.console.Console" in {*imports(source)}
-    ]
-    assert not found, "take Console from mlx_parallm.system.terminal: it escapes what others wrote"
