@@ -148,7 +148,7 @@ def test_a_start_that_fails_is_one_line_and_leaves_nothing(tmp_path: Path, setti
     assert not (tmp_path / "checkpoints" / "run").exists()
 
 
-@pytest.mark.long  # tests/rl_training/step trains all weights too
+@pytest.mark.long  # tests/library trains and serves all weights
 def test_all_weights_can_be_trained(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=2)
     with train(config, "--set", "rl_training.lora.enabled=false", "--set", "rl_training.learning_rate=1e-4") as daemon:
