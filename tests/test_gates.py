@@ -42,7 +42,7 @@ LINES: dict[str, int] = {
     "rewards": 2070,
     "rl_training": 11390,
     "rollout_store": 1290,
-    "server": 6_910,
+    "server": 6_920,
     "system": 1180,
     "tinker": 2920,
     "tools": 2810,
