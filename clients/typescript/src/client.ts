@@ -254,7 +254,7 @@ export class Engine {
   /** How many were ended; without ids all that came over HTTP. */
   async abort(requestIds?: readonly string[], options?: CallOptions): Promise<number> {
     const body = requestIds === undefined ? {} : { request_ids: [...requestIds] }
-    return (await post(this.http, '/abort_requests', { body, retry: 'always' }, options)).aborted
+    return (await post(this.http, '/abort_requests', { body, retry: 'refused' }, options)).aborted
   }
 
   async resetPrefixCache(options?: CallOptions): Promise<boolean> {
