@@ -117,14 +117,23 @@ test('a training from Node', { skip: NO_SERVER }, async (t) => {
     await client.training.resume()
     assert.equal((await client.training.state()).paused, false)
     const { learning_rate } = (await client.training.state()).settings
-    // what is ordered is done when a step ends, so there has to be one
+    let ordered = true // what is ordered is done when a step ends, so there have to be steps
     const feeding = (async () => {
-      while (!(await client.training.state()).checkpoints.length) await rewardOneGroup()
+      while (ordered) await rewardOneGroup()
     })()
     const saved = await client.training.checkpoint()
+    const checkpoint = String(saved.result?.['checkpoint'])
+    assert.match(checkpoint, /^step_/)
+    const changed = await client.training.change({ learning_rate: learning_rate / 2 })
+    assert.deepEqual(changed, { status: 'done', result: { learning_rate: [learning_rate, learning_rate / 2] } })
+    const rolled = await client.training.rollback({ checkpoint })
+    ordered = false
     await feeding
-    assert.match(String(saved.result?.['checkpoint'] ?? ''), /^step_/)
-    assert(learning_rate > 0)
+    assert.deepEqual([rolled.status, rolled.to], ['done', checkpoint])
+    assert.deepEqual(await client.training.lastRollback(), rolled)
+    assert((await client.training.state()).checkpoints.includes(checkpoint))
+    assert.equal(typeof (await client.training.health()).gained, 'boolean')
+    assert.deepEqual(await client.training.evaluations(), [])
 
     const groups = []
     for await (const group of client.rollouts.groups({ environment: 'rewards', limit: 16 })) groups.push(group)
