@@ -157,6 +157,8 @@ test('the service, chosen from and taught', { skip: NO_SERVER }, async (t) => {
 test('a service that cannot be started says why', { skip: NO_SERVER }, async () => {
   const serverPort = await freePort()
   await assert.rejects(new RLInterface({ serverPort, autoStartServer: false }).startServer(), ConnectionError)
+  const elsewhere = new RLInterface({ baseURL: `http://127.0.0.1:${serverPort}/prompt_policy`, pythonPath: PYTHON })
+  await assert.rejects(elsewhere.startServer(), ConnectionError)
   await assert.rejects(new RLInterface({ serverPort, pythonPath: '/no/python' }).startServer(), (error) => {
     assert(error instanceof ParallmError)
     assert.match(error.message, /\/no\/python cannot be started/)

@@ -1,7 +1,15 @@
 /** `RLInterface`: the prompt policy's service, by the names of its specification. */
 
 import { get, post, type Answer, type Body } from '../api.js'
-import { APIError, ConnectionError, NotFoundError, ParallmError, TimeoutError } from '../errors.js'
+import {
+  APIError,
+  AuthenticationError,
+  ConnectionError,
+  NotFoundError,
+  ParallmError,
+  PermissionDeniedError,
+  TimeoutError,
+} from '../errors.js'
 import { Http, sleep, type CallOptions, type HttpOptions } from '../http.js'
 import type { paths } from '../openapi/prompt_policy.js'
 import { startProcess, type ServiceProcess } from './service-process.js'
@@ -9,6 +17,8 @@ import { startProcess, type ServiceProcess } from './service-process.js'
 const START_MS = 60_000
 
 export interface RLConfig extends Omit<HttpOptions, 'baseURL'> {
+  /** A service that somebody else runs, such as the one within a server: http://127.0.0.1:8000/prompt_policy. It is never started from here. */
+  baseURL?: string
   /** Default 127.0.0.1. */
   serverHost?: string
   /** Default 8765. */
@@ -110,7 +120,7 @@ export class RLInterface {
   constructor(config: RLConfig = {}) {
     const host = config.serverHost ?? '127.0.0.1'
     const name = host.includes(':') && !host.startsWith('[') ? `[${host}]` : host
-    this.http = new Http({ ...config, baseURL: `http://${name}:${config.serverPort ?? 8765}` })
+    this.http = new Http({ ...config, baseURL: config.baseURL ?? `http://${name}:${config.serverPort ?? 8765}` })
     this.embeddingDim = config.embeddingDim ?? 1536
     this.#config = config
   }
@@ -120,8 +130,8 @@ export class RLInterface {
   /** Uses the service that answers already, else starts one and waits for it. Throws `ParallmError` with its last words. */
   async startServer(options: { signal?: AbortSignal } = {}): Promise<void> {
     if (await this.checkHealth(options)) return
-    if (this.#config.autoStartServer === false) {
-      throw new ConnectionError(`no service answers at ${this.http.baseURL}, and autoStartServer is false`)
+    if (this.#config.autoStartServer === false || this.#config.baseURL !== undefined) {
+      throw new ConnectionError(`no service answers at ${this.http.baseURL}, and none may be started from here`)
     }
     const started = await startProcess(this.#config.pythonPath ?? 'python3', this.#words())
     this.#process = started
@@ -151,11 +161,14 @@ export class RLInterface {
     await started?.ended
   }
 
+  /** Whether the service answers. Throws `AuthenticationError` and `PermissionDeniedError`. */
   async checkHealth(options: CallOptions = {}): Promise<boolean> {
+    const path = this.#config.baseURL === undefined ? '/health' : '/stats' // within a server only the server has a health
     try {
-      const health = await get<'/health', paths>(this.http, '/health', {}, { maxRetries: 0, timeoutMs: 2000, ...options })
-      return health.status === 'ok'
+      await get<typeof path, paths>(this.http, path, {}, { maxRetries: 0, timeoutMs: 2000, ...options })
+      return true
     } catch (error) {
+      if (error instanceof AuthenticationError || error instanceof PermissionDeniedError) throw error
       if (error instanceof ConnectionError || error instanceof TimeoutError || error instanceof APIError) return false
       throw error
     }
