@@ -142,10 +142,10 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
             serving.check()
         log.info("stopping")
     finally:
-        for part in parts:
-            part.close()
         with mlx_thread():
             serving.close()
+            for part in parts:
+                part.close()
     return 0
 
 

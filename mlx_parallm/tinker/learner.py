@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from mlx_parallm.config.training import LoraConfig, RLTrainingConfig
-from mlx_parallm.errors import RequestError
+from mlx_parallm.errors import EngineUnavailableError, RequestError
 from mlx_parallm.losses.types import LossOutputs
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel
@@ -82,11 +82,14 @@ class TinkerLearner:
         self._training, self._turns = training, turns
         self._thread = MLXThread("tinker")
         self.running = ""  # what the thread works on, in words
+        self._ending = False
 
     def submit(self, what: str, function: Callable[[], T]) -> "Future[T]":
         """Run `function` after what was submitted before it; `what` says in words what it is."""
 
         def run() -> T:
+            if self._ending:
+                raise EngineUnavailableError("the server is shutting down")
             self.running = what
             try:
                 with self._turns.training():
@@ -97,7 +100,8 @@ class TinkerLearner:
         return self._thread.submit(run)
 
     def close(self) -> None:
-        """Wait for what was submitted."""
+        """Wait for what it works on; what was submitted behind it fails."""
+        self._ending = True
         self._thread.close()
 
     def create(self, choice: LoraChoice, checkpoint: Path | None = None, *, optimizer: bool = False) -> "LearnedModel":

@@ -20,6 +20,7 @@ from mlx_parallm.tinker.wire import PROTOBUF
 
 POLL_S = 25.0  # of a long poll; the SDK gives up after 45
 KEPT_AFTER_DELIVERY_S = 120.0
+UNCLAIMED_S = 6 * 3600.0  # without anybody asking: the client is gone
 JSON = "application/json"
 
 
@@ -81,6 +82,7 @@ class Promises:
         self._bytes = 0
         self._open: dict[str, Promise] = {}
         self._delivered: deque[tuple[float, Promise]] = deque()
+        self._resolved: deque[tuple[float, Promise]] = deque()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -88,6 +90,8 @@ class Promises:
     def new(self, model_id: str | None = None, sample_count: int = 0) -> Promise:
         """A new promise, with the ids of so many samples. Raises ServerBusyError: results take too much memory."""
         self._forget()
+        while self._bytes > self._most_bytes and self._delivered:
+            self._drop(self._delivered.popleft()[1])
         if self._bytes > self._most_bytes:
             raise ServerBusyError(
                 f"results of {self._bytes} bytes wait for their clients (tinker.max_result_bytes); collect them first"
@@ -100,11 +104,12 @@ class Promises:
 
     def resolve(self, promise: Promise, result: PromiseResult) -> None:
         """Set the result, once; later ones (of a request that was cancelled meanwhile) are dropped."""
-        if promise.result is not None:
+        if promise.ready.is_set():
             return
         promise.result = result
         if promise.request_id in self._open:
             self._bytes += len(result.body)
+            self._resolved.append((self._clock(), promise))
         promise.ready.set()
         for listener in promise.on_result:
             listener(promise)
@@ -127,7 +132,7 @@ class Promises:
     async def wait(self, promise: Promise, seconds: float, ending: Callable[[], bool]) -> PromiseResult | None:
         """The result, once it is there; None after `seconds`, or once the server is ending."""
         deadline = self._clock() + seconds
-        while promise.result is None and not ending() and (left := deadline - self._clock()) > 0:
+        while not promise.ready.is_set() and not ending() and (left := deadline - self._clock()) > 0:
             try:
                 await asyncio.wait_for(promise.ready.wait(), min(left, 1.0))
             except TimeoutError:
@@ -147,7 +152,11 @@ class Promises:
         now = self._clock()
         while self._delivered and now - self._delivered[0][0] > KEPT_AFTER_DELIVERY_S:
             self._drop(self._delivered.popleft()[1])
+        while self._resolved and now - self._resolved[0][0] > UNCLAIMED_S:
+            self._drop(self._resolved.popleft()[1])
 
     def _drop(self, promise: Promise) -> None:
+        """Let the result go: whoever knows the promise by a request's number knows that there was one, no more."""
         if self._open.pop(promise.request_id, None) is not None and promise.result is not None:
             self._bytes -= len(promise.result.body)
+            promise.result = None

@@ -114,10 +114,11 @@ def _future_routes(router: APIRouter, service: Service, sampling: Callable[[], S
         return JSONResponse(answer)
 
     @router.post("/retrieve_futures")
-    async def retrieve_many(body: bodies.RetrieveManyBody) -> dict[str, Any]:
+    async def retrieve_many(body: bodies.RetrieveManyBody, context: Context) -> dict[str, Any]:
         service().promises.forget(body.retrieved_request_ids)
         seconds = POLL_S if body.timeout is None else min(max(body.timeout, 0.0), POLL_S)
-        events, cursor = await sampling().completions(body.target, body.prev_cursor, seconds)
+        state = context.deps.state
+        events, cursor = await sampling().completions(body.target, body.prev_cursor, seconds, lambda: state.draining)
         return {"completions": events, "cursor": cursor}
 
     @router.post("/cancel_future")

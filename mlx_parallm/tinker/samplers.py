@@ -92,7 +92,9 @@ class SamplerWeights:
 
     def drop_run(self, run: str) -> None:
         """Forget the live weights of a run whose client is gone."""
-        for name in [name for name, entry in self._entries.items() if entry.run == run]:
+        with self._lock:
+            own = [name for name, entry in self._entries.items() if entry.run == run]
+        for name in own:
             self.drop(name)
 
     def _shrink(self, run: str) -> None:

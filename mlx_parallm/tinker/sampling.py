@@ -7,8 +7,9 @@ What ended a sample belongs to it, once.
 
 import asyncio
 import math
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -80,7 +81,9 @@ class Sampling:
         promise.cancel = task.cancel
         return promise
 
-    async def completions(self, target: FuturesTarget, cursor: int, seconds: float) -> tuple[list[object], int]:
+    async def completions(
+        self, target: FuturesTarget, cursor: int, seconds: float, ending: Callable[[], bool]
+    ) -> tuple[list[object], int]:
         """What has come to its end after event `cursor`, which is waited for; and the number of the last event."""
         if target.sampling_session_id not in self._service.sampling:
             raise RefusedError(
@@ -92,10 +95,11 @@ class Sampling:
         seen = max(min(cursor, line.first + len(line.events)) - line.first, 0)
         del line.events[:seen]
         line.first += seen
-        if not line.events and seconds > 0:
+        deadline = time.monotonic() + seconds
+        while not line.events and not ending() and (left := deadline - time.monotonic()) > 0:
             line.news.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(line.news.wait(), seconds)
+                await asyncio.wait_for(line.news.wait(), min(left, 1.0))
         return list(line.events), line.first + len(line.events)
 
     def _completed(self, target: tuple[str, int], promise: Promise) -> None:
@@ -115,8 +119,8 @@ class Sampling:
         sampler = self._service.sampling.get(body.sampling_session_id)
         if sampler is None:
             raise RefusedError(
-                f"sampling session {body.sampling_session_id!r} is unknown: the server was restarted. Make a new"
-                " sampling client",
+                f"sampling session {body.sampling_session_id!r} is unknown: its model was unloaded, or the server was"
+                " restarted. Make a new sampling client",
                 404,
             )
         return sampler

@@ -170,6 +170,9 @@ class TinkerService:
             lost = failure(f"model {model_id} was unloaded before this request's turn", category="user")
             for waiting in model.waiting.values():
                 self.promises.resolve(waiting.promise, lost)
+            live = [key for key, each in self.sampling.items() if each.run == model_id and each.directory is None]
+            for sampler_id in live:
+                del self.sampling[sampler_id]
             self.learner.submit(f"unloads {model_id}", partial(self.samplers.drop_run, model_id))
 
     def model(self, model_id: str) -> TrainedModel:

@@ -1,9 +1,9 @@
-"""Recipes of the tinker cookbook, unmodified, against a server on `builtin:tiny`: does each run to its end, does it learn?
+"""Recipes of the tinker cookbook, unmodified, against a server on `builtin:tiny`: does each run, and does it learn?
 
     .venv/bin/python scripts/tinker/recipes.py [NAME …] [--seeds N] [--steps N]
 
-Needs scripts/setup_tinker. Starts a server of its own on a free port. Prints a line a run: exit code, seconds, the first
-and the last value of the recipe's own measure. A measure is the mean of the first and of the last quarter of the steps.
+Needs scripts/setup_tinker. Starts a server of its own on a free port. Prints a line a run: exit code, seconds, and the
+recipe's own measure: means of the first and of the last quarter of the steps.
 """
 
 import argparse
@@ -26,7 +26,12 @@ RECIPES = {
     "math_rl": (MATH, "env/all/reward/total"),
     "math_rl async": ([*MATH, "max_steps_off_policy=2"], "env/all/reward/total"),
     "math_rl streaming, ppo": (
-        [*MATH, "stream_minibatch_config.groups_per_batch=16", "stream_minibatch_config.num_minibatches=2", "loss_fn=ppo"],
+        [
+            *MATH,
+            "stream_minibatch_config.groups_per_batch=16",
+            "stream_minibatch_config.num_minibatches=2",
+            "loss_fn=ppo",
+        ],
         "env/all/reward/total",
     ),
     "math_rl cispo, post KL": ([*MATH, "compute_post_kl=True", "loss_fn=cispo"], "env/all/reward/total"),
@@ -39,7 +44,10 @@ RECIPES = {
         ["tinker_cookbook.recipes.prompt_distillation.train", "file_path={rows}", "batch_size=8", "num_epochs=8"],
         "train_mean_nll",
     ),
-    "chat_sl": (["tinker_cookbook.recipes.chat_sl.train", "dataset={rows}", "batch_size=8", "num_epochs=8"], "train_mean_nll"),
+    "chat_sl": (
+        ["tinker_cookbook.recipes.chat_sl.train", "dataset={rows}", "batch_size=8", "num_epochs=8"],
+        "train_mean_nll",
+    ),
 }
 
 
@@ -51,7 +59,15 @@ def free_port():
 
 def server(folder):
     port = free_port()
-    command = [str(ROOT / ".venv/bin/mlx_parallm"), "serve", "--model-path", "builtin:tiny", "--tinker", "--port", str(port)]
+    command = [
+        str(ROOT / ".venv/bin/mlx_parallm"),
+        "serve",
+        "--model-path",
+        "builtin:tiny",
+        "--tinker",
+        "--port",
+        str(port),
+    ]
     command += ["--set", f'tinker.directory="{folder}/runs"']
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=(folder / "server.log").open("w"))
     url = f"http://127.0.0.1:{port}"
@@ -79,7 +95,7 @@ def run(name, url, folder, seed, steps, python):
     rows.write_text("".join(json.dumps(row) + "\n" for row in chats))
     log = folder / f"{name.replace(' ', '_')}-{seed}"
     command = [python, "-m", *(each.format(rows=rows) for each in arguments), f"model_name={TINY}", f"log_path={log}"]
-    command += ["renderer_name=role_colon", "behavior_if_log_dir_exists=delete"]
+    command += ["renderer_name=qwen3_instruct", "behavior_if_log_dir_exists=delete"]
     command += [f"max_steps={steps}"] if steps else []
     environment = os.environ | {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0"}
     environment |= {"HF_HUB_OFFLINE": "1"}

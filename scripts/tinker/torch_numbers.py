@@ -3,8 +3,8 @@
     build/tinker/bin/python scripts/tinker/torch_numbers.py URL MODEL_DIRECTORY
 
 Runs in the SDK's own environment (scripts/setup_tinker). MODEL_DIRECTORY: the base, as the server was started with.
-Prints the largest differences of losses and log-probabilities (wanted: 1e-5), of gradients by a custom loss (1e-5 of the
-largest), and of the weights after 20 optimizer steps (1e-4). Exit code 1 when one is missed.
+Prints the largest differences of losses and log-probabilities (wanted: 1e-5), of gradients by a custom loss (1e-5 of
+the largest), and of the weights after 20 optimizer steps (1e-4). Exit code 1 when one is missed.
 
 Gradients are read through the API: AdamW with betas 0, eps 1e9 and learning rate 1e9 moves each weight by its gradient.
 """
@@ -181,7 +181,7 @@ def compare_custom(service, training, model, data):
 
 def compare_steps(service, training, model, data):
     names = parameters(model)
-    adam = dict(lr=2e-3, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.01)
+    adam = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.01}
     optimizer = torch.optim.AdamW(names.values(), **adam)
     first = None
     for _ in range(STEPS):

@@ -7,7 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlx_parallm.errors import RefusedError
 from mlx_parallm.models.lora import load_adapter
+from mlx_parallm.server.errors import ServerBusyError
+from mlx_parallm.tinker.promises import KEPT_AFTER_DELIVERY_S, UNCLAIMED_S, Promises, json_result
 from tests.server.serving import RunningServer
 from tests.tinker.serving import API, WireClient, logprobs_of, request_of, tinker_server
 
@@ -232,3 +235,24 @@ def test_models_are_limited_and_make_room_when_a_session_ends(server: RunningSer
             logprobs_of(client.output(client.send(other.create_model(), 1, [DATUM], "cross_entropy")))
         ).all()
         other.post(f"sessions/{other.session}/finish", reason={"type": "success"})
+
+
+async def test_results_are_kept_until_after_their_delivery_and_not_for_ever() -> None:
+    """Two polls get one result; two minutes later it is gone, its number is known; nobody's results go after hours."""
+    now = [0.0]
+    promises = Promises(100, clock=lambda: now[0])
+    first, lost = promises.new(), promises.new()
+    promises.resolve(first, json_result({"a": 1}))
+    promises.resolve(first, json_result({"a": 2}))  # of a sample that was cancelled meanwhile
+    for _ in range(2):
+        found = await promises.wait(promises.find(first.request_id), 1.0, lambda: False)
+        assert found is not None and found.body == b'{"a": 1}'
+    now[0] += KEPT_AFTER_DELIVERY_S + 1
+    with pytest.raises(RefusedError, match="was collected"):
+        promises.find(first.request_id)
+    assert first.result is None
+    promises.resolve(lost, json_result({"a": "x" * 200}))
+    with pytest.raises(ServerBusyError, match="results of 210 bytes wait"):
+        promises.new()
+    now[0] += UNCLAIMED_S + 1
+    assert promises.new().request_id and len(promises) == 1
