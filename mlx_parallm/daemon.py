@@ -52,6 +52,7 @@ from mlx_parallm.models.loading import (
 from mlx_parallm.models.lora import ADAPTER_FILE, PEFT_FILE, SPECIFICATION_FILE, load_adapter
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.prompt_policy.app import mounted as prompt_policy_routes
 from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.plan.dry_run import DryRun
 from mlx_parallm.rl_training.sources import InProcessEnvironments, RewardsById, RolloutSource, SourceKind
@@ -88,6 +89,9 @@ SOURCES: tuple[SourceKind, ...] = (InProcessEnvironments.of, atropos_source, Rew
 
 ROUTERS: tuple[Callable[[Config], AddedRouter | None], ...] = (session_routes,)
 """Routes of parts outside of the server, of a process that trains nothing; None = not asked for."""
+
+MOUNTED: tuple[Callable[[Config, ServerState], AddedRouter | None], ...] = (prompt_policy_routes,)
+"""Routes of parts beside the served model, whether it is trained or not; None = not asked for."""
 
 
 class ServedPart(Protocol):
@@ -261,6 +265,7 @@ class Serving:
         self.config = config
         self._pages = pages
         self._page_paths: list[str] = []
+        self._added: list[AddedRouter] = []
         self.api_key = config.resolve_api_key()
         self._listener: socket.socket | None = None
         if http:
@@ -329,6 +334,8 @@ class Serving:
             pages = [page(run, _redactor(self.config), commands) for page in self._pages]
             self._page_paths = [page.page for page in pages if page.page is not None]
             added += pages
+        added += [router for mount in MOUNTED if (router := mount(self.config, self.state)) is not None]
+        self._added = added
         completions = next((source.completions for source in sources if isinstance(source, RewardsById)), None)
         deps = ServerDeps(
             state=self.state,
@@ -411,5 +418,10 @@ class Serving:
             if self._listener is not None:
                 self._listener.close()
         finally:
-            if self._engine is not None:
-                self._engine.stop()
+            with contextlib.ExitStack() as stack:
+                if self._engine is not None:
+                    stack.callback(self._engine.stop)
+                for added in self._added:
+                    if added.close is not None:
+                        stack.callback(added.close)
+                self._added = []

@@ -20,7 +20,7 @@ TINY_MODULE_LINES = 80
 
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
-    "(root)": 1370,
+    "(root)": 1380,
     "cli": 1340,
     "config": 2_240,
     "dashboard": 1320,
@@ -38,7 +38,7 @@ LINES: dict[str, int] = {
     "orchestrator": 1920,
     "pipeline": 1_460,
     "primitives": 160,
-    "prompt_policy": 2_410,
+    "prompt_policy": 2_980,
     "rewards": 2070,
     "rl_training": 11390,
     "rollout_store": 1290,

@@ -3,6 +3,7 @@
 networks.py ppo.py     the two networks; PPO, checkpoints
 experience.py store.py experiences, on the disk; how much is known about a prompt
 embeddings.py          prompts as numbers
+reward_model.py rlaif.py task_reward.py   rewards: fitted to ratings, from a judge and a person, from a real task
 mutations.py classifier.py phrases.py   the rules that rewrite a prompt, and the words they know
 service.py rewriting.py protocol.py routes.py app.py   the service, its routes, its process
 demo.py                made-up prompts on which one can see it learn
@@ -20,6 +21,9 @@ __getattr__, __dir__ = lazy_names(
         "prompt_policy.mutations": "ChatMutation Mutation mutate",
         "prompt_policy.classifier": "classify_prompt",
         "prompt_policy.service": "PolicyService",
-        "prompt_policy.app": "PromptPolicyServer",
+        "prompt_policy.reward_model": "RewardModel default_reward_model",
+        "prompt_policy.rlaif": "RLAIFOptions endpoint_judge learn_from_judge",
+        "prompt_policy.task_reward": "TaskReward",
+        "prompt_policy.app": "PromptPolicyServer make_deps",
     },
 )

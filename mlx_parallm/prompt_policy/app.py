@@ -2,8 +2,10 @@
 
 import contextlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from fastapi import APIRouter
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry
@@ -12,30 +14,53 @@ from prometheus_client.registry import Collector
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.prompt_policy import PromptPolicyConfig
+from mlx_parallm.engine.served_models import DEFAULT
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
-from mlx_parallm.prompt_policy.embeddings import Embedder, EndpointEmbedder, HashedEmbedder
+from mlx_parallm.prompt_policy.embeddings import Embedder, EndpointEmbedder, HashedEmbedder, checked
 from mlx_parallm.prompt_policy.mutations import CHAT_REWRITE, RULES, ChatMutation
 from mlx_parallm.prompt_policy.protocol import HealthAnswer
 from mlx_parallm.prompt_policy.rewriting import PolicyDeps
 from mlx_parallm.prompt_policy.routes import policy_router
 from mlx_parallm.prompt_policy.service import PolicyService
+from mlx_parallm.prompt_policy.task_reward import EndpointAnswers, ServedAnswers, TaskReward
 from mlx_parallm.server.api import status
 from mlx_parallm.server.app import AddedRouter, create_app
 from mlx_parallm.server.auth import check_bind, check_origins
 from mlx_parallm.server.connections import connection_limit
 from mlx_parallm.server.context import ServerDeps, ServerState
 from mlx_parallm.server.errors import HEALTH
+from mlx_parallm.server.generation import UNNAMED, new_id
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.files import raise_file_limit
+from mlx_parallm.types import Pooling, Request, SamplingParams
 
 LOOPBACK_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Web pages of this machine may use the service: without a key they are let in anyway."""
 LAST_WORDS_S = 0.1
+MOUNT = "/prompt_policy"
 
 
-def make_deps(config: PromptPolicyConfig) -> PolicyDeps:
-    """Start the policy and its helpers. Raises ConfigError, CheckpointError, StoreError, EndpointError."""
+class ServedEmbedder:
+    """Hidden states of the model that this server serves, as /v1/embeddings gives them."""
+
+    def __init__(self, state: ServerState, pooling: Pooling, dimensions: int) -> None:
+        self.dimensions, self._state, self._pooling = dimensions, state, pooling
+
+    async def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        parts, params = self._state.parts, SamplingParams(max_tokens=0, pooling=self._pooling)
+        adapter = parts.engine.resolve_model(DEFAULT).adapter
+        requests = [Request(new_id(UNNAMED), tuple(parts.tokenizer.encode(text)), params, adapter) for text in texts]
+        outputs = await parts.engine.generate_many(requests)
+        rows = np.array([output.embedding or () for output in outputs], np.float32)
+        return checked(rows, len(texts), self.dimensions, "the served model")
+
+
+def make_deps(config: PromptPolicyConfig, served: ServedEmbedder | None = None) -> PolicyDeps:
+    """Start the policy and its helpers. `served`: where this server serves a model.
+
+    Raises ConfigError, CheckpointError, StoreError, EndpointError.
+    """
     key = _key(config.api_key_file)
 
     def endpoint(url: str) -> OpenAIEndpoint:
@@ -44,11 +69,28 @@ def make_deps(config: PromptPolicyConfig) -> PolicyDeps:
     embedder: Embedder = HashedEmbedder(config.ppo.input_dim)
     if config.embedding_model is not None:
         embedder = EndpointEmbedder(endpoint(config.embedding), config.embedding_model, config.ppo.input_dim)
-    chat = None
+    elif config.embedding == "served" and served is not None:
+        embedder = served
+    chat = task = None
+    if config.rewards and config.task_url is not None:
+        task = TaskReward(EndpointAnswers(endpoint(config.task_url), config), config.rewards)
+    elif config.rewards and served is not None:
+        task = TaskReward(ServedAnswers(config), config.rewards)
     if config.chat_url is not None and config.chat_model is not None:
         chat = ChatMutation(endpoint(config.chat_url), config.chat_model)
     mutations = (*RULES, CHAT_REWRITE) if chat is not None else tuple(RULES)
-    return PolicyDeps(config, PolicyService(config, mutations), embedder, chat)
+    return PolicyDeps(config, PolicyService(config, mutations), embedder, chat, task)
+
+
+def mounted(config: Config, state: ServerState) -> AddedRouter | None:
+    """The routes below /prompt_policy of a server that serves a model; None: not wanted. Raises as `make_deps`."""
+    section = config.prompt_policy
+    if not section.mount:
+        return None
+    served = ServedEmbedder(state, config.server.embedding_pooling, section.ppo.input_dim)
+    deps = make_deps(section, served)
+    watch(state.metrics.registry, deps.service)
+    return AddedRouter(policy_router(deps, MOUNT), close=deps.service.close)
 
 
 class PromptPolicyServer:

@@ -10,13 +10,13 @@ BASE, EACH_SIGN, MOST = 0.35, 0.2, 0.95
 _SIGNS = {category: [re.compile(sign, re.IGNORECASE) for sign in signs] for category, signs in SIGNS.items()}
 _VERBS = {verb: family for family, verbs in VERBS.items() for verb in verbs}
 _WORDS = re.compile(r"[A-Za-z']+")
-_LIMIT = re.compile(
+LIMIT = re.compile(
     r"\b(at most|at least|no more than|must|must not|do not|only|under \d|within \d|exactly|without|avoid|limit"
     r"|maximum|minimum|constraints?:)",
     re.IGNORECASE,
 )
 _EXAMPLE = re.compile(r"\b(for example|e\.g\.|example:|such as|for instance)", re.IGNORECASE)
-_LISTED = re.compile(r"^\s*(\d+[.)]|[-*•])\s+", re.MULTILINE)
+LISTED = re.compile(r"^\s*(\d+[.)]|[-*•])\s+", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ def classify_prompt(prompt: str) -> Classified:
         confidence=min(BASE + EACH_SIGN * hits[category], MOST) if hits[category] else NOT_SURE,
         words=len(words),
         verbs=tuple(word.lower() for word in words if word.lower() in _VERBS),
-        has_constraints=bool(_LIMIT.search(text)),
+        has_constraints=bool(LIMIT.search(text)),
         has_examples=bool(_EXAMPLE.search(text)),
-        has_list=len(_LISTED.findall(text)) >= 2,
+        has_list=len(LISTED.findall(text)) >= 2,
         has_code="```" in text,
         is_question=text.endswith("?"),
     )

@@ -35,7 +35,7 @@ a uniform choice gets 0.4, and so does any fixed one; the best is 0.9."""
 def draw(rng: random.Random, kind: int) -> str:
     """Return a made-up prompt of a kind, 0 to 4."""
     subjects = " and ".join(rng.sample(SUBJECTS[kind], 2))
-    return f"{rng.choice(OPENINGS)} {subjects} {rng.choice(ENDINGS)}."
+    return f"{rng.choice(OPENINGS)} {subjects} {rng.choice(ENDINGS)}, number {rng.randrange(100_000)}."
 
 
 def mean_reward(kind: int, action: int) -> float:

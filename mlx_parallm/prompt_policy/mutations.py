@@ -24,7 +24,7 @@ from mlx_parallm.prompt_policy.phrases import CONSTRAINTS, CRITERIA, FALLBACKS, 
 
 Effect = Literal["increase", "decrease", "neutral"]
 CHAT_REWRITE = "chat-rewrite"
-SHORTEST = 10  # characters that a reduction leaves
+SHORTEST = 5  # characters that a reduction leaves at least
 DEFINED_TERMS = 3
 PARTS = (2, 6)  # of a task that is split
 _KEPT = re.compile(r"```.*?```|`[^`\n]*`|\"[^\"\n]*\"|“[^”\n]*”", re.DOTALL)  # what is quoted is not ours to change
@@ -33,7 +33,7 @@ _SPLIT = re.compile(
     r"(?<=[.!?;])\s+|\s*(?:,\s*)?\b(?:and then|then|after that|and also|and finally)\b\s*|\n+", re.IGNORECASE
 )
 _AND = re.compile(r"\s*,?\s+and\s+", re.IGNORECASE)
-_FALLBACK = re.compile(
+FALLBACK = re.compile(
     r"\bif (this|that|it|you|something|the \w+)\b[^.\n]*\b(fails?|cannot|can't|not|missing|unclear)\b", re.IGNORECASE
 )
 
@@ -55,7 +55,7 @@ def _impact(quality: Effect, cost: Effect, latency: Effect, reliability: Effect)
 
 def add_fallback(prompt: str, classified: Classified) -> Mutation | None:
     """try-catch-style: say what to do when the task cannot be done as it stands."""
-    if _FALLBACK.search(prompt):
+    if FALLBACK.search(prompt):
         return None
     family = verb_family(classified)
     lines = "\n".join(f"- {fallback}" for fallback in FALLBACKS[family])
@@ -143,7 +143,7 @@ def decompose(prompt: str, classified: Classified) -> Mutation | None:
     """task-decomposition: number the parts of the task; where it has one only, the steps of its category."""
     if classified.has_list:
         return None
-    context, tasks = _parts(prompt)
+    context, tasks = split_tasks(prompt)
     if PARTS[0] <= len(tasks) <= PARTS[1]:
         text = "".join([" ".join(context), "\n\n" if context else "", "Do the following, one after the other:\n"])
     else:
@@ -158,17 +158,20 @@ def decompose(prompt: str, classified: Classified) -> Mutation | None:
     )
 
 
-def _parts(prompt: str) -> tuple[list[str], list[str]]:
-    """Split a prompt into what says no task, and its tasks: sentences with a verb of `phrases.VERBS`, and what stands
-    on both sides of an "and" where both have one. What is quoted is not split."""
+def split_tasks(prompt: str) -> tuple[list[str], list[str]]:
+    """Split a prompt into what says no task, and its tasks: sentences with a verb of `phrases.VERBS`, and what follows
+    an "and" or a comma and begins with one. What is quoted is not split."""
     if _KEPT.search(prompt):
         return [], [prompt]
     context: list[str] = []
     tasks: list[str] = []
     for sentence in _SPLIT.split(prompt):
-        pieces = _AND.split(sentence)
-        if not all(classify_prompt(piece).verbs for piece in pieces):
-            pieces = [sentence]
+        pieces = [""]
+        for piece in _AND.split(sentence):
+            if _begins_with_verb(piece) or not pieces[-1]:
+                pieces.append(piece)
+            else:
+                pieces[-1] = f"{pieces[-1]} and {piece}"
         for piece in pieces:
             if classify_prompt(piece).verbs:
                 bare = piece.strip(" .,;\n\t")
@@ -176,6 +179,11 @@ def _parts(prompt: str) -> tuple[list[str], list[str]]:
             elif piece.strip():
                 context.append(piece.strip())
     return context, tasks
+
+
+def _begins_with_verb(text: str) -> bool:
+    first = re.match(r"\W*(\w+)", text)
+    return first is not None and bool(classify_prompt(first[1]).verbs)
 
 
 Rule = Callable[[str, Classified], Mutation | None]

@@ -101,7 +101,22 @@ VERBS: dict[str, tuple[str, ...]] = {  # of a prompt's task → its family
     ),
     "other": (
         *("translate", "convert", "find", "list", "calculate", "compute", "sort", "count", "reverse", "extract"),
-        *("identify", "suggest", "recommend", "tell", "show", "give", "answer", "rewrite", "edit", "test", "deploy"),
+        *(
+            "read",
+            "collect",
+            "check",
+            "identify",
+            "suggest",
+            "recommend",
+            "tell",
+            "show",
+            "give",
+            "answer",
+            "rewrite",
+            "edit",
+            "test",
+            "deploy",
+        ),
         *("migrate", "install", "configure", "document", "add", "remove", "update", "publish", "send"),
     ),
 }

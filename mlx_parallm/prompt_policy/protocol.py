@@ -1,6 +1,6 @@
 """Bodies and answers of the routes, as the OpenAPI document shows them. No MLX."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
@@ -78,6 +78,12 @@ class MutateBody(Body):
     conservative: bool = False
     allowed: ListOf[Name] | None = None
     mutation: Name | None = None
+
+
+class RolloutBody(MutateBody):
+    """`columns`: what the reward functions compare the answers with, e.g. {"answer": "42"}."""
+
+    columns: dict[str, Any] = Field(default_factory=dict)
 
 
 class PolicyFeedbackBody(Body):
@@ -195,6 +201,18 @@ class MutateAnswer(BaseModel):
     log_prob: float | None
     value: float | None
     uncertainty: float
+    score: float = Field(description="what the fitted reward model says of the new prompt, 0 to 1")
+
+
+class RolloutAnswer(BaseModel):
+    """`stored`: the mean reward was stored as an experience; not where the prompt was left as it is."""
+
+    mutation: MutateAnswer
+    answers: list[str]
+    rewards: list[float]
+    reward: float
+    stored: bool
+    buffer_size: int
 
 
 UNCHANGED = ImpactAnswer(quality="neutral", cost="neutral", latency="neutral", reliability="neutral")

@@ -1,10 +1,11 @@
-"""A prompt in, a mutation and the new prompt out: what /mutate does. No MLX."""
+"""A prompt in, a mutation and the new prompt out: what /mutate and /rollout do."""
 
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from fastapi import Request as HTTPRequest
 
 from mlx_parallm.config.prompt_policy import PromptPolicyConfig
 from mlx_parallm.errors import EndpointError, RefusedError
@@ -12,9 +13,18 @@ from mlx_parallm.prompt_policy.classifier import Classified, classify_prompt
 from mlx_parallm.prompt_policy.embeddings import Embedder
 from mlx_parallm.prompt_policy.experience import Choice
 from mlx_parallm.prompt_policy.mutations import CHAT_REWRITE, RULES, ChatMutation, Mutation
-from mlx_parallm.prompt_policy.protocol import UNCHANGED, ImpactAnswer, MutateAnswer, MutateBody
+from mlx_parallm.prompt_policy.protocol import (
+    UNCHANGED,
+    ImpactAnswer,
+    MutateAnswer,
+    MutateBody,
+    RolloutAnswer,
+    RolloutBody,
+)
+from mlx_parallm.prompt_policy.reward_model import default_reward_model
 from mlx_parallm.prompt_policy.service import PolicyService, allowed_actions, done
 from mlx_parallm.prompt_policy.store import Decision
+from mlx_parallm.prompt_policy.task_reward import TaskReward
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,7 @@ class PolicyDeps:
     service: PolicyService
     embedder: Embedder
     chat: ChatMutation | None = None
+    task: TaskReward | None = None
 
 
 async def rewrite(deps: PolicyDeps, body: MutateBody) -> MutateAnswer:
@@ -51,7 +62,32 @@ async def rewrite(deps: PolicyDeps, body: MutateBody) -> MutateAnswer:
     [after] = await embed(deps, [mutation.text])
     decision_id = f"mutation-{uuid.uuid4().hex}"
     await done(service.open(Decision(decision_id, state, choice.action, after, choice.log_prob, choice.value, allowed)))
-    return _answer(body, classified, uncertainty, made=(decision_id, mutation, choice))
+    answer = _answer(body, classified, uncertainty, made=(decision_id, mutation, choice))
+    if deps.config.reward_source == "model":
+        await done(service.reward(decision_id, answer.score))
+        return answer.model_copy(update={"id": None})
+    return answer
+
+
+async def roll_out(deps: PolicyDeps, body: RolloutBody, request: HTTPRequest | None) -> RolloutAnswer:
+    """Rewrite a prompt, let the model of the task answer it, and store the mean reward.
+
+    Raises RefusedError (404): no task is set; what `rewrite` and `TaskReward` raise.
+    """
+    if deps.task is None:
+        raise RefusedError("no task: set prompt_policy.rewards, and task_url where this server serves no model", 404)
+    changed = await rewrite(deps, body)
+    result = await deps.task(changed.prompt, body.columns, request)
+    if changed.id is not None:
+        await done(deps.service.reward(changed.id, result.reward))
+    return RolloutAnswer(
+        mutation=changed,
+        answers=result.answers,
+        rewards=result.rewards,
+        reward=result.reward,
+        stored=changed.id is not None,
+        buffer_size=deps.service.buffer_size,
+    )
 
 
 async def embed(deps: PolicyDeps, prompts: Sequence[str]) -> np.ndarray:
@@ -102,4 +138,5 @@ def _answer(
         log_prob=None if choice is None else choice.log_prob,
         value=None if choice is None else choice.value,
         uncertainty=uncertainty,
+        score=default_reward_model().score(body.prompt if mutation is None else mutation.text).score,
     )

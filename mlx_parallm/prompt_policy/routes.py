@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from fastapi import APIRouter
+from fastapi import Request as HTTPRequest
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.prompt_policy.experience import Experience
@@ -29,13 +30,15 @@ from mlx_parallm.prompt_policy.protocol import (
     MutateAnswer,
     MutateBody,
     PolicyFeedbackBody,
+    RolloutAnswer,
+    RolloutBody,
     SaveBody,
     SavedAnswer,
     StatsAnswer,
     StoredAnswer,
     UpdateAnswer,
 )
-from mlx_parallm.prompt_policy.rewriting import PolicyDeps, embed, rewrite
+from mlx_parallm.prompt_policy.rewriting import PolicyDeps, embed, rewrite, roll_out
 from mlx_parallm.prompt_policy.service import PolicyService, allowed_actions, done
 from mlx_parallm.server.protocol.strict_json import json_router
 
@@ -142,6 +145,11 @@ def _add_rewriting(router: APIRouter, deps: PolicyDeps) -> None:
         """Reward a mutation. It is on the disk when this answers."""
         await done(deps.service.reward(body.id, body.value))
         return StoredAnswer(buffer_size=deps.service.buffer_size)
+
+    @router.post("/rollout")
+    async def roll_out_prompt(body: RolloutBody, request: HTTPRequest) -> RolloutAnswer:
+        """Rewrite a prompt, let a model answer it, score the answers, and keep the mean as the reward."""
+        return await roll_out(deps, body, request)
 
     @router.post("/embed")
     async def embed_prompts(body: EmbedBody) -> EmbedAnswer:

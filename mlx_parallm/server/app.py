@@ -7,7 +7,7 @@ ROUTERS lists the server's own route families. A part outside of the server brin
 limits, metrics and the OpenAPI document apply to it too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +81,7 @@ class AddedRouter:
         public: paths whose GET holds no data, such as a page's own files: they need neither key nor model. One that
             ends with a slash means everything below it.
         page: the path that a person opens in a browser; the run prints it.
+        close: ends what is behind the routes, once no request runs.
     """
 
     router: APIRouter
@@ -88,6 +89,7 @@ class AddedRouter:
     while_loading: Mapping[str, Any] = field(default_factory=dict)
     public: tuple[str, ...] = ()
     page: str | None = None
+    close: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         if self.basic_auth and not self.router.prefix:

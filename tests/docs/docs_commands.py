@@ -51,10 +51,9 @@ def main(name: str, words: list[str]) -> int:
 
         name = next((c.script for c in COMMANDS if c.script and words and c.name == words[0]), name)
         words = words if name == "mlx_parallm" else words[1:]
-    if name == "mlx_parallm_serve":
-        return serve(words)
-    if name == "mlx_parallm_train":
-        return train(words)
+    own = {"mlx_parallm_serve": serve, "mlx_parallm_train": train, "mlx_parallm_prompt_policy": prompt_policy}
+    if name in own:
+        return own[name](words)
     if name == "curl":
         ensure_server()
         return real("curl", ["--silent", "--show-error", "--fail-with-body", "--max-time", "60", *words])
@@ -89,6 +88,14 @@ def serve(words: list[str]) -> int:
     stop_server()
     port = words[words.index("--port") + 1] if "--port" in words else os.environ["DOCS_PORT"]
     return start("mlx_parallm_serve", [*words, "--port", port], int(port))
+
+
+def prompt_policy(words: list[str]) -> int:
+    if "--server" not in words:
+        return 0  # the demonstration has a test of its own
+    stop_server()
+    port = words[words.index("--server") + 1]
+    return start("mlx_parallm_prompt_policy", words, int(port))
 
 
 def ensure_server() -> None:

@@ -2,7 +2,7 @@
 
 Each test's name says which: `docs/serving.md:12-bash-run`, `…-checked`, `…-text`. The blocks of a page are one
 session: they run in their order, in one temporary directory, with files saved by earlier ones and with the page's own
-server. What is changed before they run: port 8000, hub ids of models (the tiny model takes their place), the
+server. What is changed before they run: ports 8000 and 8765, hub ids of models (the tiny model takes their place), the
 number and size of training steps (`docs_commands.py`). `docs_blocks.py` finds and looks at them.
 """
 
@@ -105,7 +105,7 @@ class Page:
 
     def _here(self, text: str) -> str:
         """The block as it is run on this machine."""
-        text = re.sub(r"\b8000\b", str(self.port), MODEL_ID.sub("builtin:tiny", text))
+        text = re.sub(r"\b(8000|8765)\b", str(self.port), MODEL_ID.sub("builtin:tiny", text))
         text = re.sub(r"^(\.|source) \S*bin/activate$", "true", text, flags=re.MULTILINE)
         text = re.sub(r"(?<![\w/])\.venv/bin/(?=\w)", "", text)
         runs = sorted((self.directory / "checkpoints").glob("*/config.toml"), key=lambda file: file.stat().st_mtime)
