@@ -1,6 +1,7 @@
 """Requests made up from the OpenAPI document, right ones and wrong ones, against a real server (schemathesis).
 
     .venv/bin/python -m scripts.soak.fuzz_openapi --cases 2000
+    .venv/bin/python -m scripts.soak.fuzz_openapi --cases 2000 --prompt-policy    # its service instead
 
 What must not happen: a response of 500, a status or a content type that the document does not name, a body that is not
 of the declared shape. The model is the shipped tiny one with a short context and a short time limit, so that a request
@@ -38,6 +39,18 @@ from mlx_parallm.weights import SharedWeights
 assert mlx_parallm.__version__
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format")
+EMBEDDING = 8  # numbers that the small prompt policy reads
+# Fields that would make nearly every request a wrong one.
+DROPPED = (
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "stream_options",
+    "structured_outputs",
+    "allowed",
+    "mutation",
+    *GUIDED,
+)
 CHECKED = ("status_code_conformance", "content_type_conformance", "response_schema_conformance")
 
 
@@ -76,6 +89,22 @@ def atropos(serving: Serving, store: RolloutStore) -> AddedRouter:
 
     settings = AtroposSettings(8, 64, serving.vocab_size, "checkpoints", 1, 100, None, None, 1.0, "reject")
     return create_atropos_router(AtroposQueue(store, settings, current_step=lambda: 0, policy_version=lambda: 0))
+
+
+@contextmanager
+def policy_server() -> Iterator[str]:
+    """The service of a small prompt policy in this process; yields its URL."""
+    from mlx_parallm.prompt_policy.app import PromptPolicyServer
+
+    sizes = [f"prompt_policy.ppo.input_dim={EMBEDDING}", "prompt_policy.ppo.hidden_dim=8", "server.port=0"]
+    least = ["prompt_policy.ppo.min_buffer_size=8", "prompt_policy.ppo.buffer_size=64"]
+    with tempfile.TemporaryDirectory() as directory:
+        server = PromptPolicyServer(load_config(None, [*sizes, *least, f'prompt_policy.checkpoint_dir="{directory}"']))
+        server.start()
+        try:
+            yield server.url
+        finally:
+            server.close()
 
 
 def fuzz(url: str, cases: int, prefix: str = "") -> Findings:
@@ -119,7 +148,11 @@ def _tame(body: Any) -> None:
             body[key] = min(value, small[key])
         elif key in ("prompt", "input_ids", "token_ids", "tokens") and isinstance(value, list):
             body[key] = [entry % 200 if isinstance(entry, int) else entry for entry in value[:20]] or [1]
-        elif key in ("stop", "stop_token_ids", "logit_bias", "stream_options", "structured_outputs", *GUIDED):
+        elif key in ("embedding", "state", "next_state") and isinstance(value, list):
+            body[key] = [*value, *[0.5] * EMBEDDING][:EMBEDDING]
+        elif key == "action" and isinstance(value, int):
+            body[key] = value % 5
+        elif key in DROPPED:
             del body[key]
         else:
             _tame(value)
@@ -159,11 +192,16 @@ def _fuzz_one(label: str, strategy: Any, examples: int, checks: Any, findings: F
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--prompt-policy", action="store_true", help="the prompt policy's service")
     args = parser.parse_args()
     configure_logging(level="error")
     started = time.perf_counter()
-    with mlx_thread(), tiny_server(added=atropos) as serving:
-        findings = fuzz(serving.url, args.cases)
+    with mlx_thread(), contextlib.ExitStack() as stack:
+        if args.prompt_policy:
+            url = stack.enter_context(policy_server())
+        else:
+            url = stack.enter_context(tiny_server(added=atropos)).url
+        findings = fuzz(url, args.cases)
     for route, counts in findings.statuses.items():
         print(f"{route:45}", "  ".join(f"{status}×{count}" for status, count in sorted(counts.items())))
     seconds = time.perf_counter() - started

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.soak.fuzz_openapi import fuzz, policy_server
 from tests.prompt_policy.helpers import experience_body, serving, vector
 
 POLITE = "Could you please write a Python function that sorts a list? Thank you so much!"
@@ -124,6 +125,14 @@ def test_many_clients_lose_nothing(tmp_path: Path) -> None:
         client.post("/update")  # after those that began by themselves
         stats = client.get("/stats").json()
         assert stats["total_experiences"] == 200 and stats["total_updates"] >= 2
+
+
+def test_no_request_makes_it_fail() -> None:
+    """Right and wrong requests made from the OpenAPI document: no 500, nothing that the document does not declare."""
+    with policy_server() as url:
+        findings = fuzz(url, 150)
+    assert findings.problems == {}
+    assert findings.cases >= 150 and 200 in findings.statuses["POST /store_experience"]
 
 
 def test_an_api_key_guards_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
