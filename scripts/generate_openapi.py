@@ -31,7 +31,7 @@ SERVER_PATHS = (
 )
 POLICY_PATHS = (
     *("/health", "/stats", "/select_action", "/get_distribution", "/store_experience", "/update", "/save", "/load"),
-    *("/mutate", "/feedback", "/embed"),
+    *("/mutate", "/feedback", "/embed", "/rollout"),
 )
 
 

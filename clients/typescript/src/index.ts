@@ -18,6 +18,7 @@ export type {
   RLAction,
   RLConfig,
   RLStats,
+  RolledOut,
   Stored,
   TrainingExperience,
   UpdateResult,

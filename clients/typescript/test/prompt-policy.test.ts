@@ -82,7 +82,9 @@ test('the service, chosen from and taught', { skip: NO_SERVER }, async (t) => {
     assert(mutated.prompt.length < prompt.length && mutated.id !== null)
     const { bufferSize } = await rl.feedback(mutated.id, { score: 5 })
     await assert.rejects(rl.feedback(mutated.id, 0.5), { name: /ConflictError|NotFoundError/ })
-    await assert.rejects(rl.trainEpisode([prompt], 1), /setRewardModel/)
+    const collected = await rl.collectExperience(prompt)
+    assert.equal(collected.reward, collected.mutated.score, "the service's own reward model")
+    assert(collected.reward !== null && collected.reward > 0 && collected.reward < 1)
     const seen: string[] = []
     rl.setRewardModel((original, { prompt: rewritten }) => {
       seen.push(original)
@@ -91,7 +93,7 @@ test('the service, chosen from and taught', { skip: NO_SERVER }, async (t) => {
     const episode = await rl.trainEpisode([prompt, 'Write a poem.'], 3)
     assert.deepEqual([episode.steps, seen], [3, [prompt, 'Write a poem.', prompt]])
     const stats = await rl.getStats()
-    assert('buffer_size' in stats && stats.buffer_size === bufferSize + 3)
+    assert('buffer_size' in stats && stats.buffer_size === bufferSize + 4)
   })
 
   await t.test('experiences of fifty clients at once, an update, a checkpoint that comes back', async () => {

@@ -1,7 +1,7 @@
 // The client against a real training daemon: rewards, sessions, numbers, control; from Node and from a page in Chromium.
 import assert from 'node:assert/strict'
 import { after, before, test } from 'node:test'
-import { AuthenticationError, ConflictError, type LiveMetrics, MlxParallm, NotFoundError } from 'mlx-parallm'
+import { AuthenticationError, ConflictError, type LiveMetrics, MlxParallm, NotFoundError, RLInterface } from 'mlx-parallm'
 import OpenAI from 'openai'
 import { chromium, Pages } from './browser.js'
 import { freePort, NO_SERVER, Server } from './process.js'
@@ -27,6 +27,12 @@ max_token_length = 64
 [traces]
 directory = "DIRECTORY/traces"
 group_size = 2
+[prompt_policy]
+mount = true
+checkpoint_dir = "DIRECTORY/policy"
+rewards = ["builtin:answer_match"]
+rollouts = 2
+max_tokens = 4
 [logging]
 level = "warning"
 `
@@ -98,6 +104,17 @@ test('a training from Node', { skip: NO_SERVER }, async (t) => {
       states.push(feedback.training?.state)
     }
     assert.deepEqual(states, ['waiting', 'queued'])
+  })
+
+  await t.test('the prompt policy within the server', async () => {
+    const baseURL = `${client.http.baseURL}/prompt_policy`
+    await assert.rejects(new RLInterface({ baseURL, apiKey: 'wrong' }).startServer(), AuthenticationError)
+    const rl = new RLInterface({ baseURL, apiKey: KEY })
+    await rl.startServer()
+    const { answers, reward, rewards, mutation } = await rl.rollout('Could you please sort: dbca', { columns: { answer: 'abcd' } })
+    assert.equal(answers.length, 2)
+    assert.equal(reward, ((rewards[0] ?? 0) + (rewards[1] ?? 0)) / 2)
+    assert(mutation.mutation_type === null || mutation.prompt !== 'Could you please sort: dbca')
   })
 
   await t.test('live metrics, control, rollouts, the end', async (t) => {

@@ -224,6 +224,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/rollout": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Roll Out Prompt
+         * @description Rewrite a prompt, let a model answer it, score the answers, and keep the mean as the reward.
+         */
+        post: operations["roll_out_prompt_rollout_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
 }
 export type webhooks = Record<string, never>;
 export interface components {
@@ -328,6 +348,8 @@ export interface components {
             log_prob: number | null;
             value: number | null;
             uncertainty: number;
+            /** @description what the fitted reward model says of the new prompt, 0 to 1 */
+            score: number;
         };
         /** @description `mutation`: take this one. `conservative`: leave the prompt as it is where little is known about such prompts. */
         MutateBody: {
@@ -344,6 +366,28 @@ export interface components {
             id: string;
             reward?: number | null;
             score?: number | null;
+        };
+        /** @description `stored`: the mean reward was stored as an experience; not where the prompt was left as it is. */
+        RolloutAnswer: {
+            mutation: components["schemas"]["MutateAnswer"];
+            answers: string[];
+            rewards: number[];
+            reward: number;
+            stored: boolean;
+            buffer_size: number;
+        };
+        /** @description `columns`: what the reward functions compare the answers with, e.g. {"answer": "42"}. */
+        RolloutBody: {
+            prompt: string;
+            /** @default false */
+            deterministic?: boolean;
+            /** @default false */
+            conservative?: boolean;
+            allowed?: string[] | null;
+            mutation?: string | null;
+            columns?: {
+                [key: string]: unknown;
+            };
         };
         SaveBody: {
             path?: string | null;
@@ -415,6 +459,8 @@ export type MessageAnswer = components['schemas']['MessageAnswer'];
 export type MutateAnswer = components['schemas']['MutateAnswer'];
 export type MutateBody = components['schemas']['MutateBody'];
 export type PolicyFeedbackBody = components['schemas']['PolicyFeedbackBody'];
+export type RolloutAnswer = components['schemas']['RolloutAnswer'];
+export type RolloutBody = components['schemas']['RolloutBody'];
 export type SaveBody = components['schemas']['SaveBody'];
 export type SavedAnswer = components['schemas']['SavedAnswer'];
 export type StatsAnswer = components['schemas']['StatsAnswer'];
@@ -670,6 +716,30 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["EmbedAnswer"];
+                };
+            };
+        };
+    };
+    roll_out_prompt_rollout_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["RolloutBody"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["RolloutAnswer"];
                 };
             };
         };

@@ -92,6 +92,8 @@ export interface Stored {
 
 /** A rewritten prompt. `id` is what its reward is sent with; null where the prompt was left as it is. */
 export type Mutated = Answer<'/mutate', 'post', paths>
+/** A rewritten prompt, what a model answered it, and the rewards. */
+export type RolledOut = Answer<'/rollout', 'post', paths>
 export type RLStats = Answer<'/stats', 'get', paths>
 
 /** The reward of a rewriting: higher is better, best between 0 and 1. */
@@ -115,7 +117,7 @@ export class RLInterface {
   readonly embeddingDim: number
   readonly #config: RLConfig
   #process: ServiceProcess | undefined
-  #rewardModel: RewardModel | undefined
+  #rewardModel: RewardModel = (_, mutated) => mutated.score
 
   constructor(config: RLConfig = {}) {
     const host = config.serverHost ?? '127.0.0.1'
@@ -256,21 +258,27 @@ export class RLInterface {
     }
   }
 
-  /** Who rewards a rewriting: your task, a model, a person. `trainEpisode` and `collectExperience` ask it. */
+  /** Who rewards a rewriting: your task, a model, a person. Without one it is the service's own reward model (`score`). */
   setRewardModel(model: RewardModel): void {
     this.#rewardModel = model
   }
 
-  /** Rewrites a prompt, has it rewarded by the reward model, and stores that. Throws `ParallmError` without a reward model. */
+  /** Rewrites a prompt, has it rewarded by the reward model, and stores that. */
   async collectExperience(prompt: string, calls?: CallOptions): Promise<Collected> {
-    if (this.#rewardModel === undefined) {
-      throw new ParallmError('there is no reward model: setRewardModel((original, mutated) => …) says how good a rewriting is')
-    }
     const mutated = await this.mutate(prompt, {}, calls)
     if (mutated.id === null) return { mutated, reward: null }
     const reward = await this.#rewardModel(prompt, mutated)
     await this.feedback(mutated.id, reward, calls)
     return { mutated, reward }
+  }
+
+  /** The whole round at the service: a rewriting, answers of the task's model, their rewards; `columns` is what reward functions compare with. */
+  rollout(
+    prompt: string,
+    options: Omit<Body<'/rollout', paths>, 'prompt'> = {},
+    calls?: CallOptions,
+  ): Promise<RolledOut> {
+    return this.#post('/rollout', { prompt, ...options }, 'never', { timeoutMs: 600_000, ...calls })
   }
 
   /** Rewrites `maxSteps` of the prompts, one after another and from the first again, each rewarded on its own. */
@@ -321,7 +329,7 @@ export class RLInterface {
 
 type PostPath = Extract<
   keyof paths,
-  '/select_action' | '/mutate' | '/feedback' | '/get_distribution' | '/embed' | '/store_experience' | '/update' | '/save' | '/load'
+  '/select_action' | '/mutate' | '/feedback' | '/rollout' | '/get_distribution' | '/embed' | '/store_experience' | '/update' | '/save' | '/load'
 >
 
 function toAction(answer: Answer<'/select_action', 'post', paths>): RLAction {
