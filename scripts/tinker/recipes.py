@@ -20,8 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "mlx_parallm" / "assets" / "tiny")
 ROWS = [("Sort: hgfa", "afgh"), ("Sort: dbca", "abcd"), ("Reverse: abcd", "dcba"), ("Count: aaa", "3")]
-MATH = ["tinker_cookbook.recipes.math_rl.train", "env=arithmetic", "group_size=4", "groups_per_batch=16"]
-MATH += ["learning_rate=3e-3", "max_tokens=5"]
+MATH = ["tinker_cookbook.recipes.math_rl.train", "env=arithmetic", "group_size=8", "groups_per_batch=24"]
+MATH += ["learning_rate=5e-4", "max_tokens=5"]
+SMALL = ["max_tokens=8", "eval_every=0"]  # their evaluation plays hundreds of games
 RECIPES = {
     "math_rl": (MATH, "env/all/reward/total"),
     "math_rl async": ([*MATH, "max_steps_off_policy=2"], "env/all/reward/total"),
@@ -36,10 +37,10 @@ RECIPES = {
     ),
     "math_rl cispo, post KL": ([*MATH, "compute_post_kl=True", "loss_fn=cispo"], "env/all/reward/total"),
     "guess_number": (
-        ["tinker_cookbook.recipes.multiplayer_rl.guess_number.train", "batch_size=4", "group_size=4"],
+        ["tinker_cookbook.recipes.multiplayer_rl.guess_number.train", "batch_size=4", "group_size=4", *SMALL],
         "env/all/reward/total",
     ),
-    "shorter": (["tinker_cookbook.recipes.preference.shorter.train", "batch_size=8"], "env/all/reward/total"),
+    "shorter": (["tinker_cookbook.recipes.preference.shorter.train", "batch_size=8", *SMALL], "env/all/reward/total"),
     "prompt_distillation": (
         ["tinker_cookbook.recipes.prompt_distillation.train", "file_path={rows}", "batch_size=8", "num_epochs=8"],
         "train_mean_nll",
