@@ -11,6 +11,7 @@ experiences that came after it: none is lost, and none is learned from twice.
 
 import asyncio
 import contextlib
+import fcntl
 import re
 import threading
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ from mlx_parallm.system.log import get_logger
 
 log = get_logger("prompt policy")
 
-LATEST, DATABASE = "latest", "experiences.sqlite"
+LATEST, DATABASE, LOCK = "latest", "experiences.sqlite", "lock"
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 
 
@@ -50,14 +51,23 @@ class PolicyService:
         self.directory = config.checkpoint_dir.expanduser()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(self.directory)
+            self._claim = (self.directory / LOCK).open("w")
         except OSError as error:
             raise CheckpointError(f"{self.directory} cannot be used: {error.strerror or error}") from error
+        try:
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._claim.close()
+            raise CheckpointError(
+                f"{self.directory} is in use by another prompt policy: set another prompt_policy.checkpoint_dir"
+            ) from error
+        remove_leftovers(self.directory)
         self._lock = threading.Lock()  # of the buffer
         self._buffer: list[Experience] = []
         self._update_waits = False
         self._acting, self._learning = MLXThread("prompt-policy-acts"), MLXThread("prompt-policy-learns")
         with contextlib.ExitStack() as on_error:
+            on_error.callback(self._claim.close)
             on_error.callback(self._acting.close)
             on_error.callback(self._learning.close)
             self._networks = self._acting.submit(lambda: ActorCritic(config.ppo)).result()
@@ -128,10 +138,7 @@ class PolicyService:
         directory = self._checkpoint(name or LATEST)
 
         def write() -> str:
-            try:
-                self._trainer.save(directory)
-            except CheckpointError as error:
-                raise RefusedError(str(error), 503) from error
+            self._write(directory)
             return directory.name
 
         return self._learning.submit(write)
@@ -154,7 +161,7 @@ class PolicyService:
             self._trainer.history.through = max(counted, self._trainer.history.through)
             self._publish()
             if directory.name != LATEST:  # a restart goes on from here
-                self._trainer.save(self.directory / LATEST)
+                self._write(self.directory / LATEST)
 
         return self._learning.submit(read)
 
@@ -166,6 +173,7 @@ class PolicyService:
         finally:
             self._learning.close()
             self._acting.close()
+            self._claim.close()
 
     def _begin(self) -> PPOTrainer:
         trainer = PPOTrainer(self.config.ppo)
@@ -199,16 +207,23 @@ class PolicyService:
             del self._buffer[: len(taken)]
         self._publish()
         updates = self._trainer.history.updates
-        self._trainer.save(self.directory / LATEST)
+        self._write(self.directory / LATEST)
         self._store.consumed(self._trainer.trained_through)
         if updates % self.config.ppo.checkpoint_interval == 0:
-            self._trainer.save(self.directory / f"update_{updates:06d}")
+            self._write(self.directory / f"update_{updates:06d}")
         log.info("update", number=updates, experiences=len(taken), **{k: round(v, 5) for k, v in metrics.items()})
         return metrics | {"update_count": updates, "experiences": len(taken)}
 
+    def _write(self, directory: Path) -> None:
+        """Save to a directory. Raises RefusedError (503): the disk is full, or not writable."""
+        try:
+            self._trainer.save(directory)
+        except CheckpointError as error:
+            raise RefusedError(str(error), 503) from error
+
     def _checkpoint(self, name: str) -> Path:
         """Return the directory of a checkpoint. Raises RequestError: the name could leave `checkpoint_dir`."""
-        if not NAME.fullmatch(name) or name.startswith(DATABASE) or ".tmp-" in name:
+        if not NAME.fullmatch(name) or name.startswith(DATABASE) or name == LOCK or ".tmp-" in name:
             raise RequestError(
                 f"'path' is the name of a checkpoint in {self.directory}: up to 100 letters, digits, '_', '-' and '.',"
                 f" not {name!r}",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_parallm.errors import CheckpointError
 from scripts.soak.fuzz_openapi import fuzz, policy_server
 from tests.prompt_policy.helpers import experience_body, serving, vector
 
@@ -96,6 +97,8 @@ def test_restart_goes_on_where_it_stood(tmp_path: Path) -> None:
             client.post("/store_experience", json=experience_body(number, reward=number % 2))
         client.post("/update")
         before = client.post("/get_distribution", json=ask).json()
+        with pytest.raises(CheckpointError, match="is in use by another prompt policy"), serving(tmp_path):
+            pass
         assert client.post("/save", json={"path": "one"}).json() == {"saved": True, "path": "one"}
         changed = client.post("/mutate", json={"prompt": POLITE}).json()
         client.post("/store_experience", json=experience_body(9))
