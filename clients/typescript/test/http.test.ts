@@ -116,21 +116,34 @@ test('a lost connection: what changes nothing is sent again', async () => {
 })
 
 test('a time limit and the caller’s own signal end a call', async () => {
-  const never: Handler = () => undefined
-  script = [never]
-  await assert.rejects(new MlxParallm({ baseURL, timeoutMs: 30 }).runs(), TimeoutError)
-  assert.equal(seen.length, 1, 'the caller has waited long enough')
-  script = [(_, response) => response.writeHead(200).write('{"a": ')]
-  await assert.rejects(new MlxParallm({ baseURL, timeoutMs: 30 }).runs(), TimeoutError, 'of the body too')
+  let sent = 0
+  const silent: typeof fetch = (_, init) => {
+    sent++
+    return new Promise((_, reject) => init?.signal?.addEventListener('abort', () => reject(init.signal?.reason)))
+  }
+  await assert.rejects(new MlxParallm({ baseURL, timeoutMs: 30, fetch: silent }).runs(), TimeoutError)
+  assert.equal(sent, 1, 'the caller has waited long enough')
+  const unfinished: typeof fetch = async (_, init) => {
+    const start = (body: ReadableStreamDefaultController): void => {
+      body.enqueue(new TextEncoder().encode('{"a": '))
+      init?.signal?.addEventListener('abort', () => body.error(init.signal?.reason))
+    }
+    return new Response(new ReadableStream({ start }))
+  }
+  await assert.rejects(new MlxParallm({ baseURL, timeoutMs: 30, fetch: unfinished }).runs(), TimeoutError)
   const control = new AbortController()
   script = [() => control.abort(new Error('enough'))]
   await assert.rejects(new MlxParallm({ baseURL }).runs({ signal: control.signal }), { message: 'enough' })
   await assert.rejects(new MlxParallm({ baseURL }).runs({ signal: control.signal }), { message: 'enough' })
-  assert.equal(seen.length, 3, 'an aborted call is not sent')
+  assert.equal(seen.length, 1, 'an aborted call is not sent')
   const later = new AbortController()
-  script = [answer(503, {}, { 'Retry-After': '60' })]
+  script = [
+    (_, response) => {
+      response.once('finish', () => setTimeout(() => later.abort(new Error('no more waiting')), 20))
+      response.writeHead(503, { 'Retry-After': '60' }).end('{}')
+    },
+  ]
   const waiting = new MlxParallm({ baseURL }).runs({ signal: later.signal })
-  setTimeout(() => later.abort(new Error('no more waiting')), 20)
   await assert.rejects(waiting, { message: 'no more waiting' })
 })
 
@@ -172,14 +185,18 @@ test('live metrics: bytes cut in the middle of a character, a broken stream, the
     `data: ${JSON.stringify({ runs: [{ metrics, marks: 'ü', state }] })}\n\n`
   const columns = (step: number, reset: boolean) =>
     answer(200, { cursor: `c-${step}`, reset, steps: [step], columns: { kl: [step / 10] }, keys: ['kl'], marks: [] })
+  let stream: ServerResponse | undefined
   const [head, tail] = [Buffer.from(word('1')).subarray(0, 38), Buffer.from(word('1')).subarray(38)]
   script = [
     (_, response) => {
       response.writeHead(200, { 'Content-Type': 'text/event-stream' }).write(head)
       setTimeout(() => response.write(tail), 5)
-      setTimeout(() => response.socket?.destroy(), 60)
+      stream = response
     },
-    columns(1, true),
+    (request, response, body) => {
+      response.once('finish', () => setTimeout(() => stream?.socket?.destroy(), 20))
+      columns(1, true)(request, response, body)
+    },
     (_, response) => {
       response.writeHead(200, { 'Content-Type': 'text/event-stream' })
       response.end(`${word('1')}${word('2')}data: [DONE]\n\n`)
