@@ -13,7 +13,7 @@ from mlx_parallm.errors import RequestError
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._=+@,:-]{0,127}$")]
 """Of a checkpoint: a directory's name, and a part of a tinker:// path."""
-Seconds = Annotated[int, Field(gt=0)]
+Seconds = Annotated[int, Field(gt=0, le=10 * 366 * 86_400)]  # ten years
 
 
 class TinkerBody(BaseModel):
@@ -44,12 +44,6 @@ class CreateSessionBody(TinkerBody):
 
 class SessionBody(TinkerBody):
     session_id: Id
-
-
-class FinishBody(BaseModel):
-    """Whatever it says, the session ends."""
-
-    model_config = ConfigDict(extra="ignore")
 
 
 class LoraBody(TinkerBody):
@@ -84,12 +78,12 @@ class ModelBody(TinkerBody):
 
 
 class AdamBody(TinkerBody):
-    learning_rate: float = Field(1e-4, ge=0)
+    learning_rate: float = Field(1e-4, ge=0, allow_inf_nan=False)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-12, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    grad_clip_norm: float = Field(0.0, ge=0)
+    eps: float = Field(1e-12, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    grad_clip_norm: float = Field(0.0, ge=0, allow_inf_nan=False)
 
 
 class OptimStepBody(ModelBody):

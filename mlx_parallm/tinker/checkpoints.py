@@ -94,6 +94,7 @@ class Checkpoint:
     size_bytes: int
     expires: float | None = None
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
+    step: int | None = None  # optimizer steps that the weights had
 
     def to_json(self) -> dict[str, Any]:
         """As the API shows it."""
@@ -104,13 +105,23 @@ class Checkpoint:
             "tinker_path": str(self.path),
             "size_bytes": self.size_bytes,
             "public": False,
-            "user_metadata": {key: str(value) for key, value in self.user_metadata.items()} or None,
+            "user_metadata": shown_metadata(self.user_metadata) or None,
             "expires_at": None if self.expires is None else iso(self.expires),
         }
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def shown_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """A client's metadata as the API shows it: text, and what is no character (half of a pair) as an escape."""
+    return {display(key): display(str(value)) for key, value in metadata.items()}
+
+
+def display(text: str) -> str:
+    """The text, fit for UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def iso(seconds: float) -> str:
@@ -126,7 +137,7 @@ class Checkpoints:
 
     def run_directory(self, run_id: str) -> Path:
         """Raises RequestError: no run's id."""
-        if not _is_name(run_id):
+        if not _is_name(run_id) or "_" in run_id:  # a directory has it for a colon
             raise RequestError(f"{run_id[:200]!r} is no id of a training run")
         return self.root / run_id.replace(":", "_")
 
@@ -155,6 +166,7 @@ class Checkpoints:
         ttl_seconds: int | None = None,
         user_metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        step: int | None = None,
     ) -> Path:
         """Write a checkpoint. Raises RequestError: there is one of that name, and it is not to be overwritten."""
         target = self._directory(path)
@@ -166,6 +178,7 @@ class Checkpoints:
             "created": now,
             "expires": None if ttl_seconds is None else now + ttl_seconds,
             "user_metadata": dict(user_metadata or {}),
+            "step": step,
         }
 
         def fill(directory: Path) -> None:
@@ -186,7 +199,8 @@ class Checkpoints:
             self.delete(path)
             return None
         size = sum(each.stat().st_size for each in directory.iterdir())
-        return Checkpoint(path, directory, facts["created"], size, facts["expires"], facts["user_metadata"])
+        step = facts.get("step")
+        return Checkpoint(path, directory, facts["created"], size, facts["expires"], facts["user_metadata"], step)
 
     def require(self, text: str) -> Checkpoint:
         """Raises RequestError: no path, or no checkpoint there."""

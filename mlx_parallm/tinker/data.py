@@ -13,7 +13,7 @@ import numpy as np
 from mlx_parallm.errors import RequestError
 from mlx_parallm.rl_training.step.batch import TrainSequence
 from mlx_parallm.tinker.losses import DatumLoss, LossKind, find_loss, join_columns, loss_settings
-from mlx_parallm.tinker.wire import Datum, ForwardBackward, read_datum
+from mlx_parallm.tinker.wire import Datum, ForwardBackward, check_cells, read_datum
 from mlx_parallm.types import Rollout
 
 TARGETS = "target_tokens"
@@ -57,6 +57,7 @@ def read_batch(request: ForwardBackward, limits: DatumLimits) -> DatumBatch:
     kind, settings = find_loss(request.loss), loss_settings(request.loss, request.config)
     if not request.data:
         raise RequestError("the request has no data: send one datum at least")
+    check_cells(request.data)
     data = tuple(read_datum(datum, f"datum {i}") for i, datum in enumerate(request.data))
     for i, datum in enumerate(data):
         _check_datum(datum, kind, request.loss, limits, f"datum {i}")
@@ -72,6 +73,8 @@ def _check_datum(datum: Datum, kind: LossKind, loss: str, limits: DatumLimits, w
         reason = f"the model's context is {limits.max_model_len}; send less" if count else "send one at least"
         raise RequestError(f"{where}: the model input has {count} tokens; {reason}")
     _check_tokens(datum.tokens, limits, f"{where}: model_input")
+    if any(span.length < 0 or span.offset < 0 for span in datum.spans):
+        raise RequestError(f"{where}: loss_fn_input_spans hold an offset or a length below 0")
     read = (TARGETS, *kind.inputs, *kind.optional)
     if missing := [name for name in (TARGETS, *kind.inputs) if name not in datum.inputs]:
         raise RequestError(f"{where}: {loss} needs the loss_fn_input {missing[0]!r} (it reads {', '.join(read)})")

@@ -50,12 +50,18 @@ class TinkerPart:
         """Answer from now on."""
         assert self._learner is not None, "loaded() comes first"
         names, tokenizer = base_names(self._config, self._learner.base)
+        tinker = self._config.tinker
         service = TinkerService(
-            self._config.tinker,
+            tinker,
             self._learner,
-            SamplerWeights(weights, linear_shapes(self._learner.base.model), self._config.tinker.kept_samplers),
+            SamplerWeights(
+                weights,
+                linear_shapes(self._learner.base.model),
+                kept=tinker.kept_samplers,
+                total=tinker.kept_samplers * tinker.max_models,
+            ),
             engine,
-            Checkpoints(self._config.tinker.directory),
+            Checkpoints(tinker.directory),
             names=names,
             tokenizer_id=tokenizer,
         )

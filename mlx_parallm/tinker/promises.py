@@ -21,7 +21,12 @@ from mlx_parallm.tinker.wire import PROTOBUF
 POLL_S = 25.0  # of a long poll; the SDK gives up after 45
 KEPT_AFTER_DELIVERY_S = 120.0
 UNCLAIMED_S = 6 * 3600.0  # without anybody asking: the client is gone
+NEEDED_S = 900.0  # the same where their memory is needed
 JSON = "application/json"
+
+
+_DONE = asyncio.Event()  # of every promise that has its result: an event of its own is 1 kB
+_DONE.set()
 
 
 @dataclass(frozen=True)
@@ -46,26 +51,41 @@ def failure(text: str, *, category: str) -> PromiseResult:
     return PromiseResult(json.dumps({"error": text, "category": category}).encode(), failed=True)
 
 
-@dataclass(eq=False)
+def _no_reason() -> str:
+    return ""
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(eq=False, slots=True)
 class Promise:
-    """A result to come. `reason`: says in words what it waits for."""
+    """A result to come. `reason`: says in words what it waits for. `sequence_count`: sequences that it will hold.
+
+    It is known by its request's number long after its result was collected, so it then holds nothing but its id.
+    """
 
     request_id: str
-    reason: Callable[[], str] = lambda: ""
+    reason: Callable[[], str] = _no_reason
     model_id: str | None = None
-    sequence_ids: tuple[str, ...] = ()
+    sequence_count: int = 0
     result: PromiseResult | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     on_result: list[Callable[["Promise"], None]] = field(default_factory=list)
-    cancel: Callable[[], object] = lambda: None
-    delivered: float | None = None
+    cancel: Callable[[], object] = _nothing
+    delivered: bool = False
+
+    @property
+    def sequence_ids(self) -> tuple[str, ...]:
+        return tuple(f"{self.request_id}-{i}" for i in range(self.sequence_count))
 
     def answer(self) -> dict[str, Any]:
         """What the request itself is answered with."""
         answer: dict[str, Any] = {"request_id": self.request_id}
         if self.model_id is not None:
             answer["model_id"] = self.model_id
-        if self.sequence_ids:
+        if self.sequence_count:
             answer["sample_sequence_ids"] = list(self.sequence_ids)
         return answer
 
@@ -81,8 +101,8 @@ class Promises:
         self._count = 0
         self._bytes = 0
         self._open: dict[str, Promise] = {}
-        self._delivered: deque[tuple[float, Promise]] = deque()
-        self._resolved: deque[tuple[float, Promise]] = deque()
+        self._delivered: deque[tuple[float, str]] = deque()  # when, request id
+        self._resolved: deque[tuple[float, str]] = deque()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -93,13 +113,14 @@ class Promises:
         while self._bytes > self._most_bytes and self._delivered:
             self._drop(self._delivered.popleft()[1])
         if self._bytes > self._most_bytes:
+            self._drop_resolved(NEEDED_S)
+        if self._bytes > self._most_bytes:
             raise ServerBusyError(
                 f"results of {self._bytes} bytes wait for their clients (tinker.max_result_bytes); collect them first"
             )
         self._count += 1
         request_id = f"{self._mark}-{self._count}"
-        sequences = tuple(f"{request_id}-{i}" for i in range(sample_count))
-        promise = self._open[request_id] = Promise(request_id, model_id=model_id, sequence_ids=sequences)
+        promise = self._open[request_id] = Promise(request_id, model_id=model_id, sequence_count=sample_count)
         return promise
 
     def resolve(self, promise: Promise, result: PromiseResult) -> None:
@@ -109,9 +130,11 @@ class Promises:
         promise.result = result
         if promise.request_id in self._open:
             self._bytes += len(result.body)
-            self._resolved.append((self._clock(), promise))
+            self._resolved.append((self._clock(), promise.request_id))
         promise.ready.set()
-        for listener in promise.on_result:
+        listeners, promise.on_result, promise.ready = promise.on_result, [], _DONE
+        promise.reason, promise.cancel = _no_reason, _nothing  # they hold the model, the task
+        for listener in listeners:
             listener(promise)
 
     def find(self, request_id: str) -> Promise:
@@ -120,7 +143,7 @@ class Promises:
         promise = self._open.get(request_id)
         if promise is None:
             mark, _, number = request_id.rpartition("-")
-            if mark == self._mark and number.isdecimal() and 0 < int(number) <= self._count:
+            if mark == self._mark and len(number) < 20 and number.isdecimal() and 0 < int(number) <= self._count:
                 raise RefusedError(f"the result of request {request_id} was collected and is gone", 410)
             raise RefusedError(
                 f"request {request_id!r} is unknown: the server was restarted, and what it had promised is lost."
@@ -137,26 +160,32 @@ class Promises:
                 await asyncio.wait_for(promise.ready.wait(), min(left, 1.0))
             except TimeoutError:
                 continue
-        if promise.result is not None and promise.delivered is None:
-            promise.delivered = self._clock()
-            self._delivered.append((promise.delivered, promise))
+        if promise.result is not None and not promise.delivered:
+            promise.delivered = True
+            self._delivered.append((self._clock(), promise.request_id))
         return promise.result
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop results whose client says that it has them."""
         for request_id in request_ids:
             if (promise := self._open.get(request_id)) is not None and promise.result is not None:
-                self._drop(promise)
+                self._drop(request_id)
 
     def _forget(self) -> None:
         now = self._clock()
         while self._delivered and now - self._delivered[0][0] > KEPT_AFTER_DELIVERY_S:
             self._drop(self._delivered.popleft()[1])
-        while self._resolved and now - self._resolved[0][0] > UNCLAIMED_S:
+        self._drop_resolved(UNCLAIMED_S)
+
+    def _drop_resolved(self, seconds: float) -> None:
+        """Drop results that nobody collected for so long."""
+        now = self._clock()
+        while self._resolved and now - self._resolved[0][0] > seconds:
             self._drop(self._resolved.popleft()[1])
 
-    def _drop(self, promise: Promise) -> None:
+    def _drop(self, request_id: str) -> None:
         """Let the result go: whoever knows the promise by a request's number knows that there was one, no more."""
-        if self._open.pop(promise.request_id, None) is not None and promise.result is not None:
+        promise = self._open.pop(request_id, None)
+        if promise is not None and promise.result is not None:
             self._bytes -= len(promise.result.body)
             promise.result = None

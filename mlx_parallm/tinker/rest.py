@@ -24,6 +24,7 @@ from mlx_parallm.tinker.checkpoints import (
     TinkerPath,
     iso,
     read_path,
+    shown_metadata,
 )
 from mlx_parallm.tinker.service import TinkerService
 
@@ -182,7 +183,7 @@ def _run_json(service: TinkerService, run: Run) -> dict[str, Any]:
         "last_request_time": iso(last if model is None else max(last, model.last_request)),
         "last_checkpoint": newest(TRAINING),
         "last_sampler_checkpoint": newest(SAMPLER),
-        "user_metadata": {key: str(value) for key, value in run.user_metadata.items()},
+        "user_metadata": shown_metadata(run.user_metadata),
     }
 
 
@@ -205,7 +206,11 @@ def _missing(path: TinkerPath) -> RefusedError:
 
 
 def _files(checkpoint: Checkpoint) -> list[Path]:
-    return sorted(file for file in checkpoint.directory.iterdir() if file.name != CHECKPOINT_FILE)
+    """Raises RefusedError, 404: it was deleted."""
+    try:
+        return sorted(file for file in checkpoint.directory.iterdir() if file.name != CHECKPOINT_FILE)
+    except FileNotFoundError as error:
+        raise _missing(checkpoint.path) from error
 
 
 def _tar(files: list[Path]) -> Iterator[bytes]:

@@ -5,20 +5,26 @@ session), or by its promise: 200 with `{"error", "category"}`, which the SDK rai
 """
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Coroutine
+from hashlib import blake2b
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 
-from mlx_parallm.errors import RequestError
+from mlx_parallm.errors import RefusedError, RequestError
 from mlx_parallm.server.context import Context
+from mlx_parallm.server.errors import request_error
 from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
 from mlx_parallm.tinker import bodies
+from mlx_parallm.tinker.checkpoints import display, shown_metadata
 from mlx_parallm.tinker.promises import POLL_S
 from mlx_parallm.tinker.sampling import Sampling
 from mlx_parallm.tinker.service import TinkerService
-from mlx_parallm.tinker.wire import decompressed, read_forward_backward
+from mlx_parallm.tinker.wire import BodyTooLargeError, decompressed, leading_number, read_forward_backward
 
 PREFIX = "/api/v1"
 MOST_DECOMPRESSED = 256 << 20
@@ -37,8 +43,10 @@ def add_routes(router: APIRouter, service: Service, sampling: Callable[[], Sampl
     _client_routes(router, service)
     _session_routes(router, service)
     _future_routes(router, service, sampling)
-    _training_routes(router, service)
-    _saving_routes(router, service)
+    numbered = APIRouter(route_class=_numbered_route(service), default_response_class=JSONResponse)
+    _training_routes(router, numbered, service)
+    _saving_routes(numbered, service)
+    router.include_router(numbered)
     _sampling_routes(router, service, sampling)
 
 
@@ -83,7 +91,8 @@ def _session_routes(router: APIRouter, service: Service) -> None:
 
     @router.post("/sessions/{session_id}/finish")
     async def finish(session_id: str, request: Request) -> dict[str, str]:
-        reason = (await request.json()).get("reason") if await request.body() else None
+        sent = await request.json() if await request.body() else None
+        reason = sent.get("reason") if isinstance(sent, dict) else None
         service().finish(session_id, str(reason.get("type")) if isinstance(reason, dict) else "success")
         return {"status": "ok"}
 
@@ -95,9 +104,9 @@ def _session_routes(router: APIRouter, service: Service) -> None:
     @router.get("/sessions/{session_id}")
     async def session(session_id: str) -> dict[str, Any]:
         found = service().session(session_id)
-        metadata = {key: str(value) for key, value in (found.user_metadata or {}).items()}
+        metadata = shown_metadata(found.user_metadata or {})
         answer = {"training_run_ids": found.models, "sampler_ids": found.samplers, "user_metadata": metadata}
-        return answer | {"display_name": found.display_name}
+        return answer | {"display_name": found.display_name and display(found.display_name)}
 
 
 def _future_routes(router: APIRouter, service: Service, sampling: Callable[[], Sampling]) -> None:
@@ -127,7 +136,7 @@ def _future_routes(router: APIRouter, service: Service, sampling: Callable[[], S
         return {"status": "ok"}
 
 
-def _training_routes(router: APIRouter, service: Service) -> None:
+def _training_routes(router: APIRouter, numbered: APIRouter, service: Service) -> None:
     @router.post("/create_model")
     async def create_model(body: bodies.CreateModelBody) -> dict[str, Any]:
         return service().create_model(body).answer()
@@ -151,7 +160,7 @@ def _training_routes(router: APIRouter, service: Service) -> None:
         service().unload(body.model_id)
         return {"type": "unload_model", "model_id": body.model_id}
 
-    @router.post("/forward_backward")
+    @numbered.post("/forward_backward")
     async def forward_backward(request: Request) -> dict[str, Any]:
         body, encoding = await request.body(), request.headers.get("content-encoding", "")
 
@@ -161,31 +170,26 @@ def _training_routes(router: APIRouter, service: Service) -> None:
         large = encoding or len(body) > IN_A_THREAD
         return service().forward_backward(await asyncio.to_thread(read) if large else read()).answer()
 
-    @router.post("/optim_step")
+    @numbered.post("/optim_step")
     async def optim_step(body: bodies.OptimStepBody) -> dict[str, Any]:
-        if body.optimizer_params is not None:
-            kind = body.optimizer_params.get("type")
-            raise RequestError(f"optimizer_params of type {kind!r} are not offered: send adam_params")
-        return service().optim_step(body.model_id, body.seq_id, body.adam_params or bodies.AdamBody()).answer()
+        return service().optim_step(body).answer()
 
 
-def _saving_routes(router: APIRouter, service: Service) -> None:
-    @router.post("/save_weights")
+def _saving_routes(numbered: APIRouter, service: Service) -> None:
+    @numbered.post("/save_weights")
     async def save_weights(body: bodies.SaveWeightsBody) -> dict[str, Any]:
         return service().save_weights(body).answer()
 
-    @router.post("/save_weights_for_sampler")
+    @numbered.post("/save_weights_for_sampler")
     async def save_for_sampler(body: bodies.SaveForSamplerBody) -> dict[str, Any]:
         return service().save_for_sampler(body).answer()
 
-    @router.post("/load_weights")
+    @numbered.post("/load_weights")
     async def load_weights(body: bodies.LoadWeightsBody) -> dict[str, Any]:
         return service().load_model(body).answer()
 
-    @router.post("/save_weights_external")
+    @numbered.post("/save_weights_external")
     async def save_external(body: bodies.SaveExternalBody) -> dict[str, Any]:
-        if body.age_encryption_recipients:
-            raise RequestError("age_encryption_recipients is not offered: files stay on this machine, in the clear")
         return service().save_external(body).answer()
 
 
@@ -200,10 +204,66 @@ def _sampling_routes(router: APIRouter, service: Service, sampling: Callable[[],
     async def sampler(sampler_id: str) -> Response:
         found = service().sampling.get(sampler_id)
         if found is None:
-            raise RequestError(f"there is no sampler {sampler_id!r}")
+            raise RefusedError(f"there is no sampler {sampler_id!r}", 404)
         answer = {"sampler_id": sampler_id, "base_model": found.base_model, "model_path": found.model_path}
         return JSONResponse(answer)
 
     @router.post("/asample")
     async def asample(body: bodies.SampleBody) -> dict[str, Any]:
         return (await sampling().sample(body)).answer()
+
+
+# ---------------------------------------------------------------------- requests that cannot be run
+
+
+def _numbered_route(service: Service) -> type[StrictJSONRoute]:
+    """The class of routes whose requests have `model_id` and `seq_id`.
+
+    The SDK takes a number before it sends, and goes on with the next one after an error. A number that never comes
+    would leave all later requests of the model waiting for it, so what cannot be run takes its turn and fails as a
+    promise.
+    """
+
+    class NumberedRoute(StrictJSONRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handler, kind = super().get_route_handler(), self.path_format.rpartition("/")[2]
+
+            async def answer(request: Request) -> Response:
+                body = await request.body()
+
+                async def again() -> Any:
+                    return {"type": "http.request", "body": body, "more_body": False}
+
+                try:
+                    return await handler(Request(request.scope, again))
+                except (RequestError, RequestValidationError, HTTPException) as error:
+                    number = None if isinstance(error, RefusedError) else _number(error, kind, body)
+                    if number is None:
+                        raise
+                    content = blake2b(body, digest_size=16).digest()
+                    return JSONResponse(service().refuse(*number, kind, _why(error), content).answer())
+
+            return answer
+
+    return NumberedRoute
+
+
+def _why(error: RequestError | RequestValidationError | HTTPException) -> str:
+    if isinstance(error, RequestValidationError):
+        error = request_error(error.errors())
+    return display(str(error.detail) if isinstance(error, HTTPException) else str(error))
+
+
+def _number(error: Exception, kind: str, body: bytes) -> tuple[str, int] | None:
+    """The model and the number of a request that was refused; None where they cannot be read, or it has none."""
+    if kind == "forward_backward":
+        found = leading_number(error.leading if isinstance(error, BodyTooLargeError) else body)
+        return found if found and found[1] > 0 else None
+    if isinstance(error, HTTPException) and error.status_code != 400:
+        return None
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    model, seq_id = (value.get("model_id"), value.get("seq_id")) if isinstance(value, dict) else (None, None)
+    return (model, seq_id) if isinstance(model, str) and type(seq_id) is int and seq_id > 0 else None

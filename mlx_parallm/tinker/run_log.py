@@ -21,13 +21,17 @@ from pathlib import Path
 
 import numpy as np
 
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.tinker.checkpoints import Run
 from mlx_parallm.tinker.data import TARGETS, DatumBatch
 from mlx_parallm.tinker.learner import Applied, Output
 from mlx_parallm.tinker.wire import Datum, ForwardBackward
 
 METRICS_FILE = "metrics.jsonl"
-REMEMBERED_TOKENS = 1 << 24  # of samples: 64 MiB
+REMEMBERED_BYTES = 64 << 20  # of samples
+RECORD_BYTES = 400  # of a sample, beside 4 a token
+
+log = get_logger("tinker")
 
 
 @dataclass(frozen=True)
@@ -43,16 +47,16 @@ class SampleRecord:
 class SampleRecords:
     """The newest samples by sequence id. Written by the server's thread, read by the learner's."""
 
-    def __init__(self, most_tokens: int = REMEMBERED_TOKENS) -> None:
+    def __init__(self, most_bytes: int = REMEMBERED_BYTES) -> None:
         self._records: OrderedDict[str, SampleRecord] = OrderedDict()
-        self._most, self._tokens = most_tokens, 0
+        self._most, self._bytes = most_bytes, 0
 
     def add(self, sequence_id: str, record: SampleRecord) -> None:
         self._records[sequence_id] = record
-        self._tokens += len(record.logprobs)
-        while self._tokens > self._most:
+        self._bytes += RECORD_BYTES + record.logprobs.nbytes
+        while self._bytes > self._most:
             _, oldest = self._records.popitem(last=False)
-            self._tokens -= len(oldest.logprobs)
+            self._bytes -= RECORD_BYTES + oldest.logprobs.nbytes
 
     def find(self, sequence_id: str) -> SampleRecord | None:
         return self._records.get(sequence_id)
@@ -93,7 +97,10 @@ class TinkerRunLog:
         return metrics
 
     def applied(self, applied: Applied, learning_rate: float) -> dict[str, float]:
-        """The metrics of an optimizer step's answer; writes the step's line."""
+        """The metrics of an optimizer step's answer; writes the step's line.
+
+        The step is made: a disk that is full or gone costs the line, not the answer.
+        """
         since, self._since = self._since, _Since()
         line: dict[str, float] = {
             "step": applied.step,
@@ -112,9 +119,17 @@ class TinkerRunLog:
                     line[f"{key}_max"] = max(values)
                 else:
                     line[key] = math.fsum(values) / (1 if reduction == "sum" else len(values))
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
+        try:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(finite) + "\n")
+        except OSError as error:
+            log.warning("tinker metrics not written", file=str(self._file), step=applied.step, reason=str(error))
         return {"grad_norm:mean": applied.grad_norm, "step:max": float(applied.step)}
+
+    def dropped(self) -> None:
+        """The gradients were dropped: the next line is not about them."""
+        self._since = _Since()
 
     def _of_tokens(self, request: ForwardBackward, batch: DatumBatch, output: Output) -> dict[str, float]:
         columns = batch.loss.columns

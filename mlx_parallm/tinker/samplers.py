@@ -21,6 +21,7 @@ from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.weights import SharedWeights
 
 INFLIGHT = "inflight/weights"
+LIVE = "live/"
 
 
 @dataclass
@@ -35,20 +36,27 @@ class SamplerWeights:
     Args:
         shapes: (in, out) of the model's linear layers by path.
         kept: sets of each run.
+        total: sets of all runs.
     """
 
-    def __init__(self, weights: SharedWeights, shapes: Mapping[str, tuple[int, int]], kept: int) -> None:
-        self._weights, self._shapes, self._kept = weights, shapes, kept
+    def __init__(self, weights: SharedWeights, shapes: Mapping[str, tuple[int, int]], kept: int, total: int) -> None:
+        self._weights, self._shapes, self._kept, self._total = weights, shapes, kept, total
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
-        self._lock = threading.Lock()
+        self._changing = threading.Lock()  # held while arrays are computed and weights change
+        self._lock = threading.Lock()  # of the entries: the server's event loop takes it, so it is held for moments
 
     def put(self, name: str, run: str, layers: Mapping[str, LoraPair]) -> None:
         """Serve evaluated layers under a name, or replace those that it has."""
-        with self._lock:
+        with self._changing:
             self._weights.add_adapter(name, layers)
-            self._entries.setdefault(name, _Entry(run))
-            self._entries.move_to_end(name)
-            self._shrink(run)
+            with self._lock:
+                self._entries.setdefault(name, _Entry(run))
+                self._entries.move_to_end(name)
+                gone = self._too_many(run)
+                for each in gone:
+                    del self._entries[each]
+            for each in gone:
+                self._weights.remove_adapter(each)
 
     def load(self, name: str, run: str, directory: Path) -> None:
         """Read a named checkpoint unless it is there. Raises AdapterError."""
@@ -86,20 +94,23 @@ class SamplerWeights:
 
     def drop(self, name: str) -> None:
         """Forget a name, whose checkpoint was deleted or overwritten; running samples go on."""
-        with self._lock:
-            if self._entries.pop(name, None) is not None:
+        with self._changing:
+            with self._lock:
+                entry = self._entries.pop(name, None)
+            if entry is not None:
                 self._weights.remove_adapter(name)
 
     def drop_run(self, run: str) -> None:
-        """Forget the live weights of a run whose client is gone."""
+        """Forget the live weights of a run whose client is gone; named ones are served on."""
+        live = (f"tinker://{run}/{LIVE}", f"tinker://{run}/{INFLIGHT}")
         with self._lock:
-            own = [name for name, entry in self._entries.items() if entry.run == run]
+            own = [name for name in self._entries if name.startswith(live)]
         for name in own:
             self.drop(name)
 
-    def _shrink(self, run: str) -> None:
+    def _too_many(self, run: str) -> list[str]:
         own = [name for name, entry in self._entries.items() if entry.run == run]
-        for name in own[: max(len(own) - self._kept, 0)]:
-            if not self._entries[name].users and not name.endswith(INFLIGHT):
-                del self._entries[name]
-                self._weights.remove_adapter(name)
+        oldest = own[: max(len(own) - self._kept, 0)]
+        if not oldest:
+            oldest = list(self._entries)[: max(len(self._entries) - self._total, 0)]
+        return [name for name in oldest if not self._entries[name].users and not name.endswith(INFLIGHT)]

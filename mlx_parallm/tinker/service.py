@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,11 @@ from mlx_parallm.tinker.bodies import (
     CreateSessionBody,
     LoadWeightsBody,
     LoraBody,
+    OptimStepBody,
+    SaveExternalBody,
     SaveForSamplerBody,
     SaveWeightsBody,
+    TinkerBody,
 )
 from mlx_parallm.tinker.checkpoints import (
     EXTERNAL,
@@ -94,9 +98,10 @@ class TrainedModel:
         self.run, self.learned, self.log = run, learned, run_log
         self.next_seq = 1
         self.waiting: dict[int, QueuedRequest] = {}
-        self.known: OrderedDict[int, tuple[str, Promise]] = OrderedDict()
+        self.known: OrderedDict[int, tuple[str, bytes, Promise]] = OrderedDict()  # kind, content, answer
         self.last_request = time.time()
         self.live = 0  # sets of weights that were saved without a name
+        self.inflight_step = 0  # of the weights that inflight samplers draw with
 
     def missing(self, seq_id: int) -> str:
         """Why request `seq_id` has not begun."""
@@ -253,7 +258,7 @@ class TinkerService:
 
     def _make_room(self) -> str | None:
         """Why no model may be added; models of clients that are gone make room."""
-        creating = sum(promise.result is None for promise in self._creating.values()) - 1
+        creating = sum(not promise.ready.is_set() for promise in self._creating.values()) - 1
         if len(self.models) + creating < self.config.max_models:
             return None
         now = time.time()
@@ -285,21 +290,42 @@ class TinkerService:
         run = self.checkpoints.run(checkpoint.path.run)
         if run is None:
             raise RequestError(f"{path}: its run's description is gone")
+        self._check_made_from(run, path)
         return run, LoraChoice(**run.lora), checkpoint.directory
+
+    def _check_made_from(self, run: Run, path: str) -> None:
+        if run.base_model not in self.names:
+            raise RequestError(
+                f"{path} was trained on the base model {run.base_model!r}, this server has {self.base_model!r}",
+                param="path",
+            )
 
     # ------------------------------------------------------------------ requests of a model
 
     def submit(
-        self, model_id: str, seq_id: int | None, kind: str, work: Callable[[TrainedModel], PromiseResult]
+        self,
+        model_id: str,
+        seq_id: int | None,
+        kind: str,
+        work: Callable[[TrainedModel], PromiseResult],
+        content: bytes,
     ) -> Promise:
-        """Queue a request under its number; None or 0 = next in the order of arrival. Raises RequestError."""
+        """Queue a request under its number; None or 0 = next in the order of arrival. Raises RequestError.
+
+        `content`: of the request, or a digest. A number comes again with the same, or it is refused.
+        """
         model = self.model(model_id)
         if not seq_id:
             seq_id = max([model.next_seq - 1, *model.waiting]) + 1
         if (known := model.known.get(seq_id)) is not None:
             if known[0] != kind:
                 raise RequestError(f"request {seq_id} of this model was {known[0]}, not {kind}", param="seq_id")
-            return known[1]
+            if known[1] != content:
+                raise RequestError(
+                    f"request {seq_id} of this model was sent before with another body: give each its own seq_id",
+                    param="seq_id",
+                )
+            return known[2]
         if seq_id < model.next_seq or seq_id > model.next_seq + FARTHEST_AHEAD:
             raise RequestError(
                 f"seq_id {seq_id}: the next request of this model is {model.next_seq}, and at most {FARTHEST_AHEAD}"
@@ -308,7 +334,7 @@ class TinkerService:
             )
         promise = self.promises.new(model_id)
         promise.reason = partial(self._reason, model, seq_id)
-        model.known[seq_id] = (kind, promise)
+        model.known[seq_id] = (kind, content, promise)
         if len(model.known) > KEPT_REQUESTS:
             model.known.popitem(last=False)
         model.waiting[seq_id] = QueuedRequest(promise, f"{kind} {seq_id} of {model_id}", partial(work, model))
@@ -316,6 +342,14 @@ class TinkerService:
             model.next_seq += 1
             self._run(ready)
         return promise
+
+    def refuse(self, model_id: str, seq_id: int, kind: str, why: str, content: bytes) -> Promise:
+        """A numbered request that cannot be run takes its turn and fails: its client goes on with the next number."""
+
+        def work(model: TrainedModel) -> PromiseResult:
+            return failure(why, category="user")
+
+        return self.submit(model_id, seq_id, kind, work, content)
 
     def _reason(self, model: TrainedModel, seq_id: int) -> str:
         running = self.learner.running
@@ -339,37 +373,49 @@ class TinkerService:
             return protobuf_result(write_output(output.logprobs, metrics))
 
         kind = "forward" if request.forward_only else "forward_backward"
-        return self.submit(request.model_id, request.seq_id, kind, work)
+        return self.submit(request.model_id, request.seq_id, kind, work, request.content)
 
-    def optim_step(self, model_id: str, seq_id: int | None, adam: AdamBody) -> Promise:
+    def optim_step(self, body: OptimStepBody) -> Promise:
+        """Raises RequestError: another optimizer than AdamW."""
+        if body.optimizer_params is not None:
+            kind = body.optimizer_params.get("type")
+            raise RequestError(f"optimizer_params of type {kind!r} are not offered: send adam_params")
+        adam = body.adam_params or AdamBody()
         settings = AdamWSettings(adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm)
 
         def work(model: TrainedModel) -> PromiseResult:
-            applied = model.learned.optim_step(settings, adam.learning_rate)
+            try:
+                applied = model.learned.optim_step(settings, adam.learning_rate)
+            except RequestError:
+                model.log.dropped()
+                raise
             return json_result({"type": "optim_step", "metrics": model.log.applied(applied, adam.learning_rate)})
 
-        return self.submit(model_id, seq_id, "optim_step", work)
+        return self.submit(body.model_id, body.seq_id, "optim_step", work, _content(body))
 
     def save_weights(self, body: SaveWeightsBody) -> Promise:
         name = check_name(body.path or "")
 
         def work(model: TrainedModel) -> PromiseResult:
             path = TinkerPath(body.model_id, TRAINING, name)
-            self._write(path, partial(model.learned.save, optimizer=True), body)
+            self._write(path, partial(model.learned.save, optimizer=True), body, model)
             return json_result({"type": "save_weights", "path": str(path)})
 
-        return self.submit(body.model_id, body.seq_id, "save_weights", work)
+        return self.submit(body.model_id, body.seq_id, "save_weights", work, _content(body))
 
-    def save_external(self, body: SaveWeightsBody) -> Promise:
+    def save_external(self, body: SaveExternalBody) -> Promise:
+        """Raises RequestError: encryption."""
+        if body.age_encryption_recipients:
+            raise RequestError("age_encryption_recipients is not offered: files stay on this machine, in the clear")
         name = check_name(body.path or "")
 
         def work(model: TrainedModel) -> PromiseResult:
             path = TinkerPath(body.model_id, EXTERNAL, name)
-            adapter = model.learned.adapter()
-            self._write(path, lambda directory: save_peft(directory, adapter, dropout=0.0, base=self.base_model), body)
+            write = partial(save_peft, layers=model.learned.adapter(), dropout=0.0, base=self.base_model)
+            self._write(path, write, body, model)
             return json_result({"type": "save_weights_external", "path": str(path)})
 
-        return self.submit(body.model_id, body.seq_id, "save_weights_external", work)
+        return self.submit(body.model_id, body.seq_id, "save_weights_external", work, _content(body))
 
     def save_for_sampler(self, body: SaveForSamplerBody) -> Promise:
         """Raises RequestError."""
@@ -388,25 +434,34 @@ class TinkerService:
             adapter = f"tinker://{body.model_id}/{INFLIGHT if inflight else f'live/{model.live}'}"
             self.samplers.put(adapter, body.model_id, learned.adapter())
             sampler = Sampler(sampler_id, self.base_model, adapter=adapter, run=body.model_id)
-            sampler.step = (lambda: learned.step) if inflight else (lambda: step)
+            if inflight:
+                model.inflight_step = step
+            sampler.step = (lambda: model.inflight_step) if inflight else (lambda: step)
             loop.call_soon_threadsafe(self.add_sampler, session, sampler)
             answer = {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler_id}
             return json_result(answer)
 
-        return self.submit(body.model_id, body.seq_id, "save_weights_for_sampler", work)
+        return self.submit(body.model_id, body.seq_id, "save_weights_for_sampler", work, _content(body))
 
     def _save_named(self, body: SaveForSamplerBody, name: str) -> Promise:
         def work(model: TrainedModel) -> PromiseResult:
             path = TinkerPath(body.model_id, SAMPLER, name)
-            self._write(path, partial(model.learned.save, optimizer=False), body)
+            self._write(path, partial(model.learned.save, optimizer=False), body, model)
             self.samplers.put(str(path), body.model_id, model.learned.adapter())
             return json_result({"type": "save_weights_for_sampler", "path": str(path)})
 
-        return self.submit(body.model_id, body.seq_id, "save_weights_for_sampler", work)
+        return self.submit(body.model_id, body.seq_id, "save_weights_for_sampler", work, _content(body))
 
-    def _write(self, path: TinkerPath, write: Callable[[Path], None], body: SaveWeightsBody) -> None:
+    def _write(
+        self, path: TinkerPath, write: Callable[[Path], None], body: SaveWeightsBody, model: TrainedModel
+    ) -> None:
         self.checkpoints.save(
-            path, write, ttl_seconds=body.ttl_seconds, user_metadata=body.user_metadata, overwrite=body.overwrite
+            path,
+            write,
+            ttl_seconds=body.ttl_seconds,
+            user_metadata=body.user_metadata,
+            overwrite=body.overwrite,
+            step=model.learned.step,
         )
 
     def _load_into(self, model_id: str, body: LoadWeightsBody) -> Promise:
@@ -415,7 +470,7 @@ class TinkerService:
             model.learned.load(directory, optimizer=body.optimizer)
             return json_result({"type": "load_weights", "path": body.path, "model_id": model_id})
 
-        return self.submit(model_id, body.seq_id, "load_weights", work)
+        return self.submit(model_id, body.seq_id, "load_weights", work, _content(body))
 
     # ------------------------------------------------------------------ sampling sessions
 
@@ -429,6 +484,12 @@ class TinkerService:
         """Raises RequestError: neither, another base, no such checkpoint."""
         sampler_id = f"{session.session_id}:sample:{seq_id}"
         if (known := self.sampling.get(sampler_id)) is not None:
+            if known.adapter != model_path:
+                raise RequestError(
+                    f"sampling session {seq_id} was made with {known.model_path or 'other weights'}: give each its own"
+                    " sampling_session_seq_id",
+                    param="sampling_session_seq_id",
+                )
             return known
         if model_path is None:
             if base_model is None:
@@ -445,8 +506,16 @@ class TinkerService:
         if checkpoint.path.kind not in (SAMPLER, TRAINING):
             raise RequestError(f"{model_path} cannot be sampled from: expected a path of kind {SAMPLER}")
         run = checkpoint.path.run
+        if (described := self.checkpoints.run(run)) is not None:
+            self._check_made_from(described, model_path)
         self.samplers.load(model_path, run, checkpoint.directory)
-        return Sampler(sampler_id, self.base_model, model_path, model_path, run, checkpoint.directory)
+        sampler = Sampler(sampler_id, self.base_model, model_path, model_path, run, checkpoint.directory)
+        sampler.step = lambda: checkpoint.step
+        return sampler
+
+
+def _content(body: TinkerBody) -> bytes:
+    return blake2b(repr(body).encode(errors="backslashreplace"), digest_size=16).digest()
 
 
 def _model_id(key: tuple[str, int]) -> str:

@@ -4,8 +4,10 @@ The messages are described here and made by protobuf's message factory: there is
 package is not imported. Field numbers were read from SDK 0.38; unknown fields are ignored, as protobuf does.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,10 @@ FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 STOP, LENGTH = 0, 1
 EMPTY_CELL = -99999.0
 MAX_RANK_OF_TENSOR = 2
-MAX_CELLS = 1 << 26  # numbers of one tensor, once it is dense
+MAX_CELLS = 1 << 24  # numbers of all sparse tensors of a request, once they are dense
+ZSTD_STEP = 1 << 10  # bytes that are decompressed at once: to 32 MiB at most
+LEADING_BYTES = 256
+MODEL_ID_TAG, SEQ_ID_TAG = b"\x0a", b"\x10"  # of a ForwardBackwardRequest: field · 8 + type
 
 # "NUMBER NAME TYPE": a trailing * = repeated; `map` = map<string, TYPE>; names after | share a oneof.
 MESSAGES: Mapping[str, str] = {
@@ -121,6 +126,8 @@ class ForwardBackward:
     config: Mapping[str, float | str]
     data: tuple[Any, ...]  # Datum messages, read by `read_datum`
     forward_only: bool
+    size: int = 0  # bytes of the message
+    content: bytes = b""  # a digest of it: the same request has the same
 
 
 def decompressed(body: bytes, encoding: str, most: int) -> bytes:
@@ -130,13 +137,45 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes:
     if encoding != "zstd":
         raise RequestError(f"Content-Encoding {encoding!r} is not read here: send zstd, or none")
     try:
-        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body) as reader:
-            plain: bytes = reader.read(most + 1)
+        reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
+        parts, size = [], 0
+        for start in range(0, len(body), ZSTD_STEP):
+            if reader.eof:
+                raise RequestError("the body is not valid zstd: it goes on behind its frame; send one whole frame")
+            parts.append(reader.decompress(body[start : start + ZSTD_STEP]))
+            size += len(parts[-1])
+            if size > most:
+                raise BodyTooLargeError(most, b"".join(parts)[:LEADING_BYTES])
     except zstandard.ZstdError as error:
         raise RequestError(f"the body is not valid zstd: {error}") from error
-    if len(plain) > most:
-        raise RequestError(f"the body is larger than {most} bytes once it is decompressed")
-    return plain
+    if not reader.eof or reader.unused_data:
+        what = "ends before its frame does" if not reader.eof else "goes on behind its frame"
+        raise RequestError(f"the body is not valid zstd: it {what}; send one whole frame")
+    return b"".join(parts)
+
+
+class BodyTooLargeError(RequestError):
+    """`leading`: the first bytes of the body, decompressed."""
+
+    def __init__(self, most: int, leading: bytes) -> None:
+        super().__init__(f"the body is larger than {most} bytes once it is decompressed")
+        self.leading = leading
+
+
+def leading_number(body: bytes) -> tuple[str, int] | None:
+    """The model's id and the seq_id that a serialized ForwardBackwardRequest begins with, without reading the rest."""
+    if body[:1] != MODEL_ID_TAG or len(body) < 2 or body[1] > 127:  # a longer id is not one of this server
+        return None
+    end = 2 + body[1]
+    if body[end : end + 1] != SEQ_ID_TAG:
+        return None
+    number, shift = 0, 0
+    for byte in body[end + 1 : end + 6]:
+        number |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return body[2:end].decode(errors="replace"), number
+    return None
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
@@ -152,8 +191,25 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     for key, value in request.loss_fn_config_v2.items():
         config[key] = value.text if value.HasField("text") else value.number
     return ForwardBackward(
-        request.model_id, request.seq_id, request.loss_fn, config, tuple(request.data), request.forward_only
+        request.model_id,
+        request.seq_id,
+        request.loss_fn,
+        config,
+        tuple(request.data),
+        request.forward_only,
+        len(body),
+        blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest(),
     )
+
+
+def check_cells(data: Sequence[Any]) -> None:
+    """Raises RequestError: the sparse tensors of these Datum messages would be too large as arrays."""
+    shapes = (t.shape for d in data for t in d.loss_fn_inputs.values() if t.HasField("sparse_csr"))
+    cells = sum(math.prod(max(size, 0) for size in shape) for shape in shapes)
+    if cells > MAX_CELLS:
+        raise RequestError(
+            f"the sparse tensors of the request have {cells} cells, {MAX_CELLS} are read: send fewer datums a request"
+        )
 
 
 def read_datum(datum: Any, where: str) -> Datum:

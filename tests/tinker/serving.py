@@ -1,5 +1,6 @@
 """A real server with Tinker's routes over the tiny model, and a client that speaks the wire format without the SDK."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from mlx_parallm.weights import SharedWeights
 from tests.server.serving import RunningServer, running_server
 
 API = "/api/v1"
+JSON_BODY = {"Content-Type": "application/json"}
 CONFIG = """
 [tinker]
 enabled = true
@@ -90,7 +92,7 @@ class WireClient:
         self.seq = 0
 
     def post(self, path: str, /, *, status: int = 200, **body: Any) -> Any:
-        answer = self.http.post(f"{API}/{path}", json=body)
+        answer = self.http.post(f"{API}/{path}", content=json.dumps(body), headers=JSON_BODY)
         assert answer.status_code == status, (path, answer.status_code, answer.text)
         return answer.json()
 

@@ -1,21 +1,30 @@
 """Tinker's routes over real HTTP, on the tiny model: order, repeats, what is lost, samples, checkpoints."""
 
 import json
+import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 
+from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.errors import RefusedError
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.server.errors import ServerBusyError
+from mlx_parallm.tinker import routes, wire
+from mlx_parallm.tinker.bodies import CreateSessionBody
 from mlx_parallm.tinker.promises import KEPT_AFTER_DELIVERY_S, UNCLAIMED_S, Promises, json_result
+from mlx_parallm.tinker.service import TinkerService
 from tests.server.serving import RunningServer
-from tests.tinker.serving import API, WireClient, logprobs_of, request_of, tinker_server
+from tests.tinker.serving import API, JSON_BODY, WireClient, logprobs_of, request_of, tinker_server
 
 TOKENS = [1, 40, 41, 42, 43, 44]
 DATUM = {"tokens": TOKENS, "target_tokens": [40, 41, 42, 43, 44, 2], "weights": [0, 0, 1, 1, 1, 1]}
+MEAN_AGE = "staleness:mean"
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +90,106 @@ def test_failures_are_promises_that_say_what_would_be_right(client: WireClient) 
     assert "alpha" in unknown["error"]["message"]
 
 
+def test_a_request_that_is_refused_takes_its_number(client: WireClient) -> None:
+    """The SDK goes on with the next number, so what waits for this one must not wait for ever."""
+    model = client.create_model()
+
+    def refused(path: str, seq_id: int, /, **body: Any) -> str:
+        return str(client.result(client.post(path, model_id=model, seq_id=seq_id, **body))["error"])
+
+    later = client.send(model, 9, [DATUM], "cross_entropy", forward_only=True)
+    assert "cannot name a checkpoint" in refused("save_weights", 1, path="final step/1")
+    assert "learning_rate" in refused("optim_step", 2, adam_params={"learning_rate": -1.0})
+    infinite = f'{{"model_id": "{model}", "seq_id": 3, "adam_params": {{"learning_rate": 1e400}}}}'
+    answer = client.http.post(f"{API}/optim_step", content=infinite, headers=JSON_BODY)
+    assert "learning_rate" in client.result(answer.json())["error"]
+    assert "'muon' are not offered" in refused("optim_step", 4, optimizer_params={"type": "muon"})
+    assert "ttl_seconds" in refused("save_weights", 5, path="a", ttl_seconds=10**30)
+    assert "fancy" in refused("save_weights_for_sampler", 6, path="a", fancy="yes")
+    assert "not offered" in refused("save_weights_external", 7, path="a", age_encryption_recipients=["x"])
+    cut = request_of([DATUM], "cross_entropy", model_id=model, seq_id=8)[:-3]
+    answers = [client.http.post(f"{API}/forward_backward", content=cut) for _ in range(2)]
+    assert answers[0].json() == answers[1].json()  # a repeat
+    assert "no protobuf" in client.result(answers[0].json())["error"]
+    assert client.output(later).metrics["loss:sum"] > 0
+    other = client.post("save_weights", status=400, model_id=model, seq_id=1, path="b")
+    assert "another body" in other["error"]["message"]
+
+
+def test_a_zstd_body_that_is_too_large_takes_its_number_too(
+    client: WireClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = client.create_model()
+    body = zstandard.compress(request_of([DATUM] * 9, "cross_entropy", model_id=model, seq_id=1))
+    headers = {"Content-Encoding": "zstd", "Content-Type": wire.PROTOBUF}
+    with monkeypatch.context() as patched:
+        patched.setattr(routes, "MOST_DECOMPRESSED", 200)
+        promise = client.http.post(f"{API}/forward_backward", content=body, headers=headers).json()
+    assert "larger than 200 bytes" in client.result(promise)["error"]
+    body = zstandard.compress(request_of([DATUM], "cross_entropy", model_id=model, seq_id=2))
+    promise = client.http.post(f"{API}/forward_backward", content=body, headers=headers).json()
+    assert client.output(promise).metrics["loss:sum"] > 0
+
+
+def test_a_number_comes_again_with_the_same_request_or_is_refused(client: WireClient) -> None:
+    model = client.create_model()
+    first = client.send(model, 1, [DATUM], "cross_entropy")
+    assert client.send(model, 1, [DATUM], "cross_entropy") == first
+    body = request_of([DATUM] * 2, "cross_entropy", model_id=model, seq_id=1)
+    other = client.http.post(f"{API}/forward_backward", content=body)
+    assert other.status_code == 400 and "another body" in other.json()["error"]["message"]
+    base = client.post("get_info", model_id=model)["model_name"]
+    client.live_sampler(model, 2, 0)
+    session = {"session_id": client.session, "sampling_session_seq_id": 0}
+    assert "was made with" in str(client.post("create_sampling_session", status=400, base_model=base, **session))
+
+
+def test_what_was_applied_is_answered_though_the_log_cannot_be_written(client: WireClient, root: Path) -> None:
+    model = client.create_model()
+    bad = [DATUM | {"spans": [("", 0, -1), ("x", 0, 2)]}]
+    assert "below 0" in client.result(client.send(model, 1, bad, "cross_entropy"))["error"]
+    shutil.rmtree(root / "runs" / model.replace(":", "_"))
+    client.output(client.send(model, 2, [DATUM], "cross_entropy"))
+    assert client.result(client.optim_step(model, 3, learning_rate=1e-2))["metrics"]["step:max"] == 1
+
+
+def test_text_that_is_no_unicode_and_odd_bodies_break_nothing(client: WireClient) -> None:
+    model = client.create_model()
+    metadata: dict[str, Any] = {"user_metadata": {"\ud800": "\udfff"}}
+    shown = {r"\ud800": r"\udfff"}
+    client.result(client.post("save_weights", model_id=model, path="odd", seq_id=1, **metadata))
+    run = f"{API}/training_runs/{model}"
+    [listed] = client.http.get(f"{run}/checkpoints").json()["checkpoints"]
+    assert listed["user_metadata"] == shown
+    session = client.post("create_session", tags=[], display_name="\ud800", **metadata)["session_id"]
+    answer = client.http.get(f"{API}/sessions/{session}").json()
+    assert (answer["user_metadata"], answer["display_name"]) == (shown, r"\ud800")
+    base = client.post("get_info", model_id=model)["model_name"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": base, "lora_config": {"rank": 2}}
+    made = client.result(client.post("create_model", **body, **metadata))["model_id"]
+    assert client.http.get(f"{API}/training_runs/{made}").json()["user_metadata"] == shown
+    for odd in ([], "x"):
+        assert client.http.post(f"{API}/sessions/{session}/finish", json=odd).status_code == 200
+    mark = client.optim_step(model, 2)["request_id"].partition("-")[0]
+    client.post("retrieve_future", status=410, request_id=f"{mark}-{'1' * 5000}")
+    link = client.http.get(f"{run}/checkpoints/weights/odd/archive").headers["location"]
+    client.http.delete(f"{run}/checkpoints/weights/odd")
+    assert client.http.get(link).status_code == 404
+    assert client.http.get(f"{API}/samplers/nobody").status_code == 404
+    assert client.http.get(f"{API}/training_runs/{model.replace(':', '_')}").status_code == 400
+
+
+def test_a_checkpoint_of_another_base_is_refused(client: WireClient, root: Path) -> None:
+    model = client.create_model()
+    path = client.result(client.post("save_weights", model_id=model, path="a", seq_id=1))["path"]
+    file = root / "runs" / model.replace(":", "_") / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model": "some/other"}))
+    body = {"session_id": client.session, "model_seq_id": 1, "path": path, "optimizer": True}
+    assert "trained on the base model 'some/other'" in client.result(client.post("load_weights", **body))["error"]
+    session = {"session_id": client.session, "sampling_session_seq_id": 0, "model_path": path}
+    assert "some/other" in str(client.post("create_sampling_session", status=400, **session))
+
+
 def test_what_is_unknown_or_lost_has_its_status(client: WireClient) -> None:
     gone = client.post("retrieve_future", status=410, request_id="0123456789ab-3")
     assert "create_training_client_from_state" in gone["error"]["message"]
@@ -129,6 +238,16 @@ def test_samples_are_those_of_the_weights_and_stop_as_they_were_told(client: Wir
     assert stopped.stop_reason == 0 and tokens == drawn[0][: drawn[0].index(stop) + 1]
 
 
+def staleness(client: WireClient, model: str, sampler: str, seq_id: int) -> float:
+    """Of a fresh sample, as a forward at the model's next number says."""
+    promise = client.sample(sampler, seq_id, TOKENS, params={"max_tokens": 2, "stop": []})
+    [sequence] = client.samples(promise).sequences
+    drawn = np.frombuffer(sequence.tokens, "<i4").tolist()
+    span = {"spans": [("", 0, 5), (promise["sample_sequence_ids"][0], 0, 2)]}
+    entry = {"tokens": [*TOKENS, drawn[0]], "target_tokens": [*TOKENS[1:], *drawn]} | span
+    return float(client.output(client.send(model, 0, [entry], "cross_entropy", forward_only=True)).metrics[MEAN_AGE])
+
+
 def test_a_live_sampler_keeps_its_weights_while_training_goes_on(client: WireClient) -> None:
     model = client.create_model()
     client.result(client.optim_step(model, 1, learning_rate=0.0))
@@ -144,10 +263,12 @@ def test_a_live_sampler_keeps_its_weights_while_training_goes_on(client: WireCli
         client.output(client.send(model, seq_id, [DATUM] * 8, "cross_entropy"))
         client.result(client.optim_step(model, seq_id + 1, learning_rate=3e-2))
     assert greedily(old, 1) == before == greedily(moving, 0)
-    client.live_sampler(model, 8, 2, kind="inflight")
+    assert staleness(client, model, moving, 5) == 2  # of the save, not of the trainer
+    client.live_sampler(model, 0, 2, kind="inflight")
+    assert staleness(client, model, moving, 6) == 0
     assert greedily(moving, 1) != before  # every save moves them all
     for number in range(3, 7):  # three sets of weights are kept
-        client.live_sampler(model, number + 6, number)
+        client.live_sampler(model, 0, number)
     assert "no longer in memory" in client.result(client.sample(old, 2, TOKENS, params=greedy))["error"]
 
 
@@ -169,7 +290,8 @@ def test_checkpoints_are_adapters_with_names(client: WireClient, server: Running
     assert (state, named) == (f"tinker://{model}/weights/a", f"tinker://{model}/sampler_weights/a")
     assert "choose another name" in client.result(client.post("save_weights", seq_id=5, **save))["error"]
     client.result(client.post("save_weights", seq_id=6, overwrite=True, **save))
-    client.post("save_weights", status=400, seq_id=7, model_id=model, path="../../x")
+    wrong = client.result(client.post("save_weights", seq_id=7, model_id=model, path="../../x"))
+    assert "cannot name a checkpoint" in wrong["error"]
     directory = root / "runs" / model.replace(":", "_")
     assert load_adapter(directory / "sampler_weights" / "a").layers
     assert [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()] == [1]
@@ -196,7 +318,7 @@ def test_checkpoints_are_adapters_with_names(client: WireClient, server: Running
         client.post("load_weights", session_id=client.session, model_seq_id=9, path=state, optimizer=True)
     )
     assert loaded["model_id"] == f"{client.session}:train:9"
-    assert loss_of(client, loaded["model_id"], 1) == loss_of(client, model, 7)
+    assert loss_of(client, loaded["model_id"], 1) == loss_of(client, model, 8)
     missing = client.post("load_weights", session_id=client.session, model_seq_id=10, path=state + "b", optimizer=True)
     assert "there is no checkpoint" in client.result(missing)["error"]
 
@@ -256,3 +378,30 @@ async def test_results_are_kept_until_after_their_delivery_and_not_for_ever() ->
         promises.new()
     now[0] += UNCLAIMED_S + 1
     assert promises.new().request_id and len(promises) == 1
+
+
+async def test_a_promise_that_is_settled_holds_its_id_alone() -> None:
+    """Neither the model that it waited for nor the client's task lives on, however long its result is kept."""
+    promises, held = Promises(1 << 20), json_result({"a": 1})
+    promise = promises.new(sample_count=2)
+    promise.reason, promise.cancel = (lambda result=held: str(result)), (lambda result=held: result)
+    promise.on_result.append(lambda done, result=held: None)
+    gone = weakref.ref(held)
+    del held
+    promises.resolve(promise, json_result({}))
+    assert gone() is None and promise.sequence_ids == (f"{promise.request_id}-0", f"{promise.request_id}-1")
+    other = promises.new()
+    promises.resolve(other, json_result({}))
+    assert promise.ready is other.ready and promise.ready.is_set()
+
+
+async def test_models_that_were_made_long_ago_take_no_place() -> None:
+    absent: Any = None
+    config = TinkerConfig(max_models=4)
+    service = TinkerService(config, absent, absent, absent, absent, names=("m",), tokenizer_id="m")
+    session = service.create_session(CreateSessionBody())
+    for number in range(12):
+        promise = service._creating[session.session_id, number] = service.promises.new()
+        service.promises.resolve(promise, json_result({}))
+        service.promises.forget([promise.request_id])
+    assert service._make_room() is None

@@ -92,10 +92,31 @@ def test_zstd_bodies_and_bombs() -> None:
     for body, encoding, said in (
         (zstandard.compress(bytes(1 << 22)), "zstd", "larger than 1048576 bytes"),
         (b"nonsense", "zstd", "not valid zstd"),
+        (zstandard.compress(BODY)[:-5], "zstd", "ends before its frame does"),
+        (zstandard.compress(BODY) * 2, "zstd", "goes on behind its frame"),
+        (zstandard.compress(BODY) + bytes(5000), "zstd", "goes on behind its frame"),
         (BODY, "br", "send zstd"),
     ):
         with pytest.raises(RequestError, match=said):
             wire.decompressed(body, encoding, 1 << 20)
+
+
+def test_sparse_tensors_of_a_request_have_a_bound() -> None:
+    """Five matrices of 4096 x 1024 are 20 million cells in a few bytes each."""
+    request = wire.message("ForwardBackwardRequest")
+    request.loss_fn = "cross_entropy"
+    for _ in range(5):
+        datum = request.data.add()
+        datum.loss_fn_inputs["weights"].CopyFrom(sparse([], [0] * 4097, [], [4096, 1024]))
+    with pytest.raises(RequestError, match="20971520 cells, 16777216 are read"):
+        read_batch(wire.read_forward_backward(request.SerializeToString()), DatumLimits(64, 320))
+
+
+def test_a_request_is_known_by_its_first_bytes() -> None:
+    assert wire.leading_number(BODY[:20]) == ("m:train:0", 7)
+    assert wire.leading_number(request_of([], "ppo", model_id="m", seq_id=70_000)) == ("m", 70_000)
+    for body in (b"", b"\x0a", b"\x0a\x05m", request_of([ENTRY], "ppo"), b"\x0a\x01m\x10\xff\xff"):
+        assert wire.leading_number(body) is None
 
 
 def test_no_body_is_more_than_refused() -> None:
