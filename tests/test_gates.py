@@ -38,7 +38,7 @@ LINES: dict[str, int] = {
     "orchestrator": 1920,
     "pipeline": 1_460,
     "primitives": 160,
-    "prompt_policy": 3_000,
+    "prompt_policy": 3_200,
     "rewards": 2070,
     "rl_training": 11390,
     "rollout_store": 1290,

@@ -47,6 +47,8 @@ class MLXThread:
         outcome: Future[T] = Future()
 
         def run() -> None:
+            if not outcome.set_running_or_notify_cancel():
+                return  # cancelled before it began
             try:
                 outcome.set_result(function())
             except BaseException as error:  # noqa: BLE001 - boundary: it is the caller's

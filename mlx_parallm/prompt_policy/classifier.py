@@ -16,7 +16,7 @@ LIMIT = re.compile(
     re.IGNORECASE,
 )
 _EXAMPLE = re.compile(r"\b(for example|e\.g\.|example:|such as|for instance)", re.IGNORECASE)
-LISTED = re.compile(r"^\s*(\d+[.)]|[-*•])\s+", re.MULTILINE)
+LISTED = re.compile(r"^[^\S\n]*(\d+[.)]|[-*•])\s", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ def classify_prompt(prompt: str) -> Classified:
         has_code="```" in text,
         is_question=text.endswith("?"),
     )
+
+
+def is_verb(word: str) -> bool:
+    """Whether this is one of `phrases.VERBS`."""
+    return word.lower() in _VERBS
 
 
 def verb_family(classified: Classified) -> str:

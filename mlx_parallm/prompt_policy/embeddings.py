@@ -5,6 +5,7 @@
 serves.
 """
 
+import asyncio
 import math
 import re
 import zlib
@@ -43,7 +44,7 @@ class HashedEmbedder:
         self.dimensions = dimensions
 
     async def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        return self.embed(texts)
+        return await asyncio.to_thread(self.embed, texts)
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """Return [N, dimensions] float32; a text without a word is all zeros."""
@@ -80,7 +81,8 @@ class EndpointEmbedder:
         reply = await self._endpoint.post("/embeddings", {"model": self._model, "input": list(texts)})
         try:
             data = sorted(reply["data"], key=lambda entry: entry["index"])
-            rows = np.array([entry["embedding"] for entry in data], np.float32)
+            with np.errstate(over="ignore"):  # `checked` refuses infinity
+                rows = np.array([entry["embedding"] for entry in data], np.float32)
         except (LookupError, TypeError, ValueError) as error:
             raise EndpointError(
                 f"{self._endpoint.base_url}: this is no list of embeddings: {str(reply)[:200]}"
@@ -92,16 +94,18 @@ class EndpointEmbedder:
 
 
 def checked(rows: np.ndarray, count: int, dimensions: int, source: str) -> np.ndarray:
-    """Return rows of length 1. Raises EndpointError: another number of rows, or of numbers in a row."""
+    """Return rows of length 1. Raises EndpointError: another number of rows, of numbers in a row, or no numbers."""
     if rows.shape != (count, dimensions):
         found = rows.shape[1] if rows.ndim == 2 else 0
         raise EndpointError(
             f"{source} gives {len(rows)} vectors of {found} numbers for {count} texts, but the policy reads"
             f" {dimensions}: set prompt_policy.ppo.input_dim = {found} and a new prompt_policy.checkpoint_dir"
         )
+    if not np.isfinite(rows).all():
+        raise EndpointError(f"{source} gives embeddings that are not finite numbers")
     return _unit(rows)
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:
-    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)  # squares may be above float32's largest
     return (rows / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)

@@ -2,7 +2,7 @@
 nothing. The same prompt gives the same result. No MLX.
 
     try-catch-style       says what to do when the task cannot be done as it stands
-    context-reduction     drops greetings, politeness and small talk; never code or quotations
+    context-reduction     drops greetings, politeness and small talk
     expansion             defines vague words, adds steps and what a good answer is
     constraint-addition   adds two constraints of the prompt's category
     task-decomposition    numbers the parts of the task, or the steps of its category
@@ -19,22 +19,37 @@ from typing import Any, Literal
 
 from mlx_parallm.errors import EndpointError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
-from mlx_parallm.prompt_policy.classifier import Classified, classify_prompt, verb_family
-from mlx_parallm.prompt_policy.phrases import CONSTRAINTS, CRITERIA, FALLBACKS, FILLERS, STEPS, TERMS
+from mlx_parallm.prompt_policy.classifier import Classified, classify_prompt, is_verb, verb_family
+from mlx_parallm.prompt_policy.phrases import (
+    CONSTRAINTS,
+    CRITERIA,
+    FALLBACKS,
+    INSIDE,
+    OPENINGS,
+    SMALL_TALK,
+    STEPS,
+    TERMS,
+)
 
 Effect = Literal["increase", "decrease", "neutral"]
 CHAT_REWRITE = "chat-rewrite"
 SHORTEST = 5  # characters that a reduction leaves at least
 DEFINED_TERMS = 3
 PARTS = (2, 6)  # of a task that is split
-_KEPT = re.compile(r"```.*?```|`[^`\n]*`|\"[^\"\n]*\"|“[^”\n]*”", re.DOTALL)  # what is quoted is not ours to change
-_FILLERS = [re.compile(filler, re.IGNORECASE) for filler in FILLERS]
-_SPLIT = re.compile(
-    r"(?<=[.!?;])\s+|\s*(?:,\s*)?\b(?:and then|then|after that|and also|and finally)\b\s*|\n+", re.IGNORECASE
+ASKING = 1  # of OPENINGS: a question for politeness alone
+_KEPT = re.compile(r"```.*?```|`[^`\n]*`|\"[^\"\n]*\"|“[^“”\n]*”", re.DOTALL)  # what is quoted is not ours to change
+_TALK, _OPENINGS, _INSIDE = (
+    [re.compile(phrase, re.IGNORECASE) for phrase in phrases] for phrases in (SMALL_TALK, OPENINGS, INSIDE)
 )
-_AND = re.compile(r"\s*,?\s+and\s+", re.IGNORECASE)
+_SENTENCES = re.compile(r"(?<=[.!?])(?=\s)|(?<=\n)")
+_INDENTED = re.compile(r"\n[ \t]")
+_SPLIT = re.compile(
+    r"(?<=[.!?;])\s|\s?(?:,\s?)?\b(?:and then|then|after that|and also|and finally)\b\s?|\n", re.IGNORECASE
+)
+_AND = re.compile(r"\s?,?\sand\s", re.IGNORECASE)
 FALLBACK = re.compile(
-    r"\bif (this|that|it|you|something|the \w+)\b[^.\n]*\b(fails?|cannot|can't|not|missing|unclear)\b", re.IGNORECASE
+    r"\bif (this|that|it|you|something|the \w+)\b[^.\n]{0,200}\b(fails?|cannot|can't|not|missing|unclear)\b",
+    re.IGNORECASE,
 )
 
 
@@ -69,26 +84,21 @@ def add_fallback(prompt: str, classified: Classified) -> Mutation | None:
 
 
 def reduce_context(prompt: str, classified: Classified) -> Mutation | None:
-    """context-reduction: drop greetings, politeness and small talk."""
-    kept: list[str] = []
-
-    def set_aside(match: re.Match[str]) -> str:
-        kept.append(match.group())
-        return f"\x00{len(kept) - 1}\x00"
-
-    if "\x00" in prompt:
+    """context-reduction: drop greetings, politeness and small talk. What stands in quotation marks, and what follows a
+    colon, is not touched; nor is a prompt with indented lines, or with code in a fence."""
+    if _INDENTED.search(prompt) or "```" in prompt:
         return None
-    text = _KEPT.sub(set_aside, prompt)
-    for filler in _FILLERS:
-        shorter = filler.sub("", text)
-        if len(shorter.strip()) >= SHORTEST:
-            text = shorter
-    text = re.sub(r"[ \t]+", " ", re.sub(r"\n{3,}", "\n\n", text))
-    text = re.sub(r"[\s,;]*([.!?])[.!?,;]*", r"\1", re.sub(r" +([,;:])", r"\1", text)).strip(" ,;\n\t")
-    if text.endswith("?") and re.search(r"\b(could|can|would|will) you\b", prompt, re.IGNORECASE):
-        text = f"{text[:-1]}."  # the question was only polite
-    text = re.sub(r"(^|[.!?]\s+)([a-z])", lambda match: match[1] + match[2].upper(), text)
-    text = re.sub(r"\x00(\d+)\x00", lambda match: kept[int(match[1])], text)
+    masked = _KEPT.sub(lambda match: "x" * len(match.group()), prompt)
+    colon = masked.find(":")
+    kept, position = list[str](), 0
+    for piece in _SENTENCES.split(masked):
+        sentence, position = prompt[position : position + len(piece)], position + len(piece)
+        if 0 <= colon < position:
+            start = position - len(piece)
+            kept += [_without_fillers(prompt[start:colon], may_go=False), prompt[colon:]]
+            break
+        kept.append(_without_fillers(sentence))
+    text = "".join(kept).strip()
     saved = 1 - len(text) / max(1, len(prompt))
     if len(text) < SHORTEST or len(text) >= len(prompt.strip()):
         return None
@@ -99,6 +109,31 @@ def reduce_context(prompt: str, classified: Classified) -> Mutation | None:
         _impact("neutral", "decrease", "decrease", "neutral"),
         {"saved": saved},
     )
+
+
+def _without_fillers(sentence: str, *, may_go: bool = True) -> str:
+    """Return a sentence, and the white space around it, without politeness; "": it was nothing else."""
+    body = sentence.strip()
+    quoted = [match.span() for match in _KEPT.finditer(body)]
+    first, last = (quoted[0][0], quoted[-1][1]) if quoted else (len(body), len(body))
+    head, middle, tail = body[:first], body[first:last], body[last:]
+    asked = False
+    for _ in _OPENINGS:  # one may hide the next
+        for number, phrase in enumerate(_OPENINGS):
+            if match := phrase.match(head):
+                head, asked = head[match.end() :], asked or number == ASKING
+    bare = head.rstrip(".!?, ")
+    if may_go and not middle and any(phrase.fullmatch(bare) for phrase in _TALK):
+        return ""
+    for phrase in _INSIDE:
+        head, tail = phrase.sub("", head), phrase.sub("", tail)
+    shorter = f"{head}{middle}{tail}"
+    if shorter == body:
+        return sentence
+    if asked and shorter.endswith("?"):
+        shorter = f"{shorter[:-1]}."  # the question was only polite
+    start = sentence.index(body)
+    return f"{sentence[:start]}{shorter[:1].upper()}{shorter[1:]}{sentence[start + len(body) :]}"
 
 
 def expand(prompt: str, classified: Classified) -> Mutation | None:
@@ -165,14 +200,15 @@ def split_tasks(prompt: str) -> tuple[list[str], list[str]]:
         return [], [prompt]
     context: list[str] = []
     tasks: list[str] = []
-    for sentence in _SPLIT.split(prompt):
-        pieces = [""]
+    spaced = re.sub(r"\s+", lambda match: "\n" if "\n" in match.group() else " ", prompt)
+    for sentence in _SPLIT.split(spaced):
+        pieces: list[list[str]] = []
         for piece in _AND.split(sentence):
-            if _begins_with_verb(piece) or not pieces[-1]:
-                pieces.append(piece)
+            if not pieces or _begins_with_verb(piece):
+                pieces.append([piece])
             else:
-                pieces[-1] = f"{pieces[-1]} and {piece}"
-        for piece in pieces:
+                pieces[-1].append(piece)
+        for piece in (" and ".join(parts) for parts in pieces):
             if classify_prompt(piece).verbs:
                 bare = piece.strip(" .,;\n\t")
                 tasks.append(bare[:1].upper() + bare[1:])
@@ -183,7 +219,7 @@ def split_tasks(prompt: str) -> tuple[list[str], list[str]]:
 
 def _begins_with_verb(text: str) -> bool:
     first = re.match(r"\W*(\w+)", text)
-    return first is not None and bool(classify_prompt(first[1]).verbs)
+    return first is not None and is_verb(first[1])
 
 
 Rule = Callable[[str, Classified], Mutation | None]
@@ -199,6 +235,11 @@ RULES: dict[str, Rule] = {  # in the order of the policy's actions
 def mutate(prompt: str, mutation_type: str) -> Mutation | None:
     """Rewrite a prompt by the rule of this name; None: it would change nothing. Raises KeyError: no such rule."""
     return RULES[mutation_type](prompt, classify_prompt(prompt))
+
+
+def whole_characters(text: str) -> str:
+    """Return a model's text with U+FFFD in place of halves of surrogate pairs, which no UTF-8 can hold."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class ChatMutation:
@@ -219,7 +260,7 @@ class ChatMutation:
         body = {"model": self._model, "messages": [{"role": "user", "content": question}], "temperature": 0}
         reply = await self._endpoint.post("/chat/completions", body)
         try:
-            text = str(reply["choices"][0]["message"]["content"] or "").strip()
+            text = whole_characters(str(reply["choices"][0]["message"]["content"] or "")).strip()
         except (LookupError, TypeError) as error:
             raise EndpointError(f"{self._endpoint.base_url}: this is no chat completion: {str(reply)[:200]}") from error
         if not text or text == prompt.strip():

@@ -67,28 +67,6 @@ SIGNS: dict[Category, tuple[str, ...]] = {  # regular expressions, each counts o
     ),
 }
 
-# What a prompt can do without, as regular expressions; the first that match go.
-FILLERS = (
-    r"\b(hi|hello|hey|good (morning|afternoon|evening))( there| everyone| team)?[,!.]\s*",
-    r"\bi hope (this|you|that|everything)[^.!?\n]*[.!?]\s*",
-    r"\b(if you don'?t mind|if (at all )?possible|if you (have|get) (a|the) (moment|chance|time)|when you have time)"
-    r",?\s*",
-    r"\b(i was wondering (if|whether)|i would like to ask (if|whether)|would it be possible (for you )?to)\s+",
-    r"\b(could|can|would|will) you (please |kindly |maybe |perhaps |possibly )*(help me (to |out |with )?)?(?=\w)",
-    r"\b(please|kindly)\b,?\s*",
-    r"\b(i'?d like you to|i want you to|i need you to|i would like you to|what i need is for you to)\s+",
-    r"\b(many thanks|thanks|thank you)( (so|very) much)?( in advance| for your help| a lot)?[.!]*\s*",
-    r"\b(as you (may|might|probably|surely) (already )?know|needless to say|it goes without saying( that)?"
-    r"|as i mentioned( before| earlier)?|to be honest|in my (humble )?opinion|for what it'?s worth),?\s*",
-    r"\b(basically|actually|literally|obviously|really|very|quite|simply|just|kind of|sort of|pretty much"
-    r"|as a matter of fact|at the end of the day|more or less)\b,?\s*",
-    r"\b(i'?m (not (really )?sure|just|kind of|a bit)[^.!?\n]*|i have been (thinking|struggling|working)[^.!?\n]*"
-    r"|my (boss|manager|colleague|teacher|friend) (told|asked|said|wants|says)[^.!?\n]*"
-    r"|sorry (for|if|to)[^.!?\n]*|this is (really |very )?(important|urgent)[^.!?\n]*|it'?s been a long[^.!?\n]*"
-    r"|the (weather|traffic)[^.!?\n]*|i appreciate[^.!?\n]*|no rush[^.!?\n]*|let me know[^.!?\n]*"
-    r"|looking forward[^.!?\n]*|i know (that )?you[^.!?\n]*|i really[^.!?\n]*)[.!?]\s*",
-)
-
 VERBS: dict[str, tuple[str, ...]] = {  # of a prompt's task → its family
     "mend": ("fix", "debug", "repair", "solve", "resolve", "refactor", "optimize", "optimise", "improve", "correct"),
     "make": (
@@ -120,6 +98,56 @@ VERBS: dict[str, tuple[str, ...]] = {  # of a prompt's task → its family
         *("migrate", "install", "configure", "document", "add", "remove", "update", "publish", "send"),
     ),
 }
+_VERB = f"(?:{'|'.join(verb for family in VERBS.values() for verb in family)})"
+_MUCH = r"(?: so| very)?(?: much)?(?: (?:in advance|for your (?:help|time)|a lot))?"
+_POLITE = "(?:please |kindly |maybe |perhaps |possibly )"
+
+# A sentence that a prompt can do without, as regular expressions that match the whole of it.
+SMALL_TALK = (
+    r"(?:hi|hello|hey|dear|good (?:morning|afternoon|evening))(?: there| everyone| team| all)?",
+    r"i hope (?:you(?: are|'re) (?:doing )?(?:well|fine|good)|you (?:had|have) a (?:nice|good|great) \w+"
+    r"|this finds you well|(?:all|everything) is (?:well|fine|good))(?: (?:today|with you|on your end))?",
+    r"sorry (?:for (?:bothering|asking|the (?:long|many|silly|stupid) \w+)|to bother)(?: you)?(?: again)?",
+    r"i know (?:that )?you(?: are|'re) (?:very |really |probably )?busy",
+    rf"(?:many |a thousand )?(?:thanks|thank you){_MUCH}",
+    rf"i (?:really |would |very much )?appreciate (?:it|this|that|your (?:help|time|support|patience)){_MUCH}",
+    r"i(?:'ve| have) been (?:thinking|struggling|working) (?:about|with|on) (?:this|it)(?: for (?:days|hours|weeks)"
+    r"| all (?:day|week|night))?",
+    r"my (?:boss|manager|colleague|teacher|friend) (?:told|asked|wants) me to (?:ask you(?: this)?|do (?:this|it))",
+    r"this is (?:really |very )?(?:important|urgent)(?: (?:to|for) (?:me|us))?",
+    r"it(?:'s| is| has) been a (?:long|hard) (?:day|week|month)",
+    r"no rush(?: at all)?",
+    r"let me know (?:when you can|if (?:it|this) is too much|if you have (?:any )?questions"
+    r"|if you need anything(?: else)?)",
+    r"(?:i(?:'m| am) )?looking forward to (?:it|your (?:answer|reply|help)|hearing from you)",
+    r"i(?:'m| am) not (?:really )?sure (?:where to (?:start|begin)|(?:(?:if|whether) )?(?:it|this) is(?: even)?"
+    r" possible)",
+)
+# What a sentence can begin with. The second takes the question mark with it.
+OPENINGS = (
+    r"(?:hi|hello|hey|good (?:morning|afternoon|evening))(?: there| everyone| team| all)?, ",
+    rf"{_POLITE}?(?:could|can|would|will) you {_POLITE}*(?:help me (?:to |with )?(?={_VERB}\b)|(?={_VERB}\b))",
+    r"(?:as you (?:may|might|probably|surely) (?:already )?know|needless to say|it goes without saying that"
+    r"|as i mentioned(?: before| earlier)?|to be honest|if you don't mind"
+    r"|if you (?:have|get) (?:a|the) (?:moment|chance)|when you have time),? ",
+    rf"(?:i was wondering (?:if|whether)|i would like to ask (?:if|whether)) you (?:could|can|would|might) {_POLITE}*"
+    rf"(?:help me (?:to |with )?)?(?={_VERB}\b)",
+    rf"would it be possible (?:for you )?to (?={_VERB}\b)",
+    rf"(?:i'd like|i would like|i want|i need|what i need is for) you to {_POLITE}*(?={_VERB}\b)",
+    r"(?:please|kindly),? ",
+    r"(?:basically|actually|obviously|honestly), ",
+)
+# What can go from within a sentence, or from its end.
+INSIDE = (
+    rf"(?<![-\w])(?:please|kindly) (?={_VERB}\b)",
+    r"(?<!say)(?<!says)(?<!said),? please(?=[.!?]*$)",
+    r",? (?:if you don't mind|if (?:at all )?possible|if you (?:have|get) (?:a|the) (?:moment|chance|time)"
+    r"|when you have time)(?=[.!?]*$)",
+    rf", (?:many )?(?:thanks|thank you){_MUCH}(?=[.!?]*$)",
+    r"(?<!not )(?<!n't )(?<![-\w])(?:very|really) (?=\w)",
+    rf"(?<![-\w])just (?=(?:{_VERB}|want|need|wanted|needed)\b)",
+)
+
 FALLBACKS: dict[str, tuple[str, ...]] = {
     "mend": (
         "If the cause is not clear, name the two likeliest causes and how to tell them apart.",

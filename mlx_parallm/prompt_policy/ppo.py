@@ -13,6 +13,7 @@ older policy, in evaluation mode, is corrected by min(π(a) / μ(a), max_importa
 import json
 import math
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +69,9 @@ class ActorCritic(nn.Module):
 class PPOTrainer:
     """Learns, in one thread; `observe`, `uncertainty` and `summary` may be called from any."""
 
-    def __init__(self, config: PromptPPOConfig | None = None) -> None:
+    def __init__(self, config: PromptPPOConfig | None = None, store_id: str = "") -> None:
         self.config = config or PromptPPOConfig()
+        self.store_id = store_id  # of the store whose sequence numbers `trained_through` and `history.through` are
         self.networks = ActorCritic(self.config)
         self._lock = threading.Lock()  # of history and novelty
         self.history = History()
@@ -134,8 +136,7 @@ class PPOTrainer:
                 count += 1
                 for name, value in metrics.items():
                     sums[name] = sums.get(name, 0.0) + value
-        self.networks.eval()
-        mx.eval(self.networks.parameters())
+        self._settle(batch.states)
         self.trained_through = max(self.trained_through, *(e.sequence for e in experiences))
         result = {name: value / count for name, value in sums.items() if not name.startswith("ratio_")}
         result |= {"first_ratio": first["ratio_mean"], "first_ratio_error": first["ratio_error"]}
@@ -144,6 +145,19 @@ class PPOTrainer:
             self.history.updates += 1
             self.history.losses.append({name: result[name] for name in LOSSES})
         return result
+
+    def _settle(self, states: mx.array) -> None:
+        """Set batch normalisation's running statistics to those of all states under the new weights.
+
+        Averages over the steps lag behind: the policy that acts would not be the one that was optimised."""
+        norms = [module for _, module in self.networks.named_modules() if isinstance(module, nn.BatchNorm)]
+        for norm in norms:
+            norm.momentum, kept = 1.0, norm.momentum
+        self.networks.policy(states), self.networks.value(states)
+        for norm in norms:
+            norm.momentum = kept
+        self.networks.eval()
+        mx.eval(self.networks.parameters())
 
     def save(self, directory: Path) -> None:
         """Write everything as one directory, whole or absent. Raises CheckpointError."""
@@ -157,6 +171,7 @@ class PPOTrainer:
             state |= {
                 "config": self.config.model_dump(mode="json"),
                 "trained_through": self.trained_through,
+                "store_id": self.store_id,
                 "order": self.order.bit_generator.state,
             }
             (path / STATE_FILE).write_text(json.dumps(state))
@@ -175,7 +190,8 @@ class PPOTrainer:
             history, novelty = History.from_json(state["history"]), Novelty.from_json(state["novelty"])
             order = np.random.default_rng()
             order.bit_generator.state = state["order"]
-            trained_through = int(state["trained_through"])
+            ours = state.get("store_id", "") == self.store_id  # else its sequence numbers mean nothing here
+            trained_through = int(state["trained_through"]) if ours else 0
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise CheckpointError(f"{directory} is not a checkpoint of a prompt policy: {error}") from error
         self._check(directory, weights)
@@ -184,8 +200,9 @@ class PPOTrainer:
         for number, one in enumerate(self._optimizers):
             one.state = optimizer[number] if isinstance(optimizer, list) else optimizer[str(number)]
         with self._lock:
+            history.through = max(self.history.through, history.through if ours else 0)
             self.history, self.novelty = history, novelty
-        self.order, self.trained_through = order, trained_through
+        self.order, self.trained_through = order, max(self.trained_through, trained_through)
 
     def _check(self, directory: Path, weights: dict[str, mx.array]) -> None:
         expected = {name: value.shape for name, value in tree_flatten(self.networks.parameters())}
@@ -284,12 +301,12 @@ def advantages_of(
     Worked, γ = 1, λ = 0.5, V = 0.5 everywhere: an episode with rewards 0, 1 (done) has δ = [0, 0.5], so advantages
     [0.25, 0.5]; one whose only step has reward 0 and is not done: 0 + 0.5 - 0.5 = 0.
     """
-    episodes: dict[str | int, list[int]] = {}
+    episodes: dict[tuple[str | int, int], list[int]] = {}
+    ended: Counter[str | int] = Counter()  # how often an id's episode has ended: then it begins again
     for row, experience in enumerate(experiences):
-        key: str | int = row if experience.episode_id is None else experience.episode_id
-        while episodes.get(key) and experiences[episodes[key][-1]].done:  # the id begins again
-            key = f"{key}+"
-        episodes.setdefault(key, []).append(row)
+        name: str | int = row if experience.episode_id is None else experience.episode_id
+        episodes.setdefault((name, ended[name]), []).append(row)
+        ended[name] += experience.done
     order = np.array([row for rows in episodes.values() for row in rows])
     last = np.cumsum([len(rows) for rows in episodes.values()]) - 1
     rewards = np.array([e.reward for e in experiences], np.float64)[order]

@@ -11,7 +11,8 @@ from mlx_parallm.server.protocol.fields import Body, ListOf
 from mlx_parallm.types import MAX_REWARD
 
 LARGEST = 1e6  # number of an embedding, and value: float32 and its squares hold it
-LONGEST_PROMPT, MOST_PROMPTS = 100_000, 256
+LONGEST_PROMPT, MOST_PROMPTS = 20_000, 256
+MOST_CHARACTERS = 400_000  # of the prompts of one request
 SCORES = (1, 5)  # a person's
 
 
@@ -68,6 +69,14 @@ class LoadCheckpointBody(Body):
 
 class EmbedBody(Body):
     input: Annotated[ListOf[Prompt], Field(min_length=1, max_length=MOST_PROMPTS)]
+
+    @model_validator(mode="after")
+    def _not_too_much(self) -> Self:
+        if (characters := sum(map(len, self.input))) > MOST_CHARACTERS:
+            raise RequestError(
+                f"'input' has {characters} characters: send at most {MOST_CHARACTERS} in a request", param="input"
+            )
+        return self
 
 
 class MutateBody(Body):

@@ -95,7 +95,7 @@ async def learn_from_judge(
         asked = max(1, round(options.human_share * options.prompts_per_round)) if validates else 0
         for position in range(options.prompts_per_round):
             prompt = prompts[((number - 1) * options.prompts_per_round + position) % len(prompts)]
-            changed = await rewrite(deps, MutateBody(prompt=prompt))
+            changed = await rewrite(deps, MutateBody(prompt=prompt), by_model=False)
             if changed.id is None:
                 continue
             result.rewritten += 1

@@ -26,14 +26,15 @@ from mlx_parallm.config.prompt_policy import PromptPolicyConfig
 from mlx_parallm.errors import CheckpointError, RefusedError, RequestError
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.prompt_policy.experience import Choice, Experience, History
-from mlx_parallm.prompt_policy.ppo import ActorCritic, PPOTrainer
+from mlx_parallm.prompt_policy.ppo import STATE_FILE, ActorCritic, PPOTrainer
 from mlx_parallm.prompt_policy.store import Decision, ExperienceStore
-from mlx_parallm.system.files import remove_leftovers
+from mlx_parallm.system.files import TEMPORARY, remove_leftovers
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("prompt policy")
 
 LATEST, DATABASE, LOCK = "latest", "experiences.sqlite", "lock"
+MOST_CHECKPOINTS = 1000
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 
 
@@ -70,19 +71,22 @@ class PolicyService:
             on_error.callback(self._claim.close)
             on_error.callback(self._acting.close)
             on_error.callback(self._learning.close)
-            self._networks = self._acting.submit(lambda: ActorCritic(config.ppo)).result()
-            self._sampling = np.random.default_rng([config.ppo.seed, 1])
-            self._trainer = self._learning.submit(self._begin).result()
             self._store = ExperienceStore(
                 self.directory / DATABASE,
                 config.ppo.input_dim,
+                len(mutations),
                 open_decisions=config.open_decisions,
                 added=self._added,
             )
+            on_error.callback(self._store.close)
+            self._networks = self._acting.submit(lambda: ActorCritic(config.ppo)).result()
+            self._trainer = self._learning.submit(self._begin).result()
             on_error.pop_all()
         for experience in self._store.unused():
             if experience.sequence > self._trainer.trained_through:
                 self._added(experience)
+        # a restart does not draw the same again
+        self._sampling = np.random.default_rng([config.ppo.seed, 1, self._trainer.summary().experiences])
 
     @property
     def buffer_size(self) -> int:
@@ -134,13 +138,23 @@ class PolicyService:
         return self._learning.submit(self._update)
 
     def save(self, name: str | None) -> "Future[str]":
-        """Write a checkpoint; return its name. Raises RequestError: not a name; the Future: RefusedError (503)."""
+        """Write a checkpoint; return its name. Raises RequestError: not a name, or the name of
+        something else; the Future: RefusedError (503)."""
         directory = self._checkpoint(name or LATEST)
 
         def write() -> str:
             self._write(directory)
             return directory.name
 
+        if directory.is_symlink() or (directory.exists() and not (directory / STATE_FILE).is_file()):
+            raise RequestError(
+                f"{directory} is there, and is no checkpoint of a prompt policy: choose another name", param="path"
+            )
+        if not directory.exists() and len(list(self.directory.glob(f"*/{STATE_FILE}"))) >= MOST_CHECKPOINTS:
+            raise RequestError(
+                f"{self.directory} holds {MOST_CHECKPOINTS} checkpoints: delete some, or take a name that is there",
+                param="path",
+            )
         return self._learning.submit(write)
 
     def load(self, name: str) -> "Future[None]":
@@ -152,13 +166,10 @@ class PolicyService:
             if not directory.is_dir():
                 kept = sorted(path.name for path in self.directory.iterdir() if path.is_dir())
                 raise RefusedError(f"File not found: no checkpoint {name!r}; there are: {', '.join(kept)}", 404, "path")
-            through, counted = self._trainer.trained_through, self._trainer.summary().through
             try:
                 self._trainer.load(directory)
             except CheckpointError as error:
                 raise RefusedError(str(error), 409, "path") from error
-            self._trainer.trained_through = max(through, self._trainer.trained_through)
-            self._trainer.history.through = max(counted, self._trainer.history.through)
             self._publish()
             if directory.name != LATEST:  # a restart goes on from here
                 self._write(self.directory / LATEST)
@@ -176,7 +187,7 @@ class PolicyService:
             self._claim.close()
 
     def _begin(self) -> PPOTrainer:
-        trainer = PPOTrainer(self.config.ppo)
+        trainer = PPOTrainer(self.config.ppo, self._store.id)
         if (self.directory / LATEST).is_dir():
             trainer.load(self.directory / LATEST)
         self._publish(trainer)
@@ -223,7 +234,8 @@ class PolicyService:
 
     def _checkpoint(self, name: str) -> Path:
         """Return the directory of a checkpoint. Raises RequestError: the name could leave `checkpoint_dir`."""
-        if not NAME.fullmatch(name) or name.startswith(DATABASE) or name == LOCK or ".tmp-" in name:
+        plain = name.casefold()  # some file systems do not tell "Lock" from "lock"
+        if not NAME.fullmatch(name) or plain.startswith(DATABASE) or plain == LOCK or TEMPORARY in plain:
             raise RequestError(
                 f"'path' is the name of a checkpoint in {self.directory}: up to 100 letters, digits, '_', '-' and '.',"
                 f" not {name!r}",
@@ -237,12 +249,14 @@ def _report(outcome: "Future[Any]") -> None:
         log.error("the update failed", error=str(error))
 
 
-def allowed_actions(mutations: tuple[str, ...], names: Mapping[str, Any] | list[str] | None) -> np.ndarray | None:
+def allowed_actions(
+    mutations: tuple[str, ...], names: Mapping[str, Any] | list[str] | None, *, param: str = "allowed"
+) -> np.ndarray | None:
     """Return [actions] bool for names of mutations; None = all. Raises RequestError: no such mutation, or none."""
     if names is None:
         return None
     if unknown := sorted(set(names) - set(mutations)):
-        raise RequestError(f"there is no mutation {unknown[0]!r}; there are {', '.join(mutations)}", param="allowed")
+        raise RequestError(f"there is no mutation {unknown[0]!r}; there are {', '.join(mutations)}", param=param)
     if not names:
         raise RequestError("'allowed' is empty: name at least one mutation, or leave it out", param="allowed")
     return np.array([name in names for name in mutations])

@@ -6,6 +6,7 @@ much as one. An experience leaves the file when a checkpoint has learned from it
 
 import queue
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -74,22 +75,33 @@ class ExperienceStore:
     Args:
         added: is called with each experience that was committed, in their order, by the writing thread.
 
-    Raises StoreError: the file cannot be opened, or holds embeddings of another size.
+    Raises StoreError: the file cannot be opened, or holds embeddings of another size or other mutations.
     """
 
     def __init__(
-        self, path: Path, dimensions: int, *, open_decisions: int, added: Callable[[Experience], None]
+        self, path: Path, dimensions: int, actions: int, *, open_decisions: int, added: Callable[[Experience], None]
     ) -> None:
         self._database = Database(path, lock_timeout_s=LOCK_TIMEOUT_S, read_only=False, schema=EXPERIENCES)
         self._dimensions, self._open_decisions, self._added = dimensions, open_decisions, added
         self._waiting: queue.SimpleQueue[tuple[Write, Future[Any]] | None] = queue.SimpleQueue()
         try:
-            self._check_size()
+            self._check_size(actions)
+            self.id = self._identity()
         except StoreError:
             self._database.close()
             raise
         self._thread = Thread(target=self._main, name="experiences", daemon=True)
         self._thread.start()
+
+    def _identity(self) -> str:
+        """Return this file's own id; sequence numbers of another file say nothing here."""
+        with self._database.transaction() as connection:
+            connection.execute("CREATE TABLE IF NOT EXISTS identity (id TEXT NOT NULL)")
+            row = connection.execute("SELECT id FROM identity").fetchone()
+            if row is None:
+                row = (uuid.uuid4().hex,)
+                connection.execute("INSERT INTO identity VALUES (?)", row)
+        return str(row[0])
 
     def unused(self) -> list[Experience]:
         """Return what no checkpoint has learned from, oldest first."""
@@ -173,7 +185,7 @@ class ExperienceStore:
                     ended = True
                     break
                 batch.append(entry)
-            self._commit(batch)
+            self._commit([entry for entry in batch if entry[1].set_running_or_notify_cancel()])
             if ended:
                 break
 
@@ -196,11 +208,23 @@ class ExperienceStore:
                 self._added(result)
             outcome.set_result(result)
 
-    def _check_size(self) -> None:
+    def _check_size(self, actions: int) -> None:
         with self._database.reading() as connection:
             row = connection.execute(
                 "SELECT LENGTH(state) FROM experiences UNION ALL SELECT LENGTH(state) FROM decisions LIMIT 1"
             ).fetchone()
+            highest = connection.execute(
+                "SELECT MAX(action) FROM (SELECT action FROM experiences UNION ALL SELECT action FROM decisions)"
+            ).fetchone()[0]
+            [sizes] = connection.execute(
+                "SELECT GROUP_CONCAT(DISTINCT LENGTH(allowed)) FROM"
+                " (SELECT allowed FROM experiences UNION ALL SELECT allowed FROM decisions)"
+            ).fetchall()
+        if (highest or 0) >= actions or sizes[0] not in (None, str(actions)):
+            raise StoreError(
+                f"{self._database.path} holds experiences of other mutations than the {actions} of the policy: choose"
+                " another prompt_policy.checkpoint_dir"
+            )
         if row is not None and row[0] != 4 * self._dimensions:
             raise StoreError(
                 f"{self._database.path} holds embeddings of {row[0] // 4} numbers, but the policy reads"

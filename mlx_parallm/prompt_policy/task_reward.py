@@ -14,6 +14,7 @@ from fastapi import Request as HTTPRequest
 from mlx_parallm.config.prompt_policy import PromptPolicyConfig
 from mlx_parallm.errors import EndpointError, RefusedError, RolloutRejectedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
+from mlx_parallm.prompt_policy.mutations import whole_characters
 from mlx_parallm.rewards.functions import RewardFunctions, TrainingProgress
 from mlx_parallm.server.generation import UNNAMED, EncodedPrompt, build_requests, check_text, new_id, resolve_model, run
 from mlx_parallm.server.protocol.fields import QueueFields
@@ -44,7 +45,7 @@ class EndpointAnswers:
         messages = [{"role": "user", "content": prompt}]
         reply = await self._endpoint.post("/chat/completions", {**self._body, "messages": messages})
         try:
-            return [str(choice["message"]["content"] or "") for choice in reply["choices"]]
+            return [whole_characters(str(choice["message"]["content"] or "")) for choice in reply["choices"]]
         except (LookupError, TypeError) as error:
             raise EndpointError(f"{self._endpoint.base_url}: this is no chat completion: {str(reply)[:200]}") from error
 

@@ -62,9 +62,26 @@ def test_advantages_follow_episodes_however_they_interleave() -> None:
 
 
 def test_an_id_that_is_used_again_after_its_end_is_another_episode() -> None:
-    steps = [experience(0, reward=1.0, episode_id="a"), experience(1, reward=0.0, episode_id="a")]
-    advantages, _ = advantages_of(steps, np.zeros(2), np.zeros(2), PPOConfig())
-    assert advantages.tolist() == [1.0, 0.0]
+    """ "a+" is an id of its own. The last step of "a" is cut before a state of value 0."""
+    names, ends = ("a", "a", "a+"), (True, False, True)
+    steps = [
+        experience(n, reward=float(n != 1), episode_id=name, done=done)
+        for n, (name, done) in enumerate(zip(names, ends, strict=True))
+    ]
+    advantages, _ = advantages_of(steps, np.zeros(3), np.zeros(3), PPOConfig())
+    assert advantages.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_the_policy_that_acts_is_the_one_that_was_optimised() -> None:
+    """Without dropout, on the experiences of the update: the same probabilities as in training mode, but for the
+    factor 256 / 255 that MLX takes the running variance with."""
+    trainer, steps = PPOTrainer(SMALL.model_copy(update={"learning_rate": 1e-2})), trained(1, 256)
+    trainer.update(steps)
+    states = mx.array(np.stack([step.state for step in steps]))
+    acting, value = np.array(trainer.networks.policy(states)), np.array(trainer.networks.value(states))
+    trainer.networks.train()
+    assert np.allclose(np.exp(acting), np.exp(np.array(trainer.networks.policy(states))), atol=0.01)
+    assert np.allclose(value, np.array(trainer.networks.value(states)), atol=0.02)
 
 
 def test_the_first_ratio_is_one_with_dropout_and_batch_normalisation() -> None:
@@ -113,6 +130,9 @@ def test_a_checkpoint_repeats_what_comes_after_it_to_the_bit(tmp_path: Path) -> 
     assert other.summary().to_json() == one.summary().to_json() and other.trained_through == 32
     assert other.uncertainty(vector()) == one.uncertainty(vector()) < 1
     assert other.update(trained(2)) == one.update(trained(2))
+    elsewhere = PPOTrainer(SMALL, store_id="another")  # its store numbers other experiences
+    elsewhere.load(tmp_path / "kept")
+    assert elsewhere.trained_through == 0 == elsewhere.summary().through and elsewhere.summary().experiences == 32
     for (_, a), (_, b) in zip(
         tree_flatten(one.networks.parameters()), tree_flatten(other.networks.parameters()), strict=True
     ):

@@ -11,7 +11,14 @@ from mlx_parallm.prompt_policy.app import make_deps
 from mlx_parallm.prompt_policy.classifier import classify_prompt
 from mlx_parallm.prompt_policy.embeddings import HashedEmbedder, checked
 from mlx_parallm.prompt_policy.mutations import RULES, mutate
-from mlx_parallm.prompt_policy.reward_model import RewardModel, default_reward_model, rated_prompts, rated_texts
+from mlx_parallm.prompt_policy.protocol import LONGEST_PROMPT
+from mlx_parallm.prompt_policy.reward_model import (
+    RewardModel,
+    default_reward_model,
+    features,
+    rated_prompts,
+    rated_texts,
+)
 from mlx_parallm.prompt_policy.rlaif import RLAIFOptions, learn_from_judge
 from tests.prompt_policy.helpers import small_config
 
@@ -29,6 +36,13 @@ def test_prompts_with_common_words_lie_near_each_other() -> None:
             ["sort a list in Python", *["sort this list with Python", "a poem about the autumn moon", ""]]
         ),
     )
+
+
+def test_embeddings_that_are_no_numbers_are_refused_and_large_ones_get_length_1() -> None:
+    for bad in (np.nan, np.inf):
+        with pytest.raises(EndpointError, match="not finite"):
+            checked(np.full((1, 4), bad, np.float32), 1, 4, "m")
+    assert checked(np.full((1, 4), 1e30, np.float32), 1, 4, "m").tolist() == [[0.5] * 4]
 
 
 def test_an_embedding_of_another_size_says_what_to_set() -> None:
@@ -77,6 +91,37 @@ def test_each_mutation_does_what_it_is_called() -> None:
     assert '"robust": gives a clear error' in texts("Make it robust.", "expansion")
     constrained = texts("What is a heat pump?", "constraint-addition")
     assert constrained.count("\n- ") == 2 and constrained == texts("What is a heat pump?", "constraint-addition")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "Explain the weather in Paris. Then compare it.",
+        "How can you tell whether a melon is ripe?",
+        "This is important: never delete user data. Write the migration.",
+        "Explain just-in-time compilation.",
+        "def f(x):\n    return   x\n\nFix this please.",
+        "Translate this text: Could you please pass the salt? Thanks.",
+        'Translate "Hello. Thanks. Could you please list them?" into French.',
+        "My boss wants a summary of the sales report. Keep it short.",
+        "I'm not sure whether a list or a dict is right. Compare them.",
+        "Let me know which of the two is faster.",
+        "Write a story in which the hero says thank you.",
+        "Write a program that prints hello, world.",
+        "What kind of dog is not very loud? Return just the number.",
+    ],
+)
+def test_a_reduction_never_drops_a_part_of_the_task(prompt: str) -> None:
+    assert mutate(prompt, "context-reduction") is None
+
+
+@pytest.mark.parametrize("unit", ["a" + " " * 19_998, "“", "if it ", "\n", "fix and ", "i hope you ", " ,", "please "])
+def test_a_prompt_of_the_longest_length_is_not_gone_through_again_from_each_place_in_it(unit: str) -> None:
+    """Each takes milliseconds; n³ steps, at 20,000 characters, would take hours, and n² many seconds."""
+    prompt = (unit * LONGEST_PROMPT)[: LONGEST_PROMPT - 1] + "b"
+    for name in RULES:
+        mutate(prompt, name)
+    assert len(features(prompt)) == len(features(""))
 
 
 def test_a_mutation_that_would_change_nothing_is_none_and_none_is_done_twice() -> None:

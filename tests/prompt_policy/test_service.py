@@ -1,13 +1,16 @@
 """The service over real HTTP: routes, errors, feedback, checkpoints, and what survives."""
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from mlx_parallm.errors import CheckpointError
+from mlx_parallm.errors import CheckpointError, StoreError
+from mlx_parallm.prompt_policy import service
+from mlx_parallm.prompt_policy.store import ExperienceStore
 from scripts.soak.fuzz_openapi import fuzz, policy_server
-from tests.prompt_policy.helpers import experience_body, serving, vector
+from tests.prompt_policy.helpers import SIZE, experience_body, serving, vector
 
 POLITE = "Could you please write a Python function that sorts a list? Thank you so much!"
 
@@ -54,6 +57,8 @@ def test_the_routes_of_the_specification(tmp_path: Path) -> None:
         ("/feedback", {"id": "nobody", "reward": 1}, 404, "there is no open mutation 'nobody'"),
         ("/feedback", {"id": "nobody"}, 400, "send 'reward', or 'score' from 1 to 5"),
         ("/mutate", {"prompt": "\ud800"}, 400, "prompt"),
+        ("/mutate", {"prompt": "a", "mutation": "shout"}, 400, "there is no mutation 'shout'"),
+        ("/embed", {"input": ["a" * 20_000] * 21}, 400, "'input' has 420000 characters"),
         ("/nowhere", {}, 404, "Not Found"),
     ],
 )
@@ -114,6 +119,42 @@ def test_restart_goes_on_where_it_stood(tmp_path: Path) -> None:
         assert client.post("/get_distribution", json=ask).json() == before
     with serving(tmp_path) as client:
         assert client.post("/get_distribution", json=ask).json() == before
+
+
+def test_a_checkpoint_of_another_service_costs_no_experience(tmp_path: Path) -> None:
+    """Sequence numbers count within one database: also after /load of a foreign checkpoint, and with a new database
+    beside an old `latest`."""
+    with serving(tmp_path / "a") as client:
+        for number in range(20):
+            client.post("/store_experience", json=experience_body(number))
+        client.post("/update")
+        client.post("/save", json={"path": "foreign"})
+    shutil.copytree(tmp_path / "a" / "foreign", tmp_path / "b" / "foreign")
+    (tmp_path / "a" / "experiences.sqlite").unlink()
+    for directory in ("a", "b"):
+        with serving(tmp_path / directory) as client:
+            client.post("/load", json={"path": "foreign"})
+            for number in range(7):
+                client.post("/store_experience", json=experience_body(number))
+        with serving(tmp_path / directory) as client:
+            assert client.get("/stats").json()["buffer_size"] == 7, directory
+    with pytest.raises(StoreError, match="other mutations"):
+        ExperienceStore(tmp_path / "b" / "experiences.sqlite", SIZE, 0, open_decisions=9, added=print)
+
+
+def test_a_save_replaces_checkpoints_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run1").mkdir()
+    (tmp_path / "run1" / "adapters.safetensors").write_bytes(b"mine")
+    (tmp_path / "notes.txt").write_text("mine")
+    with serving(tmp_path) as client:
+        for name in ("run1", "notes.txt", "Experiences.sqlite", "LOCK"):
+            assert client.post("/save", json={"path": name}).status_code == 400, name
+        assert client.post("/save", json={"path": "one"}).status_code == 200
+        monkeypatch.setattr(service, "MOST_CHECKPOINTS", 1)
+        assert client.post("/save", json={"path": "one"}).status_code == 200  # it is there
+        assert "holds 1 checkpoints" in client.post("/save", json={"path": "two"}).json()["error"]["message"]
+    assert (tmp_path / "run1" / "adapters.safetensors").read_bytes() == b"mine"
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_many_clients_lose_nothing(tmp_path: Path) -> None:

@@ -41,6 +41,19 @@ def test_a_rollout_rewards_the_rewriting_by_its_answers(tmp_path: Path) -> None:
             assert lacks.status_code == 422 and "answer" in lacks.json()["error"]["message"]
 
 
+def test_a_verifiers_reward_counts_also_where_the_model_rewards_mutations(tmp_path: Path) -> None:
+    def answer(path: str, body: Any) -> Any:
+        return 200, {}, {"choices": [{"message": {"content": "ab"}}]}
+
+    with scripted_http(answer) as (url, _):
+        task = [f"prompt_policy.task_url={url}", "prompt_policy.task_model=m", reward_of(tmp_path)]
+        with serving(tmp_path / "policy", *task, "prompt_policy.reward_source=model") as client:
+            reply = client.post("/rollout", json=POLITE | {"columns": {"answer": "ab"}}).json()
+            assert reply["stored"] is True and client.get("/stats").json()["avg_reward"] == 1
+            alone = client.post("/mutate", json=POLITE).json()
+            assert alone["id"] is None and client.get("/stats").json()["avg_reward"] == (1 + alone["score"]) / 2
+
+
 def test_without_a_task_there_is_no_rollout(tmp_path: Path) -> None:
     with serving(tmp_path) as client:
         reply = client.post("/rollout", json=POLITE)
@@ -51,7 +64,8 @@ def test_a_chat_model_is_the_sixth_mutation_and_may_fail(tmp_path: Path) -> None
     def answer(path: str, body: Any) -> Any:
         if "fail" in body["messages"][0]["content"]:
             return 400, {}, {"error": {"message": "no"}}
-        return 200, {}, {"choices": [{"message": {"content": "Sort the letters b and a."}}]}
+        half = "half" in body["messages"][0]["content"]
+        return 200, {}, {"choices": [{"message": {"content": "\ud83d!" if half else "Sort the letters b and a."}}]}
 
     with scripted_http(answer) as (url, _):
         chat = [f"prompt_policy.chat_url={url}", "prompt_policy.chat_model=m", "prompt_policy.ppo.action_dim=6"]
@@ -59,6 +73,7 @@ def test_a_chat_model_is_the_sixth_mutation_and_may_fail(tmp_path: Path) -> None
             body = {"prompt": "Sort: ba", "mutation": "chat-rewrite"}
             changed = client.post("/mutate", json=body).json()
             assert changed["prompt"] == "Sort the letters b and a." and changed["action"] == 5
+            assert client.post("/mutate", json=body | {"prompt": "half"}).json()["prompt"] == "\ufffd!"
             failed = client.post("/mutate", json=body | {"prompt": "fail"})
             assert failed.status_code == 502 and "no rewriting" in failed.json()["error"]["message"]
 
@@ -66,7 +81,9 @@ def test_a_chat_model_is_the_sixth_mutation_and_may_fail(tmp_path: Path) -> None
 def test_embeddings_of_an_endpoint(tmp_path: Path) -> None:
     def answer(path: str, body: Any) -> Any:
         size = 3 if "short" in body["input"] else SIZE
-        rows = [{"index": n, "embedding": [float(n + 1)] * size} for n in range(len(body["input"]))]
+        bad = {"null": None, "large": 1e300}
+        numbers = [bad.get(text, float(n + 1)) for n, text in enumerate(body["input"])]
+        rows = [{"index": n, "embedding": [number] * size} for n, number in enumerate(numbers)]
         return 200, {}, {"data": rows[::-1]}
 
     with scripted_http(answer) as (url, _):
@@ -74,6 +91,9 @@ def test_embeddings_of_an_endpoint(tmp_path: Path) -> None:
         with serving(tmp_path, *source) as client:
             rows = client.post("/embed", json={"input": ["a", "b"]}).json()["embeddings"]
             assert rows == [[pytest.approx(0.25)] * SIZE] * 2  # length 1
+            for text in ("null", "large"):
+                assert client.post("/embed", json={"input": [text]}).status_code == 502
+                assert client.post("/mutate", json={"prompt": text}).status_code == 502
             short = client.post("/embed", json={"input": ["short"]})
             assert short.status_code == 502 and "input_dim = 3" in short.json()["error"]["message"]
 
