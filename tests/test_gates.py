@@ -21,7 +21,7 @@ TINY_MODULE_LINES = 80
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
     "(root)": 1380,
-    "cli": 1340,
+    "cli": 1360,
     "config": 2_240,
     "dashboard": 1320,
     "distributed": 440,

@@ -1,6 +1,7 @@
 """`train`, `serve` and `prompt-policy`: flags → configuration → one call of the daemon. Imports no MLX."""
 
 import faulthandler
+import os
 import sys
 import threading
 from argparse import ArgumentParser, Namespace
@@ -128,6 +129,11 @@ def prompt_policy(parser: ArgumentParser) -> Run:
     parser.add_argument("--checkpoint-dir", metavar="DIR", help="for checkpoints and experiences")
     parser.add_argument("--api-key-file", metavar="FILE", help="file with the API key that clients send")
     parser.add_argument("--config", metavar="FILE", help="a TOML file; [server] and [prompt_policy] are read")
+    parser.add_argument(
+        "--until-stdin-ends",
+        action="store_true",
+        help="end in order when standard input ends",
+    )
     add_set(parser)
 
     def run(args: Namespace) -> int:
@@ -156,6 +162,8 @@ def prompt_policy(parser: ArgumentParser) -> Run:
         block_shutdown_signals()
         stop = threading.Event()
         ShutdownWatcher(lambda name: stop.set()).start()
+        if args.until_stdin_ends:
+            threading.Thread(target=_wait_for_end_of_stdin, args=(stop,), daemon=True).start()
         server = PromptPolicyServer(config)
         server.start()
         sys.stdout.write(f"RL Server started at {server.url}\n")
@@ -165,6 +173,15 @@ def prompt_policy(parser: ArgumentParser) -> Run:
         return 0
 
     return run
+
+
+def _wait_for_end_of_stdin(stop: threading.Event) -> None:
+    """Set `stop` when standard input ends. Not `sys.stdin`: its lock would stop the interpreter's end."""
+    try:
+        while os.read(0, 4096):
+            pass
+    finally:
+        stop.set()
 
 
 def _add_dataset_flags(parser: ArgumentParser) -> None:

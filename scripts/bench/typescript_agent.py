@@ -25,7 +25,7 @@ LONGEST_S = 600
 def install() -> None:
     """Raises SystemExit: no npm."""
     if shutil.which("npm") is None:
-        raise SystemExit("this needs Node.js 20.16 or newer with npm")
+        raise SystemExit("this needs Node.js with npm")
     subprocess.run(["npm", "ci", "--silent"], cwd=EXAMPLE, check=True)
 
 

@@ -15,7 +15,7 @@ const run = (command, ...words) => {
   }
 }
 try {
-  run('npm', 'run', '--silent', 'generate', '--', '--check')
+  run(process.execPath, 'scripts/generate.mjs', '--check')
   run('npm', 'pack', '--silent', '--ignore-scripts', '--pack-destination', directory)
   const [tarball] = readdirSync(directory).map((name) => join(directory, name))
   run('node_modules/.bin/publint', tarball, '--strict')

@@ -1,7 +1,7 @@
 /** The routes of mlx_parallm itself. For chat, give `client.openai` to the package `openai`. */
 
 import { get, post, type Answer, type Body, type QueryOf } from './api.js'
-import { ConnectionError, UnavailableError } from './errors.js'
+import { ConnectionError, ParallmError, UnavailableError } from './errors.js'
 import { Http, sleep, type CallOptions, type HttpOptions, type Retry } from './http.js'
 import type { Healthy, ListedGroup, ModelEntry, RunSummary, Settings, Unavailable } from './openapi/server.js'
 import { watchMetrics, type LiveMetrics, type WatchOptions } from './watch.js'
@@ -44,17 +44,22 @@ export class MlxParallm {
     return get(this.http, '/health', { also: [503] }, options)
   }
 
-  /** Waits until the server is there and its model is loaded. Throws `UnavailableError` when loading failed, and the signal's reason. */
-  async ready(options: { signal?: AbortSignal } = {}): Promise<Healthy> {
+  /**
+   * Waits until the model is loaded. Throws `ConnectionError` when nothing answers for `absentMs` (60,000), as where the
+   * address is wrong; `UnavailableError` when loading failed; and the signal's reason.
+   */
+  async ready({ absentMs = 60_000, signal }: { absentMs?: number; signal?: AbortSignal } = {}): Promise<Healthy> {
+    let answered = Date.now()
     for (;;) {
       try {
-        const health = await this.health({ ...options, maxRetries: 0 })
+        const health = await this.health({ signal, maxRetries: 0 })
+        answered = Date.now()
         if (isHealthy(health)) return health
         if (health.status === 'failed') throw new UnavailableError(503, health.reason)
       } catch (error) {
-        if (!(error instanceof ConnectionError)) throw error
+        if (!(error instanceof ConnectionError) || Date.now() - answered > absentMs) throw error
       }
-      await sleep(100, options.signal)
+      await sleep(100, signal)
     }
   }
 
@@ -92,12 +97,14 @@ export class MlxParallm {
   }
 }
 
-/** What is recorded below /sessions/NAME. */
+/** What is recorded below /sessions/NAME. Throws `ParallmError` for the names that are no part of an address: "", "." and "..". */
 export class Session {
   constructor(
     private readonly http: Http,
     readonly name: string,
-  ) {}
+  ) {
+    if (/^\.{0,2}$/.test(name)) throw new ParallmError(`${JSON.stringify(name)} cannot be the name of a session`)
+  }
 
   /** `new OpenAI(session.openai)` talks to the server and is recorded. */
   get openai(): OpenAIOptions {

@@ -1,6 +1,6 @@
 /** One HTTP call: the key, a time limit, the caller's signal, retries, errors. No package is needed for it. */
 
-import { apiError, ConnectionError, TimeoutError, UnexpectedAnswerError } from './errors.js'
+import { apiError, ConnectionError, ParallmError, TimeoutError, UnexpectedAnswerError } from './errors.js'
 import { events, type ServerSentEvent } from './sse.js'
 
 export interface HttpOptions {
@@ -8,7 +8,7 @@ export interface HttpOptions {
   baseURL: string
   /** Sent as a Bearer token. */
   apiKey?: string | undefined
-  /** For each attempt, to the end of its body; of a stream, to its beginning and between two events. */
+  /** For each attempt, to the end of its body; of a stream, to its beginning and between two events. Infinity: no limit. */
   timeoutMs?: number
   /** How often a call is sent again. */
   maxRetries?: number
@@ -43,6 +43,8 @@ export interface Call {
 const RETRIED: readonly number[] = [429, 503]
 const FIRST_DELAY_MS = 250
 const LONGEST_DELAY_MS = 8_000
+/** What a timer can wait; it would not wait at all for more. */
+const LONGEST_TIMER_MS = 2 ** 31 - 1
 
 export class Http {
   readonly baseURL: string
@@ -51,9 +53,10 @@ export class Http {
   readonly maxRetries: number
   readonly #fetch: typeof fetch
 
+  /** Throws `ParallmError`: an address or a key that no call could use. */
   constructor(options: HttpOptions) {
-    this.baseURL = options.baseURL.replace(/\/+$/, '')
-    this.apiKey = options.apiKey
+    this.baseURL = checkedURL(options.baseURL)
+    this.apiKey = checkedKey(options.apiKey)
     this.timeoutMs = options.timeoutMs ?? 60_000
     this.maxRetries = options.maxRetries ?? 2
     this.#fetch = options.fetch ?? ((input, init) => globalThis.fetch(input, init))
@@ -61,8 +64,9 @@ export class Http {
 
   /** The JSON of the answer. Throws what `errors.ts` lists, or the signal's reason. */
   async json(call: Call, options: CallOptions = {}): Promise<unknown> {
+    const init = this.#init(call)
     return this.#retried(call, options, async (limit) => {
-      const answer = await this.#answer(call, limit.signal)
+      const answer = await this.#answer(call, { ...init, signal: limit.signal })
       const text = await answer.text()
       try {
         return JSON.parse(text) as unknown
@@ -76,8 +80,9 @@ export class Http {
   /** The events of a stream, which is opened by the first `next()`. */
   async *stream(call: Call, options: CallOptions = {}): AsyncGenerator<ServerSentEvent, void, undefined> {
     const limit = new Limit(options.timeoutMs ?? this.timeoutMs, options.signal)
+    const init = { ...this.#init(call), signal: limit.signal }
     try {
-      const answer = await this.#retried(call, options, () => this.#answer(call, limit.signal), limit)
+      const answer = await this.#retried(call, options, () => this.#answer(call, init), limit)
       if (answer.body === null) throw new UnexpectedAnswerError(`${call.path} answered without a body`)
       for await (const event of events(answer.body)) {
         limit.stop()
@@ -91,14 +96,15 @@ export class Http {
     }
   }
 
-  async #answer(call: Call, signal: AbortSignal): Promise<Response> {
+  #init({ method, body }: Call): RequestInit {
     const headers: Record<string, string> = {}
     if (this.apiKey !== undefined) headers['Authorization'] = `Bearer ${this.apiKey}`
-    const init: RequestInit = { method: call.method, headers, signal }
-    if (call.body !== undefined) {
-      headers['Content-Type'] = 'application/json'
-      init.body = JSON.stringify(call.body)
-    }
+    if (body === undefined) return { method, headers }
+    headers['Content-Type'] = 'application/json'
+    return { method, headers, body: JSON.stringify(body) }
+  }
+
+  async #answer(call: Call, init: RequestInit): Promise<Response> {
     const answer = await this.#fetch(this.baseURL + call.path + queryText(call.query), init)
     if (answer.ok || call.also?.includes(answer.status)) return answer
     const error = apiError(answer.status, await answer.text(), answer.headers.get('x-request-id'))
@@ -149,6 +155,7 @@ class Limit {
 
   start(): void {
     this.stop()
+    if (this.timeoutMs > LONGEST_TIMER_MS) return
     const message = `no whole answer within ${this.timeoutMs} ms`
     this.#timer = setTimeout(() => this.#controller.abort(new TimeoutError(message)), this.timeoutMs)
   }
@@ -211,6 +218,29 @@ export function sleep(ms: number, signal?: AbortSignal): Promise<void> {
     if (signal?.aborted) stop()
     else signal?.addEventListener('abort', stop, { once: true })
   })
+}
+
+/** In a page, an address may be relative to it. */
+function checkedURL(text: string): string {
+  let url: URL | undefined
+  try {
+    url = new URL(text, (globalThis as { location?: { href: string } }).location?.href)
+  } catch {
+    // said below
+  }
+  if (url === undefined || !/^https?:$/.test(url.protocol) || url.username || url.password || url.search || url.hash) {
+    throw new ParallmError(`baseURL ${JSON.stringify(text)} is no address of a server, such as http://127.0.0.1:8000`)
+  }
+  return url.href.replace(/\/+$/, '')
+}
+
+function checkedKey(key: string | undefined): string | undefined {
+  try {
+    if (key !== undefined) new Headers({ Authorization: `Bearer ${key}` })
+  } catch (cause) {
+    throw new ParallmError('apiKey has a character that no header may have, such as the end of a line', { cause })
+  }
+  return key
 }
 
 function queryText(query: Query = {}): string {

@@ -71,7 +71,12 @@ export async function* watchMetrics(
 }
 
 function versions(data: string, run: number): RunVersions {
-  const found = (JSON.parse(data) as Partial<Changes>).runs?.[run]
+  let found: RunVersions | undefined
+  try {
+    found = (JSON.parse(data) as Partial<Changes> | null)?.runs?.[run]
+  } catch {
+    // said below
+  }
   if (found === undefined) throw new UnexpectedAnswerError(`the stream says nothing of run ${run}: ${data.slice(0, 200)}`)
   return found
 }

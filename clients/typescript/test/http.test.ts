@@ -13,6 +13,7 @@ import {
   MlxParallm,
   ParallmError,
   RateLimitError,
+  RLTrainer,
   TimeoutError,
   UnavailableError,
   UnexpectedAnswerError,
@@ -115,6 +116,48 @@ test('a lost connection: what changes nothing is sent again', async () => {
   })
 })
 
+test('what no call could use is refused at once, and no lost connection', async () => {
+  for (const wrong of ['localhost:8000', '127.0.0.1:8000', '', 'ftp://x', 'http://', 'http://user:key@x', 'http://x/?a=1']) {
+    assert.throws(() => new MlxParallm({ baseURL: wrong }), { name: 'ParallmError', message: /^baseURL .*http:\/\/127/ }, wrong)
+  }
+  assert.throws(() => new MlxParallm({ apiKey: 'sk\nkey' }), { name: 'ParallmError', message: /^apiKey / })
+  assert.equal(new MlxParallm({ baseURL: 'https://example.org/below//' }).http.baseURL, 'https://example.org/below')
+  for (const name of ['', '.', '..']) assert.throws(() => new MlxParallm().session(name), ParallmError)
+  await assert.rejects(new MlxParallm({ baseURL }).reward('a', [1n as unknown as number]), TypeError)
+  assert.equal(seen.length, 0)
+})
+
+test('ready waits for a server that is not there yet, and not for ever', async () => {
+  let asked = 0
+  const nobody: typeof fetch = () => {
+    asked++
+    return Promise.reject(new TypeError('fetch failed'))
+  }
+  await assert.rejects(new MlxParallm({ fetch: nobody }).ready({ absentMs: 50 }), ConnectionError)
+  assert.equal(asked, 2)
+  const [loading, ok] = [
+    { status: 'loading', reason: 'the model' },
+    { status: 'ok', queue: 0 },
+  ]
+  script = [(request) => request.socket.destroy(), answer(503, loading), answer(200, ok)]
+  assert.deepEqual(await new MlxParallm({ baseURL }).ready(), ok)
+})
+
+test('a trainer’s mean is that of all rewards', async () => {
+  const mutated = (id: string | null) => answer(200, { id, prompt: 'p', mutation_type: 'expansion', score: 0 })
+  const stored = answer(200, { stored: true, buffer_size: 1 })
+  script = [mutated('a'), stored, mutated('b'), stored, mutated('c'), stored, mutated(null)]
+  script.push(answer(200, { message: 'Not enough data' }))
+  const rewards = [1, 0.5, 0]
+  const trainer = new RLTrainer({ baseURL })
+  trainer.setRewardModel(() => rewards.shift() ?? 9)
+  const { avgReward, maxReward, episodeRewards, rewarded, totalReward, steps } = await trainer.train(['one', 'two'], 2, 2)
+  assert.deepEqual(
+    { avgReward, maxReward, episodeRewards, rewarded, totalReward, steps },
+    { avgReward: 0.5, maxReward: 0.75, episodeRewards: [0.75, 0], rewarded: 3, totalReward: 1.5, steps: 4 },
+  )
+})
+
 test('a time limit and the caller’s own signal end a call', async () => {
   let sent = 0
   const silent: typeof fetch = (_, init) => {
@@ -131,6 +174,9 @@ test('a time limit and the caller’s own signal end a call', async () => {
     return new Response(new ReadableStream({ start }))
   }
   await assert.rejects(new MlxParallm({ baseURL, timeoutMs: 30, fetch: unfinished }).runs(), TimeoutError)
+  script = [(_, response) => setTimeout(() => response.end('{"runs": []}'), 20)]
+  assert.deepEqual(await new MlxParallm({ baseURL, timeoutMs: Infinity, maxRetries: 0 }).runs(), [])
+  seen = []
   const control = new AbortController()
   script = [() => control.abort(new Error('enough'))]
   await assert.rejects(new MlxParallm({ baseURL }).runs({ signal: control.signal }), { message: 'enough' })
@@ -214,6 +260,11 @@ test('live metrics: bytes cut in the middle of a character, a broken stream, the
   )
   const asked = seen.filter(({ url }) => url?.startsWith('/dashboard/api/metrics')).map(({ url }) => url?.split('?')[1])
   assert.deepEqual(asked, ['run=0&after=&keys=kl%2Closs', 'run=0&after=c-1&keys=kl%2Closs'])
+})
+
+test('an event that is no JSON is no answer', async () => {
+  script = [(_, response) => response.writeHead(200, { 'Content-Type': 'text/event-stream' }).end('data: <html>\n\n')]
+  await assert.rejects(new MlxParallm({ baseURL }).training.watch().next(), UnexpectedAnswerError)
 })
 
 test('CommonJS gets the same', () => {

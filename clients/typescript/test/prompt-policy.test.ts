@@ -1,12 +1,14 @@
 // RLInterface and RLTrainer against the real service, which they start; the simulation; the demonstration.
 import assert from 'node:assert/strict'
-import { spawnSync } from 'node:child_process'
-import { mkdtempSync, rmSync } from 'node:fs'
+import { spawn, spawnSync } from 'node:child_process'
+import { once } from 'node:events'
+import { existsSync, mkdtempSync, rmSync } from 'node:fs'
 import { tmpdir } from 'node:os'
 import { join } from 'node:path'
 import { after, before, test } from 'node:test'
 import { fileURLToPath } from 'node:url'
 import {
+  AuthenticationError,
   BadRequestError,
   ConnectionError,
   MUTATION_TYPES,
@@ -21,6 +23,7 @@ import { chromium, Pages } from './browser.js'
 import { freePort, NO_SERVER, PYTHON } from './process.js'
 
 const DIM = 32
+const KEY = 'sk-of-the-policy'
 const directory = mkdtempSync(join(tmpdir(), 'mlx-parallm-'))
 const embedding = (place: number): number[] => Array.from({ length: DIM }, (_, at) => Number(at === place % DIM))
 let rl: RLInterface
@@ -33,13 +36,14 @@ before(async () => {
   trainer = new RLTrainer({
     serverPort: port,
     pythonPath: PYTHON,
+    apiKey: KEY,
     checkpointDir: join(directory, 'policy'),
     embeddingDim: DIM,
     serverArguments: ['--set', 'prompt_policy.ppo.hidden_dim=16', '--set', 'prompt_policy.ppo.min_buffer_size=32'],
   })
   rl = trainer.getInterface()
   assert.equal(await rl.checkHealth(), false)
-  await trainer.start()
+  await Promise.all([trainer.start(), trainer.start()]) // one service: a second could not have the port
 })
 after(async () => {
   await trainer?.stop()
@@ -59,6 +63,7 @@ test('the service, chosen from and taught', { skip: NO_SERVER }, async (t) => {
     await second.startServer()
     await second.stopServer()
     assert.equal(await rl.checkHealth(), true)
+    await assert.rejects(second.getStats(), AuthenticationError, 'it asks for the key of those who did')
   })
 
   await t.test('choosing', async () => {
@@ -101,7 +106,7 @@ test('the service, chosen from and taught', { skip: NO_SERVER }, async (t) => {
     const before = await rl.getStats()
     const stored = await Promise.all(
       Array.from({ length: 50 }, (_, place) =>
-        new RLInterface({ serverPort: port }).storeExperience(experience(place, { episodeId: `e${place % 7}` })),
+        new RLInterface({ serverPort: port, apiKey: KEY }).storeExperience(experience(place, { episodeId: `e${place % 7}` })),
       ),
     )
     assert('buffer_size' in before)
@@ -139,14 +144,14 @@ test('the service, chosen from and taught', { skip: NO_SERVER }, async (t) => {
     const pages = await Pages.listen()
     try {
       const [types, refusal] = await pages.run(
-        async ({ RLInterface }, [port]) => {
-          const rl = new RLInterface({ serverPort: Number(port) })
+        async ({ RLInterface }, [port, apiKey]) => {
+          const rl = new RLInterface({ serverPort: Number(port), apiKey })
           await rl.startServer() // it answers already
           const { mutationType } = await rl.selectMutation('Write a poem.')
           const nobody = new RLInterface({ serverPort: 9, maxRetries: 0 })
           return [mutationType, String(await nobody.startServer().catch((error: unknown) => error))]
         },
-        [String(port), ''],
+        [String(port), KEY],
       )
       assert(MUTATION_TYPES.some((name) => name === types))
       assert.match(String(refusal), /^ParallmError: a page cannot start the service/)
@@ -166,8 +171,29 @@ test('a service that cannot be started says why', { skip: NO_SERVER }, async () 
     assert.match(error.message, /\/no\/python cannot be started/)
     return true
   })
-  const wrong = new RLInterface({ serverPort, pythonPath: PYTHON, serverArguments: ['--set', 'prompt_policy.nothing=1'] })
-  await assert.rejects(wrong.startServer(), /ended with 2: .*nothing/s)
+  const wrong = new RLInterface({ serverPort, pythonPath: process.execPath }) // Node.js knows no -m
+  await assert.rejects(wrong.startServer(), /ended with 9: .*bad option/s)
+})
+
+test('a service ends with the process that has started it, however that ends', { skip: NO_SERVER }, async () => {
+  const checkpointDir = join(directory, 'orphan')
+  const config = { serverPort: await freePort(), pythonPath: PYTHON, embeddingDim: DIM, checkpointDir }
+  const program = `
+    import { RLInterface } from 'mlx-parallm'
+    await new RLInterface(${JSON.stringify(config)}).startServer()
+    console.log('started')`
+  const cwd = fileURLToPath(new URL('../..', import.meta.url))
+  const parent = spawn(process.execPath, ['--input-type=module', '-e', program], { cwd, stdio: ['ignore', 'pipe', 'inherit'] })
+  try {
+    const [words] = (await once(parent.stdout, 'data')) as [Buffer]
+    assert.equal(words.toString(), 'started\n')
+    const rl = new RLInterface(config)
+    assert.equal(await rl.checkHealth(), true)
+    parent.kill('SIGKILL')
+    while ((await rl.checkHealth()) || !existsSync(join(checkpointDir, 'latest'))) await new Promise(setImmediate)
+  } finally {
+    parent.kill('SIGKILL')
+  }
 })
 
 test('the simulation learns, and repeats itself', () => {

@@ -16,6 +16,7 @@ import { startProcess, type ServiceProcess } from './service-process.js'
 
 const START_MS = 60_000
 
+/** `apiKey`: a service that is started from here asks for it. */
 export interface RLConfig extends Omit<HttpOptions, 'baseURL'> {
   /** A service that somebody else runs, such as the one within a server: http://127.0.0.1:8000/prompt_policy. It is never started from here. */
   baseURL?: string
@@ -29,7 +30,7 @@ export interface RLConfig extends Omit<HttpOptions, 'baseURL'> {
   serverArguments?: readonly string[]
   /** Where the service keeps checkpoints and experiences; its own default is checkpoints/prompt_policy. */
   checkpointDir?: string
-  /** Numbers of an embedding; default 1536. */
+  /** Numbers of an embedding, for a service that is started from here; its own default is 1536. */
   embeddingDim?: number
   /** Whether `startServer` starts the service where none answers; default true. */
   autoStartServer?: boolean
@@ -107,6 +108,8 @@ export interface Collected {
 
 export interface EpisodeResult {
   steps: number
+  /** Steps that were rewarded. */
+  rewarded: number
   totalReward: number
   /** Null without a step that was rewarded. */
   avgReward: number | null
@@ -114,28 +117,37 @@ export interface EpisodeResult {
 
 export class RLInterface {
   readonly http: Http
-  readonly embeddingDim: number
   readonly #config: RLConfig
   #process: ServiceProcess | undefined
+  #starting: Promise<void> | undefined
   #rewardModel: RewardModel = (_, mutated) => mutated.score
 
   constructor(config: RLConfig = {}) {
     const host = config.serverHost ?? '127.0.0.1'
     const name = host.includes(':') && !host.startsWith('[') ? `[${host}]` : host
     this.http = new Http({ ...config, baseURL: config.baseURL ?? `http://${name}:${config.serverPort ?? 8765}` })
-    this.embeddingDim = config.embeddingDim ?? 1536
     this.#config = config
   }
 
   // ------------------------------------------------------------------ the service
 
-  /** Uses the service that answers already, else starts one and waits for it. Throws `ParallmError` with its last words. */
-  async startServer(options: { signal?: AbortSignal } = {}): Promise<void> {
+  /**
+   * Uses the service that answers already, else starts one and waits for it; called again meanwhile, it waits for the same
+   * one. A service that is started from here ends with this process. Throws `ParallmError` with its last words.
+   */
+  startServer(options: { signal?: AbortSignal } = {}): Promise<void> {
+    this.#starting ??= this.#start(options).finally(() => {
+      this.#starting = undefined
+    })
+    return this.#starting
+  }
+
+  async #start(options: { signal?: AbortSignal }): Promise<void> {
     if (await this.checkHealth(options)) return
     if (this.#config.autoStartServer === false || this.#config.baseURL !== undefined) {
       throw new ConnectionError(`no service answers at ${this.http.baseURL}, and none may be started from here`)
     }
-    const started = await startProcess(this.#config.pythonPath ?? 'python3', this.#words())
+    const started = await startProcess(this.#config.pythonPath ?? 'python3', this.#words(), this.http.apiKey)
     this.#process = started
     const deadline = Date.now() + START_MS
     const ended = started.ended.then((code) => {
@@ -178,7 +190,7 @@ export class RLInterface {
 
   #words(): string[] {
     const { serverHost, serverPort = 8765, checkpointDir, embeddingDim, serverArguments = [] } = this.#config
-    const words = ['-m', 'mlx_parallm', 'prompt-policy', '--server', String(serverPort)]
+    const words = ['-m', 'mlx_parallm', 'prompt-policy', '--until-stdin-ends', '--server', String(serverPort)]
     if (serverHost !== undefined) words.push('--set', `server.host=${serverHost}`)
     if (checkpointDir !== undefined) words.push('--checkpoint-dir', checkpointDir)
     if (embeddingDim !== undefined) words.push('--set', `prompt_policy.ppo.input_dim=${embeddingDim}`)
@@ -291,7 +303,7 @@ export class RLInterface {
       totalReward += reward ?? 0
       rewarded += reward === null ? 0 : 1
     }
-    return { steps: maxSteps, totalReward, avgReward: rewarded === 0 ? null : totalReward / rewarded }
+    return { steps: maxSteps, rewarded, totalReward, avgReward: rewarded === 0 ? null : totalReward / rewarded }
   }
 
   /** Numbers so far, or a `message` before the first experience. */

@@ -12,27 +12,24 @@ export interface ServiceProcess {
   stop(): void
 }
 
-/** Throws `ParallmError` in a page, and where Python cannot be started. */
-export async function startProcess(program: string, words: readonly string[]): Promise<ServiceProcess> {
+/**
+ * Its standard input is a pipe that ends with this process, however that ends. `apiKey`: the one that it asks for, in its
+ * environment, where no list of processes shows it. Throws `ParallmError` in a page, and where Python cannot be started.
+ */
+export async function startProcess(program: string, words: readonly string[], apiKey?: string): Promise<ServiceProcess> {
   if (typeof process === 'undefined' || typeof process.getBuiltinModule !== 'function') {
     throw new ParallmError('a page cannot start the service: start `mlx_parallm prompt-policy --server 8765` yourself')
   }
   const { spawn } = process.getBuiltinModule('node:child_process')
-  const child = spawn(program, words, { stdio: ['ignore', 'pipe', 'pipe'] })
+  const env = apiKey === undefined ? process.env : { ...process.env, MLX_PARALLM_API_KEY: apiKey }
+  const child = spawn(program, words, { stdio: ['pipe', 'pipe', 'pipe'], env })
   let output = ''
   const keep = (part: Buffer): void => {
     output = (output + part.toString()).slice(-KEPT_CHARACTERS)
   }
   child.stdout.on('data', keep)
   child.stderr.on('data', keep)
-  const stop = (): void => void child.kill('SIGTERM')
-  process.once('exit', stop)
-  const ended = new Promise<number | null>((resolve) => {
-    child.once('close', (code) => {
-      process.removeListener('exit', stop)
-      resolve(code)
-    })
-  })
+  const ended = new Promise<number | null>((resolve) => child.once('close', resolve))
   await new Promise<void>((resolve, reject) => {
     child.once('spawn', resolve)
     child.once('error', (cause) => reject(new ParallmError(`${program} cannot be started: ${cause.message}`, { cause })))
@@ -42,6 +39,6 @@ export async function startProcess(program: string, words: readonly string[]): P
       return output
     },
     ended,
-    stop,
+    stop: () => void child.kill('SIGTERM'),
   }
 }

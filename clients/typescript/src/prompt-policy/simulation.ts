@@ -77,7 +77,7 @@ export class SimulatedRLTrainer {
         entry.count += 1
         totalReward += reward
       }
-      const episode = { steps: episodeLength, totalReward, avgReward: totalReward / episodeLength }
+      const episode = { steps: episodeLength, rewarded: episodeLength, totalReward, avgReward: totalReward / episodeLength }
       count(stats, episode)
       onProgress?.(stats, episode)
     }

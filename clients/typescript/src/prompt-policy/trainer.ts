@@ -6,6 +6,9 @@ export interface TrainingStats {
   episodes: number
   steps: number
   updates: number
+  /** Steps that were rewarded. */
+  rewarded: number
+  totalReward: number
   /** Mean of all rewards; null without one. */
   avgReward: number | null
   /** Best mean of an episode. */
@@ -68,7 +71,8 @@ export class RLTrainer {
 }
 
 export function emptyStats(): TrainingStats {
-  return { episodes: 0, steps: 0, updates: 0, avgReward: null, maxReward: null, episodeRewards: [], lastUpdate: null }
+  const none = { avgReward: null, maxReward: null, episodeRewards: [], lastUpdate: null }
+  return { episodes: 0, steps: 0, updates: 0, rewarded: 0, totalReward: 0, ...none }
 }
 
 export function count(stats: TrainingStats, episode: EpisodeResult): void {
@@ -76,6 +80,8 @@ export function count(stats: TrainingStats, episode: EpisodeResult): void {
   stats.steps += episode.steps
   if (episode.avgReward === null) return
   stats.episodeRewards.push(episode.avgReward)
-  stats.avgReward = stats.episodeRewards.reduce((sum, reward) => sum + reward, 0) / stats.episodeRewards.length
+  stats.rewarded += episode.rewarded
+  stats.totalReward += episode.totalReward
+  stats.avgReward = stats.totalReward / stats.rewarded
   stats.maxReward = Math.max(stats.maxReward ?? -Infinity, episode.avgReward)
 }
