@@ -217,7 +217,7 @@ def test_names_in_the_text_exist(page: Path) -> None:
     wrong = []
     for code in _inline(page):
         words = code.replace("\\|", "|").replace("…", "").split()
-        if command := re.match(r"mlx_parallm ([\w-]+)|(mlx_parallm_\w+)(?: |$)", code):
+        if command := re.match(r"mlx_parallm (\w[\w-]*)|(mlx_parallm_\w+)(?: |$)", code):
             name = command[1] or SCRIPTS.get(command[2], command[2])
             known = flags_of(name) if name in COMMANDS else set()
             flags = {flag for word in words[1:] for flag in re.findall(r"^\[?(--[a-z-]+)", word)}
