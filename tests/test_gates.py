@@ -44,7 +44,7 @@ LINES: dict[str, int] = {
     "rollout_store": 1290,
     "server": 6_920,
     "system": 1180,
-    "tinker": 3_200,
+    "tinker": 3_260,
     "tools": 2810,
     "traces": 5_390,
     "trl": 1250,

@@ -18,6 +18,6 @@ class TinkerConfig(Section):
     """Sets of sampler weights of each model that stay in memory. Named ones are read from disk again when they are
     asked for; a sampling client without a name whose weights are gone gets an error that says so."""
     max_samples: int = Field(4096, ge=1)
-    """Samples that run, wait, or have not been collected; one more is answered 429, which the SDK waits for."""
+    """Samples that run or wait, over all requests; more are answered 429, which the SDK waits for."""
     max_result_bytes: int = Field(1 << 30, ge=1 << 20)
     """Memory for results that clients have not collected; beyond it new requests are answered 429."""

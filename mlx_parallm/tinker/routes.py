@@ -114,7 +114,7 @@ def _future_routes(router: APIRouter, service: Service, sampling: Callable[[], S
     async def retrieve(body: bodies.RetrieveBody, context: Context) -> Response:
         promises = service().promises
         promise = promises.find(body.request_id)
-        result = await promises.wait(promise, POLL_S, lambda: context.deps.state.draining)
+        result = await promises.wait(promise, _poll_s(context), lambda: context.deps.state.draining)
         if result is not None:
             return Response(result.body, media_type=result.media_type)
         answer: dict[str, Any] = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
@@ -125,7 +125,8 @@ def _future_routes(router: APIRouter, service: Service, sampling: Callable[[], S
     @router.post("/retrieve_futures")
     async def retrieve_many(body: bodies.RetrieveManyBody, context: Context) -> dict[str, Any]:
         service().promises.forget(body.retrieved_request_ids)
-        seconds = POLL_S if body.timeout is None else min(max(body.timeout, 0.0), POLL_S)
+        most = _poll_s(context)
+        seconds = most if body.timeout is None else min(max(body.timeout, 0.0), most)
         state = context.deps.state
         events, cursor = await sampling().completions(body.target, body.prev_cursor, seconds, lambda: state.draining)
         return {"completions": events, "cursor": cursor}
@@ -134,6 +135,12 @@ def _future_routes(router: APIRouter, service: Service, sampling: Callable[[], S
     async def cancel(body: bodies.CancelBody) -> dict[str, str]:
         service().promises.find(body.request_id).cancel()
         return {"status": "ok"}
+
+
+def _poll_s(context: Context) -> float:
+    """How long a poll is held: it ends before the server's time limit would make an error of it."""
+    limit = context.deps.config.request_timeout_s  # 0 = none
+    return min(POLL_S, limit / 2) if limit else POLL_S
 
 
 def _training_routes(router: APIRouter, numbered: APIRouter, service: Service) -> None:

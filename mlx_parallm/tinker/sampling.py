@@ -8,10 +8,8 @@ What ended a sample belongs to it, once.
 import asyncio
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,12 +19,13 @@ from mlx_parallm.system.log import get_logger
 from mlx_parallm.tinker.bodies import FuturesTarget, SampleBody, SamplingParamsBody
 from mlx_parallm.tinker.promises import Promise, PromiseResult, failure, protobuf_result
 from mlx_parallm.tinker.run_log import SampleRecord
-from mlx_parallm.tinker.service import Sampler, TinkerService
+from mlx_parallm.tinker.service import Completions, Sampler, TinkerService
 from mlx_parallm.tinker.wire import DrawnSample, write_samples
 from mlx_parallm.types import Completion, Request, RequestOutput, SamplingParams, TopLogprob
 
 CLONE = 1_000_000_000  # seq_ids of a copied sampling client begin at a multiple of it
 KEPT_SAMPLES = 1 << 17  # requests that are known by their number
+WRITTEN_AT_ONCE = 4096  # tokens; more are written by another thread
 NOT_OFFERED = {
     "target_prompt_logprobs": "log-probabilities of other tokens at the prompt's positions",
     "prompt_alt_tokens_k": "draws at every position of the prompt",
@@ -36,25 +35,12 @@ NOT_OFFERED = {
 log = get_logger("tinker")
 
 
-@dataclass
-class Completions:
-    """What the samples of one client have come to, for `retrieve_futures`: events from number `first` + 1 on."""
-
-    first: int = 0
-    events: list[dict[str, object]] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class Sampling:
     def __init__(self, service: TinkerService) -> None:
         self._service = service
         self._known: dict[tuple[str, int], Promise] = {}
-        self._completions: dict[tuple[str, int], Completions] = defaultdict(Completions)
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def running(self) -> int:
-        return len(self._tasks)
+        self._running = 0  # samples, of all requests
 
     async def sample(self, body: SampleBody) -> Promise:
         """Begin the samples of a request. Raises RequestError: it cannot be run; ServerBusyError: too many run."""
@@ -63,8 +49,8 @@ class Sampling:
         if key is not None and (known := self._known.get(key)) is not None:
             return known
         service = self._service
-        if self.running >= service.config.max_samples:
-            raise ServerBusyError(f"{self.running} samples run or wait (tinker.max_samples); try again")
+        if self._running and self._running + body.num_samples > service.config.max_samples:
+            raise ServerBusyError(f"{self._running} samples run or wait (tinker.max_samples); try again")
         params, prompt = _params(body), _prompt(body)
         service.engine.check(Request("tinker", prompt, params, sampler.adapter))
         promise = service.promises.new(sample_count=body.num_samples)
@@ -72,26 +58,32 @@ class Sampling:
             self._known[key] = promise
             while len(self._known) > KEPT_SAMPLES:
                 del self._known[next(iter(self._known))]
-            target = (sampler.sampler_id, key[1] // CLONE)
-            promise.on_result.append(lambda done: self._completed(target, done))
+            line = sampler.completions[key[1] // CLONE]
+            promise.on_result.append(lambda done: _completed(line, done))
         request = Request(promise.request_id, prompt, params, sampler.adapter)
         task = asyncio.create_task(self._run(promise, request, body, sampler))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._running += body.num_samples
+        task.add_done_callback(lambda done: self._ended(done, body.num_samples))
         promise.cancel = task.cancel
         return promise
+
+    def _ended(self, task: "asyncio.Task[None]", count: int) -> None:
+        self._tasks.discard(task)
+        self._running -= count
 
     async def completions(
         self, target: FuturesTarget, cursor: int, seconds: float, ending: Callable[[], bool]
     ) -> tuple[list[object], int]:
         """What has come to its end after event `cursor`, which is waited for; and the number of the last event."""
-        if target.sampling_session_id not in self._service.sampling:
+        sampler = self._service.sampling.get(target.sampling_session_id)
+        if sampler is None:
             raise RefusedError(
                 f"sampling session {target.sampling_session_id!r} is unknown: the server was restarted, and its samples"
                 " are lost",
                 410,
             )
-        line = self._completions[target.sampling_session_id, target.cloned_sampler_id]
+        line = sampler.completions[target.cloned_sampler_id]
         seen = max(min(cursor, line.first + len(line.events)) - line.first, 0)
         del line.events[:seen]
         line.first += seen
@@ -101,17 +93,6 @@ class Sampling:
             with suppress(TimeoutError):
                 await asyncio.wait_for(line.news.wait(), min(left, 1.0))
         return list(line.events), line.first + len(line.events)
-
-    def _completed(self, target: tuple[str, int], promise: Promise) -> None:
-        assert promise.result is not None
-        line = self._completions[target]
-        event: dict[str, object] = {"request_id": promise.request_id, "state": "finished"}
-        if promise.result.failed:
-            event["state"] = "failed"
-        else:
-            event["response_payload_uncompressed_size"] = len(promise.result.body)
-        line.events.append(event)
-        line.news.set()
 
     async def _sampler(self, body: SampleBody) -> Sampler:
         if body.sampling_session_id is None:
@@ -123,6 +104,9 @@ class Sampling:
                 " restarted. Make a new sampling client",
                 404,
             )
+        session = self._service.sessions.get(sampler.sampler_id.partition(":")[0])
+        if session is not None:
+            session.last_seen = time.time()
         return sampler
 
     async def _run(self, promise: Promise, request: Request, body: SampleBody, sampler: Sampler) -> None:
@@ -151,7 +135,21 @@ class Sampling:
             for sequence_id, completion in zip(promise.sequence_ids, output.completions, strict=True):
                 record = SampleRecord(sampler.run, step, request.params.temperature, _array(completion.logprobs))
                 service.records.add(sequence_id, record)
-        return protobuf_result(_written(body, output))
+        # Rows of likely tokens are slow to write: 0.1 s for 8,192 tokens with 20 each.
+        tokens = sum(len(each.token_ids) for each in output.completions)
+        large = body.topk_sample_logprobs or body.topk_prompt_logprobs or tokens > WRITTEN_AT_ONCE
+        return protobuf_result(await asyncio.to_thread(_written, body, output) if large else _written(body, output))
+
+
+def _completed(line: Completions, promise: Promise) -> None:
+    assert promise.result is not None
+    event: dict[str, object] = {"request_id": promise.request_id, "state": "finished"}
+    if promise.result.failed:
+        event["state"] = "failed"
+    else:
+        event["response_payload_uncompressed_size"] = len(promise.result.body)
+    line.events.append(event)
+    line.news.set()
 
 
 def _prompt(body: SampleBody) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ one that is sent again gets the promise that there is.
 import asyncio
 import time
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
@@ -22,6 +22,7 @@ from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.errors import ParallmError, RefusedError, RequestError
 from mlx_parallm.models.adapters.peft import save_peft
 from mlx_parallm.rl_training.step.optimizer import AdamWSettings
+from mlx_parallm.server.errors import ServerBusyError
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.tinker.bodies import (
     AdamBody,
@@ -52,6 +53,8 @@ from mlx_parallm.tinker.samplers import INFLIGHT, SamplerWeights
 from mlx_parallm.tinker.wire import ForwardBackward, write_output
 
 GONE_AFTER_S = 900.0  # without a heartbeat, of which the SDK sends one in 10 s: the client is gone
+FORGOTTEN_AFTER_S = 24 * 3600.0  # then its session is forgotten; one that was finished, after GONE_AFTER_S
+MOST_QUEUED_BYTES = 1 << 30  # of forward_backward bodies that have not run
 FARTHEST_AHEAD = 4096  # requests of a model that may wait for an earlier one
 KEPT_REQUESTS = 65_536  # answered requests of a model that are still known by their number
 
@@ -72,6 +75,15 @@ class ClientSession:
 
 
 @dataclass
+class Completions:
+    """What the samples of one client have come to, for `retrieve_futures`: events from number `first` + 1 on."""
+
+    first: int = 0
+    events: list[dict[str, object]] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass
 class Sampler:
     """A sampling session. `adapter`: None = the base. `step`: of the model, when its weights were saved."""
 
@@ -82,6 +94,7 @@ class Sampler:
     run: str | None = None
     directory: Path | None = None  # of a named checkpoint
     step: Callable[[], int | None] = lambda: None
+    completions: dict[int, Completions] = field(default_factory=lambda: defaultdict(Completions))  # by copied client
 
 
 @dataclass(eq=False)
@@ -89,6 +102,7 @@ class QueuedRequest:
     promise: Promise
     what: str
     work: Callable[[], PromiseResult]
+    size: int = 0  # bytes of its body
 
 
 class TrainedModel:
@@ -134,6 +148,8 @@ class TinkerService:
         self.models: dict[str, TrainedModel] = {}
         self.sampling: dict[str, Sampler] = {}
         self._creating: dict[tuple[str, int], Promise] = {}
+        self._queued_bytes = 0  # of bodies that have not run
+        self._running_bytes = 0  # the part of them that waits for nothing but the learner
 
     # ------------------------------------------------------------------ sessions
 
@@ -143,11 +159,24 @@ class TinkerService:
 
     def create_session(self, body: CreateSessionBody) -> ClientSession:
         now = time.time()
+        self._forget_sessions(now)
         session = ClientSession(
             str(uuid.uuid4()), body.user_metadata, body.display_name, body.project_id, created=now, last_seen=now
         )
         self.sessions[session.session_id] = session
         return session
+
+    def _forget_sessions(self, now: float) -> None:
+        """Drop what is known of clients that are gone for long; their checkpoints stay."""
+        for session in list(self.sessions.values()):
+            if now - session.last_seen > (GONE_AFTER_S if session.finished else FORGOTTEN_AFTER_S):
+                for model_id in session.models:
+                    self.unload(model_id)
+                for sampler_id in session.samplers:
+                    self.sampling.pop(sampler_id, None)
+                for key in [key for key in self._creating if key[0] == session.session_id]:
+                    del self._creating[key]
+                del self.sessions[session.session_id]
 
     def session(self, session_id: str, *, status: int = 404) -> ClientSession:
         """Raises RefusedError with that status: it is unknown."""
@@ -174,6 +203,7 @@ class TinkerService:
         if model is not None:
             lost = failure(f"model {model_id} was unloaded before this request's turn", category="user")
             for waiting in model.waiting.values():
+                self._queued_bytes -= waiting.size
                 self.promises.resolve(waiting.promise, lost)
             live = [key for key, each in self.sampling.items() if each.run == model_id and each.directory is None]
             for sampler_id in live:
@@ -309,10 +339,12 @@ class TinkerService:
         kind: str,
         work: Callable[[TrainedModel], PromiseResult],
         content: bytes,
+        size: int = 0,
     ) -> Promise:
-        """Queue a request under its number; None or 0 = next in the order of arrival. Raises RequestError.
+        """Queue a request under its number; None or 0 = next in the order of arrival.
 
-        `content`: of the request, or a digest. A number comes again with the same, or it is refused.
+        `content`: of the request, or a digest. A number comes again with the same, or it is refused. `size`: bytes that
+        it holds until it has run. Raises RequestError; ServerBusyError: bodies take too much memory.
         """
         model = self.model(model_id)
         if not seq_id:
@@ -332,12 +364,19 @@ class TinkerService:
                 " may be ahead of it",
                 param="seq_id",
             )
+        # The request that all others wait for is never refused, or nothing would go on.
+        blocked = seq_id != model.next_seq or self._running_bytes > 0
+        if size and blocked and self._queued_bytes + size > MOST_QUEUED_BYTES:
+            raise ServerBusyError(
+                f"forward_backward requests of {self._queued_bytes} bytes wait for their turn; try again"
+            )
         promise = self.promises.new(model_id)
+        self._queued_bytes += size
         promise.reason = partial(self._reason, model, seq_id)
         model.known[seq_id] = (kind, content, promise)
         if len(model.known) > KEPT_REQUESTS:
             model.known.popitem(last=False)
-        model.waiting[seq_id] = QueuedRequest(promise, f"{kind} {seq_id} of {model_id}", partial(work, model))
+        model.waiting[seq_id] = QueuedRequest(promise, f"{kind} {seq_id} of {model_id}", partial(work, model), size)
         while (ready := model.waiting.pop(model.next_seq, None)) is not None:
             model.next_seq += 1
             self._run(ready)
@@ -357,10 +396,16 @@ class TinkerService:
 
     def _run(self, waiting: QueuedRequest) -> None:
         loop = asyncio.get_running_loop()
+        self._running_bytes += waiting.size
         done = self.learner.submit(waiting.what, waiting.work)
 
+        def settled(result: PromiseResult) -> None:
+            self._queued_bytes -= waiting.size
+            self._running_bytes -= waiting.size
+            self.promises.resolve(waiting.promise, result)
+
         def settle(future: "Future[PromiseResult]") -> None:
-            loop.call_soon_threadsafe(self.promises.resolve, waiting.promise, _outcome(future, waiting.what))
+            loop.call_soon_threadsafe(settled, _outcome(future, waiting.what))
 
         done.add_done_callback(settle)
 
@@ -373,7 +418,7 @@ class TinkerService:
             return protobuf_result(write_output(output.logprobs, metrics))
 
         kind = "forward" if request.forward_only else "forward_backward"
-        return self.submit(request.model_id, request.seq_id, kind, work, request.content)
+        return self.submit(request.model_id, request.seq_id, kind, work, request.content, request.size)
 
     def optim_step(self, body: OptimStepBody) -> Promise:
         """Raises RequestError: another optimizer than AdamW."""

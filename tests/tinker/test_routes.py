@@ -1,11 +1,13 @@
 """Tinker's routes over real HTTP, on the tiny model: order, repeats, what is lost, samples, checkpoints."""
 
+import asyncio
 import json
 import shutil
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,10 +17,13 @@ from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.errors import RefusedError
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.server.errors import ServerBusyError
-from mlx_parallm.tinker import routes, wire
+from mlx_parallm.tinker import routes, sampling, service, wire
 from mlx_parallm.tinker.bodies import CreateSessionBody
 from mlx_parallm.tinker.promises import KEPT_AFTER_DELIVERY_S, UNCLAIMED_S, Promises, json_result
-from mlx_parallm.tinker.service import TinkerService
+from mlx_parallm.tinker.run_log import SampleRecord, SampleRecords
+from mlx_parallm.tinker.samplers import SamplerWeights
+from mlx_parallm.tinker.service import FORGOTTEN_AFTER_S, TinkerService
+from mlx_parallm.tinker.wire import write_samples
 from tests.server.serving import RunningServer
 from tests.tinker.serving import API, JSON_BODY, WireClient, logprobs_of, request_of, tinker_server
 
@@ -44,6 +49,15 @@ def client(server: RunningServer) -> Iterator[WireClient]:
         made = WireClient(http)
         yield made
         made.post(f"sessions/{made.session}/finish", reason={"type": "success"})
+
+
+def on_loop() -> bool:
+    """Whether an event loop runs on this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def loss_of(client: WireClient, model: str, seq_id: int) -> float:
@@ -204,7 +218,9 @@ def test_what_is_unknown_or_lost_has_its_status(client: WireClient) -> None:
     )
 
 
-def test_samples_are_those_of_the_weights_and_stop_as_they_were_told(client: WireClient) -> None:
+def test_samples_are_those_of_the_weights_and_stop_as_they_were_told(
+    client: WireClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = client.create_model()
     client.output(client.send(model, 1, [DATUM] * 8, "cross_entropy"))
     client.result(client.optim_step(model, 2, learning_rate=3e-2))
@@ -226,11 +242,20 @@ def test_samples_are_those_of_the_weights_and_stop_as_they_were_told(client: Wir
     assert metrics["sampler_gap:max"] <= 1e-4 and metrics["staleness:mean"] == 0 and metrics["clip_fraction:mean"] == 0
     client.result(client.optim_step(model, 5, learning_rate=1e-3))
     assert client.output(client.send(model, 6, data, "ppo", forward_only=True)).metrics["staleness:mean"] == 1
+    wrote_on: list[bool] = []
+
+    def write(*args: Any, **options: Any) -> bytes:
+        wrote_on.append(on_loop())
+        return write_samples(*args, **options)
+
+    monkeypatch.setattr(sampling, "write_samples", write)
     prompt = client.samples(
         client.sample(sampler, 1, TOKENS, prompt_logprobs=True, topk_prompt_logprobs=2, params={"max_tokens": 1})
     )
     scores = np.frombuffer(prompt.prompt_logprobs, "<f4")
     assert np.isnan(scores[0]) and np.isfinite(scores[1:]).all() and prompt.topk_prompt_logprobs.length == 6
+    monkeypatch.undo()
+    assert wrote_on == [False]  # rows of likely tokens are slow to write, so the event loop does not
     stop = drawn[0][2]
     params = {"max_tokens": 6, "seed": 4, "stop": [stop]}
     [stopped] = client.samples(client.sample(sampler, 2, TOKENS, params=params)).sequences
@@ -300,6 +325,7 @@ def test_checkpoints_are_adapters_with_names(client: WireClient, server: Running
     )
     sampler = session["sampling_session_id"]
     assert client.http.get(f"{API}/samplers/{sampler}").json()["model_path"] == named
+    assert staleness(client, model, sampler, 9) == 0  # of named weights too
     params = {"max_tokens": 8, "temperature": 0.0, "stop": []}
     [sequence] = client.samples(client.sample(sampler, 0, TOKENS, params=params)).sequences
     chat = client.http.post(
@@ -318,7 +344,12 @@ def test_checkpoints_are_adapters_with_names(client: WireClient, server: Running
         client.post("load_weights", session_id=client.session, model_seq_id=9, path=state, optimizer=True)
     )
     assert loaded["model_id"] == f"{client.session}:train:9"
-    assert loss_of(client, loaded["model_id"], 1) == loss_of(client, model, 8)
+    assert loss_of(client, loaded["model_id"], 1) == loss_of(client, model, 0)
+    client.post("unload_model", model_id=model)
+    [again] = client.samples(client.sample(sampler, 1, TOKENS, params=params)).sequences
+    assert again.tokens == sequence.tokens  # named weights are served when their run has ended
+    body = {"model": named, "prompt": TOKENS, "max_tokens": 1}
+    assert client.http.post("/v1/completions", json=body).status_code == 200
     missing = client.post("load_weights", session_id=client.session, model_seq_id=10, path=state + "b", optimizer=True)
     assert "there is no checkpoint" in client.result(missing)["error"]
 
@@ -398,10 +429,67 @@ async def test_a_promise_that_is_settled_holds_its_id_alone() -> None:
 async def test_models_that_were_made_long_ago_take_no_place() -> None:
     absent: Any = None
     config = TinkerConfig(max_models=4)
-    service = TinkerService(config, absent, absent, absent, absent, names=("m",), tokenizer_id="m")
-    session = service.create_session(CreateSessionBody())
+    made = TinkerService(config, absent, absent, absent, absent, names=("m",), tokenizer_id="m")
+    session = made.create_session(CreateSessionBody())
     for number in range(12):
-        promise = service._creating[session.session_id, number] = service.promises.new()
-        service.promises.resolve(promise, json_result({}))
-        service.promises.forget([promise.request_id])
-    assert service._make_room() is None
+        promise = made._creating[session.session_id, number] = made.promises.new()
+        made.promises.resolve(promise, json_result({}))
+        made.promises.forget([promise.request_id])
+    assert made._make_room() is None
+    made.add_sampler(session, service.Sampler("x", "m"))
+    session.last_seen -= FORGOTTEN_AFTER_S + 1
+    made.create_session(CreateSessionBody())
+    assert (len(made.sessions), made.sampling, made._creating) == (1, {}, {})
+
+
+def test_samples_and_waiting_bodies_are_limited(client: WireClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body that waits for an earlier one fills the limit; the earlier one is taken all the same."""
+    model = client.create_model()
+    body = request_of([DATUM], "cross_entropy", model_id=model, seq_id=3)
+    second = client.send(model, 2, [DATUM], "cross_entropy")
+    monkeypatch.setattr(service, "MOST_QUEUED_BYTES", len(body))
+    assert client.http.post(f"{API}/forward_backward", content=body).status_code == 429
+    client.output(client.send(model, 1, [DATUM], "cross_entropy"))
+    client.output(second)
+    client.output(client.http.post(f"{API}/forward_backward", content=body).json())
+
+
+def test_weights_that_change_do_not_hold_up_samples() -> None:
+    begun, go = threading.Event(), threading.Event()
+    weights = BlockedWeights(begun, go)
+    samplers = SamplerWeights(cast(Any, weights), {}, kept=2, total=2)
+    go.set()
+    samplers.put("a", "run", {})
+    go.clear()
+    begun.clear()
+    changing = threading.Thread(target=samplers.put, args=("b", "run", {}))
+    changing.start()
+    assert begun.wait(10)
+    done = threading.Event()
+
+    def use() -> None:
+        with samplers.using("a"):
+            done.set()
+
+    threading.Thread(target=use, daemon=True).start()
+    assert done.wait(10)
+    go.set()
+    changing.join()
+
+
+class BlockedWeights:
+    """Changes its weights once it may."""
+
+    def __init__(self, begun: threading.Event, go: threading.Event) -> None:
+        self._begun, self._go = begun, go
+
+    def add_adapter(self, name: str, layers: object) -> None:
+        self._begun.set()
+        self._go.wait(10)
+
+
+def test_records_of_short_samples_are_counted_too() -> None:
+    records = SampleRecords(most_bytes=3 * 420)
+    for i in range(5):
+        records.add(str(i), SampleRecord("run", 0, 1.0, np.zeros(5, np.float32)))
+    assert [i for i in range(5) if records.find(str(i))] == [2, 3, 4]
