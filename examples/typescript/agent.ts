@@ -28,12 +28,13 @@ async function work(): Promise<void> {
   }
 }
 
-await client.ready()
-const working = Promise.all(Array.from({ length: 6 }, work))
-working.catch(() => (process.exitCode = 1)) // thrown below, when the numbers end
-for await (const { steps, state } of client.training.watch()) {
-  for (const { step, values } of steps) console.log(`step ${step}: reward ${values['reward_mean']?.toFixed(3)}`)
-  running = state === 'running'
+async function watch(): Promise<void> {
+  for await (const { steps, state } of client.training.watch()) {
+    for (const { step, values } of steps) console.log(`step ${step}: reward ${values['reward_mean']?.toFixed(3)}`)
+    running = state === 'running'
+  }
+  running = false
 }
-running = false
-await working
+
+await client.ready()
+await Promise.all([watch(), ...Array.from({ length: 6 }, work)])
