@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.prompt_policy import PromptPolicyConfig
 from mlx_parallm.engine.served_models import DEFAULT
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, RefusedError
 from mlx_parallm.execution.openai_client import OpenAIEndpoint
 from mlx_parallm.prompt_policy.embeddings import Embedder, EndpointEmbedder, HashedEmbedder, checked
 from mlx_parallm.prompt_policy.mutations import CHAT_REWRITE, RULES, ChatMutation
@@ -29,7 +29,7 @@ from mlx_parallm.server.app import AddedRouter, create_app
 from mlx_parallm.server.auth import check_bind, check_origins
 from mlx_parallm.server.connections import connection_limit
 from mlx_parallm.server.context import ServerDeps, ServerState
-from mlx_parallm.server.errors import HEALTH
+from mlx_parallm.server.errors import ERROR_CONTENT, HEALTH
 from mlx_parallm.server.generation import UNNAMED, new_id
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.files import raise_file_limit
@@ -121,7 +121,7 @@ class PromptPolicyServer:
         self.app = create_app(
             ServerDeps(self._state, server, api_key=key),
             [AddedRouter(policy_router(self.deps))],
-            base=(_own_routes(),),
+            base=(_own_routes(self._state),),
             title="mlx_parallm prompt policy",
             origin_regex=LOOPBACK_PAGES,
         )
@@ -142,12 +142,14 @@ class PromptPolicyServer:
             self.deps.service.close()
 
 
-def _own_routes() -> APIRouter:
+def _own_routes(state: ServerState) -> APIRouter:
     router = APIRouter(tags=["status"])
 
-    @router.get(HEALTH)
+    @router.get(HEALTH, responses={503: {"description": "The service is shutting down", "content": ERROR_CONTENT}})
     async def policy_health() -> HealthAnswer:
         """Whether the service answers."""
+        if state.unavailable is not None:
+            raise RefusedError(state.unavailable[1], 503)
         return HealthAnswer()
 
     router.get("/metrics", response_class=Response)(status.metrics)

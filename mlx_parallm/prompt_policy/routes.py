@@ -9,6 +9,7 @@ POST /save  POST /load   checkpoints
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter
@@ -40,9 +41,13 @@ from mlx_parallm.prompt_policy.protocol import (
 )
 from mlx_parallm.prompt_policy.rewriting import PolicyDeps, embed, rewrite, roll_out
 from mlx_parallm.prompt_policy.service import PolicyService, allowed_actions, done
+from mlx_parallm.server.errors import ERROR_CONTENT
 from mlx_parallm.server.protocol.strict_json import json_router
 
 TAG = "prompt policy"
+_ASKS_ANOTHER: Any = {502: {"description": "Another server cannot be asked", "content": ERROR_CONTENT}}
+_SCORES: Any = {422: {"description": "The task gives no reward: `columns` lacks one", "content": ERROR_CONTENT}}
+_OTHER_SIZES: Any = {409: {"description": "The checkpoint does not fit this policy", "content": ERROR_CONTENT}}
 
 
 def _add_acting(router: APIRouter, deps: PolicyDeps) -> None:
@@ -125,7 +130,7 @@ def _add_learning(router: APIRouter, deps: PolicyDeps) -> None:
         """Write a checkpoint below the checkpoint directory, `latest` without a name."""
         return SavedAnswer(path=await done(service.save(body.path if body is not None else None)))
 
-    @router.post("/load")
+    @router.post("/load", responses=_OTHER_SIZES)
     async def load_policy(body: LoadCheckpointBody) -> LoadedAnswer:
         """Go on from a checkpoint."""
         await done(service.load(body.path))
@@ -135,7 +140,7 @@ def _add_learning(router: APIRouter, deps: PolicyDeps) -> None:
 def _add_rewriting(router: APIRouter, deps: PolicyDeps) -> None:
     """Add the routes that take prompts."""
 
-    @router.post("/mutate")
+    @router.post("/mutate", responses=_ASKS_ANOTHER)
     async def mutate_prompt(body: MutateBody) -> MutateAnswer:
         """Choose a mutation for a prompt and apply it. Mutations that would change nothing are not chosen."""
         return await rewrite(deps, body)
@@ -146,12 +151,12 @@ def _add_rewriting(router: APIRouter, deps: PolicyDeps) -> None:
         await done(deps.service.reward(body.id, body.value))
         return StoredAnswer(buffer_size=deps.service.buffer_size)
 
-    @router.post("/rollout")
+    @router.post("/rollout", responses=_ASKS_ANOTHER | _SCORES)
     async def roll_out_prompt(body: RolloutBody, request: HTTPRequest) -> RolloutAnswer:
         """Rewrite a prompt, let a model answer it, score the answers, and keep the mean as the reward."""
         return await roll_out(deps, body, request)
 
-    @router.post("/embed")
+    @router.post("/embed", responses=_ASKS_ANOTHER)
     async def embed_prompts(body: EmbedBody) -> EmbedAnswer:
         """Turn prompts into the numbers that the policy reads."""
         rows = await embed(deps, body.input)

@@ -11,6 +11,7 @@ from mlx_parallm.prompt_policy.app import make_deps
 from mlx_parallm.prompt_policy.classifier import classify_prompt
 from mlx_parallm.prompt_policy.embeddings import HashedEmbedder, checked
 from mlx_parallm.prompt_policy.mutations import RULES, mutate
+from mlx_parallm.prompt_policy.phrases import CONSTRAINTS, CRITERIA, FALLBACKS, STEPS
 from mlx_parallm.prompt_policy.protocol import LONGEST_PROMPT
 from mlx_parallm.prompt_policy.reward_model import (
     RewardModel,
@@ -87,9 +88,21 @@ def test_each_mutation_does_what_it_is_called() -> None:
     )
     one = texts("Write a poem about rain.", "task-decomposition")
     assert one.startswith("Write a poem about rain.\n\nWork in these steps:\n1. Decide")
-    assert "If a complete fix is out of reach" in texts("Fix the crash at start.", "try-catch-style")
+    crash = "Fix the crash at start."
+    added = {
+        "try-catch-style": ["If this cannot be done as it stands:", *(f"- {line}" for line in FALLBACKS["mend"])],
+        "expansion": [
+            "Go about it like this:",
+            *(f"- {step}" for step in STEPS["GENERAL_QA"]),
+            "",
+            "A good answer: " + "; ".join(CRITERIA["GENERAL_QA"]) + ".",
+        ],
+    }
+    for name, lines in added.items():
+        assert texts(crash, name) == "\n".join([crash, "", *lines])
     assert '"robust": gives a clear error' in texts("Make it robust.", "expansion")
     constrained = texts("What is a heat pump?", "constraint-addition")
+    assert {line.removeprefix("- ") for line in constrained.splitlines()[3:]} < set(CONSTRAINTS["GENERAL_QA"])
     assert constrained.count("\n- ") == 2 and constrained == texts("What is a heat pump?", "constraint-addition")
 
 

@@ -1,16 +1,20 @@
 """The service over real HTTP: routes, errors, feedback, checkpoints, and what survives."""
 
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from mlx_parallm.errors import CheckpointError, StoreError
 from mlx_parallm.prompt_policy import service
+from mlx_parallm.prompt_policy.app import PromptPolicyServer
 from mlx_parallm.prompt_policy.store import ExperienceStore
 from scripts.soak.fuzz_openapi import fuzz, policy_server
-from tests.prompt_policy.helpers import SIZE, experience_body, serving, vector
+from tests.prompt_policy.helpers import SIZE, SMALL, experience_body, serving, small_config, vector
 
 POLITE = "Could you please write a Python function that sorts a list? Thank you so much!"
 
@@ -155,6 +159,43 @@ def test_a_save_replaces_checkpoints_alone(tmp_path: Path, monkeypatch: pytest.M
         assert "holds 1 checkpoints" in client.post("/save", json={"path": "two"}).json()["error"]["message"]
     assert (tmp_path / "run1" / "adapters.safetensors").read_bytes() == b"mine"
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_after_a_kill_what_was_acknowledged_is_there(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mlx_parallm", "prompt-policy", "--server", "0", "--checkpoint-dir", str(tmp_path)]
+    with subprocess.Popen(
+        [*command, *(word for key in SMALL for word in ("--set", key))], stdout=subprocess.PIPE
+    ) as it:
+        try:
+            assert it.stdout is not None
+            url = next(words[-1] for line in it.stdout if b"started at" in line and (words := line.decode().split()))
+            with httpx.Client(base_url=url, timeout=30) as client:
+                for number in range(13):
+                    assert client.post("/store_experience", json=experience_body(number)).status_code == 200
+                    if number == 7:
+                        assert client.post("/update").json()["experiences"] == 8
+                opened = client.post("/mutate", json={"prompt": POLITE}).json()["id"]
+        finally:
+            it.kill()  # SIGKILL
+    with serving(tmp_path) as client:
+        stats = client.get("/stats").json()
+        assert (stats["buffer_size"], stats["total_experiences"], stats["total_updates"]) == (5, 13, 1)
+        assert client.post("/feedback", json={"id": opened, "reward": 1}).json()["buffer_size"] == 6
+
+
+def test_a_service_that_shuts_down_is_not_healthy(tmp_path: Path) -> None:
+    server = PromptPolicyServer(small_config(tmp_path))
+    server.start()
+    server._state.draining = True
+    assert httpx.get(f"{server.url}/health").status_code == 503
+    server.close()
+
+
+def test_errors_of_other_servers_and_of_checkpoints_are_declared(shared_client) -> None:  # type: ignore[no-untyped-def]
+    paths = shared_client.get("/openapi.json").json()["paths"]
+    for path, status in (("/load", "409"), ("/mutate", "502"), ("/embed", "502"), ("/rollout", "422")):
+        assert "Error" in str(paths[path]["post"]["responses"][status]), path
 
 
 def test_many_clients_lose_nothing(tmp_path: Path) -> None:
