@@ -65,11 +65,11 @@ def test_an_id_that_is_used_again_after_its_end_is_another_episode() -> None:
     """ "a+" is an id of its own. The last step of "a" is cut before a state of value 0."""
     names, ends = ("a", "a", "a+"), (True, False, True)
     steps = [
-        experience(n, reward=float(n != 1), episode_id=name, done=done)
+        experience(n, reward=n / 2, episode_id=name, done=done)
         for n, (name, done) in enumerate(zip(names, ends, strict=True))
     ]
     advantages, _ = advantages_of(steps, np.zeros(3), np.zeros(3), PPOConfig())
-    assert advantages.tolist() == [1.0, 0.0, 1.0]
+    assert advantages.tolist() == [0.0, 0.5, 1.0]
 
 
 def test_the_policy_that_acts_is_the_one_that_was_optimised() -> None:
