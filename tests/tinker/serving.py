@@ -26,6 +26,7 @@ enabled = true
 directory = "{directory}"
 max_models = 4
 kept_samplers = 3
+max_samples = 64
 [server]
 max_model_len = 256
 """

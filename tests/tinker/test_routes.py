@@ -493,3 +493,22 @@ def test_records_of_short_samples_are_counted_too() -> None:
     for i in range(5):
         records.add(str(i), SampleRecord("run", 0, 1.0, np.zeros(5, np.float32)))
     assert [i for i in range(5) if records.find(str(i))] == [2, 3, 4]
+
+
+def test_samples_are_limited_cancelled_and_told_of_together(client: WireClient) -> None:
+    """max_samples counts samples, not requests; a cancelled request fails; one poll tells of all that ended."""
+    sampler = client.live_sampler(client.create_model(), 1, 0)
+    long = client.sample(sampler, 0, TOKENS, num_samples=40, params={"max_tokens": 200, "stop": []})
+    short = {"num_samples": 30, "params": {"max_tokens": 1}}
+    assert "tinker.max_samples" in client.sample(sampler, 1, TOKENS, status=429, **short)["error"]["message"]
+    client.post("cancel_future", request_id=long["request_id"])
+    assert "was cancelled" in client.result(long)["error"]
+    done = client.sample(sampler, 1, TOKENS, **short)
+    client.samples(done)
+    target = {"sampling_session_id": sampler}
+    told = client.post("retrieve_futures", target=target, prev_cursor=0, timeout=0)
+    states = [(event["request_id"], event["state"]) for event in told["completions"]]
+    assert states == [(long["request_id"], "failed"), (done["request_id"], "finished")] and told["cursor"] == 2
+    body = {"target": target, "prev_cursor": 2, "timeout": 0, "retrieved_request_ids": [done["request_id"]]}
+    assert client.post("retrieve_futures", **body)["completions"] == []
+    client.post("retrieve_future", status=410, request_id=done["request_id"])
