@@ -108,7 +108,8 @@ def try_one(name: str) -> dict[str, Any]:
     found["parameters"] = parameter_count(model)
     try:
         found["alone"] = why_not_batched(model)
-        found["rewindable"] = choose_cache(model, name, 2, 64).rewindable
+        cache = choose_cache(model, name, 2, 64)
+        found["rewindable"], found["by_tokens"] = cache.rewindable, cache.shares
         found["serves"] = ""
     except ModelError as error:
         found["serves"] = str(error).partition("served: ")[2]
@@ -341,7 +342,8 @@ WORDS = {
 }
 
 ROWS = (
-    ("together", "one forward for all; prefixes of prompts are shared and kept."),
+    ("by tokens", "one forward for all; memory and reading follow the tokens held, shared prompts are held once."),
+    ("together", "one forward for all, all rows as long as the longest; prefixes of prompts are shared and kept."),
     ("together, no prefixes", "the same, but a recurrent state belongs to the whole text: prompts are computed anew."),
     ("one by one", "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time."),
 )
@@ -352,6 +354,8 @@ def rows_of(row: dict[str, Any]) -> str:
         return ""
     if row["alone"]:
         return "one by one"
+    if row["by_tokens"]:
+        return "by tokens"
     return "together" if row["rewindable"] else "together, no prefixes"
 
 

@@ -25,7 +25,7 @@ LINES: dict[str, int] = {
     "config": 2_240,
     "dashboard": 1320,
     "distributed": 440,
-    "engine": 4240,
+    "engine": 5140,
     "environments": 4950,
     "execution": 2650,
     "experts": 1620,
@@ -34,7 +34,7 @@ LINES: dict[str, int] = {
     "integrations": 1880,
     "library": 1110,
     "losses": 880,
-    "models": 3560,
+    "models": 3640,
     "orchestrator": 1920,
     "pipeline": 1_460,
     "primitives": 160,
@@ -42,7 +42,7 @@ LINES: dict[str, int] = {
     "rewards": 2070,
     "rl_training": 11390,
     "rollout_store": 1290,
-    "server": 6_920,
+    "server": 6930,
     "system": 1180,
     "tinker": 3_260,
     "tools": 2810,
@@ -51,7 +51,9 @@ LINES: dict[str, int] = {
 }
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
+    "engine.cache.merge": "the arithmetic of attention in parts, apart from who reads which part",
     "environments.kinds.dataset": "a kind of environment is a file",
+    "models.attention": "the one place where mlx-lm's modules are changed",
     "server.api.adapters": "a family of routes is a file",
     "server.api.embeddings": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",

@@ -19,7 +19,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.engine.cache.batch import arrays_of, choose_cache
+from mlx_parallm.engine.cache.batch import choose_cache
+from mlx_parallm.engine.cache.prefill import arrays_of
 from mlx_parallm.engine.grammar import Grammars
 from mlx_parallm.engine.live_requests import Counters, Event, LiveRequests, own_failure
 from mlx_parallm.engine.logit_edits import LogitEdits, spellings
@@ -77,7 +78,7 @@ class Engine:
         self.grammars = Grammars(tokenizer, options.vocab_size, close_objects=options.close_objects)
         self.counters = Counters()
         self.cache = choose_cache(model, options.architecture, options.max_rows, options.max_model_len)
-        token_bytes = self.cache.token_bytes()
+        token_bytes = self._token_bytes = self.cache.token_bytes()
         bound = None if options.kv_cache_bytes is None or not token_bytes else options.kv_cache_bytes // token_bytes
         self.limits = RequestLimits(options.max_model_len, options.vocab_size, bound, options.default_max_tokens)
         self.scheduler = Scheduler(
@@ -86,6 +87,7 @@ class Engine:
             bound,
             options.prefix_cache_bytes // max(token_bytes, 1),
             rewindable=self.cache.rewindable,
+            by_tokens=self.cache.shares,
         )
         self.weights = weights
         self._runner = ModelRunner(
@@ -236,6 +238,7 @@ class Engine:
         """When idle: gives the KV cache and MLX's buffer cache back."""
         if not self.scheduler.has_work:
             self._runner.reset()
+            self._note_memory()
             gc.collect()  # arrays in a reference cycle (a traceback): the collector counts objects, not their megabytes
             mx.clear_cache()
 
@@ -386,9 +389,15 @@ class Engine:
         self._live.score_failed(score.request_id, error)
         self.scheduler.remove_finished_from_queue()
 
+    def _note_memory(self) -> None:
+        self.counters.kv_tokens = sum([sequence.cached for sequence in self.scheduler.rows])
+        self.counters.kv_bytes = self.cache.nbytes
+        self.counters.kv_bytes_shared = self.cache.saved_positions * self._token_bytes
+
     def _after_step(self) -> None:
         self.counters.steps += 1
         self.counters.running = len(self.scheduler.active)
+        self._note_memory()
         if self.counters.steps % CLEAR_CACHE_STEPS == 0:
             self.cache.shrink_to([sequence.cached for sequence in self.scheduler.rows])  # those of finished ones too
             mx.clear_cache()

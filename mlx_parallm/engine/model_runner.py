@@ -19,7 +19,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.engine.cache.batch import RunningCache, arrays_of
+from mlx_parallm.engine.cache.batch import RunningCache
+from mlx_parallm.engine.cache.prefill import arrays_of
+from mlx_parallm.engine.cache.sharing import PromptRows, end_of
 from mlx_parallm.engine.sampler import Sampled, SamplingBatch, ordered_alternatives, sample
 from mlx_parallm.engine.scheduler import PrefillChunk, SchedulerOutput
 from mlx_parallm.engine.sequence import Sequence
@@ -87,9 +89,12 @@ class ModelRunner:
         if plan.moves:
             longest = max(move.length for move in plan.moves)
             self._cache.move_rows([move.source for move in plan.moves], [move.target for move in plan.moves], longest)
+        self._cache.truncate(plan.kept)
+        for chunk in plan.prefill:
+            if chunk.prompts:
+                self._cache.place(chunk.prompts, chunk.first_row)
         if plan.rows:
-            longest = max(sequence.cached for sequence in plan.rows) + 1
-            self._cache.reserve(len(plan.rows), longest, plan.max_row_tokens)
+            self._cache.reserve([sequence.cached for sequence in plan.rows], plan.max_row_tokens)
 
     def launch(self, plan: SchedulerOutput, view: WeightsView) -> LaunchedStep:
         """Builds the step's graph under the read lock of `view`; nothing is evaluated here."""
@@ -98,15 +103,16 @@ class ModelRunner:
             pending += self._prefill(chunk)
         if not plan.rows:
             return LaunchedStep((), view.policy_version, None, None, pending)
-        batch = self._sampling_batch(plan.rows)
-        tokens = mx.array([sequence.next_token for sequence in plan.rows], dtype=mx.int32)
-        logits = self._decode(plan.rows, tokens)
+        self._cache.begin_step([sequence.cached for sequence in plan.rows])
+        order = self._cache.order
+        rows = plan.rows if order is None else tuple([plan.rows[row] for row in order])
+        batch = self._sampling_batch(rows)
+        tokens = mx.array([sequence.next_token for sequence in rows], dtype=mx.int32)
+        logits = self._decode(rows, tokens)
         if batch.matchers:
             mx.async_eval(logits)  # the model computes while the grammars' masks are made
-        sampled = sample(logits, batch, [len(sequence.tokens) for sequence in plan.rows])
-        return LaunchedStep(
-            plan.rows, view.policy_version, batch, sampled, pending + sampled.arrays + self._cache.unread
-        )
+        sampled = sample(logits, batch, [len(sequence.tokens) for sequence in rows])
+        return LaunchedStep(rows, view.policy_version, batch, sampled, pending + sampled.arrays + self._cache.unread)
 
     def collect(self, step: LaunchedStep) -> list[SampledToken]:
         """Waits for the step and reads it: the one host sync. A row's log-probability is NaN when its logits were."""
@@ -135,7 +141,6 @@ class ModelRunner:
 
     def _decode(self, rows: tuple[Sequence, ...], tokens: mx.array) -> mx.array:
         """Feeds each row its next token, tokens [n]; returns logits [n, V]."""
-        self._cache.begin_step([sequence.cached for sequence in rows])
         logits = []
         for start, stop, caches in self._cache.batches():
             self._lora.activate([sequence.adapter for sequence in rows[start:stop]])
@@ -155,8 +160,10 @@ class ModelRunner:
             mx.eval(arrays_of(caches))
         logits = self._forward(tokens[-1:], sequence.adapter, copy.deepcopy(caches))
         mx.eval(sample(logits, SamplingBatch((sequence,)), [len(sequence.tokens)]).arrays)
+        prompts = (PromptRows(0, 1, length),)
+        self._cache.place(prompts, row)
         if length:
-            self._cache.write_prefixes(caches, (0,), row, length)
+            self._cache.write_prefixes(caches, prompts, row)
 
     def try_forward(self) -> None:
         """Computes one token of the base alone. Raises when the model cannot compute at all."""
@@ -172,6 +179,10 @@ class ModelRunner:
         prefill = chunk.prefill
         if not prefill.length:  # prompts of one token, which the decode step feeds
             return []
+        if chunk.prompts and all(end_of(row.chunks) == prefill.length for row in prefill.rows):
+            for row in prefill.rows:  # nothing to compute, nothing to copy
+                row.prefix = ()
+            return []
         if not prefill.caches:
             prefill.caches = self._cache.new_prefill(prefill.length, [row.prefix for row in prefill.rows])
             for row in prefill.rows:
@@ -183,9 +194,8 @@ class ModelRunner:
                 tokens[index, : len(piece)] = piece
             self._lora.activate([row.owner.adapter for row in prefill.rows])
             self._model(mx.array(tokens), cache=prefill.caches)
-        if chunk.sources:
-            length = max(len(prefill.rows[source].tokens) for source in chunk.sources)
-            self._cache.write_prefixes(prefill.caches, chunk.sources, chunk.first_row, length)
+        if chunk.prompts:
+            self._cache.write_prefixes(prefill.caches, chunk.prompts, chunk.first_row)
             prefill.caches = []
             return []  # the decode step reads the rows
         return arrays_of(prefill.caches)

@@ -19,6 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.engine.cache.prefix import Key, PrefixCache, PrefixChunk, Segment
+from mlx_parallm.engine.cache.sharing import (
+    PromptRows,
+    end_of,
+    referenced,
+    rows_of,
+    shared_positions,
+    size_class,
+    worth_a_segment,
+)
 from mlx_parallm.engine.sequence import Sequence, Status
 
 AGEING_STEPS = 256
@@ -45,13 +54,14 @@ class PrefixSave:
 @dataclass(slots=True)
 class PrefillRow:
     """One prompt being computed and the sequences that wait for it. Its first `reused` positions are in `prefix`, until
-    ModelRunner has taken them from there."""
+    ModelRunner has taken them from there; its rows will read those in `chunks` where they lie."""
 
     key: Key
     owner: Sequence  # the first that brought the prompt
     prefix: tuple[PrefixChunk, ...]
     reused: int
     sequences: list[Sequence]
+    chunks: tuple[PrefixChunk, ...] = ()
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -86,21 +96,26 @@ class Prefill:
 class PrefillChunk:
     """Positions [start, stop) of every row of `prefill`.
 
-    `sources` is empty but for the last chunk: then the row `first_row + i` of the cache gets the prefix of
-    `prefill.rows[sources[i]]`.
+    `prompts` is empty but for the last chunk: then the rows of the cache from `first_row` on begin with them.
     """
 
     prefill: Prefill
     start: int
     stop: int
     first_row: int
-    sources: tuple[int, ...]
+    prompts: tuple[PromptRows, ...]
+
+    @property
+    def sources(self) -> list[int]:
+        """For each new row, its prompt's place in `prefill.rows`."""
+        return rows_of(self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     saves: tuple[PrefixSave, ...]
     moves: tuple[SlotMove, ...]
+    kept: int  # rows that go on, after the moves
     prefill: tuple[PrefillChunk, ...]
     rows: tuple[Sequence, ...]  # row i of the cache belongs to rows[i]; all of them decode
     max_row_tokens: int | None  # rows × positions that the cache may have room for; the rest is the prompts'
@@ -112,11 +127,11 @@ class Scheduler:
     Args:
         max_rows: sequences that decode together at most.
         prefill_chunk: prompt tokens (padding included) computed between two decode steps.
-        max_kv_tokens: upper bound of `reserved`: rows × longest sequence (prompt + max_tokens) among them, and beside
-            that the prompts being computed; None = unbounded.
+        max_kv_tokens: upper bound of `reserved`; None = unbounded.
         max_cached_tokens: positions that the prefix cache holds at most.
         rewindable: False: a row holds nothing but its whole text (a recurrent state), so its beginning cannot be used
             by others, and prompts are computed one by one, without padding.
+        by_tokens: rows take what they hold and share segments; False: rows × longest sequence among them.
     """
 
     def __init__(
@@ -127,7 +142,9 @@ class Scheduler:
         max_cached_tokens: int,
         *,
         rewindable: bool,
+        by_tokens: bool = False,
     ) -> None:
+        self.by_tokens = by_tokens
         self.max_rows = max_rows
         self.prefill_chunk = prefill_chunk
         self.max_kv_tokens = max_kv_tokens
@@ -152,8 +169,9 @@ class Scheduler:
 
     @property
     def reserved(self) -> int:
-        """Positions that the sequences admitted so far can come to hold, and the text beside them."""
-        return _most_positions(self.active) + self._prompt_tokens + self.beside
+        """Positions that the sequences admitted so far can come to hold (prompt + max_tokens each; what they share
+        counts once), the prompts being computed, and the text beside them."""
+        return self._row_positions() + self._prompt_tokens + self.beside
 
     @property
     def has_room_beside(self) -> bool:
@@ -174,7 +192,7 @@ class Scheduler:
         sequences that had not finished."""
         lost = self.active
         for sequence in [*self.rows, *lost]:
-            sequence.row = -1
+            sequence.row, sequence.chunks = -1, ()
         self.rows, self.prefills = [], []
         self.prefix_cache.clear()
         return lost
@@ -196,13 +214,14 @@ class Scheduler:
         self._step += 1
         saves = self._saves(weights_of)
         moves = self._compact()
+        kept = len(self.rows)
         self._drop_ended_prefills()
         if self.waiting and not self.paused:
             self._admit(weights_of, version)
         limit = None if self.max_kv_tokens is None else self.max_kv_tokens - self._prompt_tokens - self.beside
         chunks = self._next_chunks()
-        prefilled = sum(row.computed_tokens for chunk in chunks if chunk.sources for row in chunk.prefill.rows)
-        return SchedulerOutput(tuple(saves), tuple(moves), tuple(chunks), tuple(self.rows), limit, prefilled)
+        prefilled = sum(row.computed_tokens for chunk in chunks if chunk.prompts for row in chunk.prefill.rows)
+        return SchedulerOutput(tuple(saves), tuple(moves), kept, tuple(chunks), tuple(self.rows), limit, prefilled)
 
     def _saves(self, weights_of: Callable[[Sequence], Hashable]) -> list[PrefixSave]:
         """Puts new rows' prompts and finished rows' texts into the prefix cache, unless their weights have changed, or
@@ -216,7 +235,9 @@ class Scheduler:
             sequence.is_new = False
             key = (weights_of(sequence), sequence.cache_salt)
             if key == sequence.prefix_key:
-                text = [*sequence.prompt, *sequence.tokens][: sequence.cached]
+                end = end_of(sequence.chunks)  # a whole prompt in segments is stored as it lies
+                stop = end if not sequence.finished and end == len(sequence.prompt) - 1 else sequence.cached
+                text = [*sequence.prompt, *sequence.tokens][:stop]
                 segment = self.prefix_cache.store(key, tuple(text))
                 if segment is not None:
                     saves.append(PrefixSave(segment, sequence.row))
@@ -232,15 +253,15 @@ class Scheduler:
                 continue
             last = self.rows.pop()
             if row < len(self.rows):
-                self.rows[row].row = -1
                 if last.finished:
-                    last.row = -1
+                    last.row, last.chunks = -1, ()
                     continue
+                self.rows[row].row, self.rows[row].chunks = -1, ()
                 moves.append(SlotMove(len(self.rows), row, last.cached))
                 self.rows[row] = last
                 last.row = row
             else:
-                last.row = -1
+                last.row, last.chunks = -1, ()
         return moves
 
     def _drop_ended_prefills(self) -> None:
@@ -259,10 +280,10 @@ class Scheduler:
             key = (weights_of(sequence), sequence.cache_salt)
             row = self._row_of(key, sequence.prompt)
             prompts = self._prompt_tokens + (len(sequence.prompt) - 1 if row is None else 0)
-            if (active or self.beside) and not self._fits([*active, sequence], prompts):
+            if (active or self.beside) and not self._fits(sequence, row, prompts):
                 break
             if row is None:
-                row = self._new_row(key, sequence, [*active, sequence])
+                row = self._new_row(key, sequence)
             row.sequences.append(sequence)
             sequence.status, sequence.prefix_key, sequence.prompt_version = Status.PREFILLING, key, version
             sequence.cached_prompt_tokens = row.reused
@@ -274,18 +295,39 @@ class Scheduler:
         """Positions of the caches of prompts that are being computed."""
         return sum(len(prefill.rows) * prefill.length for prefill in self.prefills)
 
-    def _fits(self, active: list[Sequence], prompts: int) -> bool:
-        return self.max_kv_tokens is None or _most_positions(active) + prompts + self.beside <= self.max_kv_tokens
+    def _fits(self, joining: Sequence, row: PrefillRow | None, prompts: int) -> bool:
+        """Whether there is room for one more, which waits for `row`, beside so many positions of prompts."""
+        if self.max_kv_tokens is None:
+            return True
+        return self._row_positions(joining, row) + prompts + self.beside <= self.max_kv_tokens
+
+    def _row_positions(self, joining: Sequence | None = None, row: PrefillRow | None = None) -> int:
+        """Positions that the rows can come to take, with one more that waits for `row` or a row of its own."""
+        more = [] if joining is None else [joining]
+        if not self.by_tokens:
+            active = [*self.active, *more]  # a rectangle: all rows are as long as the longest
+            return len(active) * max((len(s.prompt) + s.max_tokens for s in active), default=0)
+        running = [s for s in self.rows if not s.finished]
+        positions = sum(size_class(len(s.prompt) + s.max_tokens - end_of(s.chunks)) for s in running)
+        shared = [chunk for s in running for chunk in s.chunks]
+        waiting = [(r, [*r.sequences, *more] if r is row else r.sequences) for p in self.prefills for r in p.rows]
+        for prompt, sequences in waiting:
+            shared += prompt.chunks
+            positions += _positions_of(len(prompt.tokens) - end_of(prompt.chunks), sequences)
+        if joining is not None and row is None:
+            positions += _positions_of(len(joining.prompt) - 1, more)
+        return positions + shared_positions(shared)
 
     def _row_of(self, key: Key, prompt: tuple[int, ...]) -> PrefillRow | None:
         """The row in which this very prompt is being computed already."""
         rows = (row for prefill in self.prefills for row in prefill.rows)
         return next((row for row in rows if row.key == key and row.owner.prompt == prompt), None)
 
-    def _new_row(self, key: Key, sequence: Sequence, active: list[Sequence]) -> PrefillRow:
+    def _new_row(self, key: Key, sequence: Sequence) -> PrefillRow:
         """Adds the prompt to a group that has not started, where it fits beside the others, or makes one up."""
         prefix = self.prefix_cache.find(key, sequence.prompt)
-        row = PrefillRow(key, sequence, prefix, prefix[-1].stop if prefix else 0, [])
+        chunks = referenced(prefix) if self.by_tokens else ()
+        row = PrefillRow(key, sequence, prefix, prefix[-1].stop if prefix else 0, [], chunks)
         length = len(row.tokens)
         for prefill in self.prefills:
             rows, longest = len(prefill.rows) + 1, max(prefill.length, length)
@@ -294,7 +336,7 @@ class Scheduler:
                 or prefill.done != row.reused
                 or not self.rewindable
                 or rows * (longest - row.reused) > self.prefill_chunk
-                or not self._fits(active, self._prompt_tokens + rows * longest - (rows - 1) * prefill.length)
+                or not self._fits(sequence, None, self._prompt_tokens + rows * longest - (rows - 1) * prefill.length)
             ):
                 continue
             prefill.rows.append(row)
@@ -317,14 +359,23 @@ class Scheduler:
             left -= (stop - start) * len(prefill.rows)
             prefill.done, prefill.last_step, prefill.started = stop, self._step, True
             first_row = len(self.rows)
-            sources: tuple[int, ...] = ()
+            prompts: tuple[PromptRows, ...] = ()
             if stop == prefill.length:
-                sources = tuple(index for index, row in enumerate(prefill.rows) for _ in row.sequences)
-                for sequence in prefill.sequences:
-                    self._give_row(sequence)
+                prompts = tuple(self._prompt_rows(index, row) for index, row in enumerate(prefill.rows))
+                for prompt, row in zip(prompts, prefill.rows, strict=True):
+                    for sequence in row.sequences:
+                        self._give_row(sequence, prompt.chunks)
                 self.prefills.remove(prefill)
-            chunks.append(PrefillChunk(prefill, start, stop, first_row, sources))
+            chunks.append(PrefillChunk(prefill, start, stop, first_row, prompts))
         return chunks
+
+    def _prompt_rows(self, index: int, row: PrefillRow) -> PromptRows:
+        """What the new rows of a computed prompt read in segments; what comes after known ones may become a new one."""
+        chunks, length = row.chunks, len(row.tokens)
+        start = end_of(chunks)
+        if self.by_tokens and worth_a_segment(length - start, len(row.sequences)):
+            chunks = (*chunks, PrefixChunk(Segment(None, start, row.tokens[start:]), length))
+        return PromptRows(index, len(row.sequences), length, chunks)
 
     def _urgency(self, prefill: Prefill) -> int:
         """Lower goes first: what is left to compute, less a chunk for each step that it was passed over."""
@@ -342,12 +393,15 @@ class Scheduler:
         sequence.cached += len(sequence.tokens)
         sequence.prefix_key = None
 
-    def _give_row(self, sequence: Sequence) -> None:
+    def _give_row(self, sequence: Sequence, chunks: tuple[PrefixChunk, ...] = ()) -> None:
+        sequence.chunks = chunks
         sequence.row, sequence.cached = len(self.rows), len(sequence.prompt) - 1
         sequence.status, sequence.is_new = Status.RUNNING, True
         self.rows.append(sequence)
 
 
-def _most_positions(active: list[Sequence]) -> int:
-    """Positions that these sequences can come to take; the cache is a rectangle, all rows as long as the longest."""
-    return len(active) * max((len(s.prompt) + s.max_tokens for s in active), default=0)
+def _positions_of(prompt: int, sequences: list[Sequence]) -> int:
+    """What the rows of sequences with one prompt can come to take; `prompt` positions of it are not known yet."""
+    if worth_a_segment(prompt, len(sequences)):
+        return prompt + sum(size_class(1 + s.max_tokens) for s in sequences)
+    return sum(size_class(prompt + 1 + s.max_tokens) for s in sequences)

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.engine.cache.batch import arrays_of
+from mlx_parallm.engine.cache.prefill import arrays_of
 from mlx_parallm.engine.sampler import ordered_alternatives, top_logprobs
 from mlx_parallm.models.adapters.adapter import AdapterSlot
 from mlx_parallm.models.layer_stack import LayerStack

@@ -15,6 +15,7 @@ from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.types import Completion, FinishReason, SamplingParams, TopLogprob
 
 if TYPE_CHECKING:
+    from mlx_parallm.engine.cache.prefix import PrefixChunk
     from mlx_parallm.models.adapters.adapter import AdapterSlot
 
 _MASK64 = (1 << 64) - 1
@@ -52,6 +53,7 @@ class Sequence:
     priority: int = 0  # lower goes first
     rank: int = 0  # place in the queue
     cache_salt: str | None = None
+    chunks: tuple["PrefixChunk", ...] = ()  # segments that its row reads and others may read too
     prefix_key: Hashable = None  # weights and salt under which the prompt's keys and values began to be computed
     prompt_version: int = -1  # policy version at that time
     cached_prompt_tokens: int = 0  # of the prompt, found in the prefix cache

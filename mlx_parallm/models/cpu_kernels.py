@@ -16,7 +16,8 @@ Experts (`SwitchLinear`) are left as they are: their products gather weights by 
 
 import math
 import shutil
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -25,6 +26,8 @@ from mlx.utils import tree_unflatten
 
 _ROUND = 12582912.0  # 1.5 · 2²³: adding it leaves a float32 rounded to an integer
 _LOWEST = -87.0  # exp below it is no normal float32
+_LOWEST_POWER = -125.0  # 2^x below it may be none
+EXP2_SHAPES = 1024  # traces that are kept
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _AGREES = 1e-5  # of the largest output
 _SCALES = (1.0, 1000.0)  # of the inputs tried: the small one shows another curve, the large one a clamp (step3p5)
@@ -63,6 +66,31 @@ def _exp(x: mx.array) -> mx.array:
     p = ((p * r + 1.6666665459e-1) * r + 5.0000001201e-1) * (r * r) + r + 1.0
     power = mx.view((k.astype(mx.int32) + 127) << 23, mx.float32)
     return mx.where(x < _LOWEST, 0.0, p * power)
+
+
+def exp2_minus(x: mx.array, shift: mx.array) -> mx.array:
+    """2^(x - shift) of float32, x ≤ shift; relative error 2e-7, 2⁻¹²⁵ at the least, NaN stays NaN.
+
+    MLX keeps a trace of a compiled function for every shape that it was called with. Here shapes are as many as there
+    are texts, so the ones not used for longest are dropped.
+    """
+    return _exp2_of(x.shape)(x, shift) if available() else mx.exp((x - shift) * math.log(2))
+
+
+@lru_cache(maxsize=EXP2_SHAPES)
+def _exp2_of(shape: tuple[int, ...]) -> Callable[[mx.array, mx.array], mx.array]:
+    return mx.compile(lambda x, shift: _exp2(x - shift))
+
+
+def _exp2(x: mx.array) -> mx.array:
+    """2^k · 2^r with k = round(x), and the polynomial of Cephes' exp2f for 2^r, |r| ≤ 1/2. The last bits of
+    x + 1.5 · 2²³ are k: shifted, they are the exponent of 2^k less that of 1."""
+    bounded = mx.maximum(x, _LOWEST_POWER)
+    rounded = bounded + _ROUND
+    r = bounded - (rounded - _ROUND)
+    p = ((1.535336188319500e-4 * r + 1.339887440266574e-3) * r + 9.618437357674640e-3) * r + 5.550332471162809e-2
+    p = ((p * r + 2.402264791363012e-1) * r + 6.931472028550421e-1) * r + 1.0
+    return p * mx.view((mx.view(rounded, mx.int32) << 23) + 0x3F800000, mx.float32)
 
 
 def _sigmoid(x: mx.array) -> mx.array:

@@ -4,6 +4,7 @@ from mlx_parallm.system.files import file_limit_kept
 
 with file_limit_kept():
     from mlx_lm import tool_parsers
+    from mlx_lm.models.base import scaled_dot_product_attention as mlx_lm_attention
     from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -26,6 +27,7 @@ __all__ = [
     "load_hf_model",
     "load_hf_tokenizer",
     "make_prompt_cache",
+    "mlx_lm_attention",
     "model_classes",
     "save_config",
     "save_model",

@@ -3,10 +3,10 @@
     .venv/bin/python -m scripts.soak.soak --minutes 20 --figure docs/benchmarks/soak.png
 
 The real HTTP server on the shipped tiny model (or --model) in this process; clients in processes of their own ask
-everything at once (streams, groups, chats, scores, stop strings, hang-ups) with max_retries=0 and count what they got.
-The main thread plays the trainer. Resident memory, MLX's active and cached memory are sampled every second; the slope
-is a least-squares line over all but the first fifth, its uncertainty from the means of 20 blocks (seconds that follow
-each other are not independent).
+everything at once (streams, groups, chats, long texts, scores, stop strings, hang-ups) with max_retries=0 and count
+what they got. The main thread plays the trainer. Resident memory, MLX's active and cached memory are sampled every
+second; the slope is a least-squares line over all but the first fifth, its uncertainty from the means of 20 blocks
+(seconds that follow each other are not independent).
 """
 
 import argparse
@@ -135,7 +135,7 @@ def ask(client: openai.OpenAI, generator: random.Random, counts: Counts) -> None
         "extra_body": {"ignore_eos": True},
     }
     messages: Any = [{"role": "user", "content": words * generator.choice([1, 1, 1, 12])}]
-    kind = generator.choice(["stream", "stream", "hang up", "group", "chat", "score", "stop"])
+    kind = generator.choice(["stream", "stream", "hang up", "group", "chat", "score", "stop", "long"])
     if kind in ("stream", "hang up"):
         stream = client.chat.completions.create(messages=messages, stream=True, **common)
         for number, _ in enumerate(stream):
@@ -149,6 +149,9 @@ def ask(client: openai.OpenAI, generator: random.Random, counts: Counts) -> None
         answer: Any = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=3, **common)
     elif kind == "group":
         answer = client.completions.create(prompt=words, n=8, seed=generator.randrange(99), logprobs=1, **common)
+    elif kind == "long":  # 50 to 1,800 tokens, of which others have sent the first ones too
+        text = "abcdefgh" * round(7 * 32 ** generator.random()) + words
+        answer = client.completions.create(prompt=text, n=generator.choice([1, 4, 8]), **common)
     elif kind == "score":
         answer = client.completions.create(prompt=words, echo=True, logprobs=1, **(common | {"max_tokens": 0}))
     else:

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_parallm.engine.cache import sharing, tokens
 from mlx_parallm.engine.engine import Engine, EngineOptions
 from mlx_parallm.engine.live_requests import Failed, Finished, StreamDelta
 from mlx_parallm.models.adapters.adapter import LoraPair
@@ -161,6 +162,16 @@ def collect_deltas(engine: Engine, max_steps: int = 5000) -> dict[str, list[Comp
             if isinstance(event, StreamDelta):
                 deltas.setdefault(event.request_id, []).append(event.delta)
     raise AssertionError("the engine does not come to an end")
+
+
+def share_short_texts(monkeypatch: Any) -> None:
+    """Short texts have the size classes and segments of long ones."""
+    small = {"CLASS_STEP": 8, "PRIVATE_FROM": 24, "SHARED_FROM": 6, "REFERENCE_FROM": 6}
+    for name, value in small.items():
+        monkeypatch.setattr(sharing, name, value)
+    monkeypatch.setattr(tokens, "FIRST_ANSWER", 4)
+    monkeypatch.setattr(tokens, "CLASS_STEP", 8)
+    sharing.size_class.cache_clear()
 
 
 async def until(condition: Callable[[], object]) -> None:

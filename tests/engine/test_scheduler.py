@@ -230,7 +230,7 @@ def test_identical_prompts_share_one_prefill_row_also_one_under_way():
     for _ in range(9):
         plan = scheduler.schedule(under(0))
         finished += [(chunk.sources, plan.prefilled_tokens) for chunk in plan.prefill if chunk.sources]
-    assert finished == [((0, 0, 0), 40), ((0,), 40)], "another adapter is another prefix"
+    assert finished == [([0, 0, 0], 40), ([0], 40)], "another adapter is another prefix"
 
 
 def test_a_known_prefix_is_not_computed_again():

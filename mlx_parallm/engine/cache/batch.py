@@ -1,5 +1,6 @@
 """The cache of any mlx-lm architecture, behind one face: `ModelRunner` and `Engine` know `RunningCache` only.
 
+    TokenCache   one forward decodes all rows, over keys and values by what is held (tokens.py). Plain attention only.
     BatchCache   one forward decodes all rows. Each layer keeps keys and values of all positions (`rectangle.SlotCache`;
                  a sliding window is a mask over them, so prefixes can be shared), a recurrent state of fixed size a row
                  (mlx-lm's ArraysCache, dense rows as in SlotCache), or several of these (CacheList).
@@ -13,16 +14,17 @@ to mlx-lm's own answers.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
+from mlx_parallm.engine.cache.prefill import CannotBatchError, arrays_of, leaves, new_caches, token_bytes
 from mlx_parallm.engine.cache.prefix import PrefixChunk
-from mlx_parallm.engine.cache.rectangle import LayerCache, SlotCache, restore_prefixes
+from mlx_parallm.engine.cache.rectangle import LayerCache, SlotCache
+from mlx_parallm.engine.cache.sharing import PromptRows, rows_of
+from mlx_parallm.engine.cache.tokens import TokenCache
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.mlx_lm_api import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_parallm.system.log import get_logger
@@ -53,23 +55,41 @@ class RunningCache(Protocol):
     def nbytes(self) -> int:
         """Memory held now."""
 
+    @property
+    def saved_positions(self) -> int:
+        """Positions that the rows would hold besides, if each had a copy of what it shares."""
+
     def token_bytes(self) -> int:
         """Memory of one position of one row, all layers; 0 when it does not grow with the text."""
 
     def new_prefill(self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
         """Caches of the model's layers for a prefill of `length` positions, which begin with the rows' `prefixes`."""
 
-    def write_prefixes(self, prefill: SequenceOf[Any], sources: tuple[int, ...], first_row: int, length: int) -> None:
-        """Gives rows first_row, first_row + 1, … the first `length` positions of rows `sources` of a prefill."""
+    @property
+    def shares(self) -> bool:
+        """True when rows can read segments that others read too (`PromptRows.chunks`)."""
+
+    @property
+    def order(self) -> list[int] | None:
+        """The rows' numbers in the order of the step's batch; None: as they are numbered."""
+
+    def place(self, prompts: SequenceOf[PromptRows], first_row: int) -> None:
+        """Announces rows first_row, first_row + 1, …: `reserve` follows, and `write_prefixes`."""
+
+    def write_prefixes(self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int) -> None:
+        """Gives rows first_row, first_row + 1, … their prompts from the rows of a prefill."""
 
     def read(self, row: int, start: int, stop: int) -> list[mx.array]:
-        """Copies of positions [start, stop) of a row for the prefix cache, not evaluated."""
+        """Positions [start, stop) of a row for the prefix cache, not evaluated."""
 
     def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copies rows of at most `length` positions onto other rows. No row may be source and target at once."""
 
-    def reserve(self, rows: int, positions: int, max_tokens: int | None = None) -> None:
-        """Makes room for `rows` rows of `positions` tokens, within `max_tokens` positions in all where possible."""
+    def truncate(self, rows: int) -> None:
+        """The rows from number `rows` on have ended."""
+
+    def reserve(self, cached: SequenceOf[int], max_tokens: int | None = None) -> None:
+        """Makes room for cached[i] + 1 tokens in row i, within `max_tokens` positions in all where possible."""
 
     def begin_step(self, positions: list[int]) -> None:
         """Prepares a decode step: row i writes at positions[i]."""
@@ -90,24 +110,9 @@ class RunningCache(Protocol):
         """Raises AssertionError when the arrays do not fit the rows' token counts. Cheap; for idle times."""
 
 
-class CannotBatchError(Exception):
-    """`BatchCache` has no cache for one of the layers; the message names it."""
-
-
-class WindowedKVCache(KVCache):
-    """A prefill cache of a sliding-window layer: keeps all positions, sees the last `window`."""
-
-    def __init__(self, window: int) -> None:
-        super().__init__()
-        self._window = window
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        window = min(window_size or self._window, self._window)
-        return super().make_mask(N, return_array=return_array, window_size=window)
-
-
 class BatchCache(SlotCache):
-    """
+    """A rectangle for each layer of keys and values, and the recurrent states.
+
     Args:
         model: asked for its caches.
         max_rows: most sequences that decode together.
@@ -116,6 +121,10 @@ class BatchCache(SlotCache):
     Raises:
         CannotBatchError: a layer needs a cache of another kind.
     """
+
+    shares = False
+    order = None
+    saved_positions = 0
 
     def __init__(self, model: nn.Module, max_rows: int, max_positions: int) -> None:
         super().__init__(0, max_rows, max_positions)
@@ -136,11 +145,7 @@ class BatchCache(SlotCache):
         return super().nbytes + sum(array.nbytes for array in self.unread)
 
     def new_prefill(self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
-        """mlx-lm's caches, allocated at once (their growth copies)."""
-        caches = [_prefill_cache(cache, length) for cache in make_prompt_cache(self._model)]
-        if any(prefixes):
-            restore_prefixes(_leaves(caches), prefixes)
-        return caches
+        return new_caches(self._model, length, prefixes)
 
     def token_bytes(self) -> int:
         return token_bytes(self._model, self.new_prefill(1))
@@ -171,14 +176,21 @@ class BatchCache(SlotCache):
                     array[mx.array(targets)] = array[mx.array(sources)]
                     state.cache[index] = array
 
-    def write_prefixes(self, prefill: SequenceOf[Any], sources: tuple[int, ...], first_row: int, length: int) -> None:
-        computed = list(_leaves(prefill))
+    def place(self, prompts: SequenceOf[PromptRows], first_row: int) -> None:
+        """Nothing: `reserve` knows all rows."""
+
+    def truncate(self, rows: int) -> None:
+        """Nothing: rows that have ended are overwritten."""
+
+    def write_prefixes(self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int) -> None:
+        computed = list(leaves(prefill))
         kept = [cache for cache in computed if isinstance(cache, KVCache)]
         if kept:
-            super().write_prefixes(kept, sources, first_row, length)
+            super().write_prefixes(kept, prompts, first_row)
         states = [cache for cache in computed if isinstance(cache, ArraysCache)]
+        sources = rows_of(prompts)
         stop = first_row + len(sources)
-        self.reserve(stop, length + 1)
+        self.make_room(stop, max(prompt.length for prompt in prompts) + 1)
         for state, of_prefill in zip(self._states, states, strict=True):
             for index, array in enumerate(of_prefill.cache):
                 if array is not None:
@@ -214,7 +226,9 @@ class BatchCache(SlotCache):
 class RowCaches:
     """mlx-lm's own caches, one set a row. `rows` of the step being built decode one after the other."""
 
-    rewindable = False
+    rewindable = shares = False
+    order = None
+    saved_positions = 0
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -250,13 +264,20 @@ class RowCaches:
         for target, caches in zip(targets, [self._rows[source] for source in sources], strict=True):
             self._rows[target] = caches
 
-    def write_prefixes(self, prefill: SequenceOf[Any], sources: tuple[int, ...], first_row: int, length: int) -> None:
+    def place(self, prompts: SequenceOf[PromptRows], first_row: int) -> None:
+        """Nothing: each row grows by itself."""
+
+    def truncate(self, rows: int) -> None:
+        """Nothing: the next owner brings its own."""
+
+    def write_prefixes(self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int) -> None:
+        sources = rows_of(prompts)
         assert set(sources) == {0}, "prompts are computed one at a time"
         self._reach(first_row + len(sources))
         for row in range(first_row, first_row + len(sources)):
             self._rows[row] = copy.deepcopy(list(prefill))  # the arrays are shared until one row writes
 
-    def reserve(self, rows: int, positions: int, max_tokens: int | None = None) -> None:
+    def reserve(self, cached: SequenceOf[int], max_tokens: int | None = None) -> None:
         """Nothing: each row grows by itself."""
 
     def read(self, row: int, start: int, stop: int) -> list[mx.array]:
@@ -284,9 +305,9 @@ def choose_cache(model: nn.Module, architecture: str, max_rows: int, max_positio
 
     Raises ModelError when neither does.
     """
-    reason = why_not_batched(model)
-    if not reason:
-        return BatchCache(model, max_rows, max_positions)
+    kind, reason = batched_cache(model)
+    if kind is not None:
+        return kind(model, max_rows, max_positions)
     cache = RowCaches(model)
     if failure := _failure(model, cache):
         raise ModelError(f"the architecture {architecture!r} cannot be served: decoding: {failure}")
@@ -295,13 +316,25 @@ def choose_cache(model: nn.Module, architecture: str, max_rows: int, max_positio
     return cache
 
 
+def batched_cache(model: nn.Module) -> tuple[type[TokenCache] | type[BatchCache] | None, str]:
+    """Return the first kind that decodes rows of different lengths in one forward; or None, and why there is none."""
+    kinds: tuple[type[TokenCache] | type[BatchCache], ...] = (TokenCache, BatchCache)
+    reason = ""
+    for kind in kinds:
+        try:
+            cache = kind(model, PROBE_ROWS, 2 * PROBE_ROWS)
+        except CannotBatchError as error:
+            reason = str(error)
+            continue
+        reason = _failure(model, cache)
+        if not reason:
+            return kind, ""
+    return None, reason
+
+
 def why_not_batched(model: nn.Module) -> str:
     """Return why one forward cannot decode rows of different lengths; "" when it can."""
-    try:
-        cache = BatchCache(model, PROBE_ROWS, 2 * PROBE_ROWS)
-    except CannotBatchError as error:
-        return str(error)
-    return _failure(model, cache)
+    return batched_cache(model)[1]
 
 
 def _failure(model: nn.Module, cache: RunningCache) -> str:
@@ -322,8 +355,10 @@ def _rows_that_differ(model: nn.Module, cache: RunningCache) -> int:
         positions = [max(0, step - row) for row in range(PROBE_ROWS)]
         cache.begin_step(positions)
         inputs = mx.take_along_axis(tokens, mx.array(positions)[:, None], axis=1)
+        order = list(range(PROBE_ROWS)) if cache.order is None else cache.order
+        inputs = inputs[mx.array(order)]
         logits = [model(inputs[start:stop], cache=caches)[:, -1] for start, stop, caches in cache.batches()]
-        batched = mx.concatenate(logits)
+        batched = mx.concatenate(logits)[mx.array([order.index(row) for row in range(PROBE_ROWS)])]
         mx.eval(batched, cache.unread)
         shapes.add(tuple(array.shape for array in cache.unread))
     if isinstance(cache, BatchCache) and len(shapes) > 1:
@@ -337,36 +372,6 @@ def _rows_that_differ(model: nn.Module, cache: RunningCache) -> int:
         difference, largest = mx.abs(batched[row].astype(mx.float32) - alone).max(), mx.abs(alone).max()
         wrong += not bool((difference <= tolerance * largest).item())
     return wrong
-
-
-def arrays_of(caches: Iterable[Any]) -> list[mx.array]:
-    """Every array that mlx-lm caches hold, to be evaluated."""
-    return [array for _, array in tree_flatten([cache.state for cache in caches]) if isinstance(array, mx.array)]
-
-
-def token_bytes(model: nn.Module, caches: list[Any]) -> int:
-    """Bytes of one token's keys and values, by the shapes [1, H, T, D] that a forward gives to fresh caches."""
-    model(mx.zeros((1, 1), mx.int32), cache=caches)
-    growing = [cache for cache in _leaves(caches) if not isinstance(cache, ArraysCache)]
-    return sum(array.nbytes // array.shape[2] for array in arrays_of(growing) if array.ndim == 4)
-
-
-def _prefill_cache(cache: Any, length: int) -> Any:
-    if type(cache) is CacheList:
-        return CacheList(*(_prefill_cache(inner, length) for inner in cache.caches))
-    if type(cache) is RotatingKVCache:
-        cache = WindowedKVCache(cache.max_size)
-    if isinstance(cache, KVCache):
-        cache.step = length
-    return cache
-
-
-def _leaves(caches: Iterable[Any]) -> Iterator[Any]:
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from _leaves(cache.caches)
-        else:
-            yield cache
 
 
 def _with_rows(array: mx.array, rows: int) -> mx.array:

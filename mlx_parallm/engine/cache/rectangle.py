@@ -6,13 +6,12 @@ scatter that MLX carries out in place (the array has no other owner; measured: p
 layer). A finished row is overwritten by the last one; an admission writes one row's prefix; nothing else is copied.
 """
 
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.engine.cache.prefix import PrefixChunk
+from mlx_parallm.engine.cache.sharing import PromptRows, rows_of
 
 POSITION_BLOCK = 32  # attention reads up to a multiple of this: few shapes, little padding
 FIRST_CAPACITY = 128  # positions of a fresh cache; doubles up to DOUBLING_LIMIT, then grows by that much
@@ -101,7 +100,11 @@ class SlotCache:
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
-    def reserve(self, rows: int, positions: int, max_tokens: int | None = None) -> None:
+    def reserve(self, cached: SequenceOf[int], max_tokens: int | None = None) -> None:
+        """Makes room for all rows that are in use, of cached[i] + 1 tokens."""
+        self.make_room(len(cached), max(cached) + 1, max_tokens)
+
+    def make_room(self, rows: int, positions: int, max_tokens: int | None = None) -> None:
         """Makes room for `rows` rows, which are all that are in use, of `positions` tokens.
 
         Growing copies the cache, layer by layer, and is rare by doubling. rows × positions stay within `max_tokens`,
@@ -131,7 +134,7 @@ class SlotCache:
     def begin_step(self, positions: list[int]) -> None:
         """Prepares a decode step: row i writes at positions[i]. All layers share these arrays."""
         longest = max(positions) + 1
-        self.reserve(len(positions), longest)
+        self.make_room(len(positions), longest)
         self.rows = len(positions)
         self.positions = mx.array(positions, dtype=mx.int32)
         self.same_position = positions[0] if min(positions) == max(positions) else None
@@ -160,9 +163,10 @@ class SlotCache:
         for layer, (keys, values) in zip(self.layers, zip(rows[::2], rows[1::2], strict=True), strict=True):
             self._write(layer, keys, values, targets, length)
 
-    def write_prefixes(self, prefill: SequenceOf[Any], sources: tuple[int, ...], first_row: int, length: int) -> None:
-        self.reserve(first_row + len(sources), length + 1)
-        index = None if sources == tuple(range(prefill[0].keys.shape[0])) else mx.array(sources, dtype=mx.int32)
+    def write_prefixes(self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int) -> None:
+        sources, length = rows_of(prompts), max(prompt.length for prompt in prompts)
+        self.make_room(first_row + len(sources), length + 1)
+        index = None if sources == list(range(prefill[0].keys.shape[0])) else mx.array(sources, dtype=mx.int32)
         targets = list(range(first_row, first_row + len(sources)))
         for layer, computed in zip(self.layers, prefill, strict=True):
             keys, values = computed.keys[:, :, :length], computed.values[:, :, :length]
@@ -229,18 +233,3 @@ class SlotCache:
             index = mx.array(targets, dtype=mx.int32)
             layer.keys[index, :, :length] = keys
             layer.values[index, :, :length] = values
-
-
-def restore_prefixes(caches: Iterable[Any], rows: SequenceOf[tuple[PrefixChunk, ...]]) -> None:
-    """Begins fresh mlx-lm KVCaches of a prefill with what the prefix cache holds: as long for each row."""
-    for layer, cache in enumerate(caches):
-        stored = [
-            mx.concatenate(
-                [
-                    mx.concatenate([p.segment.arrays[kind][:, :, : p.stop - p.start] for p in chunks], axis=2)
-                    for chunks in rows
-                ]
-            )
-            for kind in (2 * layer, 2 * layer + 1)
-        ]
-        cache.update_and_fetch(*stored)

@@ -6,6 +6,7 @@ import pytest
 
 from mlx_parallm.engine.cache.batch import BatchCache
 from mlx_parallm.engine.cache.rectangle import SlotCache
+from mlx_parallm.engine.cache.sharing import PromptRows
 from mlx_parallm.models.mlx_lm_api import KVCache
 from tests.engine.helpers import qwen3_model, ragged_prompts, request, run, serve
 
@@ -64,7 +65,7 @@ def test_rows_at_one_position_read_up_to_it_without_a_mask():
 def test_steps_moves_and_admissions_copy_no_cache():
     """Peak memory over each stays far below the cache's own size: the writes happen in place."""
     slots = SlotCache(2, max_rows=32, max_positions=2048)
-    slots.reserve(32, 1024)
+    slots.make_room(32, 1024)
 
     def step(positions: list[int]) -> None:
         slots.begin_step(positions)
@@ -80,7 +81,7 @@ def test_steps_moves_and_admissions_copy_no_cache():
     mx.eval([cache.state for cache in prefill])
 
     def admit() -> None:
-        slots.write_prefixes(prefill, (0, 1, 1), 29, 64)
+        slots.write_prefixes(prefill, (PromptRows(0, 1, 64), PromptRows(1, 2, 64)), 29)
         mx.eval(slots.state)
 
     def move() -> None:

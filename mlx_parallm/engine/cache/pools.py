@@ -1,0 +1,165 @@
+"""Arrays of keys and values for the rows of one size class: a small rectangle, dense in [0, n).
+
+A row that outgrows its class moves to the next one (a copy of the row, once in a quarter of its length), a row that
+leaves is overwritten by the last one, and nothing else is copied.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_parallm.engine.cache.prefix import PrefixChunk
+
+READ_STEP = 32  # attention reads up to a multiple of this: few shapes, little padding
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """Where a running sequence's positions lie: those of `chunks` in segments, [offset, …) in `pool`."""
+
+    chunks: tuple[PrefixChunk, ...] = ()
+    offset: int = 0
+    pool: "Pool | None" = None
+    slot: int = -1
+
+
+class Pool:
+    """
+    Args:
+        layers: how many layers keep keys and values.
+        size: positions of each row.
+        shares: whether its rows read segments too.
+    """
+
+    def __init__(self, layers: int, size: int, *, shares: bool) -> None:
+        self.size, self.shares = size, shares
+        self.rows: list[Row] = []
+        self.capacity = 0  # rows
+        self.keys: list[mx.array | None] = [None] * layers  # by layer, [capacity, H, size, Dk]
+        self.values: list[mx.array | None] = [None] * layers
+        self.start = 0  # the first of its rows in the batch
+        self.span = 0  # positions that the step's attention reads
+        self.same: int | None = None  # the position that all rows write; a slice is 5 times as fast as a scatter
+        self.positions = self.slots = mx.zeros((0,), dtype=mx.int32)
+        self.mask: mx.array | None = None  # [n, 1, 1, span]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.rows)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [array for pair in zip(self.keys, self.values, strict=True) for array in pair if array is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.state)
+
+    def begin_step(self, positions: list[int]) -> None:
+        """Row i writes its own position positions[i]."""
+        longest = max(positions)
+        self.same = longest if longest == min(positions) else None
+        # A pool whose attention is merged is compiled for each shape, so there are few of them.
+        exact = self.same is not None and not self.shares
+        self.span = longest + 1 if exact else min(self.size, -(-(longest + 1) // READ_STEP) * READ_STEP)
+        if self.same is None:
+            self.positions = mx.array(positions, dtype=mx.int32)
+            if self.slots.shape[0] != len(positions):
+                self.slots = mx.arange(len(positions), dtype=mx.int32)
+        self.mask = None
+        if self.same is not None and self.span > longest + 1:
+            self.mask = (mx.arange(self.span) <= longest)[None, None, None]
+        elif self.same is None:
+            self.mask = (mx.arange(self.span, dtype=mx.int32)[None] <= self.positions[:, None])[:, None, None]
+
+    def write_step(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        """Writes one token a row: [n, H, 1, D] each."""
+        own_keys, own_values = self._of_layer(layer, keys, values)
+        if self.same is None:
+            own_keys[self.slots, :, self.positions] = keys[:, :, 0]
+            own_values[self.slots, :, self.positions] = values[:, :, 0]
+        else:
+            rows, position = len(self.rows), self.same
+            own_keys[:rows, :, position : position + 1] = keys
+            own_values[:rows, :, position : position + 1] = values
+
+    def read_step(self, layer: int) -> tuple[mx.array, mx.array]:
+        """Views [n, H, span, D] of the layer's keys and values."""
+        keys, values = self.keys[layer], self.values[layer]
+        assert keys is not None and values is not None
+        return keys[: len(self.rows), :, : self.span], values[: len(self.rows), :, : self.span]
+
+    def write(self, layer: int, slot: int, keys: mx.array, values: mx.array) -> None:
+        """Gives rows slot, slot + 1, … their first positions, [k, H, T, D]."""
+        own_keys, own_values = self._of_layer(layer, keys, values)
+        stop, length = slot + keys.shape[0], keys.shape[2]
+        own_keys[slot:stop, :, :length] = keys
+        own_values[slot:stop, :, :length] = values
+
+    def add(self, rows: SequenceOf[Row]) -> None:
+        for row in rows:
+            row.pool, row.slot = self, len(self.rows)
+            self.rows.append(row)
+
+    def read(self, slots: list[int], start: int, stop: int) -> list[mx.array]:
+        """Copies of positions of some rows, keys and values by layer: a slice may be a view, and would keep all of the
+        pool alive."""
+        assert max(slots) < self.capacity and stop <= self.size, "MLX would read beyond the array"
+        index = mx.array(slots, dtype=mx.int32)
+        return [mx.take(array[:, :, start:stop], index, axis=0) for array in self.state]
+
+    def remove(self, leaving: SequenceOf[Row]) -> None:
+        """Fills the rows that leave with the last ones."""
+        gone = {row.slot for row in leaving}
+        left = len(self.rows) - len(gone)
+        sources = [slot for slot in range(left, len(self.rows)) if slot not in gone]
+        targets = sorted(slot for slot in gone if slot < left)
+        if sources and self.state:
+            moved = self.read(sources, 0, self.size)
+            mx.eval(moved)  # a pending reader of the pool would make the write below copy all of it
+            index = mx.array(targets, dtype=mx.int32)
+            for array, rows in zip(self.state, moved, strict=True):
+                array[index] = rows
+        for source, target in zip(sources, targets, strict=True):
+            self.rows[target] = self.rows[source]
+            self.rows[target].slot = target
+        del self.rows[left:]
+        for row in leaving:
+            row.pool, row.slot = None, -1
+
+    def resize(self, capacity: int, size: int) -> None:
+        """Copies the pool, layer by layer, so that old and new of one layer only exist at the same time."""
+        if (capacity, size) == (self.capacity, self.size):
+            return
+        rows, positions = min(len(self.rows), capacity, self.capacity), min(self.size, size)
+        self.capacity, self.size = capacity, size
+        for arrays in (self.keys, self.values):
+            for layer, array in enumerate(arrays):
+                if array is not None:
+                    resized = self._empty(array)
+                    resized[:rows, :, :positions] = array[:rows, :, :positions]
+                    mx.eval(resized)
+                    arrays[layer] = resized
+
+    def scrub(self, slot: int) -> None:
+        """Zeroes a row that may hold NaN: masked positions weigh 0, and 0 × NaN is NaN for the row's next owner."""
+        for array in self.state:
+            array[slot] = 0
+        mx.eval(self.state)
+
+    def check(self) -> None:
+        assert all(row.pool is self and row.slot == slot for slot, row in enumerate(self.rows)), "rows are mixed up"
+        assert len(self.rows) <= self.capacity, f"{len(self.rows)} rows, capacity {self.capacity}"
+        shapes = {array.shape[0::2] for array in self.state}
+        assert all(shape == (self.capacity, self.size) for shape in shapes), f"layers differ: {shapes}"
+
+    def _of_layer(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        own_keys, own_values = self.keys[layer], self.values[layer]
+        if own_keys is None or own_values is None:
+            own_keys, own_values = self.keys[layer], self.values[layer] = self._empty(keys), self._empty(values)
+        return own_keys, own_values
+
+    def _empty(self, like: mx.array) -> mx.array:
+        _, heads, _, width = like.shape
+        return mx.zeros((self.capacity, heads, self.size, width), dtype=like.dtype)

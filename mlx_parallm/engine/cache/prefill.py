@@ -1,0 +1,81 @@
+"""The caches of a prefill: mlx-lm's own, allocated at once, beginning with what the prefix cache holds."""
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_parallm.engine.cache.prefix import PrefixChunk
+from mlx_parallm.models.mlx_lm_api import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+
+
+class CannotBatchError(Exception):
+    """A running cache has no cache for one of the layers; the message names it."""
+
+
+class WindowedKVCache(KVCache):
+    """A prefill cache of a sliding-window layer: keeps all positions, sees the last `window`."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self._window = window
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        window = min(window_size or self._window, self._window)
+        return super().make_mask(N, return_array=return_array, window_size=window)
+
+
+def new_caches(model: nn.Module, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
+    """mlx-lm's caches for a prefill of `length` positions, allocated at once (their growth copies)."""
+    caches = [_prefill_cache(cache, length) for cache in make_prompt_cache(model)]
+    if any(prefixes):
+        _restore_prefixes(leaves(caches), prefixes)
+    return caches
+
+
+def arrays_of(caches: Iterable[Any]) -> list[mx.array]:
+    """Every array that mlx-lm caches hold, to be evaluated."""
+    return [array for _, array in tree_flatten([cache.state for cache in caches]) if isinstance(array, mx.array)]
+
+
+def token_bytes(model: nn.Module, caches: list[Any]) -> int:
+    """Bytes of one token's keys and values, by the shapes [1, H, T, D] that a forward gives to fresh caches."""
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    growing = [cache for cache in leaves(caches) if not isinstance(cache, ArraysCache)]
+    return sum(array.nbytes // array.shape[2] for array in arrays_of(growing) if array.ndim == 4)
+
+
+def leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def _restore_prefixes(caches: Iterable[Any], rows: SequenceOf[tuple[PrefixChunk, ...]]) -> None:
+    """Begins fresh mlx-lm KVCaches of a prefill with what the prefix cache holds: as long for each row."""
+    for layer, cache in enumerate(caches):
+        stored = [
+            mx.concatenate(
+                [
+                    mx.concatenate([p.segment.arrays[kind][:, :, : p.stop - p.start] for p in chunks], axis=2)
+                    for chunks in rows
+                ]
+            )
+            for kind in (2 * layer, 2 * layer + 1)
+        ]
+        cache.update_and_fetch(*stored)
+
+
+def _prefill_cache(cache: Any, length: int) -> Any:
+    if type(cache) is CacheList:
+        return CacheList(*(_prefill_cache(inner, length) for inner in cache.caches))
+    if type(cache) is RotatingKVCache:
+        cache = WindowedKVCache(cache.max_size)
+    if isinstance(cache, KVCache):
+        cache.step = length
+    return cache

@@ -1,0 +1,429 @@
+"""Keys and values by what is held, for plain attention: own positions in size classes, shared ones once.
+
+A step's batch is ordered by pool (`order`), so each pool's rows are a slice of it. Projections and feed-forwards see
+all rows at once; a layer's attention is one call a pool, and one matrix product a segment for all rows that read it,
+merged exactly (`merge.py`). A step of rows of one class without segments makes the operations of
+`rectangle.SlotCache`, which the tests hold this to.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.engine.cache.merge import LOG2_E, NOTHING, Partial, attend_partly, finish, join, merge
+from mlx_parallm.engine.cache.pools import Pool, Row
+from mlx_parallm.engine.cache.prefill import CannotBatchError, new_caches, token_bytes
+from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
+from mlx_parallm.engine.cache.sharing import CLASS_STEP, FIRST_ANSWER, PromptRows, end_of, shared_positions, size_class
+from mlx_parallm.models.attention import RoutedKeys, route_attention
+from mlx_parallm.models.mlx_lm_api import KVCache, make_prompt_cache
+
+SLACK = 8  # a pool that grows has room for an eighth more rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPart:
+    """A segment and the rows of the merged block that read it. `rows`: a slice, or their numbers [m].
+    `mask` [m, T] bool, where they read different lengths of it."""
+
+    keys_t: list[mx.array]  # by layer, [H, Dk, T]
+    values: list[mx.array]  # [H, T, Dv]
+    rows: slice | mx.array
+    count: int
+    mask: mx.array | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Level:
+    """The first segment of each row, or the second, … `places` [N]: where each row of the block is among those of the
+    parts, end to end; None: in this order. A row without such a segment is the one after the last."""
+
+    parts: tuple[SharedPart, ...]
+    places: mx.array | None
+    complete: bool
+
+
+class TokenLayer(RoutedKeys):
+    """One layer's face in mlx-lm's cache protocol, and the keys and values that it returns."""
+
+    def __init__(self, cache: "TokenCache", layer: int) -> None:
+        self._cache, self._layer = cache, layer
+
+    @property
+    def offset(self) -> mx.array:
+        """[n] int32: the position of each row's new token."""
+        return self._cache.positions
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
+        """None: `attend` knows what each row sees."""
+        if return_array or window_size is not None:
+            raise NotImplementedError("its attention has a mask of its own")
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple["TokenLayer", "TokenLayer"]:
+        """Writes one token per row, [n, H, 1, D] each."""
+        pools = self._cache.step_pools
+        if len(pools) == 1:
+            pools[0].write_step(self._layer, keys, values)
+        else:
+            for pool in pools:
+                rows = slice(pool.start, pool.stop)
+                pool.write_step(self._layer, keys[rows], values[rows])
+        return self, self
+
+    def attend(self, queries: mx.array, scale: float) -> mx.array:
+        pools, first = self._cache.step_pools, self._cache.first_merged
+        found = []
+        for pool in pools:
+            if not pool.shares:
+                keys, values = pool.read_step(self._layer)
+                rows = queries if len(pools) == 1 else queries[pool.start : pool.stop]
+                found.append(mx.fast.scaled_dot_product_attention(rows, keys, values, scale=scale, mask=pool.mask))
+        if first < queries.shape[0]:
+            found.append(self._merged(queries[first:] if first else queries, scale))
+        return found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
+
+    def _merged(self, queries: mx.array, scale: float) -> mx.array:
+        """Attention of the rows that read segments, [N, heads, 1, D]."""
+        count, heads, _, width = queries.shape
+        first, factor = self._cache.first_merged, scale * LOG2_E
+        own: list[Partial] = []
+        grouped = mx.array([])
+        for pool in self._cache.step_pools:
+            if pool.shares:
+                keys, values = pool.read_step(self._layer)
+                if not own:
+                    grouped = queries.reshape(count, keys.shape[1], -1, 1, width)
+                rows = grouped[pool.start - first : pool.stop - first]
+                mask = None if pool.mask is None else pool.mask[:, None]
+                own.append(attend_partly(rows, keys[:, :, None].swapaxes(-1, -2), values[:, :, None], mask, factor))
+        state = join(own)
+        for level in self._cache.levels:
+            state = merge(state, self._over(level, grouped[..., 0, :], factor))
+        return finish(state).astype(queries.dtype).reshape(count, heads, 1, -1)
+
+    def _over(self, level: Level, queries: mx.array, factor: float) -> Partial:
+        """queries [N, H, repeats, D] over one segment each."""
+        found = []
+        _, heads, repeats, width = queries.shape
+        for part in level.parts:
+            rows = queries[part.rows].transpose(1, 0, 2, 3).reshape(heads, -1, width)
+            keys_t, values = part.keys_t[self._layer], part.values[self._layer]
+            mask = None if part.mask is None else mx.repeat(part.mask, repeats, axis=0)
+            partial = attend_partly(rows, keys_t, values, mask, factor)
+            shape = (heads, part.count, repeats, 1, -1)
+            found.append(Partial(*(array.reshape(shape).transpose(1, 0, 2, 3, 4) for array in partial)))
+        if not level.complete:
+            empty = zip(found[0], (0.0, NOTHING, 0.0), strict=True)
+            found.append(Partial(*(mx.full((1, *array.shape[1:]), fill) for array, fill in empty)))
+        whole = join(found)
+        return whole if level.places is None else Partial(*(mx.take(array, level.places, axis=0) for array in whole))
+
+
+class TokenCache:
+    """
+    Args:
+        model: its attention layers are routed to this cache.
+        max_rows: most sequences that decode together.
+        max_positions: longest sequence.
+
+    Raises:
+        CannotBatchError: a layer keeps anything else than keys and values of all positions.
+    """
+
+    rewindable = True
+    shares = True
+
+    def __init__(self, model: nn.Module, max_rows: int, max_positions: int) -> None:
+        caches = make_prompt_cache(model)
+        others = sorted({type(cache).__name__ for cache in caches if type(cache) is not KVCache})
+        if others:
+            raise CannotBatchError(f"a layer needs {others[0]}")
+        if not route_attention(model):
+            raise CannotBatchError("its attention is not mlx-lm's")
+        self._model = model
+        self._max_rows, self._max_positions = max_rows, max_positions
+        self.layers = [TokenLayer(self, layer) for layer in range(len(caches))]
+        self._pools: dict[tuple[bool, int], Pool] = {}  # by whether its rows read segments, and size
+        self._rows: list[Row] = []
+        self._arranged = False
+        self.order: list[int] = []  # of the step's batch: the rows' numbers
+        self.positions = mx.zeros((0,), dtype=mx.int32)
+        self.step_pools: list[Pool] = []
+        self.first_merged = 0  # in the batch: the first row that reads segments
+        self.levels: list[Level] = []
+        self.saved_positions = 0
+
+    @property
+    def unread(self) -> list[mx.array]:
+        """None: attention reads all that a step writes."""
+        return []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for pool in self._pools.values()) + sum(
+            array.nbytes for segment in self._segments() for array in segment.arrays
+        )
+
+    def new_prefill(self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
+        return new_caches(self._model, length, prefixes)
+
+    def token_bytes(self) -> int:
+        return token_bytes(self._model, self.new_prefill(1))
+
+    def batches(self) -> list[tuple[int, int, list[Any]]]:
+        return [(0, len(self._rows), self.layers)]
+
+    def place(self, prompts: SequenceOf[PromptRows], first_row: int) -> None:
+        """Adds rows; `reserve` gives them room, `write_prefixes` their prompt."""
+        assert first_row == len(self._rows), f"{first_row} is not after {len(self._rows)} rows"
+        for prompt in prompts:
+            offset = end_of(prompt.chunks)
+            self._rows += [Row(prompt.chunks, offset) for _ in range(prompt.count)]
+        self._arranged = False
+
+    def write_prefixes(self, prefill: SequenceOf[Any], prompts: SequenceOf[PromptRows], first_row: int) -> None:
+        lengths = [prompt.length for prompt in prompts for _ in range(prompt.count)]
+        self._make_room(zip(self._rows[first_row : first_row + len(lengths)], lengths, strict=True))
+        row = first_row
+        whole: dict[Pool, list[tuple[PromptRows, Row]]] = {}  # copied from the first position on
+        for prompt in prompts:
+            self._fill_segments(prefill, prompt)
+            rows, row = self._rows[row : row + prompt.count], row + prompt.count
+            for held in rows:
+                assert held.pool is not None
+                if not held.chunks:
+                    whole.setdefault(held.pool, []).append((prompt, held))
+                elif held.offset < prompt.length:
+                    self._write(prefill, [prompt.source], held, held.offset, prompt.length)
+        for pairs in whole.values():
+            length = max(prompt.length for prompt, _ in pairs)
+            if length:
+                self._write(prefill, [prompt.source for prompt, _ in pairs], pairs[0][1], 0, length)
+
+    def read(self, row: int, start: int, stop: int) -> list[mx.array]:
+        """Keys and values by layer, [1, H, stop - start, D]: copies, or a segment's own arrays if they are all."""
+        held = self._rows[row]
+        pieces: list[list[mx.array]] = []
+        for chunk in held.chunks:
+            if (chunk.start, chunk.stop) == (start, stop) == (chunk.segment.start, chunk.segment.stop):
+                return chunk.segment.arrays
+            first, last = max(chunk.start, start), min(chunk.stop, stop)
+            if first < last:
+                index = mx.arange(first - chunk.start, last - chunk.start)
+                pieces.append([mx.take(array, index, axis=2) for array in chunk.segment.arrays])
+        if stop > held.offset:
+            assert held.pool is not None
+            pieces.append(held.pool.read([held.slot], max(start - held.offset, 0), stop - held.offset))
+        return [
+            mx.concatenate(list(arrays), axis=2) if len(arrays) > 1 else arrays[0]
+            for arrays in zip(*pieces, strict=True)
+        ]
+
+    def move_rows(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Numbers rows anew; what was `targets` is gone. Nothing is copied but to keep pools dense."""
+        self._release([self._rows[target] for target in targets])
+        for source, target in zip(sources, targets, strict=True):
+            self._rows[target] = self._rows[source]
+            self._rows[source] = Row()
+        self._arranged = False
+
+    def truncate(self, rows: int) -> None:
+        """Drops the rows from number `rows` on."""
+        if rows < len(self._rows):
+            self._release(self._rows[rows:])
+            del self._rows[rows:]
+            self._arranged = False
+
+    def reserve(self, cached: SequenceOf[int], max_tokens: int | None = None) -> None:
+        """Gives each row room for cached[i] + 1 tokens, in a pool of its class."""
+        self._reach(len(cached))
+        self._make_room(zip(self._rows, cached, strict=True), max_tokens)
+        if max_tokens is not None and self._room > max_tokens:
+            for pool in self._pools.values():
+                pool.resize(len(pool.rows), pool.size)
+            self._drop_empty_pools(all_of_them=True)
+
+    def begin_step(self, positions: list[int]) -> None:
+        self.reserve(positions)
+        if not self._arranged:
+            self._arrange()
+        order = self.order
+        self.positions = mx.array([positions[row] for row in order], dtype=mx.int32)
+        for pool in self.step_pools:
+            rows = order[pool.start : pool.stop]
+            pool.begin_step([positions[row] - self._rows[row].offset for row in rows])
+
+    def scrub_row(self, row: int) -> None:
+        held = self._rows[row]
+        if held.pool is not None:
+            held.pool.scrub(held.slot)
+
+    def shrink_to(self, cached: list[int]) -> None:
+        """Gives back the room that pools keep for rows to come."""
+        for pool in self._pools.values():
+            if pool.capacity > 4 * max(len(pool.rows), 1):
+                pool.resize(2 * len(pool.rows), pool.size)
+        self._drop_empty_pools(all_of_them=True)
+
+    def clear(self) -> None:
+        self._pools, self._rows, self.step_pools, self.levels, self.order = {}, [], [], [], []
+        self._arranged, self.saved_positions = False, 0
+
+    def check_integrity(self, cached: list[int]) -> None:
+        assert len(cached) <= len(self._rows) or not cached, f"{len(cached)} rows, {len(self._rows)} places"
+        for pool in self._pools.values():
+            pool.check()
+        for row, count in zip(self._rows, cached, strict=False):
+            assert row.pool is None or count - row.offset <= row.pool.size, f"{count} in {row.pool.size}"
+            assert all(chunk.segment.arrays for chunk in row.chunks), "a segment was never filled"
+        assert sum(len(pool.rows) for pool in self._pools.values()) <= len(self._rows), "a row was not released"
+
+    @property
+    def _room(self) -> int:
+        """Positions allocated."""
+        held = sum(pool.capacity * pool.size for pool in self._pools.values())
+        return held + shared_positions(chunk for row in self._rows for chunk in row.chunks)
+
+    def _segments(self) -> Iterable[Segment]:
+        return {id(c.segment.arrays): c.segment for row in self._rows for c in row.chunks}.values()
+
+    def _reach(self, rows: int) -> None:
+        while len(self._rows) < rows:
+            self._rows.append(Row())
+
+    def _make_room(self, cached: Iterable[tuple[Row, int]], most: int | None = None) -> None:
+        """Puts rows that need it into another pool, for one token more than they hold. None gets more than `most`
+        positions that it does not need."""
+        moving: dict[tuple[Pool | None, tuple[bool, int]], list[Row]] = {}
+        for row, count in cached:
+            pool, needed = row.pool, count + 1 - row.offset
+            if pool is None or needed > pool.size:
+                size = FIRST_ANSWER if row.chunks and needed <= FIRST_ANSWER else size_class(needed)
+                size = min(size, self._max_positions, max(needed, most or size))
+                key = (bool(row.chunks), size)
+                moving.setdefault((pool, key), []).append(row)
+        if not moving:
+            return
+        self._arranged = False
+        for (source, key), rows in moving.items():
+            self._move(source, key, rows)
+        self._drop_empty_pools()
+
+    def _move(self, source: Pool | None, key: tuple[bool, int], rows: list[Row]) -> None:
+        """Puts rows into the pool of `key`, with what they hold in `source`."""
+        target = self._pools.get(key)
+        if source is not None and len(rows) == len(source.rows) and (target is None or not target.rows):
+            del self._pools[source.shares, source.size]
+            source.resize(source.capacity, key[1])
+            self._pools[key] = source
+            return
+        if target is None:
+            target = self._pools[key] = Pool(len(self.layers), key[1], shares=key[0])
+        arrays = [] if source is None else source.read([row.slot for row in rows], 0, source.size)
+        if source is not None:
+            mx.eval(arrays)
+            source.remove(rows)
+        first = len(target.rows)
+        target.add(rows)
+        if len(target.rows) > target.capacity:
+            slack = len(target.rows) // SLACK if first else 0  # the first to come may be all
+            target.resize(min(self._max_rows, len(target.rows) + slack), target.size)
+        for layer in range(len(arrays) // 2):
+            target.write(layer, first, arrays[2 * layer], arrays[2 * layer + 1])
+
+    def _release(self, rows: SequenceOf[Row]) -> None:
+        leaving: dict[int, list[Row]] = {}
+        for row in rows:
+            if row.pool is not None:
+                leaving.setdefault(id(row.pool), []).append(row)
+        for of_pool in leaving.values():
+            pool = of_pool[0].pool
+            assert pool is not None
+            pool.remove(of_pool)
+            if pool.size > CLASS_STEP and 4 * len(pool.rows) < 3 * pool.capacity:
+                pool.resize(len(pool.rows), pool.size)
+        self._drop_empty_pools()
+
+    def _drop_empty_pools(self, *, all_of_them: bool = False) -> None:
+        """Gives back pools without rows; not the smallest, which the next request will want."""
+        empty = [key for key, pool in self._pools.items() if not pool.rows and (all_of_them or pool.size > CLASS_STEP)]
+        for key in empty:
+            del self._pools[key]
+
+    def _arrange(self) -> None:
+        """The order of the batch, and who reads which segment. It holds until rows come, go or move."""
+        self._arranged = True
+        number = {id(row): index for index, row in enumerate(self._rows)}
+        self.step_pools = [self._pools[key] for key in sorted(self._pools) if self._pools[key].rows]
+        self.order, self.first_merged = [], len(self._rows)
+        for pool in self.step_pools:
+            pool.start = len(self.order)
+            self.order += [number[id(row)] for row in pool.rows]
+            if pool.shares:
+                self.first_merged = min(self.first_merged, pool.start)
+        merged = [self._rows[row] for row in self.order[self.first_merged :]]
+        depth = max((len(row.chunks) for row in merged), default=0)
+        self.levels = [_level(merged, level) for level in range(depth)]
+        read = [chunk for row in merged for chunk in row.chunks]
+        self.saved_positions = max(0, sum(chunk.stop - chunk.start for chunk in read) - shared_positions(read))
+
+    def _fill_segments(self, prefill: SequenceOf[Any], prompt: PromptRows) -> None:
+        """Fills the prompt's new segment, if there is one, with what the prefill has computed."""
+        for chunk in prompt.chunks:
+            if not chunk.segment.arrays:
+                chunk.segment.arrays = [
+                    _part_of(array, prompt.source, chunk.start, chunk.stop)
+                    for cache in prefill
+                    for array in (cache.keys, cache.values)
+                ]
+
+    def _write(self, prefill: SequenceOf[Any], sources: list[int], first: Row, start: int, stop: int) -> None:
+        """Copies positions [start, stop) of rows `sources` of the prefill into `first` and the rows after it, which are
+        new too."""
+        assert first.pool is not None
+        index = None if sources == list(range(prefill[0].keys.shape[0])) else mx.array(sources, dtype=mx.int32)
+        for layer, computed in enumerate(prefill):
+            keys, values = (array[:, :, start:stop] for array in (computed.keys, computed.values))
+            if index is not None:
+                keys, values = mx.take(keys, index, axis=0), mx.take(values, index, axis=0)
+            first.pool.write(layer, first.slot, keys, values)
+
+
+def _part_of(array: mx.array, row: int, start: int, stop: int) -> mx.array:
+    """[1, H, stop - start, D]: the array itself where that is all of it, else a copy."""
+    if array.shape[0] == 1 and (start, stop) == (0, array.shape[2]):
+        return array
+    return mx.take(array[row : row + 1], mx.arange(start, stop), axis=2)
+
+
+def _level(rows: SequenceOf[Row], level: int) -> Level:
+    """Who reads which segment as its first, second, …"""
+    readers: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        if len(row.chunks) > level:
+            readers.setdefault(id(row.chunks[level].segment.arrays), []).append(index)
+    parts, placed = [], []
+    for indices in readers.values():
+        chunks = [rows[index].chunks[level] for index in indices]
+        lengths = np.array([chunk.stop - chunk.start for chunk in chunks], np.int32)
+        longest, arrays = int(lengths.max()), chunks[0].segment.arrays
+        if longest < arrays[0].shape[2]:
+            arrays = [array[:, :, :longest] for array in arrays]
+        contiguous = indices == list(range(indices[0], indices[0] + len(indices)))
+        chosen = slice(indices[0], indices[-1] + 1) if contiguous else mx.array(indices, dtype=mx.int32)
+        keys_t, values = [array[0].swapaxes(-1, -2) for array in arrays[::2]], [array[0] for array in arrays[1::2]]
+        differ = lengths.min() < longest
+        mask = mx.arange(longest, dtype=mx.int32) < mx.array(lengths)[:, None] if differ else None
+        parts.append(SharedPart(keys_t, values, chosen, len(indices), mask))
+        placed += indices
+    complete = len(placed) == len(rows)
+    if placed == list(range(len(rows))):
+        return Level(tuple(parts), None, complete)
+    places = np.full(len(rows), len(placed), np.int32)
+    places[placed] = np.arange(len(placed))
+    return Level(tuple(parts), mx.array(places), complete)

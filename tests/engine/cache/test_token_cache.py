@@ -1,0 +1,259 @@
+"""Keys and values by tokens: attention in parts, segments that rows share, size classes; held to the rectangle."""
+
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import mlx_parallm.engine.engine as engine_module
+from mlx_parallm.engine.cache import tokens
+from mlx_parallm.engine.cache.batch import BatchCache, batched_cache
+from mlx_parallm.engine.cache.merge import LOG2_E, attend_partly, finish, merge
+from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
+from mlx_parallm.engine.cache.sharing import referenced, size_class, worth_a_segment
+from mlx_parallm.engine.cache.tokens import TokenCache
+from mlx_parallm.models import cpu_kernels
+from tests.engine.helpers import (
+    VOCAB,
+    naive_greedy,
+    qwen3_model,
+    ragged_prompts,
+    random_adapter,
+    request,
+    run,
+    serve,
+    share_short_texts,
+)
+from tests.tiny_models import QWEN3, make_model
+
+
+@pytest.fixture
+def small(monkeypatch):
+    share_short_texts(monkeypatch)
+    yield
+    size_class.cache_clear()
+
+
+def test_parts_are_added_with_the_right_weights():
+    """Three positions with scores 0, ln 2 and ln 5, in parts of two and one: weights 1/8, 2/8 and 5/8."""
+    queries = mx.array([[LOG2_E]])
+    keys, values = mx.array([[0.0], [np.log(2)], [np.log(5)]]), mx.array([[8.0], [80.0], [800.0]])
+    first = attend_partly(queries, keys[:2].T, values[:2], None)
+    assert [round(array.item(), 4) for array in first] == [84.0, 1.0, 1.5]  # 8 / 2 + 80, log₂ 2, 1 / 2 + 1
+    seen = mx.array([[False, False, True]])
+    rest = attend_partly(queries, keys.T, values, seen)
+    assert finish(merge(first, rest)).item() == pytest.approx(1 + 20 + 500)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_large_scores_and_long_parts_are_exact(repeats):
+    shapes = [(2, repeats, 8), (2, 900, 8), (2, 900, 4)]
+    queries, keys, values = (mx.random.normal(shape, key=mx.random.key(i)) for i, shape in enumerate(shapes))
+    queries = 20 * queries
+    halves = [slice(0, 650), slice(650, 900)]
+    parts = [attend_partly(LOG2_E * queries, keys[:, half].swapaxes(-1, -2), values[:, half], None) for half in halves]
+    wanted = mx.softmax(queries @ keys.swapaxes(-1, -2), axis=-1) @ values
+    np.testing.assert_allclose(np.array(finish(merge(*parts))), np.array(wanted), atol=2e-5)
+
+
+def test_powers_of_two():
+    x = mx.linspace(-40, 0, 4001)[None]
+    found, wanted = cpu_kernels.exp2_minus(x, mx.array([[0.0]])), np.exp2(np.array(x, np.float64))
+    np.testing.assert_allclose(np.array(found), wanted, rtol=3e-7)
+    edges = cpu_kernels.exp2_minus(mx.array([[float("nan"), -1e30, -3.0, 0.0]]), mx.array([[0.0]]))[0]
+    assert np.isnan(edges[0].item()) and edges[1].item() < 1e-37 and edges[2:].tolist() == [0.125, 1.0]
+
+
+def test_size_classes_waste_a_quarter_at_most():
+    assert [size_class(n) for n in (1, 128, 129, 500, 600, 700, 4000)] == [128, 128, 256, 512, 640, 800, 4480]
+    assert all(n <= size_class(n) <= max(1.25 * n, n + 128) for n in range(1, 20000, 7))
+    assert not worth_a_segment(255, 16) and worth_a_segment(256, 2) and not worth_a_segment(1023, 1)
+
+
+def test_long_chunks_are_read_where_they_lie_and_many_short_ones_are_copied():
+    chunks = tuple(PrefixChunk(Segment(None, 0, ()), stop) for stop in (100, 1300, 1350, 1400))
+    assert referenced(chunks) == chunks[:2]
+    assert referenced(chunks[:1]) == ()
+
+
+class Twins:
+    """The same requests through an engine by tokens and one with the rectangle."""
+
+    def __init__(self, monkeypatch, **options):
+        self.new = serve(qwen3_model(), **options)
+        assert type(self.new.engine.cache) is TokenCache
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "choose_cache", lambda model, _, rows, length: BatchCache(model, rows, length))
+            self.old = serve(qwen3_model(), **options)
+        self.both = (self.new, self.old)
+        self.seen = set()
+
+    def run(self, requests, between=None, abort=()):
+        """Step by step; returns the outputs of the engine by tokens, equal to the other's."""
+        outputs = []
+        for served in self.both:
+            found = {}
+            for item in requests:
+                served.engine.add(item)
+            step = 0
+            while served.engine.has_work:
+                step += 1
+                found |= {event.request_id: event.output for event in served.engine.step()}
+                served.engine.check_integrity()
+                if served is self.new:
+                    self._look(served.engine.cache)
+                if step == 4:
+                    for name in abort:
+                        served.engine.abort(name)
+                    if between is not None:
+                        between(served)
+            outputs.append(found)
+        assert outputs[0].keys() == outputs[1].keys()
+        for name, output in outputs[0].items():
+            for mine, other in zip(output.completions, outputs[1][name].completions, strict=True):
+                assert mine.token_ids == other.token_ids, name
+                assert mine.policy_versions == other.policy_versions and mine.cached_tokens == other.cached_tokens
+                np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=1e-4)
+        return outputs[0]
+
+    def _look(self, cache):
+        for number, level in enumerate(cache.levels):
+            self.seen |= {f"level {number}", "all rows" if level.complete else "some rows"}
+            self.seen |= {"out of order"} if level.places is not None else set()
+            for part in level.parts:
+                self.seen |= {"shared" if part.count > 1 else "alone"}
+                self.seen |= {"of different lengths"} if part.mask is not None else set()
+                self.seen |= {"scattered"} if isinstance(part.rows, mx.array) else set()
+        self.seen |= {"some classes"} if len({pool.size for pool in cache.step_pools}) > 2 else set()
+
+
+def test_a_mix_of_groups_turns_and_lengths_equals_the_rectangle(monkeypatch, small):
+    """Groups, prompts that part from each other in the middle, turns that go on, aborts, and a publish under way."""
+    twins = Twins(monkeypatch, max_rows=24, prefill_chunk=48)
+    generator = random.Random(1)
+    system = [generator.randrange(VOCAB - 1) for _ in range(40)]
+    turns = [[*system[: 40 - 9 * i], *(generator.randrange(VOCAB - 1) for _ in range(5 + 11 * i))] for i in range(4)]
+    for turn in range(4):
+        requests = [
+            request(f"g{i}", text, n=1 + 2 * (i % 3), seed=10 * turn + i, max_tokens=4 + 7 * i, ignore_eos=True)
+            for i, text in enumerate(turns)
+        ]
+        others = ragged_prompts(5, seed=turn, longest=50)
+        requests += [request(f"s{i}", p, temperature=0.0, max_tokens=3 + 9 * i) for i, p in enumerate(others)]
+        other = dict(tree_flatten(qwen3_model(seed=1 + turn).parameters()))
+        between = (lambda served, other=other: served.weights.publish_parameters(other)) if turn == 2 else None
+        outputs = twins.run(requests, between, abort=["g3", "s4"][: turn % 3])
+        for i in range(len(turns)):
+            turns[i] = [*turns[i], *outputs[f"g{i}"].completions[-1].token_ids, *range(3)]
+    ways = {"level 0", "level 1", "all rows", "some rows", "shared", "alone", "out of order", "scattered"}
+    assert twins.seen >= ways | {"some classes", "of different lengths"}
+
+
+def test_adapters_of_a_group_and_beside_it_equal_the_rectangle(monkeypatch, small):
+    twins = Twins(monkeypatch, max_rows=16)
+    for served in twins.both:
+        served.weights.add_adapter("a", random_adapter(served, 1))
+    prompt = ragged_prompts(1, shortest=30, longest=30)[0]
+    with_adapter = request("with", prompt, adapter="a", n=4, seed=3, max_tokens=12)
+    twins.run([with_adapter, request("without", prompt, n=3, seed=4, max_tokens=9)])
+    assert "shared" in twins.seen
+
+
+def test_evicted_and_forgotten_segments_stay_alive_for_their_rows(small):
+    """A prefix cache of one prompt: each new prompt drops the one before, whose rows still read it."""
+    served = serve(qwen3_model(), prefix_cache_bytes=60 * 512, max_rows=8)
+    prompts = ragged_prompts(4, shortest=40, longest=50)
+    for i, prompt in enumerate(prompts):
+        served.engine.add(request(f"r{i}", prompt, n=2, temperature=0.0, max_tokens=30, ignore_eos=True))
+        served.engine.step()
+        served.engine.step()
+        served.engine.check_integrity()
+    served.engine.reset_prefix_cache()
+    outputs = run(served.engine, [])
+    for i, prompt in enumerate(prompts):
+        for choice in outputs[f"r{i}"].completions:
+            assert list(choice.token_ids) == naive_greedy(served.plain, prompt, 30, eos=None)
+    served.engine.release_memory()
+    assert served.engine.cache.nbytes == 0
+
+
+def test_a_group_holds_its_prompt_once_and_a_second_group_takes_it_from_the_prefix_cache():
+    served = serve(qwen3_model(), max_rows=32, prefill_chunk=600)
+    token = served.engine.cache.token_bytes()
+    prompt = ragged_prompts(1, shortest=1201, longest=1201)[0]
+    held, arrays = {}, set()
+    for n in (1, 8):
+        served.engine.add(request(f"n{n}", prompt, n=n, max_tokens=20, ignore_eos=True))
+        while len(served.engine.scheduler.rows) < n:
+            served.engine.step()
+        served.engine.step()
+        held[n] = served.engine.cache.nbytes / token
+        counters = served.engine.counters
+        assert counters.kv_bytes == held[n] * token and counters.kv_bytes_shared == (n - 1) * 1200 * token
+        assert counters.kv_tokens == n * 1202
+        [part] = served.engine.cache.levels[0].parts
+        assert part.count == n
+        [segment] = served.engine.cache._segments()
+        arrays.add(id(segment.arrays[0]))
+        run(served.engine, [])
+    assert held == {1: 1200 + 64, 8: 1200 + 8 * 64}
+    assert len(arrays) == 1, "nothing was copied"
+    assert served.engine.counters.prefill_tokens == 1201
+    served.engine.release_memory()
+    assert served.engine.counters.kv_bytes == served.engine.counters.kv_bytes_shared == 0
+
+
+def test_memory_and_reading_follow_the_tokens_held():
+    """Rows of 20 to 1,500 own tokens: at most 1.3 times that is allocated, 1.5 times read, and a step of 128 a row."""
+    slots = TokenCache(qwen3_model(), 64, 2048)
+    generator = random.Random(0)
+    token = slots.token_bytes()
+    cached = [generator.randint(20, 1500) for _ in range(24)]
+    for _ in range(40):
+        slots.begin_step(cached)
+        keys = mx.zeros((len(cached), 2, 1, 16))
+        for layer in slots.layers:
+            layer.update_and_fetch(keys, keys)
+        held = sum(cached) + len(cached)
+        assert slots.nbytes <= (1.3 * held + 128 * len(cached)) * token
+        assert sum(len(pool.rows) * pool.span for pool in slots.step_pools) <= 1.5 * held + 128 * len(cached)
+        slots.check_integrity([count + 1 for count in cached])
+        cached = [count + 1 for count in cached]
+        if generator.random() < 0.3:  # a row ends, the last one takes its place, and a new one comes
+            row = generator.randrange(len(cached) - 1)
+            slots.move_rows([len(cached) - 1], [row], 0)
+            slots.truncate(len(cached) - 1)
+            cached[row] = cached.pop()
+            cached.append(generator.randint(20, 1500))
+
+
+def test_bounds_count_a_shared_prompt_once():
+    """5,000 positions: 16 choices of one 3,000-token prompt run together; of 16 prompts only one does."""
+    model = qwen3_model()
+    token = serve(model).engine.cache.token_bytes()
+    for shared, rows in ((True, 16), (False, 1)):
+        served = serve(qwen3_model(), max_model_len=8192, prefill_chunk=4096, kv_cache_bytes=9000 * token)
+        prompts = ragged_prompts(1 if shared else 16, shortest=3000, longest=3000)
+        for i, prompt in enumerate(prompts):
+            served.engine.add(request(f"r{i}", prompt, n=16 if shared else 1, max_tokens=40, ignore_eos=True))
+        for _ in range(3):
+            served.engine.step()
+            assert served.engine.cache.nbytes <= 9000 * token
+        assert len(served.engine.scheduler.rows) >= rows and (shared or len(served.engine.scheduler.rows) <= 2)
+
+
+def test_a_layer_that_looks_into_its_keys_keeps_the_rectangle():
+    class Casting(type(qwen3_model().layers[0].self_attn)):
+        """Raises where keys are no array."""
+
+        def __call__(self, x, mask=None, cache=None):
+            if isinstance(cache, tokens.TokenLayer):
+                raise AttributeError("'TokenLayer' object has no attribute 'astype'")
+            return super().__call__(x, mask, cache)
+
+    model = make_model(QWEN3 | {"vocab_size": VOCAB})
+    for layer in model.layers:
+        layer.self_attn.__class__ = Casting
+    assert batched_cache(model) == (BatchCache, "")
