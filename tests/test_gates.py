@@ -20,7 +20,7 @@ TINY_MODULE_LINES = 80
 
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
-    "(root)": 1380,
+    "(root)": 1390,
     "cli": 1360,
     "config": 2_240,
     "dashboard": 1320,
