@@ -108,11 +108,14 @@ def try_one(name: str) -> dict[str, Any]:
     found["parameters"] = parameter_count(model)
     try:
         found["alone"] = why_not_batched(model)
-        cache = choose_cache(model, name, 2, 64)
-        found["rewindable"], found["by_tokens"] = cache.rewindable, cache.shares
+        found["rewindable"] = choose_cache(model, name, 2, 64).rewindable
         found["serves"] = ""
     except ModelError as error:
         found["serves"] = str(error).partition("served: ")[2]
+    try:
+        found["by_tokens"] = choose_cache(model, name, 2, 64, by_tokens=True).shares
+    except ModelError:
+        found["by_tokens"] = False
     try:
         found |= gradients(model)
     except Exception as error:  # noqa: BLE001
@@ -342,8 +345,11 @@ WORDS = {
 }
 
 ROWS = (
-    ("by tokens", "one forward for all; memory and reading follow the tokens held, shared prompts are held once."),
-    ("together", "one forward for all, all rows as long as the longest; prefixes of prompts are shared and kept."),
+    ("together", "one forward for all; prefixes of prompts are shared and kept."),
+    (
+        "together; tokens",
+        'the same, and `server.kv_layout = "tokens"` can be set ([serving.md](serving.md#how-much-at-once)).',
+    ),
     ("together, no prefixes", "the same, but a recurrent state belongs to the whole text: prompts are computed anew."),
     ("one by one", "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time."),
 )
@@ -355,7 +361,7 @@ def rows_of(row: dict[str, Any]) -> str:
     if row["alone"]:
         return "one by one"
     if row["by_tokens"]:
-        return "by tokens"
+        return "together; tokens"
     return "together" if row["rewindable"] else "together, no prefixes"
 
 

@@ -25,7 +25,7 @@ LINES: dict[str, int] = {
     "config": 2_240,
     "dashboard": 1320,
     "distributed": 440,
-    "engine": 5140,
+    "engine": 5150,
     "environments": 4950,
     "execution": 2650,
     "experts": 1620,

@@ -36,6 +36,10 @@ class ServerConfig(Section):
     prefix_cache_bytes: int | None = Field(None, ge=0)
     """Memory for keys and values of prefixes that later requests may share; 0 = off. Default: 5 % of the memory; 0 when
     deterministic."""
+    kv_layout: Literal["rectangle", "tokens"] = "rectangle"
+    """How running requests' keys and values lie in memory. "rectangle": all rows are as long as the longest. "tokens":
+    a row holds its own tokens, and a prompt that several rows share is held once. For long contexts; plain attention
+    only (docs/models.md)."""
     api_key: SecretStr | None = None
     """Bearer key of every route but /health. Better: the environment variable MLX_PARALLM_API_KEY, or api_key_file."""
     api_key_file: Path | None = None

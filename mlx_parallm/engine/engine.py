@@ -51,6 +51,7 @@ class EngineOptions:
     max_rows: int  # sequences decoded together
     prefill_chunk: int  # prompt tokens between two decode steps
     kv_cache_bytes: int | None  # keys and values of running sequences; None = unbounded
+    kv_layout: str  # "rectangle" or "tokens", see cache/batch.py
     prefix_cache_bytes: int  # keys and values kept for later requests; 0 = none
     default_max_tokens: int | None  # of requests without a limit; None = all the room there is
     seed: int  # of requests without one
@@ -77,7 +78,13 @@ class Engine:
         self.options = options
         self.grammars = Grammars(tokenizer, options.vocab_size, close_objects=options.close_objects)
         self.counters = Counters()
-        self.cache = choose_cache(model, options.architecture, options.max_rows, options.max_model_len)
+        self.cache = choose_cache(
+            model,
+            options.architecture,
+            options.max_rows,
+            options.max_model_len,
+            by_tokens=options.kv_layout == "tokens",
+        )
         token_bytes = self._token_bytes = self.cache.token_bytes()
         bound = None if options.kv_cache_bytes is None or not token_bytes else options.kv_cache_bytes // token_bytes
         self.limits = RequestLimits(options.max_model_len, options.vocab_size, bound, options.default_max_tokens)
@@ -89,6 +96,7 @@ class Engine:
             rewindable=self.cache.rewindable,
             by_tokens=self.cache.shares,
         )
+        self._note_memory()
         self.weights = weights
         self._runner = ModelRunner(
             model,
@@ -390,6 +398,8 @@ class Engine:
         self.scheduler.remove_finished_from_queue()
 
     def _note_memory(self) -> None:
+        if not self.cache.shares:
+            return
         self.counters.kv_tokens = sum([sequence.cached for sequence in self.scheduler.rows])
         self.counters.kv_bytes = self.cache.nbytes
         self.counters.kv_bytes_shared = self.cache.saved_positions * self._token_bytes

@@ -49,9 +49,9 @@ class Counters:
     requests_failed: int = 0
     requests_aborted: int = 0
     running: int = 0  # sequences that hold a row or were promised one
-    kv_tokens: int = 0  # positions of all rows, those that they share counted in each
-    kv_bytes: int = 0  # memory of keys, values and states, room for more included
-    kv_bytes_shared: int = 0  # what rows would hold besides, if each had a copy of what it shares
+    kv_tokens: int | None = None  # positions of all rows, shared ones counted in each; None: a rectangle
+    kv_bytes: int | None = None  # memory of keys and values, room for more included
+    kv_bytes_shared: int | None = None  # what rows would hold besides, if each had a copy of what it shares
 
 
 @dataclass

@@ -236,7 +236,7 @@ class Scheduler:
             key = (weights_of(sequence), sequence.cache_salt)
             if key == sequence.prefix_key:
                 end = end_of(sequence.chunks)  # a whole prompt in segments is stored as it lies
-                stop = end if not sequence.finished and end == len(sequence.prompt) - 1 else sequence.cached
+                stop = end if end and not sequence.finished and end == len(sequence.prompt) - 1 else sequence.cached
                 text = [*sequence.prompt, *sequence.tokens][:stop]
                 segment = self.prefix_cache.store(key, tuple(text))
                 if segment is not None:
@@ -361,9 +361,9 @@ class Scheduler:
             first_row = len(self.rows)
             prompts: tuple[PromptRows, ...] = ()
             if stop == prefill.length:
-                prompts = tuple(self._prompt_rows(index, row) for index, row in enumerate(prefill.rows))
-                for prompt, row in zip(prompts, prefill.rows, strict=True):
-                    for sequence in row.sequences:
+                prompts = tuple(self._prompt_rows(i, row) for i, row in enumerate(prefill.rows) if row.sequences)
+                for prompt in prompts:
+                    for sequence in prefill.rows[prompt.source].sequences:
                         self._give_row(sequence, prompt.chunks)
                 self.prefills.remove(prefill)
             chunks.append(PrefillChunk(prefill, start, stop, first_row, prompts))

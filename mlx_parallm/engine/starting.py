@@ -90,6 +90,7 @@ def engine_options(config: Config, loaded: LoadedModel) -> EngineOptions:
         max_rows=server.batch_size,
         prefill_chunk=server.prefill_chunk,
         kv_cache_bytes=kv_cache_bytes(server.kv_cache_bytes, deterministic=deterministic),
+        kv_layout=server.kv_layout,
         prefix_cache_bytes=prefix_cache_bytes(server.prefix_cache_bytes, deterministic=deterministic),
         default_max_tokens=server.default_max_tokens,
         seed=random.SystemRandom().getrandbits(63),

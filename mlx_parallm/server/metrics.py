@@ -25,7 +25,7 @@ _COUNTERS = {
 
 _MEMORY = {
     "kv_tokens": "Positions of the running sequences, shared ones counted in each",
-    "kv_bytes": "Memory of their keys, values and states, with the room that is kept for more",
+    "kv_bytes": "Memory of their keys and values, with the room that is kept for more",
     "kv_bytes_shared": "What they would hold besides without sharing prompts",
 }
 _TOOL_COUNTERS = {
@@ -109,7 +109,8 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"{PREFIX}_{name}", meaning, value=getattr(stats, name))
         yield CounterMetricFamily(f"{PREFIX}_engine_steps", "Engine steps", value=stats.steps)
         for name, meaning in _MEMORY.items():
-            yield GaugeMetricFamily(f"{PREFIX}_{name}", meaning, value=getattr(stats, name))
+            if (value := getattr(stats, name)) is not None:  # server.kv_layout = "tokens"
+                yield GaugeMetricFamily(f"{PREFIX}_{name}", meaning, value=value)
         yield GaugeMetricFamily(f"{PREFIX}_requests_running", "Sequences being generated", value=stats.running)
         yield GaugeMetricFamily(f"{PREFIX}_requests_waiting", "Sequences waiting for a slot", value=stats.waiting)
         yield GaugeMetricFamily(f"{PREFIX}_policy_version", "Version of the served policy", value=stats.policy_version)

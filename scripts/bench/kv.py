@@ -46,11 +46,11 @@ STEPS = 24
 MIXED = (50, 8000)
 
 
-def make_engine(directory: Path) -> Engine:
+def make_engine(directory: Path, layout: str) -> Engine:
     config = parse_config({"model": {"base_path": str(directory)}}).model
     loaded = load_model(config)
     weights = SharedWeights(loaded.model, keep_versions=1)
-    options = replace(engine_options(Config(), loaded), max_rows=64, prefix_cache_bytes=0)
+    options = replace(engine_options(Config(), loaded), max_rows=64, prefix_cache_bytes=0, kv_layout=layout)
     use_fast_swiglu(loaded.model)
     use_fast_rope(loaded.model)
     lora = prepare_for_serving(loaded.model)
@@ -123,15 +123,15 @@ def measure(engine: Engine, case: str, turn: int) -> dict[str, float]:
     return found
 
 
-def mixed_table(directory: Path, rounds: int, console: Console) -> None:
-    engine = make_engine(directory)
+def mixed_table(directory: Path, rounds: int, console: Console, layout: str) -> None:
+    engine = make_engine(directory, layout)
     for turn in range(rounds):
         result = measure(engine, "mixed", turn)
         console.print(f"32 rows of 50 to 8,000 tokens: { ({key: round(value, 2) for key, value in result.items()}) }")
 
 
-def engine_table(directory: Path, rounds: int, console: Console) -> None:
-    engine = make_engine(directory)
+def engine_table(directory: Path, rounds: int, console: Console, layout: str) -> None:
+    engine = make_engine(directory, layout)
     cases = ("short", "short beside long", "group, short", "group, long", "one, long")
     found: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
     for turn in range(rounds + 1):
@@ -157,8 +157,8 @@ def engine_table(directory: Path, rounds: int, console: Console) -> None:
 
 
 @contextmanager
-def our_server(directory: Path) -> Iterator[str]:
-    tree = {"server": {"port": 0, "batch_size": 64}, "model": {"base_path": str(directory)}}
+def our_server(directory: Path, layout: str) -> Iterator[str]:
+    tree = {"server": {"port": 0, "batch_size": 64, "kv_layout": layout}, "model": {"base_path": str(directory)}}
     serving = Serving(parse_config(tree))
     try:
         serving.listen()
@@ -186,12 +186,12 @@ def mixed_bodies(turn: int) -> list[list[dict[str, Any]]]:
     ]
 
 
-def server_table(directory: Path, rounds: int, console: Console) -> None:
+def server_table(directory: Path, rounds: int, console: Console, layout: str) -> None:
     cases: dict[str, Callable[[int], list[list[dict[str, Any]]]]] = {
         "group of 16, 3,700-token prompt": group_bodies,
         "32 clients, 50 to 8,000 tokens": mixed_bodies,
     }
-    with our_server(directory) as ours, peers.mlx_lm_server(directory, "mkl") as theirs:
+    with our_server(directory, layout) as ours, peers.mlx_lm_server(directory, "mkl") as theirs:
         for name, bodies in cases.items():
             ratios = []
             for turn in range(rounds + 1):
@@ -209,13 +209,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=("engine", "mixed", "servers"))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layout", choices=("rectangle", "tokens"), default="tokens", help="server.kv_layout")
     arguments = parser.parse_args()
     configure_logging(level="error")
     console = Console(width=120)
     with tempfile.TemporaryDirectory() as directory:
         path = save_bench_model(Path(directory) / "model", endless=True, max_position_embeddings=CONTEXT)
         tables = {"engine": engine_table, "mixed": mixed_table, "servers": server_table}
-        tables[arguments.table](path, arguments.rounds, console)
+        tables[arguments.table](path, arguments.rounds, console, arguments.layout)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 import asyncio
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.engine.cache import sharing, tokens
@@ -75,6 +77,7 @@ def engine_options(**changes: Any) -> EngineOptions:
         max_rows=64,
         prefill_chunk=256,
         kv_cache_bytes=None,
+        kv_layout="rectangle",
         prefix_cache_bytes=1 << 26,
         default_max_tokens=None,
         seed=0,
@@ -164,14 +167,20 @@ def collect_deltas(engine: Engine, max_steps: int = 5000) -> dict[str, list[Comp
     raise AssertionError("the engine does not come to an end")
 
 
-def share_short_texts(monkeypatch: Any) -> None:
-    """Short texts have the size classes and segments of long ones."""
+@contextmanager
+def short_segments() -> Iterator[None]:
+    """With keys and values by tokens, short texts have the size classes and segments of long ones."""
     small = {"CLASS_STEP": 8, "PRIVATE_FROM": 24, "SHARED_FROM": 6, "REFERENCE_FROM": 6}
-    for name, value in small.items():
-        monkeypatch.setattr(sharing, name, value)
-    monkeypatch.setattr(tokens, "FIRST_ANSWER", 4)
-    monkeypatch.setattr(tokens, "CLASS_STEP", 8)
-    sharing.size_class.cache_clear()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in small.items():
+                patch.setattr(sharing, name, value)
+            patch.setattr(tokens, "FIRST_ANSWER", 4)
+            patch.setattr(tokens, "CLASS_STEP", 8)
+            sharing.size_class.cache_clear()
+            yield
+    finally:
+        sharing.size_class.cache_clear()
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -12,7 +12,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
 from mlx_parallm.engine.cache.batch import BatchCache, RowCaches, why_not_batched
-from mlx_parallm.engine.cache.tokens import TokenCache
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.logprobs import token_logprobs
 from tests.engine.helpers import (
@@ -200,14 +199,8 @@ def model_of(name: str, *, seed: int = 0):
     return make_model(config, seed=seed)
 
 
-# Keys and values by tokens. The others have a window, a state, sinks, a latent, or keys that the layer changes.
-BY_TOKENS = ("qwen2", "sliding_llama", "gemma", "phi3", "qwen3_moe", "mixtral", "yarn", "gpt2")
-
-
 def expected_of(name: str) -> type:
-    if name in ROW_BY_ROW:
-        return RowCaches
-    return TokenCache if name in BY_TOKENS else BatchCache
+    return RowCaches if name in ROW_BY_ROW else BatchCache
 
 
 @pytest.mark.parametrize("name", slow_but([*BATCHED, *ROW_BY_ROW], FAST))
@@ -377,11 +370,11 @@ def broken_attention(model, cached_call):
     return model
 
 
-def test_a_model_whose_mask_shows_too_much_is_not_batched():
-    """Nothing raises; only the comparison with its own forward shows it. One row alone sees all there is."""
+def test_a_model_that_forgets_the_mask_is_not_batched():
+    """Nothing raises; only the comparison with its own forward shows it. One row alone needs no mask."""
     model = broken_attention(
         make_model(QWEN3 | {"vocab_size": VOCAB}),
-        lambda forward, self, x, mask, cache: forward(self, x, "causal" if x.shape[1] > 1 else mx.array(True), cache),
+        lambda forward, self, x, mask, cache: forward(self, x, "causal" if x.shape[1] > 1 else None, cache),
     )
     assert why_not_batched(model) == "it does not give what its own forward gives"
     assert type(serve(model).engine.cache) is RowCaches

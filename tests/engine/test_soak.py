@@ -2,11 +2,12 @@
 
 import random
 
-from mlx_parallm.engine.cache.sharing import size_class
+import pytest
+
 from mlx_parallm.engine.live_requests import Finished
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.types import Request
-from tests.engine.helpers import Served, naive_greedy, qwen3_model, random_adapter, request, serve, share_short_texts
+from tests.engine.helpers import Served, naive_greedy, qwen3_model, random_adapter, request, serve, short_segments
 
 
 def random_request(generator: random.Random, name: str) -> Request:
@@ -51,16 +52,18 @@ def soak(served: Served, generator: random.Random, steps: int) -> tuple[dict[str
     return asked, ended
 
 
-def test_soak(monkeypatch):
-    share_short_texts(monkeypatch)
-    served = serve(qwen3_model(), policy="policy", max_rows=6, prefill_chunk=32)
+@pytest.mark.parametrize("kv_layout", ["rectangle", pytest.param("tokens", marks=pytest.mark.slow)])
+def test_soak(kv_layout):
+    with short_segments():
+        hold_to_the_naive_twin(kv_layout)
+
+
+def hold_to_the_naive_twin(kv_layout):
+    served = serve(qwen3_model(), policy="policy", max_rows=6, prefill_chunk=32, kv_layout=kv_layout)
     served.weights.publish_adapter(random_adapter(served, 0))
     poison = {path: LoraPair(pair.a, pair.b * float("nan"), 1.0) for path, pair in random_adapter(served, 1).items()}
     served.weights.add_adapter("nan", poison)
-    try:
-        asked, ended = soak(served, random.Random(11), steps=160)
-    finally:
-        size_class.cache_clear()
+    asked, ended = soak(served, random.Random(11), steps=160)
     assert asked.keys() == ended.keys() and len(asked) > 60
     assert any(event.output.completions[0].error == "the weather" for event in ended.values())
     checked = 0

@@ -106,8 +106,7 @@ def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind():
         else:
             assert list(completion.token_ids) == naive_greedy(served.plain, prompts[i], 9)
     assert served.engine.counters.requests_failed == 4
-    pools = served.engine.cache._pools.values()
-    assert pools and not any(mx.isnan(array).any().item() for pool in pools for array in pool.state)
+    assert not any(mx.isnan(array).any().item() for array in served.engine.cache.state)
 
 
 def test_a_failed_step_fails_who_took_part_and_the_engine_goes_on():
@@ -117,8 +116,8 @@ def test_a_failed_step_fails_who_took_part_and_the_engine_goes_on():
     served.engine.step()
     served.engine.step()
     assert served.engine.scheduler.prefix_cache.tokens > 0
-    [pool] = served.engine.cache.step_pools
-    pool.keys[0] = pool.keys[0][:, :, :, :3]  # the next write does not fit
+    layer = served.engine.cache.layers[0]
+    layer.keys = layer.keys[:, :, :, :3]  # the next write does not fit
     with pytest.raises(ValueError, match=r".*"):
         for _ in range(3):
             served.engine.step()

@@ -20,7 +20,7 @@ from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.types import Request, RequestOutput, Rollout, RolloutGroup, SamplingParams
 from mlx_parallm.weights import SharedWeights
-from tests.engine.helpers import engine_options
+from tests.engine.helpers import engine_options, short_segments
 
 TEMPERATURE = 0.8
 SEQUENCES = 64
@@ -34,8 +34,16 @@ def sample(requests: list[Request], thread: EngineThread) -> list[RequestOutput]
         thread.stop()
 
 
-@pytest.mark.parametrize(("blocks_per_eval", "dora"), [(0, False), (1, False), (1, True)])
-def test_64_ragged_sequences_agree_to_1e_4(blocks_per_eval: int, dora: bool) -> None:
+@pytest.mark.parametrize(
+    ("blocks_per_eval", "dora", "kv_layout"),
+    [(0, False, "rectangle"), (1, False, "rectangle"), (1, True, "rectangle"), (1, False, "tokens")],
+)
+def test_64_ragged_sequences_agree_to_1e_4(blocks_per_eval: int, dora: bool, kv_layout: str) -> None:
+    with short_segments():
+        agree(blocks_per_eval, dora, kv_layout)
+
+
+def agree(blocks_per_eval: int, dora: bool, kv_layout: str) -> None:
     loaded = load_model(ModelConfig())
     values = {"blocks_per_eval": blocks_per_eval, "batch_size": SEQUENCES, "token_budget": 1024}
     training = parse_config({"rl_training": values | {"lora": {"use_dora": dora}}}).rl_training
@@ -52,7 +60,9 @@ def test_64_ragged_sequences_agree_to_1e_4(blocks_per_eval: int, dora: bool) -> 
     weights.add_adapter("policy", adapter_layers(policy.model))
     lora = prepare_for_serving(loaded.model)
     tokenizer = load_tokenizer(loaded.path, ModelConfig())
-    options = engine_options(max_model_len=256, vocab_size=loaded.vocab_size, max_rows=24, prefill_chunk=64)
+    options = engine_options(
+        max_model_len=256, vocab_size=loaded.vocab_size, max_rows=24, prefill_chunk=64, kv_layout=kv_layout
+    )
     names = ServedModels("m", adapter_versions=dict, version=lambda: 0, policy_adapter="policy")
     thread = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), names)
 

@@ -3,11 +3,16 @@
 import json
 import re
 import socket
+from dataclasses import replace
 
 import httpx
 import pytest
 from openai import NotFoundError
+from prometheus_client import CollectorRegistry, generate_latest
 
+from mlx_parallm.engine.live_requests import Counters
+from mlx_parallm.server.metrics import _EngineCollector
+from mlx_parallm.types import EngineStats
 from tests.server.serving import until
 
 PROMPT = "<|im_start|>user\n12 + 7 =<|im_end|>\n<|im_start|>assistant\n"
@@ -43,6 +48,17 @@ def test_a_hangup_frees_the_slot(server, stream):
     until(lambda: server.engine.stats().running == 0)
     with server.http() as http:
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_metrics_of_the_layout_by_tokens():
+    """The rectangle, the default, has none of them."""
+    registry = CollectorRegistry()
+    stats = EngineStats(alive=True, ready=True, last_step_time=0.0, waiting=0, policy_version=0, **vars(Counters()))
+    registry.register(_EngineCollector(lambda: stats))
+    assert "kv_" not in generate_latest(registry).decode()
+    stats = replace(stats, kv_tokens=7, kv_bytes=1024, kv_bytes_shared=512)
+    found = {line for line in generate_latest(registry).decode().splitlines() if line.startswith("mlx_parallm_kv")}
+    assert found == {"mlx_parallm_kv_tokens 7.0", "mlx_parallm_kv_bytes 1024.0", "mlx_parallm_kv_bytes_shared 512.0"}
 
 
 def test_metrics_count_what_was_done(server):

@@ -38,7 +38,6 @@ def test_the_second_time_a_prompt_is_found(client, server, stream):
     ]
     after = counters(server)
     assert after["prefix_cache_hit_tokens_total"] - before["prefix_cache_hit_tokens_total"] == 3 * 39
-    assert {"kv_tokens", "kv_bytes", "kv_bytes_shared"} <= set(after)
     assert after["prefix_cache_query_tokens_total"] - before["prefix_cache_query_tokens_total"] == 5 * 40
 
 

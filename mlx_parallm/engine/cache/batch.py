@@ -1,6 +1,7 @@
 """The cache of any mlx-lm architecture, behind one face: `ModelRunner` and `Engine` know `RunningCache` only.
 
-    TokenCache   one forward decodes all rows, over keys and values by what is held (tokens.py). Plain attention only.
+    TokenCache   one forward decodes all rows, over keys and values by what is held (tokens.py). Plain attention only,
+                 and only with server.kv_layout = "tokens".
     BatchCache   one forward decodes all rows. Each layer keeps keys and values of all positions (`rectangle.SlotCache`;
                  a sliding window is a mask over them, so prefixes can be shared), a recurrent state of fixed size a row
                  (mlx-lm's ArraysCache, dense rows as in SlotCache), or several of these (CacheList).
@@ -300,14 +301,25 @@ class RowCaches:
             self._rows.append(self.new_prefill(0))
 
 
-def choose_cache(model: nn.Module, architecture: str, max_rows: int, max_positions: int) -> RunningCache:
+def choose_cache(
+    model: nn.Module, architecture: str, max_rows: int, max_positions: int, *, by_tokens: bool = False
+) -> RunningCache:
     """Choose all rows in one forward where that gives what the model's own forward gives, else row by row.
 
-    Raises ModelError when neither does.
+    With `by_tokens` it is TokenCache or nothing.
+
+    Raises ModelError when the architecture has none of these.
     """
-    kind, reason = batched_cache(model)
-    if kind is not None:
-        return kind(model, max_rows, max_positions)
+    if by_tokens:
+        if reason := _why_not(TokenCache, model):
+            raise ModelError(
+                f'server.kv_layout = "tokens" does not work for the architecture {architecture!r}: {reason}; '
+                'use "rectangle"'
+            )
+        return TokenCache(model, max_rows, max_positions)
+    reason = why_not_batched(model)
+    if not reason:
+        return BatchCache(model, max_rows, max_positions)
     cache = RowCaches(model)
     if failure := _failure(model, cache):
         raise ModelError(f"the architecture {architecture!r} cannot be served: decoding: {failure}")
@@ -316,25 +328,17 @@ def choose_cache(model: nn.Module, architecture: str, max_rows: int, max_positio
     return cache
 
 
-def batched_cache(model: nn.Module) -> tuple[type[TokenCache] | type[BatchCache] | None, str]:
-    """Return the first kind that decodes rows of different lengths in one forward; or None, and why there is none."""
-    kinds: tuple[type[TokenCache] | type[BatchCache], ...] = (TokenCache, BatchCache)
-    reason = ""
-    for kind in kinds:
-        try:
-            cache = kind(model, PROBE_ROWS, 2 * PROBE_ROWS)
-        except CannotBatchError as error:
-            reason = str(error)
-            continue
-        reason = _failure(model, cache)
-        if not reason:
-            return kind, ""
-    return None, reason
-
-
 def why_not_batched(model: nn.Module) -> str:
     """Return why one forward cannot decode rows of different lengths; "" when it can."""
-    return batched_cache(model)[1]
+    return _why_not(BatchCache, model)
+
+
+def _why_not(kind: type[TokenCache] | type[BatchCache], model: nn.Module) -> str:
+    try:
+        cache = kind(model, PROBE_ROWS, 2 * PROBE_ROWS)
+    except CannotBatchError as error:
+        return str(error)
+    return _failure(model, cache)
 
 
 def _failure(model: nn.Module, cache: RunningCache) -> str:
