@@ -66,11 +66,18 @@ def test_answers_all_through_a_run_under_rising_versions(tmp_path: Path) -> None
         assert (run / name).exists(), name
 
 
-def test_each_signal_saves_and_exits_zero_within_ten_seconds_and_a_resume_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "signals",
+    [(signal.SIGTERM,), pytest.param((signal.SIGINT, signal.SIGHUP), marks=pytest.mark.long)],  # one handler for all
+    ids=["term", "int and hup"],
+)
+def test_each_signal_saves_and_exits_zero_within_ten_seconds_and_a_resume_goes_on(
+    tmp_path: Path, signals: tuple[signal.Signals, ...]
+) -> None:
     config = write_config(tmp_path, steps=500, interval=400)
     run = tmp_path / "checkpoints" / "run"
     stopped_at, resume = 0, list[str]()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in signals:
         with train(config, *resume) as daemon:
             wait_for_step(daemon, run, stopped_at + 1)
             started = time.monotonic()
@@ -84,6 +91,7 @@ def test_each_signal_saves_and_exits_zero_within_ten_seconds_and_a_resume_goes_o
     assert [line["step"] for line in metrics(run)] == list(range(1, stopped_at + 2))
 
 
+@pytest.mark.long  # tests/integration/test_resume_bits.py kills in the middle of a step, and compares all bits
 def test_kill_9_then_two_resumes_write_the_same_metrics(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=9, interval=2, training="deterministic = true")
     run = tmp_path / "checkpoints" / "run"

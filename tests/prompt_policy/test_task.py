@@ -7,7 +7,6 @@ import httpx
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.threads import mlx_thread
 from scripts.soak.fuzz_openapi import tiny_server
 from tests.prompt_policy.helpers import SIZE, SMALL, serving
 from tests.scripted_http import scripted_http
@@ -115,7 +114,7 @@ def test_the_daemon_rewards_by_the_model_that_it_serves(tmp_path: Path) -> None:
     mount = ["prompt_policy.mount=true", f'prompt_policy.checkpoint_dir="{tmp_path}/policy"']
     task = ["prompt_policy.temperature=0", "prompt_policy.rollouts=2", "prompt_policy.max_tokens=8"]
     sizes = [*SMALL[1:], "prompt_policy.embedding=served", "prompt_policy.ppo.input_dim=128"]
-    with mlx_thread(), tiny_server(*mount, *task, *sizes, reward_of(tmp_path), "server.request_timeout_s=60") as daemon:
+    with tiny_server(*mount, *task, *sizes, reward_of(tmp_path), "server.request_timeout_s=60") as daemon:
         with httpx.Client(base_url=f"{daemon.url}/prompt_policy", timeout=60) as client:
             reply = client.post("/rollout", json=POLITE | {"columns": {"answer": "ab"}})
             assert reply.status_code == 200, reply.text
