@@ -241,6 +241,7 @@ def contrast(first: str, second: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+@pytest.mark.long
 def test_eight_tabs_that_are_seen_share_one_stream(tmp_path: Path, opened: Opened) -> None:
     """Eight pages with charts in one browser: each asks and is answered, all follow the run, hidden ones rest."""
     run, ask = make_run(tmp_path), "async () => { const began = performance.now(); await fetch('/dashboard/api/runs');"

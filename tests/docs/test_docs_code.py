@@ -32,7 +32,9 @@ from tests.integration.processes import free_port
 from tests.signals_reset import default_signals
 
 ALL = [block for page in pages() for block in blocks(page)]
-LONG_PAGES = {"evaluation.md", "first_model.md", "library.md", "loading.md", "trl.md", "your_environment.md"}
+LONG_PAGES = {
+    *("evaluation.md", "first_model.md", "library.md", "loading.md", "parameters.md", "trl.md", "your_environment.md"),
+}
 """Several trainings each, of what tests/integration, tests/library, tests/trl and tests/environments train as well."""
 BLOCK_SECONDS = 120
 PAGES_AT_ONCE = 2

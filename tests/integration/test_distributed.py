@@ -61,6 +61,7 @@ def program(directory: Path, what: str, count: int = 2) -> list[subprocess.Popen
     return launch(directory, count, [sys.executable, "-m", "tests.integration.ranks_program", what])
 
 
+@pytest.mark.long
 def test_three_ranks_exchange_add_and_tell(tmp_path: Path) -> None:
     found = outputs(program(tmp_path, "calls", 3))
     assert [code for code, _, _ in found] == [0, 0, 0], found

@@ -85,6 +85,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_agent_starts_watches_asks_and_stops_a_training(directory: Path) -> None:
     with client(directory) as tools:
         names = {definition["name"] for definition in tools.definitions()}
