@@ -30,6 +30,7 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_best_checkpoint_is_the_one_that_answered_best_while_training_went_on(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=STEPS, interval=1000)
     settings = (f"evaluation.problems={PROBLEMS}", f"evaluation.every={EVERY}", "rl_training.keep_checkpoints=1")

@@ -25,6 +25,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.long
 def test_training_ends_in_order_before_the_disk_is_full_and_goes_on_later(tmp_path: Path, small_disk: Path) -> None:
     config = write_config(tmp_path, steps=500, interval=2, directory=small_disk)
     run, filler = small_disk / "run", small_disk / "filler"

@@ -97,6 +97,7 @@ def loss(inputs):
 """
 
 
+@pytest.mark.long
 def test_environment_advantage_and_loss_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     config = write_config(

@@ -9,6 +9,7 @@ from tests.integration.processes import metrics, train, wait_for_step, write_con
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_running_daemon_goes_back_and_serves_under_a_new_number(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=400, interval=2)
     run = tmp_path / "checkpoints" / "run"

@@ -99,6 +99,7 @@ def weights(path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_stopped_run_goes_on_and_the_server_answers_meanwhile(tmp_path: Path) -> None:
     replies: list[Any] = []
 

@@ -59,6 +59,7 @@ def command(*more: str) -> list[str]:
 
 @needs_llama
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_command_from_traces_to_a_file_that_llama_cpp_answers_better_with(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
