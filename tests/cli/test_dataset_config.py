@@ -41,6 +41,8 @@ def test_the_flags_amount_to_a_configuration(here: Path) -> None:
     assert given["resume"] is None
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_resume_auto_keeps_what_the_run_was_started_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A hub model's size is guessed from its name until it is here; the run must not change its rate then."""
     run = here / "checkpoints" / "rows"
@@ -67,6 +69,8 @@ def test_the_written_file_is_the_same_configuration(here: Path, capsys: pytest.C
     assert "File exists" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_model_beside_a_configuration_replaces_its_model(here: Path) -> None:
     given = call("train", "--config", "quickstart", "--model", "model", cwd=here)
     assert given["config"]["model"]["base_path"] == "model"

@@ -80,6 +80,8 @@ def test_an_abort_is_answered_by_a_start_from_the_newest_checkpoint(tmp_path: Pa
     assert "SIGSEGV" in line["event"]
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_crash_loop_ends_and_an_exit_code_is_passed_on(tmp_path: Path) -> None:
     deeds: list[tuple[str, ...]] = [("done",), ("1",), ("2",), ("saves SIGKILL", "SIGKILL", "SIGKILL", "done")]
     parents = []

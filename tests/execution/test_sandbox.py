@@ -145,6 +145,8 @@ def test_shared_memory_and_keys_and_new_namespaces_are_refused(sandbox):
     assert cloned.stdout == "tried\n", cloned
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_directories_deeper_than_a_stack_are_removed(sandbox):
     mark = f"deep_{os.getpid()}"
     run = sandbox.run(f"import os\nos.mkdir({mark!r})\nos.chdir({mark!r})\n{bench.DEEP_DIRECTORIES}")

@@ -157,6 +157,8 @@ def test_what_cannot_be(client: ToolClient) -> None:
         twice.definitions()
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_no_process_is_left() -> None:
     with ToolClient([stdio(), stdio(name="more", tools=["pid"])]) as client, pytest.raises(ConfigError):
         client.definitions()

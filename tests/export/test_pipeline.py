@@ -218,6 +218,8 @@ def test_lm_studio_looks_two_directories_down(
     assert lm_studio_directory("me/m") == tmp_path / "elsewhere" / "models" / "me" / "m"
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

@@ -52,6 +52,8 @@ env = {{ TOKEN = "$TOOLS_TEST_TOKEN" }}
 """
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_in_a_runs_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLS_TEST_TOKEN", "hush-hush-hush")
     rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1), "a": n} for n in range(40)]

@@ -112,6 +112,8 @@ def test_names_are_exchanged_only_where_both_are_there(tmp_path: Path) -> None:
     assert (tmp_path / "step/content").read_text() == "old"
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_importing_mlx_lm_leaves_the_limit_of_open_files() -> None:
     """mlx_lm sets it to (2048, 4096): below what the user has set, and an error where the hard limit is less."""
     for limits in ((1000, 3000), (5000, 6000)):

@@ -41,6 +41,8 @@ def test_the_reference_blas_is_named_with_its_fix() -> None:
     assert "pip install 'mlx-parallm[cpu]'" in line
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_mlx_imported_first_is_told_apart() -> None:
     program = (
         "import mlx.core, mlx_parallm\nfrom mlx_parallm.tools.doctor import advice, inspect\nprint(advice(inspect()))"

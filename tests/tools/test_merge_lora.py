@@ -238,6 +238,8 @@ def test_names_that_mlx_lm_changes_need_its_layout(tmp_path: Path) -> None:
     assert furthest(merged(TOKENS), base_model(TOKENS)) <= 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, adapter: Path) -> None:
     base = trained_checkpoint(tmp_path / "base")
     size = (base / "model.safetensors").stat().st_size
@@ -332,6 +334,8 @@ def push(base: Path, adapter: Path, output: Path, **environment: str) -> "subpro
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_push_to_hub_uploads_the_result(tmp_path: Path, adapter: Path, hub: tuple[str, type[Hub]]) -> None:
     base = trained_checkpoint(tmp_path / "base")
     result = push(base, adapter, tmp_path / "merged", HF_ENDPOINT=hub[0], HF_TOKEN="hf_x")
@@ -340,6 +344,8 @@ def test_push_to_hub_uploads_the_result(tmp_path: Path, adapter: Path, hub: tupl
     assert hub[1].committed["model.safetensors"] == (tmp_path / "merged" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_refused_upload_says_so_and_keeps_the_model(
     tmp_path: Path, adapter: Path, hub: tuple[str, type[Hub]]
 ) -> None:

@@ -104,6 +104,8 @@ def test_the_package_imports_no_mlx_until_a_name_is_asked_for() -> None:
         mlx_parallm.GRPOTrainr  # noqa: B018
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_grpo_trains_serves_evaluates_saves_and_goes_on(tmp_path: Path) -> None:
     heard, run = Heard(), tmp_path / "run"
     options: dict[str, Any] = {"reward_weights": [1.0, 0.5], "seed": 3}

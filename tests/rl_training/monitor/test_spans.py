@@ -4,6 +4,8 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from mlx_parallm.rl_training.events import StepFinished
 from mlx_parallm.rl_training.monitor.spans import MOST_PARTS, SPANS_FILE, SpanLog, merged
 from tests.rl_training.bandit_run import running
@@ -60,6 +62,8 @@ def test_a_run_leaves_its_lanes(tmp_path: Path) -> None:
     assert (tmp_path / "spans.damaged").exists(), "a damaged line costs what was before it, and not the run"
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_long_run_keeps_its_newest_spans(tmp_path: Path) -> None:
     log, path = SpanLog(tmp_path, most_bytes=4_000), tmp_path / SPANS_FILE
     with running(tmp_path / "run", total_steps=40) as run:
