@@ -41,7 +41,7 @@ class PromptPPOConfig(Section):
     """Weight of the entropy bonus."""
     value_coef: float = Field(0.5, ge=0)
     """Weight of the value loss."""
-    max_grad_norm: float = Field(0.5, gt=0)
+    max_grad_norm: float = Field(5.0, gt=0)
     """Gradients of each network are scaled down to this norm."""
     max_importance: float = Field(2.0, ge=1)
     """Largest weight of an experience whose action the policy of today would choose more often."""
