@@ -17,7 +17,7 @@ _NAME = "scaled_dot_product_attention"
 
 
 class RoutedKeys:
-    """What a layer's cache returns in the place of keys and values."""
+    """What a layer's cache returns in the place of keys and values. Abstract: each cache has its own below it."""
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
         """Attention of queries [n, heads, 1, D] over all that each row holds → [n, heads, 1, Dv]."""
@@ -43,6 +43,7 @@ def _attention(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
+    """Raises NotImplementedError: a `RoutedKeys` with a mask or sinks; the check at load then names the layer."""
     if not isinstance(keys, RoutedKeys):
         return mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
     if mask is not None or sinks is not None or values is not keys:

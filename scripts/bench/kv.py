@@ -100,7 +100,7 @@ def measure(engine: Engine, case: str, turn: int) -> dict[str, float]:
         engine.step()
     for _ in range(3):
         engine.step()
-    engine._runner.launch = timed  # type: ignore[method-assign]
+    engine._runner.launch = timed  # type: ignore[method-assign]  # a stopwatch around it
     times = []
     for _ in range(STEPS):
         started = time.perf_counter()

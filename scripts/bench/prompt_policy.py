@@ -25,7 +25,8 @@ import random
 import signal
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import httpx
 import numpy as np
@@ -357,13 +358,14 @@ def restart(seed: int) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    runs: dict[str, Callable[[int], Mapping[str, Any]]]
     runs = {"clusters": clusters, "mutations": mutations, "bandit": bandit, "task": task, "restart": restart}
     parser.add_argument("what", choices=list(runs))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     args = parser.parse_args()
     with mlx_thread():
         for seed in args.seeds:
-            result = runs[args.what](seed)  # type: ignore[operator]
+            result = runs[args.what](seed)
             shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()}
             print(json.dumps({"what": args.what, "seed": seed} | shown), flush=True)
 

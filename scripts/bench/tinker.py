@@ -86,7 +86,7 @@ def healthz(url, done, longest):
             started = time.perf_counter()
             http.get(f"{API}/healthz")
             seconds.append(time.perf_counter() - started)
-            time.sleep(0.02)
+            time.sleep(0.02)  # the pace at which it looks
     ordered = sorted(1e3 * each for each in seconds)
     longest.put((ordered[len(ordered) // 2], ordered[int(0.99 * len(ordered))], ordered[-1]))
 

@@ -3,12 +3,9 @@
 .venv/bin/python -m scripts.clients.aider      # installs Aider into .clients once, as scripts.clients.run does
 """
 
-import os
-import subprocess
-import time
 from pathlib import Path
 
-from scripts.clients.coding_task import CLIENTS, DONE, FAULTY, MENDED, PROMPT, TEST, coding_task, report
+from scripts.clients.coding_task import CLIENTS, DONE, FAULTY, MENDED, PROMPT, TEST, coding_task, run_agent
 from scripts.clients.run import PROGRAMS, Program
 
 
@@ -29,18 +26,12 @@ def main() -> None:
         words += ["--openai-api-key", "none", "--edit-format", "diff", "--no-git", "--yes-always", "--no-check-update"]
         words += ["--no-show-model-warnings", "--analytics-disable", "--map-tokens", "0", "--no-pretty"]
         words += ["--auto-test", "--test-cmd", "python3 test_calc.py", "--message", PROMPT]
-        began = time.perf_counter()
-        run = subprocess.run(
+        run_agent(
+            program.packages[0],
+            task,
             [str(aider), *words, "calc.py", "test_calc.py"],
-            cwd=task.directory,
-            env=os.environ | {"HOME": str(task.directory.parent), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
+            {"HOME": str(task.directory.parent), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
         )
-        report(program.packages[0], task, run.stdout + run.stderr, time.perf_counter() - began)
 
 
 if __name__ == "__main__":

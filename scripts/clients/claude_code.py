@@ -3,12 +3,9 @@
 .venv/bin/python -m scripts.clients.claude_code      # needs Node.js; installs Claude Code into .clients once
 """
 
-import os
-import subprocess
-import time
 from pathlib import Path
 
-from scripts.clients.coding_task import DONE, FAULTY, MENDED, PROMPT, TEST, coding_task, node_client, report
+from scripts.clients.coding_task import DONE, FAULTY, MENDED, PROMPT, TEST, coding_task, node_client, run_agent
 from scripts.clients.scripted_model import tool_call
 
 VERSION = "2.1.197"
@@ -41,18 +38,7 @@ def main() -> None:
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         }
         command = [claude, "-p", PROMPT, "--permission-mode", "acceptEdits", "--allowedTools", "Bash", "Write", "Edit"]
-        began = time.perf_counter()
-        run = subprocess.run(
-            command,
-            cwd=task.directory,
-            env=os.environ | settings,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        report(f"claude {VERSION}", task, run.stdout + run.stderr, time.perf_counter() - began)
+        run_agent(f"claude {VERSION}", task, command, settings)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,9 @@
 The sandbox of Codex is off: the script is known, and it works in an empty directory.
 """
 
-import os
-import subprocess
-import time
 from pathlib import Path
 
-from scripts.clients.coding_task import DONE, FAULTY, MENDED, PROMPT, TEST, coding_task, node_client, report
+from scripts.clients.coding_task import DONE, FAULTY, MENDED, PROMPT, TEST, coding_task, node_client, run_agent
 from scripts.clients.scripted_model import tool_call
 
 VERSION = "0.169.0"
@@ -45,18 +42,7 @@ def main() -> None:
         home.mkdir()
         (home / "config.toml").write_text(CONFIG.format(url=task.url, model=task.model))
         command = [codex, "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", PROMPT]
-        began = time.perf_counter()
-        run = subprocess.run(
-            command,
-            cwd=task.directory,
-            env=os.environ | {"CODEX_HOME": str(home)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        report(f"codex {VERSION}", task, run.stdout + run.stderr, time.perf_counter() - began)
+        run_agent(f"codex {VERSION}", task, command, {"CODEX_HOME": str(home)})
 
 
 if __name__ == "__main__":

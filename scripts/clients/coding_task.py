@@ -6,11 +6,13 @@ the test again. Then the model says that it is done. Only an agent that sends ea
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ PROMPT = "Write calc.py with a function mean(numbers) that gives 0 for an empty 
 FAULTY = "def mean(numbers):\n    return sum(numbers) / len(numbers)\n"
 TEST = "from calc import mean\nassert mean([1, 2, 3]) == 2\nassert mean([]) == 0\nprint('all right')\n"
 MENDED = "def mean(numbers):\n    return sum(numbers) / len(numbers) if numbers else 0\n"
+AGENT_S = 300
 STEPS = 4  # with the last answer
 DONE = "Done: mean() gives 0 for an empty list, and the test passes."
 
@@ -89,6 +92,22 @@ def node_client(package: str, version: str, command: str) -> str:
         install = ["npm", "install", "--no-fund", "--no-audit", "--silent", "--prefix", str(directory)]
         subprocess.run([*install, f"{package}@{version}"], check=True)
     return str(directory / "node_modules" / ".bin" / command)
+
+
+def run_agent(name: str, task: Task, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run the agent in the task's directory, and report."""
+    began = time.perf_counter()
+    run = subprocess.run(
+        command,
+        cwd=task.directory,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=AGENT_S,
+        check=False,
+    )
+    report(name, task, run.stdout + run.stderr, time.perf_counter() - began)
 
 
 def report(client: str, task: Task, output: str, seconds: float) -> None:

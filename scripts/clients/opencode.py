@@ -4,12 +4,9 @@
 """
 
 import json
-import os
-import subprocess
-import time
 from pathlib import Path
 
-from scripts.clients.coding_task import DONE, FAULTY, MENDED, PROMPT, TEST, coding_task, node_client, report
+from scripts.clients.coding_task import DONE, FAULTY, MENDED, PROMPT, TEST, coding_task, node_client, run_agent
 from scripts.clients.scripted_model import tool_call
 
 VERSION = "1.18.33"
@@ -47,18 +44,7 @@ def main() -> None:
         }
         for name in ("CONFIG", "DATA", "CACHE", "STATE"):
             environment[f"XDG_{name}_HOME"] = str(home / name.lower())
-        began = time.perf_counter()
-        run = subprocess.run(
-            [opencode, "run", "--model", f"local/{task.model}", PROMPT],
-            cwd=task.directory,
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        report(f"opencode {VERSION}", task, run.stdout + run.stderr, time.perf_counter() - began)
+        run_agent(f"opencode {VERSION}", task, [opencode, "run", "--model", f"local/{task.model}", PROMPT], environment)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def server(folder):
             urllib.request.urlopen(f"{url}/health").close()
             return process, url
         except OSError:
-            time.sleep(0.1)
+            time.sleep(0.1)  # another process: nothing says when it is ready
     raise SystemExit((folder / "server.log").read_text())
 
 

@@ -11,7 +11,7 @@ from scripts.bench import typescript_agent
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # the client's own `npm test` has its calls; this installs the AI SDK
 
 
-@pytest.mark.skipif(shutil.which("npm") is None, reason="no npm")
+@pytest.mark.skipif(shutil.which("npm") is None, reason="it needs Node.js with npm")
 def test_the_agent_raises_its_own_reward(tmp_path: Path) -> None:
     typescript_agent.install()
     rewards = typescript_agent.train(0, 20, tmp_path)

@@ -1,10 +1,13 @@
 """The service over real HTTP: routes, errors, feedback, checkpoints, and what survives."""
 
+import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -66,16 +69,14 @@ def test_the_routes_of_the_specification(tmp_path: Path) -> None:
         ("/nowhere", {}, 404, "Not Found"),
     ],
 )
-def test_what_is_refused(shared_client, path: str, body: dict, status: int, says: str) -> None:  # type: ignore[no-untyped-def]
-    import json
-
+def test_what_is_refused(shared_client: httpx.Client, path: str, body: Any, status: int, says: str) -> None:
     reply = shared_client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert reply.status_code == status, reply.text
     assert says in reply.json()["error"]["message"]
 
 
 @pytest.fixture(scope="module")
-def shared_client(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+def shared_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     with serving(tmp_path_factory.mktemp("policy")) as client:
         yield client
 
@@ -192,7 +193,7 @@ def test_a_service_that_shuts_down_is_not_healthy(tmp_path: Path) -> None:
     server.close()
 
 
-def test_errors_of_other_servers_and_of_checkpoints_are_declared(shared_client) -> None:  # type: ignore[no-untyped-def]
+def test_errors_of_other_servers_and_of_checkpoints_are_declared(shared_client: httpx.Client) -> None:
     paths = shared_client.get("/openapi.json").json()["paths"]
     for path, status in (("/load", "409"), ("/mutate", "502"), ("/embed", "502"), ("/rollout", "422")):
         assert "Error" in str(paths[path]["post"]["responses"][status]), path
@@ -228,7 +229,7 @@ def test_an_api_key_guards_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert client.get("/stats", headers={"Authorization": "Bearer a-long-enough-key"}).status_code == 200
 
 
-def test_pages_of_this_machine_may_read(shared_client) -> None:  # type: ignore[no-untyped-def]
+def test_pages_of_this_machine_may_read(shared_client: httpx.Client) -> None:
     ours, foreign = {"Origin": "http://localhost:5173"}, {"Origin": "https://example.org"}
     assert shared_client.get("/stats", headers=ours).headers["access-control-allow-origin"] == ours["Origin"]
     assert shared_client.get("/stats", headers=foreign).status_code == 403

@@ -60,7 +60,7 @@ class TokenLayer(RoutedKeys):
         return self._cache.positions
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """None: `attend` knows what each row sees."""
+        """None: `attend` knows what each row sees. Raises NotImplementedError, which the check at load reads."""
         if return_array or window_size is not None:
             raise NotImplementedError("its attention has a mask of its own")
 

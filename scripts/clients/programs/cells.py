@@ -96,7 +96,7 @@ def check_idle() -> None:
             running = re.findall(r"^\S*requests_running\S* (\S+)$", page.read().decode(), re.MULTILINE)
         if running and not any(map(float, running)):
             return
-        time.sleep(0.1)
+        time.sleep(0.1)  # another process: its /metrics is all that says so
     raise TimeoutError("the server still generates 10 s after the client has gone")
 
 
