@@ -31,7 +31,8 @@ from urllib.parse import quote
 
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
-from mlx_parallm.distributed.ranks import follow, join
+from mlx_parallm.distributed.follower import follow
+from mlx_parallm.distributed.ranks import join
 from mlx_parallm.engine.adapter_loader import AdapterLoader
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.engine.served_models import DEFAULT
@@ -56,6 +57,7 @@ from mlx_parallm.prompt_policy.app import mounted as prompt_policy_routes
 from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.plan.dry_run import DryRun
 from mlx_parallm.rl_training.sources import InProcessEnvironments, RewardsById, RolloutSource, SourceKind
+from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.train import TrainingRun
 from mlx_parallm.server.app import AddedRouter, create_app
 from mlx_parallm.server.auth import check_bind, check_origins
@@ -162,15 +164,20 @@ def run_training(config: Config, *, resume: str | None, pages: Sequence[RunPage]
     with RunLog(_redactor(config)) as run_log:
         stop = _begin(config, run_log)
         samples = config.rl_training.algorithm not in DATA_ALGORITHMS  # else the engine has little to do
-        share_blas_between(COMPUTING_THREADS if samples else 1, usable_cores())
         with contextlib.closing(join()) as ranks, kept_awake():
+            share_blas_between(COMPUTING_THREADS if samples else 1, usable_cores() // ranks.here)
             if ranks.rank > 0:
                 with mlx_thread():
-                    follow(config, ranks, stop)
+                    follow(config, ranks, stop, partial(Serving, http=False, processes=ranks.here))
                 return 0
-            console = Console(stderr=True)
             run = training_run(
-                config, pages=pages, resume=resume, stop=stop, console=console, run_log=run_log, ranks=ranks
+                config,
+                pages=pages,
+                resume=resume,
+                stop=stop,
+                console=Console(stderr=True),
+                run_log=run_log,
+                ranks=ranks,
             )
             try:
                 run.execute()
@@ -180,10 +187,13 @@ def run_training(config: Config, *, resume: str | None, pages: Sequence[RunPage]
     return 0
 
 
-def training_run(config: Config, *, http: bool = True, pages: Sequence[RunPage] = (), **options: Any) -> TrainingRun:
+def training_run(
+    config: Config, *, http: bool = True, pages: Sequence[RunPage] = (), ranks: Ranks = ALONE, **options: Any
+) -> TrainingRun:
     """Make a run that is served by this process and may use every kind of source. `http`: false: nobody but the run
     itself asks the engine. Further arguments: `TrainingRun`."""
-    return TrainingRun(config, serve=partial(Serving, http=http, pages=pages), source_kinds=SOURCES, **options)
+    serve = partial(Serving, http=http, pages=pages, processes=ranks.here)
+    return TrainingRun(config, serve=serve, source_kinds=SOURCES, ranks=ranks, **options)
 
 
 def run_dry_run(config: Config) -> int:
@@ -259,10 +269,11 @@ class Serving:
     Args:
         http: false: no port is taken, and nobody can ask the engine but this process.
         pages: leaves that show a run, where there is one.
+        processes: share this machine's memory.
     """
 
-    def __init__(self, config: Config, *, http: bool = True, pages: Sequence[RunPage] = ()) -> None:
-        self.config = config
+    def __init__(self, config: Config, *, http: bool = True, pages: Sequence[RunPage] = (), processes: int = 1) -> None:
+        self.config, self._processes = config, processes
         self._pages = pages
         self._page_paths: list[str] = []
         self._added: list[AddedRouter] = []
@@ -388,6 +399,7 @@ class Serving:
             main_adapter=main_adapter,
             trains_base=trains_base,
             turns=self.turns,
+            processes=self._processes,
         )
         self._engine = engine.thread
         roots = (*self.config.server.adapter_roots, *adapter_roots)

@@ -20,13 +20,13 @@ TINY_MODULE_LINES = 80
 
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
-    "(root)": 1390,
-    "cli": 1360,
+    "(root)": 1400,
+    "cli": 1560,
     "config": 2_240,
     "dashboard": 1320,
-    "distributed": 440,
-    "engine": 5150,
-    "environments": 4950,
+    "distributed": 870,
+    "engine": 5160,
+    "environments": 5040,
     "execution": 2650,
     "experts": 1620,
     "export": 2280,
@@ -40,7 +40,7 @@ LINES: dict[str, int] = {
     "primitives": 160,
     "prompt_policy": 3_200,
     "rewards": 2070,
-    "rl_training": 11390,
+    "rl_training": 11440,
     "rollout_store": 1290,
     "server": 6930,
     "system": 1180,

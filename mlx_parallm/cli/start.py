@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm.cli.command import Run, add_set, load, toml_value
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.hardware import launched_rank
 from mlx_parallm.system.signals import block_shutdown_signals
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ def train(parser: ArgumentParser) -> Run:
         help="start again, from the newest checkpoint, when the process is killed or aborts; N times without a new one",
     )
     parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="train with N processes on this machine, each with an engine of its own (docs/distributed.md)",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="load, show a scored group of each environment, measure a few steps, say what the run will need; keep"
@@ -46,6 +53,7 @@ def train(parser: ArgumentParser) -> Run:
             )
         if args.restarts < 0:
             parser.error("--restarts: at least 0")
+        several = _several_ranks(args)
         if args.write_config:
             return _write_config(args)
         config = _training_config(args)
@@ -63,6 +71,15 @@ def train(parser: ArgumentParser) -> Run:
 
             run_directory = directory_of(config, resume)
             return supervise(args.argv, config, run_directory, resume=resume, restarts=args.restarts)
+        if several:
+            from mlx_parallm.cli.ranks import run_ranks
+
+            return run_ranks(args.argv, config, directory_of(config, resume), resume=resume, count=args.ranks)
+        if args.ranks is None and config.rl_training.on_rank_lost == "continue" and launched_rank() is not None:
+            raise ConfigError(
+                'rl_training.on_rank_lost = "continue" needs --ranks N: under mlx.launch a lost rank ends the run, and'
+                " --resume auto goes on with the hosts that are left"
+            )
         _before_mlx(config)
         from mlx_parallm.daemon import run_training
         from mlx_parallm.dashboard.routes import dashboard
@@ -110,6 +127,22 @@ def serve(parser: ArgumentParser) -> Run:
         return run_server(config, named)
 
     return run
+
+
+def _several_ranks(args: Namespace) -> bool:
+    """Raises ConfigError: --ranks is out of its range, or beside a flag that is for one process."""
+    if args.ranks is None:
+        return False
+    if args.ranks < 1:
+        raise ConfigError(f"--ranks {args.ranks}: at least 1")
+    if args.ranks > 1 and args.dry_run:
+        raise ConfigError("--dry-run measures one process: leave out --ranks")
+    if args.ranks > 1 and args.restarts:
+        raise ConfigError(
+            '--restarts starts one process anew; with --ranks, rl_training.on_rank_lost = "continue" goes on without a'
+            " rank that died"
+        )
+    return args.ranks > 1
 
 
 def _before_mlx(config: "Config") -> None:

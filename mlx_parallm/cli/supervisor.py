@@ -50,17 +50,43 @@ def supervise(arguments: Sequence[str], config: Config, run: Path, *, resume: st
         raise ConfigError("--restarts starts one process anew: under mlx.launch start all of them with --resume auto")
     with RunLog(Redactor([config.resolve_api_key(), *environment_secrets()])) as run_log:
         configure_logging(level=config.logging.level, redactor=run_log.redactor, run_log=run_log)
-        fixed = ["--restarts", "0"]
-        if resume is None or resume == "auto":
-            fixed += ["--set", f"rl_training.run_name={json.dumps(run.name)}"]
-        if config.server.port == 0:
-            from mlx_parallm.server.thread import bind_socket  # here, because uvicorn takes long to import
-
-            listener = bind_socket(config.server.host, 0)
-            fixed += ["--set", f"server.port={listener.getsockname()[1]}"]
-            listener.close()
-        arguments = [*arguments, *fixed]
+        arguments = [*arguments, "--restarts", "0", *same_run(config, run, resume)]
         return Supervisor(arguments, run, restarts=restarts, resume=resume, run_log=run_log).run()
+
+
+def same_run(config: Config, run: Path, resume: str | None) -> list[str]:
+    """Return the arguments that give every start the name and, where it was 0, the port of the first."""
+    fixed: list[str] = []
+    if resume is None or resume == "auto":
+        fixed += ["--set", f"rl_training.run_name={json.dumps(run.name)}"]
+    if config.server.port == 0:
+        from mlx_parallm.server.thread import bind_socket  # here, because uvicorn takes long to import
+
+        listener = bind_socket(config.server.host, 0)
+        fixed += ["--set", f"server.port={listener.getsockname()[1]}"]
+        listener.close()
+    return fixed
+
+
+def newest_checkpoint(run: Path) -> str | None:
+    """Return the name of the newest checkpoint; None: there is none yet."""
+    try:
+        return str((run / LATEST).readlink())
+    except OSError:
+        return None
+
+
+def resume_again(first: str | None, run: Path, at_start: str | None, now: str | None) -> list[str]:
+    """Return the arguments of a later start, whose first one resumed `first`. A run that did not get as far as its
+    resume tries the same one again: it may name an older step."""
+    if first in (None, "auto"):  # `same_run` has fixed its name; --data takes no directory
+        return ["--resume", "auto"]
+    return [] if now == at_start else ["--resume", str(run)]
+
+
+def signals_to_pass_on() -> list[signal.Signals]:
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # under nohup
+    return [number for number in SHUTDOWN_SIGNALS if not (ignored and number == signal.SIGHUP)]
 
 
 class Supervisor:
@@ -97,7 +123,7 @@ class Supervisor:
         """Returns the exit code: the child's, or 128 + the signal that ended it."""
         block_shutdown_signals()
         threading.Thread(target=self._pass_on, name="signals", daemon=True).start()
-        at_start, resume = self._checkpoint(), list[str]()
+        at_start, resume = newest_checkpoint(self._directory), list[str]()
         left, pause, before = self._restarts, self._pause_s, at_start
         while not self._stopping.is_set():
             self._child = subprocess.Popen([*self._command, *self._arguments, *resume])
@@ -108,39 +134,25 @@ class Supervisor:
                 return 0
             if code > 0 or self._stopping.is_set():
                 return code if code > 0 else 128 - code if code else 1
-            now = self._checkpoint()
+            now = newest_checkpoint(self._directory)
             if now != before:
                 left, pause, before = self._restarts, self._pause_s, now
             self._tell(signal.Signals(-code) if code else None, now, left, pause)
             if left == 0:
                 return 128 - code if code else 1
             left -= 1
-            resume = self._resume(at_start, now)
+            resume = resume_again(self._first, self._directory, at_start, now)
             self._stopping.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
         return 128 + self._asked
 
     def _pass_on(self) -> None:
-        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # under nohup
-        wanted = [number for number in SHUTDOWN_SIGNALS if not (ignored and number == signal.SIGHUP)]
+        wanted = signals_to_pass_on()
         while True:
             self._asked = signal.sigwait(wanted)
             self._stopping.set()
             if self._child is not None:
                 self._child.send_signal(self._asked)
-
-    def _checkpoint(self) -> str | None:
-        """The name of the newest checkpoint."""
-        try:
-            return str((self._directory / LATEST).readlink())
-        except OSError:
-            return None
-
-    def _resume(self, at_start: str | None, now: str | None) -> list[str]:
-        """A run that did not get as far as its resume tries the same one again: it may name an older step."""
-        if self._first in (None, "auto"):  # `supervise` has fixed its name; --data takes no directory
-            return ["--resume", "auto"]
-        return [] if now == at_start else ["--resume", str(self._directory)]
 
     def _tell(self, number: signal.Signals | None, checkpoint: str | None, left: int, pause: float) -> None:
         if sys.stderr.isatty():

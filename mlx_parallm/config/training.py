@@ -227,6 +227,8 @@ class RLTrainingConfig(AlgorithmSection, PrepareConfig):
     """Directory of this run under checkpoint_dir; default: the config file's name and the time."""
     resume: str | None = None
     """Run directory, one of its steps, or "auto" (latest of run_name, else a fresh start)."""
+    on_rank_lost: Literal["stop", "continue"] = "stop"
+    """When a rank of `--ranks N` dies: end the run with a checkpoint, or go on from it with as many ranks fewer."""
     seed: int = 0
     """Seed of everything random."""
     preference: PreferenceConfig = PreferenceConfig()

@@ -3,10 +3,10 @@
     gradients    MLX's collectives: ring, MPI, JACCL or NCCL, as `mlx.launch` or `mpirun` has set up
     the rest     a TCP connection of every rank to rank 0: batches, numbers, stop requests, and which ranks are left
 
-Rank 0 leads a training step (`JoinedRanks.lead`), the other ranks follow it (`follow`): the same `train_step` on the
-same batch and state. Nothing is assumed about the state of a follower: at the start of every step the ranks compare
-fingerprints of all arrays that a step changes, and where they differ (a resume, a rollback, other hardware) rank 0's
-are copied.
+Rank 0 leads a training step (`JoinedRanks.lead`), the other ranks follow it (`follower.py`): the same `train_step` on
+the same batch and state. When rank 0 publishes, every rank publishes the weights that it has itself. Nothing is assumed
+about the state of a follower: at the start of every step, and for a publish, the ranks compare fingerprints of the
+arrays, and where they differ (a resume, a rollback, other hardware) rank 0's are copied.
 
 A collective in which a rank is missing may never end, and nothing can interrupt it: MLX 0.32.4's ring raises when a
 neighbour's process has died, but not when its machine has vanished. So collectives run in a thread of their own, and
@@ -29,6 +29,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -38,12 +40,16 @@ import mlx.core as mx
 import numpy as np
 import psutil
 
+from mlx_parallm import __version__
+from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
+from mlx_parallm.distributed.fingerprint import model_fingerprint
+from mlx_parallm.distributed.players import RankPlayer
+from mlx_parallm.environments.runner import MakePlayer, OnError, OnResults
 from mlx_parallm.errors import ConfigError, RankLostError
-from mlx_parallm.models.loading import load_model
+from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.threads import mlx_thread
-from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.step.ranks import ALONE, HasArrays, Ranks, RankTask
 from mlx_parallm.system.hardware import launched_rank
 from mlx_parallm.system.log import get_logger
@@ -59,16 +65,38 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_K
 EXIT_LOST = 2
 STOP_REQUEST = "stop"  # from a rank to rank 0, between two steps
 DIGEST_PIECE = 1 << 22
+VERSIONS = f"mlx-parallm {__version__} and mlx {version('mlx')}"
 PLACES = 1640531527  # 2³² times the golden ratio squared: Knuth's multiplicative hashing
 
 T = TypeVar("T")
 log = get_logger("ranks")
 
 
+@dataclass(frozen=True)
+class BeginRun:
+    """What every rank is to run. `config`: rank 0's; `fingerprint`: of its model."""
+
+    config: Config
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Serve the weights that rank 0 trains as this version."""
+
+    version: int
+
+
+def plays(config: Config) -> bool:
+    """Whether the ranks play groups, each with an engine of its own."""
+    return bool(config.environments) and config.rl_training.algorithm not in DATA_ALGORITHMS
+
+
 def join() -> Ranks:
     """The ranks of this launch; `ALONE` where nothing was launched. Waits for all of them.
 
-    Raises ConfigError: MLX finds no backend. RankLostError: the ranks do not find each other.
+    Raises ConfigError: MLX finds no backend, or the ranks have other versions (on rank 0; the others exit with
+    EXIT_LOST). RankLostError: the ranks do not find each other.
     """
     rank = launched_rank()
     if rank is None:
@@ -109,9 +137,44 @@ class JoinedRanks(Ranks):
     def __init__(self, group: Any, collectives: "CollectiveThread") -> None:
         self.rank, self.size = group.rank(), group.size()
         self._group, self._collectives = group, collectives
-        self._connections = self._connect()  # rank 0: to ranks 1, 2, …; others: to rank 0
+        self._players: list[RankPlayer] = []
+        self._plays = False
+        # Rank 0: to ranks 1, 2, …; others: to rank 0. The second is for the threads that play groups.
+        self._connections, self.rollouts = self._connect()
         self._watched = [_watched(connection) for connection in self._connections]
         log.info("ranks joined", rank=self.rank, size=self.size)
+
+    # ------------------------------------------------------------------ a run
+
+    def begin(self, config: Config) -> None:
+        self._plays = plays(config)
+        path = resolve_model_path(config.model.base_path, config.model.revision)
+        self.tell(BeginRun(config, model_fingerprint(path)))
+        errors = self.exchange("")
+        self.check()
+        for rank, error in enumerate(errors or ()):
+            if error:
+                raise ConfigError(f"rank {rank}: {error}")
+
+    def publish(self, version: int, trainer: HasArrays) -> None:
+        if self.rank == 0 and self._plays:
+            self.tell(Publish(version))
+            agree(self, trainer, compared="weights.")
+            self.exchange("")  # they have published
+
+    def players(self) -> list[MakePlayer]:
+        return [self._player_of(rank) for rank in range(1, self.size)] if self._plays else []
+
+    def _player_of(self, rank: int) -> MakePlayer:
+        def make(on_results: OnResults, on_error: OnError) -> RankPlayer:
+            player = RankPlayer(self.rollouts[rank - 1], rank, on_results, on_error)
+            self._players.append(player)
+            return player
+
+        return make
+
+    def served_tokens(self) -> int:
+        return sum(player.served_tokens for player in self._players)
 
     # ------------------------------------------------------------------ a step
 
@@ -199,6 +262,8 @@ class JoinedRanks(Ranks):
         for watched, connection in zip(self._watched, self._connections, strict=True):
             watched.close()
             connection.close()
+        for connection in self.rollouts:
+            connection.close()
         self._collectives.close()
 
     # ------------------------------------------------------------------ which ranks are left
@@ -238,9 +303,18 @@ class JoinedRanks(Ranks):
 
     # ------------------------------------------------------------------ connecting
 
-    def _connect(self) -> list[Connection]:
-        here = f"{socket.gethostname()} {uuid.getnode()}"
-        one_machine = len(set(self._all_texts(here))) == 1
+    def _connect(self) -> tuple[list[Connection], list[Connection]]:
+        own = {"machine": f"{socket.gethostname()} {uuid.getnode()}", "versions": VERSIONS}
+        everyone = [json.loads(text) for text in self._all_texts(json.dumps(own))]
+        for rank, other in enumerate(everyone):
+            if other["versions"] != everyone[0]["versions"]:
+                if self.rank:
+                    sys.exit(EXIT_LOST)  # rank 0 says why
+                raise ConfigError(
+                    f"rank {rank} has {other['versions']}, rank 0 {everyone[0]['versions']}: install the same on all"
+                )
+        self.here = sum(other["machine"] == own["machine"] for other in everyone)
+        one_machine = self.here == self.size
         if self.rank:
             offer = json.loads(self._all_texts("")[0])
             connecting = self._collectives.run(lambda: [_reach(offer, self.rank)])
@@ -251,7 +325,8 @@ class JoinedRanks(Ranks):
             self._all_texts(json.dumps({"addresses": addresses, "port": listener.address[1], "key": key.hex()}))
             connecting = self._collectives.run(lambda: _accept(listener, self.size - 1))
         try:
-            return connecting.result(timeout=JOIN_S)
+            pairs = connecting.result(timeout=JOIN_S)
+            return [first for first, _ in pairs], [second for _, second in pairs]
         except concurrent.futures.TimeoutError:
             atexit.register(_leave)
             raise RankLostError(f"not all of {self.size} ranks have reached rank 0 within {JOIN_S:.0f} s") from None
@@ -264,32 +339,13 @@ class JoinedRanks(Ranks):
         return [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in np.array(summed)]
 
 
-def follow(config: Config, ranks: Ranks, stop: threading.Event) -> None:
-    """Run a rank other than 0, from loading the model to the end of the run. The base model is this machine's own
-    (`model.base_path`); what is trained, and how, comes from rank 0. `stop`: asks rank 0 to end the run.
-
-    Raises RankLostError, ModelError."""
-    assert isinstance(ranks, JoinedRanks)
-    quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
-    loaded = load_model(config.model, quantize=quantize)
-    task = ranks.next_task(stop)
-    if not isinstance(task, RankTask):
-        return
-    trainer = build_trainer(loaded, task.training, ranks=ranks)
-    del loaded  # arrays that training moves away from are free
-    while isinstance(task, RankTask):
-        trainer.restore(task.state)
-        agree(ranks, trainer)
-        trainer.train_step(task.batch, position=task.position, should_stop=stop.is_set)
-        ranks.check()
-        task = ranks.next_task(stop)
-
-
-def agree(ranks: Ranks, trainer: HasArrays) -> None:
-    """Give every rank the weights, optimizer state and reference of rank 0. Raises RankLostError: another model."""
+def agree(ranks: Ranks, trainer: HasArrays, *, compared: str = "") -> None:
+    """Give every rank the weights, optimizer state and reference of rank 0, where one of the arrays whose names begin
+    with `compared` differs. Raises RankLostError: another model."""
     arrays = trainer.arrays()
     shapes = [(name, tuple(array.shape), str(array.dtype)) for name, array in arrays.items()]
-    everyone = ranks.exchange((shapes, [_digest(_bits(array)) for array in arrays.values()]))
+    prints = [_digest(_bits(array)) for name, array in arrays.items() if name.startswith(compared)]
+    everyone = ranks.exchange((shapes, prints))
     if everyone is None or all(prints == everyone[0] for prints in everyone):
         return
     if any(shapes != everyone[0][0] for shapes, _ in everyone):
@@ -369,29 +425,32 @@ def _sums(arrays: Sequence[mx.array], group: Any) -> list[mx.array]:
     return done
 
 
-def _accept(listener: Listener, count: int) -> list[Connection]:
-    by_rank: dict[int, Connection] = {}
-    while len(by_rank) < count:
+def _accept(listener: Listener, count: int) -> list[tuple[Connection, Connection]]:
+    """Two connections of each rank: for steps, and for rollouts."""
+    found: dict[tuple[int, int], Connection] = {}
+    while len(found) < 2 * count:
         try:
             connection = listener.accept()
-            by_rank[connection.recv()] = connection
+            found[connection.recv()] = connection
         except (AuthenticationError, EOFError, OSError) as error:  # a rank that tries an address, or a stranger
             log.debug("a connection that is no rank's", error=repr(error))
     listener.close()
-    return [by_rank[rank] for rank in sorted(by_rank)]
+    return [(found[rank, 0], found[rank, 1]) for rank in range(1, count + 1)]
 
 
-def _reach(offer: dict[str, Any], rank: int) -> Connection:
+def _reach(offer: dict[str, Any], rank: int) -> tuple[Connection, Connection]:
     for address in offer["addresses"]:
         place = (address, offer["port"])
         try:
             socket.create_connection(place, timeout=CONNECT_S).close()
-            connection = Client(place, authkey=bytes.fromhex(offer["key"]))
-            connection.send(rank)
+            found = []
+            for purpose in range(2):
+                found.append(Client(place, authkey=bytes.fromhex(offer["key"])))
+                found[-1].send((rank, purpose))
         except (AuthenticationError, EOFError, OSError) as error:
             log.debug("rank 0 is not there", address=address, error=repr(error))
         else:
-            return connection
+            return found[0], found[1]
     tried = ", ".join(offer["addresses"])
     raise RankLostError(f"rank {rank} cannot reach rank 0 at port {offer['port']} of {tried}: is a firewall between?")
 

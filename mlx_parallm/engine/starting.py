@@ -41,6 +41,7 @@ def start_engine(
     main_adapter: str | None,
     trains_base: bool = False,
     turns: Turns | None = None,
+    processes: int = 1,
 ) -> StartedEngine:
     """Wraps the tree of `loaded` for serving, and starts the thread.
 
@@ -49,10 +50,11 @@ def start_engine(
         tokenizer: makes one for the engine's thread.
         adapters: name → layers, served beside the base.
         main_adapter: the adapter that the base's id and `default` mean; None = the base itself.
+        processes: share this machine's memory, each with such an engine.
 
     Raises AdapterError: one does not fit; ConfigError; ModelError: the engine cannot decode the architecture.
     """
-    options = engine_options(config, loaded)
+    options = engine_options(config, loaded, processes)
     if advice := wire_memory(sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))):
         get_logger(__name__).warning("memory_is_short", advice=advice)
     shapes = linear_shapes(loaded.model)
@@ -78,7 +80,7 @@ def start_engine(
     return StartedEngine(thread, names, shapes)
 
 
-def engine_options(config: Config, loaded: LoadedModel) -> EngineOptions:
+def engine_options(config: Config, loaded: LoadedModel, processes: int = 1) -> EngineOptions:
     """Raises ConfigError: [server] wants a longer context than the model has."""
     server, context = config.server, loaded.max_model_len
     deterministic = config.rl_training.deterministic
@@ -89,9 +91,11 @@ def engine_options(config: Config, loaded: LoadedModel) -> EngineOptions:
         vocab_size=loaded.vocab_size,
         max_rows=server.batch_size,
         prefill_chunk=server.prefill_chunk,
-        kv_cache_bytes=kv_cache_bytes(server.kv_cache_bytes, deterministic=deterministic),
+        kv_cache_bytes=kv_cache_bytes(server.kv_cache_bytes, deterministic=deterministic, processes=processes),
         kv_layout=server.kv_layout,
-        prefix_cache_bytes=prefix_cache_bytes(server.prefix_cache_bytes, deterministic=deterministic),
+        prefix_cache_bytes=prefix_cache_bytes(
+            server.prefix_cache_bytes, deterministic=deterministic, processes=processes
+        ),
         default_max_tokens=server.default_max_tokens,
         seed=random.SystemRandom().getrandbits(63),
         processed_alternatives=server.logprobs_mode == "processed",

@@ -140,6 +140,11 @@ class EnvironmentSource(ABC):
         self._ends_episodes = False  # it has ended one
 
     @property
+    def stays_here(self) -> bool:
+        """Whether one process plays all groups: what it knows is not a function of the configuration and the task."""
+        return self.in_order or self.learner is not None
+
+    @property
     def how_to_end(self) -> str:
         """Say what has not ended an episode, and what would."""
         return "step() returned messages each time: return None when the episode is over"

@@ -22,7 +22,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from mlx_parallm.config.environment import EnvironmentConfig, unique_names
 from mlx_parallm.environments.base import EnvironmentSource, PolicyInference
 from mlx_parallm.environments.episode import EpisodePolicy, failed_trajectories
-from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult
+from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, MakePlayer
 from mlx_parallm.environments.scheduler import RolloutScheduler
 from mlx_parallm.environments.state import BaseEnvironment
 from mlx_parallm.environments.state_source import StateSource
@@ -287,6 +287,7 @@ class RolloutManager(RolloutScheduler):
         template_kwargs: Mapping[str, Any] | None = None,
         stall_after_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
+        players: Sequence[MakePlayer] = (),
     ) -> None:
         """
         Args:
@@ -298,7 +299,7 @@ class RolloutManager(RolloutScheduler):
             on_failure: takes a group that may not be trained on, and why.
             on_times: takes the times in which a group was sampled (rl.sample) and scored (rl.reward), Unix seconds.
             on_rollout_start, on_rollout_complete: for `collect_rollouts`; take "<group id>/<number>", the trajectory.
-            fixed_order, stall_after_s, clock: see `RolloutScheduler`.
+            fixed_order, stall_after_s, clock, players: see `RolloutScheduler`.
 
         Raises ConfigError: an environment that cannot be played, or no engine in this process to play it.
         """
@@ -314,6 +315,7 @@ class RolloutManager(RolloutScheduler):
             fixed_order=fixed_order,
             stall_after_s=stall_after_s,
             clock=clock,
+            players=players,
         )
         self.environments = tuple(played)
         first: Any = next((each.inference for each in played if isinstance(each, BaseEnvironment)), None)
@@ -391,8 +393,8 @@ class RolloutManager(RolloutScheduler):
     def use_temperature(self, temperature: float) -> None:
         """Sample at `temperature` in the groups that start from now on."""
         self._config = dataclasses.replace(self._config, temperature=temperature)
-        if self._episodes is not None:
-            self._episodes.use_temperature(temperature)
+        for player in self._players:
+            player.use_temperature(temperature)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         try:

@@ -2,6 +2,7 @@
 
     EpisodeRunner   plays groups on the asyncio loop of its caller
     RolloutWorker   a thread with such a loop, for the groups of one environment
+    LocalPlayer     the workers of all environments; a `GroupPlayer`, as other processes may bring one
 
 The completions of a group's first turn come from one request, so they share one prefill (except where an environment's
 `step` decides what it asks). Every other turn is a request that holds the whole sequence (`episode.py`). Whatever goes
@@ -17,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from mlx_parallm.environments.base import EnvironmentSource, Split, Task
 from mlx_parallm.environments.episode import (
@@ -240,6 +241,64 @@ class RolloutWorker:
     def _done(self, played: "Future[None]") -> None:
         if not played.cancelled() and (error := played.exception()) is not None:
             self._on_error(error)
+
+
+OnResults = Callable[[Sequence[GroupResult]], None]
+OnError = Callable[[BaseException], None]
+
+
+class GroupPlayer(Protocol):
+    """Plays groups, here or in another process. Any thread may call it; `OnResults` gets every result, and `OnError` a
+    bug in this package."""
+
+    def play(self, plans: Sequence[GroupPlan]) -> None:
+        """Start groups; those of one call are submitted atomically where the order is fixed."""
+
+    def use_temperature(self, temperature: float) -> None:
+        """Sample at `temperature` in the groups that start from now on."""
+
+    def stop(self, timeout_s: float = 0.0) -> Sequence[str]:
+        """Cancel what is played; return the environments that block their threads longer than `timeout_s`."""
+        ...
+
+
+MakePlayer = Callable[[OnResults, OnError], GroupPlayer]
+
+
+class LocalPlayer:
+    """Plays groups in this process: a worker for each environment, or one for all of them in a fixed order."""
+
+    def __init__(
+        self,
+        runner: EpisodeRunner,
+        environments: Sequence[str],
+        *,
+        fixed_order: bool,
+        on_results: OnResults,
+        on_error: OnError,
+    ) -> None:
+        together = [list(environments)] if fixed_order else [[name] for name in environments]
+        self._runner, self._by_environment = runner, dict[str, RolloutWorker]()
+        for names in together:
+            worker = RolloutWorker(", ".join(names), runner, on_results=on_results, on_error=on_error)
+            self._by_environment |= dict.fromkeys(names, worker)
+
+    def play(self, plans: Sequence[GroupPlan]) -> None:
+        shares: dict[RolloutWorker, list[GroupPlan]] = {}
+        for plan in plans:
+            shares.setdefault(self._by_environment[plan.source.name], []).append(plan)
+        for worker, share in shares.items():
+            worker.play(share)
+
+    def use_temperature(self, temperature: float) -> None:
+        self._runner.use_temperature(temperature)
+
+    def stop(self, timeout_s: float = 0.0) -> list[str]:
+        workers = list(dict.fromkeys(self._by_environment.values()))
+        for worker in workers:
+            worker.stop()
+        deadline = time.monotonic() + timeout_s
+        return [worker.name for worker in workers if not worker.stop(max(0.0, deadline - time.monotonic()))]
 
 
 @dataclass(slots=True)

@@ -1,7 +1,10 @@
 """RolloutScheduler: which groups are played, and when. `manager.py` decides what becomes of them.
 
-    request_groups → scheduler's thread: which environment starts a group → its RolloutWorker (a thread each) → results
+    request_groups → scheduler's thread: which environment starts a group, and which player plays it → results
         → scheduler's thread: in each environment's order → `_deliver`
+
+A player has a RolloutWorker (a thread) for each environment: `LocalPlayer` in this process, and one for each further
+process that plays groups. A group goes to the player with the fewest episodes in flight.
 
 Groups of one environment are delivered in the order in which they were started, whenever they finished. Otherwise a
 batch of the groups that finish first is a batch of short answers, and the long ones go stale while they wait (the
@@ -25,7 +28,15 @@ from typing import Any
 
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.queues import EnvironmentQueue, absent, is_late, next_event
-from mlx_parallm.environments.runner import EpisodeRunner, GroupPlan, GroupResult, RolloutWorker, describe
+from mlx_parallm.environments.runner import (
+    EpisodeRunner,
+    GroupPlan,
+    GroupPlayer,
+    GroupResult,
+    LocalPlayer,
+    MakePlayer,
+    describe,
+)
 from mlx_parallm.environments.schedule import Schedule
 from mlx_parallm.errors import CheckpointError, EnvironmentFailedError
 from mlx_parallm.system.log import get_logger
@@ -52,9 +63,11 @@ class RolloutScheduler(ABC):
         fixed_order: bool,
         stall_after_s: float,
         clock: Callable[[], float],
+        players: Sequence[MakePlayer] = (),
     ) -> None:
         """
         Args:
+            players: make the players of other processes. They play the groups of environments that do not `stay_here`.
             num_parallel: episodes in flight, in whole groups of the smallest environment; one group at least.
             fixed_order: the groups of one `request_groups` call are submitted atomically, call after call
                 (deterministic mode), in portions of `num_parallel`.
@@ -71,11 +84,13 @@ class RolloutScheduler(ABC):
         self._stopping = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._workers: list[RolloutWorker] = []
+        self._make_players = tuple(players)
+        self._players: list[GroupPlayer] = []
+        self._played: dict[str, tuple[int, int]] = {}  # the groups in flight: number of the player, rollouts
 
     @abstractmethod
     def _runner(self) -> EpisodeRunner:
-        """Return what plays the groups of all environments."""
+        """Return what plays groups in this process."""
 
     @abstractmethod
     def _deliver(self, result: GroupResult) -> tuple[str | None, bool]:
@@ -94,10 +109,10 @@ class RolloutScheduler(ABC):
 
     def start(self) -> None:
         runner, names = self._runner(), [queue.source.name for queue in self._queues]
-        self._workers = [
-            RolloutWorker(name, runner, on_results=self._on_results, on_error=self._fail)
-            for name in ([", ".join(names)] if self._fixed_order else names)
-        ]
+        here = LocalPlayer(
+            runner, names, fixed_order=self._fixed_order, on_results=self._on_results, on_error=self._fail
+        )
+        self._players = [here, *(make(self._on_results, self._fail) for make in self._make_players)]
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
@@ -126,10 +141,8 @@ class RolloutScheduler(ABC):
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        for worker in self._workers:
-            worker.stop()
         deadline = time.monotonic() + timeout_s
-        blocked = [worker.name for worker in self._workers if not worker.stop(max(0.0, deadline - time.monotonic()))]
+        blocked = [name for player in reversed(self._players) for name in player.stop(timeout_s)]
         if blocked:
             raise EnvironmentFailedError(
                 f"environment {', '.join(blocked)} blocks its thread: it did not stop within {timeout_s:g} s"
@@ -142,7 +155,8 @@ class RolloutScheduler(ABC):
         """`stop`, after which `start` plays what was in flight anew. Requests are forgotten."""
         self.stop()
         with self._changed:
-            self._thread, self._workers = None, []
+            self._thread, self._players = None, []
+            self._played.clear()
             self._requested.clear()
             self._rewind({queue.source.name: queue.cursor for queue in self._queues})
 
@@ -229,6 +243,7 @@ class RolloutScheduler(ABC):
         """Called on a worker's thread."""
         with self._changed:
             for result in results:
+                self._played.pop(result.plan.group_id, None)
                 self._queue_of(result.plan).finish(result)
             self._changed.notify_all()
 
@@ -266,8 +281,21 @@ class RolloutScheduler(ABC):
     def _play(self, queues: Iterable[EnvironmentQueue]) -> None:
         plans = [queue.start(self._stored) for queue in queues]
         self._begun(plans)
-        number = 0 if self._fixed_order else self._queues.index(self._queue_of(plans[0]))
-        self._workers[number].play(plans)
+        shares: dict[int, list[GroupPlan]] = {}
+        for plan in plans:
+            player = self._player_of(plan)
+            self._played[plan.group_id] = player, plan.size
+            shares.setdefault(player, []).append(plan)
+        for player, share in sorted(shares.items()):
+            self._players[player].play(share)
+
+    def _player_of(self, plan: GroupPlan) -> int:
+        """Return the number of the player with the fewest episodes in flight; the first of several."""
+        loads = [0] * (1 if plan.source.stays_here else len(self._players))
+        for number, rollouts in self._played.values():
+            if number < len(loads):
+                loads[number] += rollouts
+        return loads.index(min(loads))
 
     def _queue_of(self, plan: GroupPlan) -> EnvironmentQueue:
         return next(queue for queue in self._queues if queue.source is plan.source)

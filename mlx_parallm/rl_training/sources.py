@@ -18,6 +18,7 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
+from mlx_parallm.environments.runner import MakePlayer
 from mlx_parallm.environments.schedule import group_id
 from mlx_parallm.errors import EnvironmentFailedError
 from mlx_parallm.inference.module import InferenceModule
@@ -49,6 +50,7 @@ class Served(Protocol):
 class SourceContext:
     """Hold what a source may use of the run.
 
+    `players`: play groups of the in-process environments in other processes, beside this one.
     `current_step`, `policy_version`: asked from any thread at any time. `on_reward`: sources that want to know that a
     reward came by id add a function here. `on_times`: takes the times of a group (`monitor.spans`), on any thread.
     """
@@ -62,6 +64,7 @@ class SourceContext:
     policy_version: Callable[[], int]
     on_reward: list[Callable[[], None]] = field(default_factory=list)
     on_times: Callable[[str, tuple[float, float]], None] | None = None
+    players: Callable[[], Sequence[MakePlayer]] = tuple
 
 
 class RolloutSource:
@@ -167,8 +170,9 @@ class InProcessEnvironments(RolloutSource):
         def refuse(group: RolloutGroup, reason: str) -> None:
             store.reject(group, source=self.name, reason=reason)
 
+        players = self._context.players()
         settings = RolloutConfig(
-            num_parallel=max(config.server.batch_size, training.atropos.rollout_batch_size),
+            num_parallel=max(config.server.batch_size * (1 + len(players)), training.atropos.rollout_batch_size),
             seed=training.seed,
             temperature=training.temperature,
             max_token_length=training.atropos.max_token_length,
@@ -182,6 +186,7 @@ class InProcessEnvironments(RolloutSource):
             on_times=self._context.on_times,
             fixed_order=training.deterministic,
             template_kwargs=config.model.chat_template_kwargs,
+            players=players,
         )
         if state is not None and self.name in state.sources:
             manager.restore(state.sources[self.name])

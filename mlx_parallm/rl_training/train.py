@@ -8,8 +8,8 @@ after a failure half way. The daemon chooses the serving half and the kinds of s
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,14 +63,14 @@ from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.step.trainer import Trainer
-from mlx_parallm.rl_training.weight_updater import WeightUpdater
+from mlx_parallm.rl_training.weight_updater import WeightUpdater, drained
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.system.files import GB, reserve_bytes
 from mlx_parallm.system.log import FILE_ONLY, RunLog, get_logger
 from mlx_parallm.system.signals import EndLimit
 from mlx_parallm.system.terminal import Console
 from mlx_parallm.system.turns import Turns
-from mlx_parallm.weights import PublishReport, SharedWeights
+from mlx_parallm.weights import PublishReport, SharedWeights, VersionArchive
 
 END_S = 60.0  # after the last checkpoint, beside the drain: trackers, pictures, joins
 log = get_logger("train")
@@ -195,10 +195,13 @@ class TrainingRun:
         """Build everything and start the sources; None: a stop was requested meanwhile."""
         config = self.config
         quantize = config.rl_training.lora.enabled and config.rl_training.lora.quantize_base
-        self._memory = MemoryWatch.checked(config, check_model(config.model, train=True, quantize=quantize))
+        self._memory = MemoryWatch.checked(
+            config, check_model(config.model, train=True, quantize=quantize), processes=self._ranks.here
+        )
         if config.rl_training.algorithm in DATA_ALGORITHMS:
             self.data = DataSource(config, self.serving.tokenizer())
             config = self.config = self.data.with_total_steps(self._fit)
+        self._ranks.begin(config)
         initial = None if self._checkpoint else initial_adapter(config)
         directory = RunDirectory.open(config, self._checkpoint, reuse=self._start_over)
         self._closing.callback(lambda: None if self._began else directory.discard())
@@ -276,6 +279,7 @@ class TrainingRun:
             current_step=self._step,
             policy_version=lambda: self.weights.version if self.weights else 0,
             on_times=self._spans.add,
+            players=self._ranks.players,
         )
         return Sources(kind(context) for kind in self._source_kinds)
 
@@ -318,14 +322,23 @@ class TrainingRun:
         served = checkpointer.served(self._checkpoint, state) if self._checkpoint and state else {}
         versions = state.restored_versions(numbers, served_known=bool(served)) if state else VersionSteps()
         with policy.serving(served, self._checkpoint) if served and self._checkpoint else nullcontext():
-            weights = self._open_serving(loaded, policy, versions, directory.path)
+            weights = self.weights = open_serving(
+                self.serving,
+                loaded,
+                policy,
+                version=versions.newest[0],
+                keep_versions=self.config.server.keep_versions,
+                archive=CheckpointVersions(directory.path),
+                adapter_roots=(directory.path.parent,),
+            )
+            self._ranks.publish(weights.version, trainer)
         updater = WeightUpdater(
             weights,
             trainer,
             versions,
             training,
             numbers=numbers,
-            drained=self._drained,
+            drained=lambda: drained(self.serving.client, self._stop.is_set),
             events=self.events,
         )
         if served and state:
@@ -354,36 +367,6 @@ class TrainingRun:
             minimums=sources.minimums,
             misfit=LogprobMismatchCheck(trainer),
         )
-
-    def _open_serving(
-        self, loaded: LoadedModel, policy: TrainedPolicy, versions: VersionSteps, run: Path
-    ) -> SharedWeights:
-        """The server answers with what is being trained, under the version that the run stands at."""
-        version, _ = versions.newest
-        if policy.lora:
-            weights = SharedWeights(
-                loaded.model,
-                policy=POLICY,
-                version=version,
-                keep_versions=self.config.server.keep_versions,
-                archive=CheckpointVersions(run),
-            )
-            adapters = {POLICY: policy.adapter()}
-        else:
-            weights = SharedWeights(loaded.model, version=version - 1, keep_versions=1)
-            weights.publish_parameters(policy.full_parameters())
-            adapters = {}
-        self.weights = weights
-        main_adapter = POLICY if policy.lora else None
-        self.serving.open(
-            loaded,
-            weights,
-            adapters=adapters,
-            main_adapter=main_adapter,
-            trains_base=not policy.lora,
-            adapter_roots=(run.parent,),
-        )
-        return weights
 
     # ------------------------------------------------------------------ running
 
@@ -425,7 +408,7 @@ class TrainingRun:
             training=self.serving.turns.training,
             measure=lambda step: self._measure(step, evaluations),
             after_step=lambda line: evaluations.wants_checkpoint(line["step"]) or self._wants_checkpoint(),
-            served_tokens=lambda: self.serving.client.stats().generation_tokens,
+            served_tokens=lambda: self.serving.client.stats().generation_tokens + self._ranks.served_tokens(),
         )
         evaluations.begin(state, lines)
         self._loop = TrainingLoop(parts, self.config.rl_training, control=control, events=events, state=state)
@@ -562,23 +545,44 @@ class TrainingRun:
             evaluates_at_end=(evaluation.problems > 0 and evaluation.at_end) or rows,
         )
 
-    @contextmanager
-    def _drained(self) -> Iterator[None]:
-        client = self.serving.client
-        client.pause_admission()
-        try:
-            while not client.wait_idle(0.5) and not self._stop.is_set():
-                log.debug("waiting for running requests to end before a publish")
-            yield
-        finally:
-            client.resume_admission()
-
     def _step(self) -> int:
         return self._loop.step if self._loop else 0
 
     def _progress(self) -> TrainingProgress:
         """Return the progress that reward functions may read."""
         return TrainingProgress(self._step(), self.config.rl_training.total_steps)
+
+
+def open_serving(
+    serving: PolicyServer,
+    loaded: LoadedModel,
+    policy: TrainedPolicy,
+    *,
+    version: int,
+    keep_versions: int,
+    archive: VersionArchive | None = None,
+    adapter_roots: Sequence[Path] = (),
+) -> SharedWeights:
+    """Let the server answer with what is being trained, as `version`. Arguments: `SharedWeights`, `daemon.Serving`."""
+    if policy.lora:
+        weights = SharedWeights(
+            loaded.model, policy=POLICY, version=version, keep_versions=keep_versions, archive=archive
+        )
+        adapters = {POLICY: policy.adapter()}
+    else:
+        weights = SharedWeights(loaded.model, version=version - 1, keep_versions=1)
+        weights.publish_parameters(policy.full_parameters())
+        adapters = {}
+    main_adapter = POLICY if policy.lora else None
+    serving.open(
+        loaded,
+        weights,
+        adapters=adapters,
+        main_adapter=main_adapter,
+        trains_base=not policy.lora,
+        adapter_roots=adapter_roots,
+    )
+    return weights
 
 
 def _example_prompt(sources: tuple[EnvironmentSource, ...]) -> str:

@@ -9,13 +9,14 @@ Weights that the guard refuses are taken back, with their optimizer, to those of
 serving: left as they are they would be refused after every later step too, and their rollouts would grow stale.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.errors import CheckpointError, PublishTimeoutError
 from mlx_parallm.rl_training.events import RunEvents, WeightsPublished
 from mlx_parallm.rl_training.publish.guard import (
@@ -27,9 +28,32 @@ from mlx_parallm.rl_training.publish.guard import (
     digest,
 )
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
+from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer
+from mlx_parallm.system.log import get_logger
 from mlx_parallm.types import Rollout
 from mlx_parallm.weights import PublishReport, SharedWeights
+
+log = get_logger("train")
+
+
+def publish(weights: SharedWeights, policy: TrainedPolicy, version: int, timeout_s: float | None) -> PublishReport:
+    """Serve what is trained as `version`. Raises PublishTimeoutError: nothing has changed."""
+    if policy.lora:
+        return weights.publish_adapter(policy.adapter(), version=version, timeout_s=timeout_s)
+    return weights.publish_parameters(policy.full_parameters(), version=version, timeout_s=timeout_s)
+
+
+@contextmanager
+def drained(client: EngineClient, should_stop: Callable[[], bool]) -> Iterator[None]:
+    """Let no new request begin, and wait for those that run, for the length of the block."""
+    client.pause_admission()
+    try:
+        while not client.wait_idle(0.5) and not should_stop():
+            log.debug("waiting for running requests to end before a publish")
+        yield
+    finally:
+        client.resume_admission()
 
 
 @dataclass(frozen=True)
@@ -64,6 +88,7 @@ class WeightUpdater:
         self._weights, self._policy, self._versions, self._config = weights, policy, versions, updates
         self._guard = PublishGuard(policy, trainer.logprobs, updates.max_publish_kl)
         self.states = TrainingStates(trainer, versions, updates.kept_versions(lora=policy.lora))
+        self._ranks, self._trainer = trainer.ranks, trainer
         self._repeats = config.deterministic  # a resume trains the same bits again
         self._numbers = numbers or VersionNumbers()
         self._drained = drained if updates.in_flight == "drain" else nullcontext
@@ -162,12 +187,9 @@ class WeightUpdater:
         """Raises PublishTimeoutError."""
         number = self._numbers.reserve(self._weights.version, digest(self._policy) if self._repeats else None)
         with self._drained():
-            if self._policy.lora:
-                report = self._weights.publish_adapter(self._policy.adapter(), version=number, timeout_s=timeout_s)
-            else:
-                parameters = self._policy.full_parameters()
-                report = self._weights.publish_parameters(parameters, version=number, timeout_s=timeout_s)
+            report = publish(self._weights, self._policy, number, timeout_s)
         self._numbers.used()
+        self._ranks.publish(number, self._trainer)
         return report
 
     def _published(self, report: PublishReport, step: int) -> None:

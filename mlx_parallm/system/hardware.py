@@ -62,25 +62,27 @@ def memory_present() -> tuple[int, int]:
     return free, whole
 
 
-def prefix_cache_bytes(configured: int | None, *, deterministic: bool) -> int:
-    """`server.prefix_cache_bytes`; where it is None, 1/PREFIX_CACHE_SHARE of all memory. Loads MLX.
+def prefix_cache_bytes(configured: int | None, *, deterministic: bool, processes: int = 1) -> int:
+    """`server.prefix_cache_bytes`; where it is None, 1/PREFIX_CACHE_SHARE of all memory, which `processes` share. Loads
+    MLX.
 
     In deterministic mode None means no cache: a decode step gives keys and values other last bits, and a resumed run
     does not find what the run before it had kept.
     """
     if configured is not None:
         return configured
-    return 0 if deterministic else memory_present()[1] // PREFIX_CACHE_SHARE
+    return 0 if deterministic else memory_present()[1] // (PREFIX_CACHE_SHARE * processes)
 
 
-def kv_cache_bytes(configured: int | None, *, deterministic: bool) -> int | None:
-    """`server.kv_cache_bytes`; where it is None, 1/KV_CACHE_SHARE of the memory that is free now. Loads MLX.
+def kv_cache_bytes(configured: int | None, *, deterministic: bool, processes: int = 1) -> int | None:
+    """`server.kv_cache_bytes`; where it is None, 1/KV_CACHE_SHARE of the memory that is free now, which `processes`
+    share. Loads MLX.
 
     In deterministic mode None means no bound, because free memory differs between runs.
     """
     if configured is not None:
         return configured
-    return None if deterministic else memory_present()[0] // KV_CACHE_SHARE
+    return None if deterministic else memory_present()[0] // (KV_CACHE_SHARE * processes)
 
 
 def wire_memory(model_bytes: int) -> str | None:

@@ -209,5 +209,6 @@ def test_own_data_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     finally:
         configure_logging(level="error")
     [parent] = parents
-    assert cli.train([*parent._arguments, *parent._resume(None, "step_000001")]) == 0
+    again = supervisor.resume_again(parent._first, parent._directory, None, "step_000001")
+    assert cli.train([*parent._arguments, *again]) == 0
     assert started == [("builtin:tiny", parent._directory.name, "auto")]

@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 
+from mlx_parallm.rollout_store.store import RolloutStore
 from tests.integration.in_process import train_here
 from tests.integration.processes import BASE, BIN
 from tests.signals_reset import default_signals
@@ -134,11 +137,40 @@ def lines_of(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_launch_of_two_trains_as_one_process_does(tmp_path: Path) -> None:
-    """The real mlx.launch; the first step has the same rollouts, so the same numbers."""
+def train_with_ranks(config: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [BIN / "mlx_parallm_train", "--config", config, *flags],
+        env=os.environ | {"MKL_NUM_THREADS": "1"},
+        cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120, preexec_fn=default_signals,
+    )  # fmt: skip
+
+
+def test_two_ranks_train_and_sample_as_one_process_does(tmp_path: Path) -> None:
+    """The first step has the same rollouts, so the same numbers; in each step every rank samples with its weights."""
     one, two = tmp_path / "one", tmp_path / "two"
     train_here(write_config(tmp_path, steps=1, runs=one))
-    command = [str(BIN / "mlx_parallm_train"), "--config", str(write_config(tmp_path, steps=1, runs=two))]
+    launched = train_with_ranks(write_config(tmp_path, steps=3, runs=two), "--ranks", "2")
+    assert launched.returncode == 0, launched.stderr
+    first, second = (lines_of(directory / "run") for directory in (one, two))
+    assert [line["step"] for line in second] == [1, 2, 3]
+    for name in ("loss", "grad_norm", "entropy", "reward_mean", "tokens", "update_norm", "optimizer_updates"):
+        assert second[0][name] == pytest.approx(first[0][name], rel=1e-4, abs=1e-6), name
+    assert (two / "run/final").exists()
+    with closing(RolloutStore(two / "run/rollouts.sqlite")) as store:
+        taken = {step: store.groups(store.taken_by(step)) for step in (1, 2, 3)}
+    for step, groups in taken.items():
+        assert {group.metadata.get("rank", 0) for group in groups} == {0, 1}
+        assert {version for group in groups for version in group.sampled_versions} == {step - 1}
+        assert second[step - 1]["logprob_diff_max"] < 1e-4, "each rank samples with the weights that are trained"
+    ids = [group.group_id for groups in taken.values() for group in groups]
+    assert len(ids) == len(set(ids))
+    assert "training state taken from rank 0" not in launched.stderr, "no weights have crossed the network"
+
+
+@pytest.mark.long
+def test_a_launch_of_two_trains_as_one_process_does(tmp_path: Path) -> None:
+    """The real mlx.launch."""
+    command = [str(BIN / "mlx_parallm_train"), "--config", str(write_config(tmp_path, steps=1, runs=tmp_path))]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     launched = subprocess.run(
@@ -147,11 +179,40 @@ def test_a_launch_of_two_trains_as_one_process_does(tmp_path: Path) -> None:
     )  # fmt: skip
     assert launched.returncode == 0, launched.stderr
     assert "ranks joined" in launched.stderr + launched.stdout
-    first, second = (lines_of(directory / "run") for directory in (one, two))
-    assert len(first) == len(second) == 1
-    for name in ("loss", "grad_norm", "entropy", "reward_mean", "tokens", "update_norm", "optimizer_updates"):
-        assert second[0][name] == pytest.approx(first[0][name], rel=1e-4, abs=1e-6), name
-    assert (two / "run/final").exists()
+    assert len(lines_of(tmp_path / "run")) == 1
+    assert (tmp_path / "run/final").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_run_goes_on_without_a_rank_that_was_killed(tmp_path: Path, killed: int) -> None:
+    """kill -9 in the middle of a run of two: the other one goes on from the checkpoint, and no group is lost, or
+    trained on twice."""
+    config = write_config(tmp_path, steps=40, runs=tmp_path)
+    settings = ["rl_training.on_rank_lost='continue'", "rl_training.checkpoint_interval=3"]
+    flags = ["--ranks", "2", *(part for setting in settings for part in ("--set", setting))]
+    parent = subprocess.Popen(
+        [BIN / "mlx_parallm_train", "--config", config, *flags],
+        env=os.environ | {"MKL_NUM_THREADS": "1"},
+        cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=default_signals,
+    )  # fmt: skip
+    metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 5) and time.monotonic() < deadline:
+        assert parent.poll() is None, parent.communicate()
+        time.sleep(0.02)
+    children = {int(child.environ()["MLX_RANK"]): child for child in psutil.Process(parent.pid).children()}
+    children[killed].kill()
+    _, said = parent.communicate(timeout=120)
+    assert parent.returncode == 0, said
+    assert f"rank {killed} of 2 died of SIGKILL" in said
+    assert "starting again with 1 from step_" in said
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == list(range(1, 41))
+    with closing(RolloutStore(tmp_path / "run/rollouts.sqlite")) as store:
+        ids = [group for step in range(1, 41) for group in store.taken_by(step)]
+        known = store.known_ids()
+    assert len(ids) == len(set(ids))
+    numbers = sorted(int(each.rsplit("-", 1)[1]) for each in known)
+    assert numbers == list(range(len(numbers))), "every group that was started has come, also those of the killed rank"
 
 
 def test_a_killed_rank_leaves_a_checkpoint_that_goes_on(tmp_path: Path) -> None:

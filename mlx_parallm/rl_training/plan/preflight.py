@@ -426,11 +426,11 @@ class MemoryWatch:
         self._others = max(0, measured_bytes([]) - PROCESS_BYTES) if on_cpu() else 0
 
     @classmethod
-    def checked(cls, config: Config, model_config: Mapping[str, Any]) -> "MemoryWatch":
+    def checked(cls, config: Config, model_config: Mapping[str, Any], *, processes: int = 1) -> "MemoryWatch":
         """Raises ConfigError: the longest sequences that the configuration allows need more than this machine has.
         ModelError, AdapterError: as `ModelShape.of`."""
         shape = ModelShape.of(model_config, config)
-        needed, (free, whole) = needed_bytes(predict_memory(config, shape)), memory_present()
+        needed, (free, whole) = processes * needed_bytes(predict_memory(config, shape)), memory_present()
         if needed > whole:
             raise ConfigError(too_little_memory(config, shape, needed, whole))
         if needed > min(TIGHT * whole, free):

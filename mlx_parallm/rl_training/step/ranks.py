@@ -1,8 +1,9 @@
 """What a trainer needs of the processes that train with it (docs/distributed.md). Here: one process alone.
 
 Every rank runs the same `Trainer.train_step` on the same batch from the same state. Only the micro-batches are spread;
-their numbers are exchanged and their gradients added, so each rank continues with the same values. `distributed/` has
-the ranks of several processes.
+their numbers are exchanged and their gradients added, so each rank continues with the same values. Every rank samples
+too, with an engine of its own on these weights: rank 0 says which groups it plays, and when it serves a new version.
+`distributed/` has the ranks of several processes.
 """
 
 import threading
@@ -12,7 +13,9 @@ from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
+from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.environments.runner import MakePlayer
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.prepare import StepPosition
 
@@ -41,7 +44,23 @@ class Ranks:
     """`lost`: why training cannot continue; empty while all ranks are there."""
 
     rank, size = 0, 1
+    here = 1  # of them on this machine
     lost = ""
+
+    def begin(self, config: Config) -> None:
+        """On rank 0, before anything is started or written: the other ranks prepare for this run. Raises ConfigError:
+        which of them cannot, and why; RankLostError: a rank is gone."""
+
+    def publish(self, version: int, trainer: HasArrays) -> None:
+        """After a publish on rank 0: when this returns, every rank serves the weights of `trainer` as `version`."""
+
+    def players(self) -> Sequence[MakePlayer]:
+        """Return what plays groups on the other ranks, once they serve."""
+        return ()
+
+    def served_tokens(self) -> int:
+        """Return how many tokens the other ranks had sampled when they finished their last groups."""
+        return 0
 
     def lead(self, task: RankTask, trainer: HasArrays) -> None:
         """At the start of a step, on rank 0: the other ranks begin the same step, from the same arrays. Raises

@@ -1,0 +1,160 @@
+"""`--ranks N`: a small parent that starts N ranks on this machine, over MLX's ring, and ends them together. No MLX.
+
+    LocalRanks.run    starts `mlx_parallm train` N times with the two variables that `mlx.launch` sets, waits, decides
+    a thread          passes SIGINT, SIGTERM and SIGHUP on to every rank
+
+`mlx.launch` itself is not called: its threads poll without a pause (up to a core), it wants a fixed port, it ends with
+exit code 0 whatever the ranks end with, and rank 0 has no terminal there.
+
+When a rank ends with an error or dies of a signal, all others are asked to stop: those that have joined save, those
+that wait for it end at once. With `on_rank_lost = "continue"` the death of a rank is answered by a new start with as
+many ranks fewer, from the newest checkpoint; rank 0 saves one when it notices.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlx_parallm.cli.supervisor import REASONS, newest_checkpoint, resume_again, same_run, signals_to_pass_on
+from mlx_parallm.config.load import Config
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.hardware import detect, launched_rank
+from mlx_parallm.system.log import RunLog, configure_logging, get_logger
+from mlx_parallm.system.redaction import Redactor, environment_secrets
+from mlx_parallm.system.signals import SHUTDOWN_SIGNALS, block_shutdown_signals
+
+CHILD = "from mlx_parallm.cli import train; raise SystemExit(train())"
+HOSTFILE, RANK = "MLX_HOSTFILE", "MLX_RANK"
+
+log = get_logger("ranks")
+
+
+def run_ranks(arguments: Sequence[str], config: Config, run: Path, *, resume: str | None, count: int) -> int:
+    """`mlx_parallm train --ranks N`: every start has the name and, where it was 0, the port of the first.
+
+    Raises ConfigError: this process is a rank already, or the ranks would share one CUDA GPU.
+    """
+    if launched_rank() is not None:
+        raise ConfigError("--ranks starts ranks on this machine: under mlx.launch their number is that of -n")
+    if detect().backend == "cuda":
+        raise ConfigError(
+            f"--ranks {count} would share one GPU: start a rank for each GPU with mlx.launch --backend nccl -n {count}"
+        )
+    with RunLog(Redactor([config.resolve_api_key(), *environment_secrets()])) as run_log:
+        configure_logging(level=config.logging.level, redactor=run_log.redactor, run_log=run_log)
+        arguments = [*arguments, *same_run(config, run, resume)]
+        continues = config.rl_training.on_rank_lost == "continue"
+        return LocalRanks(arguments, run, count, resume=resume, continues=continues, run_log=run_log).run()
+
+
+class LocalRanks:
+    """Single use, main thread.
+
+    Args:
+        arguments: of `mlx_parallm train`; a later `--ranks` and `--resume` override theirs.
+        run: the run's directory, perhaps not there yet.
+        resume: what the first start resumes.
+        continues: go on with fewer ranks when one has died.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        run: Path,
+        count: int,
+        *,
+        resume: str | None = None,
+        continues: bool = False,
+        command: Sequence[str] = (sys.executable, "-P", "-c", CHILD),
+        run_log: RunLog | None = None,
+    ) -> None:
+        self._arguments, self._directory, self._count = list(arguments), run, count
+        self._first, self._continues, self._command = resume, continues, list(command)
+        self._run_log = run_log or RunLog()
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._asked = 0  # the last signal that was sent to us
+        self._stopping = threading.Event()
+
+    def run(self) -> int:
+        """Returns the exit code: 0, that of a rank that failed, or 128 + the signal that ended it."""
+        block_shutdown_signals()
+        threading.Thread(target=self._pass_on, name="signals", daemon=True).start()
+        at_start, resume = newest_checkpoint(self._directory), list[str]()
+        while not self._stopping.is_set():
+            codes = self._run_once(resume)
+            lost = [rank for rank, code in enumerate(codes) if code < 0 and -code not in SHUTDOWN_SIGNALS]
+            left = self._count - len(lost)
+            goes_on = bool(lost and left and self._continues and not self._stopping.is_set())
+            now = newest_checkpoint(self._directory)
+            for rank in lost:
+                self._tell(rank, signal.Signals(-codes[rank]), now, left if goes_on else 0)
+            if not goes_on:
+                failed = next((code for code in codes if code > 0), next((code for code in codes if code), 0))
+                return failed if failed >= 0 else 128 - failed
+            self._count = left
+            resume = resume_again(self._first, self._directory, at_start, now)
+        return 128 + self._asked
+
+    def _run_once(self, resume: Sequence[str]) -> list[int]:
+        """Start all ranks and wait for their ends; return their exit codes (negative: a signal)."""
+        codes: dict[int, int] = {}
+        ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        with tempfile.TemporaryDirectory(prefix="mlx_parallm_ranks_") as scratch:
+            environment = dict(os.environ)
+            if self._count > 1:
+                hosts = Path(scratch, "hosts.json")
+                hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(self._count)]))
+                environment[HOSTFILE] = str(hosts)
+            command = [*self._command, *self._arguments, "--ranks", "1", *resume]
+            for rank in range(self._count):
+                own = environment | ({RANK: str(rank)} if self._count > 1 else {})
+                child = subprocess.Popen(command, env=own)
+                self._children.append(child)
+                threading.Thread(target=lambda n=rank, c=child: ended.put((n, c.wait())), daemon=True).start()
+            if self._stopping.is_set():  # a signal that came while they were being started
+                self._send(self._asked)
+            while len(codes) < self._count:
+                rank, code = ended.get()
+                if code and not any(codes.values()):
+                    self._send(signal.SIGTERM)
+                codes[rank] = code
+        self._children.clear()
+        return [codes[rank] for rank in range(self._count)]
+
+    def _send(self, number: int) -> None:
+        for child in list(self._children):
+            child.send_signal(number)  # does nothing where it has ended
+
+    def _pass_on(self) -> None:
+        wanted = signals_to_pass_on()
+        while True:
+            self._asked = signal.sigwait(wanted)
+            self._stopping.set()
+            self._send(self._asked)
+
+    def _tell(self, rank: int, number: signal.Signals, checkpoint: str | None, left: int) -> None:
+        reason = REASONS.get(number)
+        event = f"rank {rank} of {self._count} died of {number.name}" + (f" ({reason})" if reason else "")
+        place = checkpoint or "the beginning: there is no checkpoint yet"
+        plan = f"starting again with {left} from {place}" if left else "start again with --resume auto"
+        with self._run_log if self._directory.is_dir() else contextlib.nullcontext():  # closed again: rank 0 writes too
+            if self._directory.is_dir():
+                self._run_log.open(self._directory)
+            (log.warning if left else log.error)(event, plan=plan)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(end.getsockname()[1]) for end in sockets]
+    for end in sockets:
+        end.close()
+    return ports

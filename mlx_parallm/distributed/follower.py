@@ -1,0 +1,157 @@
+"""A rank other than 0: trains along, and plays groups with an engine of its own on the weights that it has.
+
+BeginRun    prepare: the same model, the environments of rank 0's configuration
+Publish     serve the weights, the first time with a new engine; from then on `PlayedHere` takes groups
+RankTask    a training step
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+
+from mlx_parallm.config.load import Config
+from mlx_parallm.distributed.fingerprint import model_fingerprint
+from mlx_parallm.distributed.players import PlayedHere
+from mlx_parallm.distributed.ranks import BeginRun, JoinedRanks, Publish, agree, plays
+from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.episode import EpisodePolicy
+from mlx_parallm.environments.episode_tools import open_tools
+from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.environments.runner import EpisodeRunner
+from mlx_parallm.errors import ConfigError, ParallmError
+from mlx_parallm.models.loading import check_model, resolve_model_path
+from mlx_parallm.rewards.functions import TrainingProgress
+from mlx_parallm.rl_training.commands import CHANGEABLE
+from mlx_parallm.rl_training.factory import build_trainer
+from mlx_parallm.rl_training.sources import POLICY, policy_inference
+from mlx_parallm.rl_training.step.ranks import Ranks, RankTask
+from mlx_parallm.rl_training.train import PolicyServer, open_serving
+from mlx_parallm.rl_training.weight_updater import drained, publish
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.weights import SharedWeights
+
+log = get_logger("ranks")
+
+
+def follow(config: Config, ranks: Ranks, stop: threading.Event, serve: Callable[[Config], PolicyServer]) -> None:
+    """Run a rank other than 0 to the end of the run. The base model is this machine's own (`model.base_path`); what is
+    trained and played, and how, comes from rank 0.
+
+    Args:
+        stop: asks rank 0 to end the run.
+        serve: makes the engine's surroundings, without HTTP.
+
+    Raises RankLostError, ModelError.
+    """
+    assert isinstance(ranks, JoinedRanks)
+    task = ranks.next_task(stop)
+    if not isinstance(task, BeginRun):
+        return
+    with ExitStack() as closing:
+        rank, error = None, ""
+        try:
+            rank = Follower(task, config, ranks, stop, serve, closing)
+        except ParallmError as found:
+            error = str(found)
+        if not any(ranks.exchange(error) or [True]) and rank is not None:
+            rank.run()
+
+
+class Follower:
+    """Single use, main thread. Raises ParallmError: this rank cannot do its part; nothing has been loaded yet."""
+
+    def __init__(
+        self,
+        begin: BeginRun,
+        config: Config,
+        ranks: JoinedRanks,
+        stop: threading.Event,
+        serve: Callable[[Config], PolicyServer],
+        closing: ExitStack,
+    ) -> None:
+        self._ranks, self._stop, self._closing = ranks, stop, closing
+        self._config = _here(begin.config, config)
+        training, model = self._config.rl_training, self._config.model
+        self._quantize = training.lora.enabled and training.lora.quantize_base
+        check_model(model, train=True, quantize=self._quantize)
+        if model_fingerprint(resolve_model_path(model.base_path, model.revision)) != begin.fingerprint:
+            raise ConfigError(f"{model.base_path} is another model, or another version of it, than on rank 0")
+        self._step = 0
+        self._sources: tuple[EnvironmentSource, ...] = ()
+        if plays(self._config):
+            tools = open_tools(self._config.tools)
+            if tools is not None:
+                closing.callback(tools.client.close)
+            self._sources = build_sources(
+                self._config.environments, seed=training.seed, progress=self._progress, tools=tools
+            )
+        self._serving = serve(self._config)
+        closing.callback(self._serving.close)
+        self._weights: SharedWeights | None = None
+
+    def run(self) -> None:
+        """Load the model and follow rank 0 to the end of the run."""
+        self._loaded = self._serving.load(quantize=self._quantize)
+        training, turns = self._config.rl_training, self._serving.turns
+        self._trainer = build_trainer(self._loaded, training, ranks=self._ranks, between_blocks=turns.after_evaluation)
+        while (task := self._ranks.next_task(self._stop)) is not None:
+            if isinstance(task, Publish):
+                self._publish(task.version)
+            elif isinstance(task, RankTask):
+                self._train(task)
+
+    def _train(self, task: RankTask) -> None:
+        self._step = task.batch.step - 1
+        self._trainer.change(task.training.model_dump(include=set(CHANGEABLE)))
+        self._trainer.restore(task.state)
+        agree(self._ranks, self._trainer)
+        with self._serving.turns.training():
+            self._trainer.train_step(task.batch, position=task.position, should_stop=self._stop.is_set)
+        self._step = task.batch.step
+        self._ranks.check()
+
+    def _publish(self, version: int) -> None:
+        agree(self._ranks, self._trainer, compared="weights.")
+        if self._weights is None:
+            self._weights = open_serving(self._serving, self._loaded, self._trainer.policy, version=version, keep_versions=1)
+            self._play()
+        else:
+            with self._drained():
+                publish(self._weights, self._trainer.policy, version, None)
+        self._ranks.exchange("")
+
+    def _drained(self) -> AbstractContextManager[None]:
+        waits = self._config.rl_training.weight_updates.in_flight == "drain"
+        return drained(self._serving.client, self._stop.is_set) if waits else nullcontext()
+
+    def _play(self) -> None:
+        training, client, tokenizer = self._config.rl_training, self._serving.client, self._serving.tokenizer()
+        inference = policy_inference(self._config, self._serving)
+        for source in self._sources:
+            source.attach(inference)
+        policy = EpisodePolicy(
+            client,
+            tokenizer,
+            temperature=training.temperature,
+            max_token_length=training.atropos.max_token_length,
+            adapter=POLICY if training.lora.enabled else None,
+            template_kwargs=self._config.model.chat_template_kwargs,
+        )
+        played = PlayedHere(
+            self._ranks.rollouts[0],
+            self._sources,
+            EpisodeRunner(policy),
+            fixed_order=training.deterministic,
+            served_tokens=lambda: client.stats().generation_tokens,
+        )
+        self._closing.callback(played.close)
+
+    def _progress(self) -> TrainingProgress:
+        return TrainingProgress(self._step, self._config.rl_training.total_steps)
+
+
+def _here(leader: Config, config: Config) -> Config:
+    """Return rank 0's configuration with this machine's model. Nobody asks this rank over HTTP, so it needs no key."""
+    model = leader.model.model_copy(update={"base_path": config.model.base_path, "revision": config.model.revision})
+    server = leader.server.model_copy(update={"api_key": None, "api_key_file": None, "host": "127.0.0.1"})
+    return leader.model_copy(update={"model": model, "server": server})

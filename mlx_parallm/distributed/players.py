@@ -1,0 +1,180 @@
+"""Groups that rank 0 starts and another rank plays, over a TCP connection of their own.
+
+    rank 0       RolloutScheduler → RankPlayer → connection
+    rank 1, …    connection → PlayedHere → LocalPlayer → this rank's engine; results go back as they finish
+
+Rank 0 alone decides which groups there are: tasks are disjoint, each group has the seed that its number gives, and
+order, resume, refused groups and the store are those of a run with one process. What a rank had not finished when it
+was lost is not settled, so a resume starts it again.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+
+from mlx_parallm.environments.base import EnvironmentSource
+from mlx_parallm.environments.runner import (
+    EpisodeRunner,
+    GroupPlan,
+    GroupResult,
+    LocalPlayer,
+    OnError,
+    OnResults,
+    describe,
+)
+from mlx_parallm.errors import EnvironmentFailedError
+from mlx_parallm.types import RolloutGroup
+
+STOP_S = 10.0  # for episodes that are cancelled at the end of a run
+
+
+@dataclass(frozen=True)
+class GroupOrder:
+    """A `GroupPlan` by the name of its environment."""
+
+    environment: str
+    group_id: str
+    task_index: int
+    size: int
+    seed: int
+    index: int | None
+    max_steps: int | None
+
+    @classmethod
+    def of(cls, plan: GroupPlan) -> "GroupOrder":
+        name = plan.source.name
+        return cls(name, plan.group_id, plan.task_index, plan.size, plan.seed, plan.index, plan.max_steps)
+
+    def plan(self, source: EnvironmentSource) -> GroupPlan:
+        return GroupPlan(
+            self.group_id, source, self.task_index, self.size, self.seed, self.index, max_steps=self.max_steps
+        )
+
+
+@dataclass(frozen=True)
+class Play:
+    """Groups to play, submitted together."""
+
+    orders: tuple[GroupOrder, ...]
+
+
+@dataclass(frozen=True)
+class UseTemperature:
+    temperature: float
+
+
+@dataclass(frozen=True)
+class StopPlaying:
+    pass
+
+
+@dataclass(frozen=True)
+class PlayedGroup:
+    """A group's result, as far as the store needs it. `served_tokens`: sampled by that rank's engine so far."""
+
+    group: RolloutGroup
+    failure: str | None
+    may_pass: bool
+    times: Mapping[str, tuple[float, float]]
+    served_tokens: int
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A bug in this package, on that rank."""
+
+    error: str
+
+
+class RankPlayer:
+    """On rank 0: the player that another rank is. Single use."""
+
+    def __init__(self, connection: Connection, rank: int, on_results: OnResults, on_error: OnError) -> None:
+        self.served_tokens = 0
+        self._connection, self._rank = connection, rank
+        self._on_results, self._on_error = on_results, on_error
+        self._lock = threading.Lock()  # guards sending, and what follows
+        self._plans: dict[str, GroupPlan] = {}  # in flight there, by group id
+        threading.Thread(target=self._read, name=f"rollouts of rank {rank}", daemon=True).start()
+
+    def play(self, plans: Sequence[GroupPlan]) -> None:
+        with self._lock:
+            self._plans |= {plan.group_id: plan for plan in plans}
+        self._send(Play(tuple(GroupOrder.of(plan) for plan in plans)))
+
+    def use_temperature(self, temperature: float) -> None:
+        self._send(UseTemperature(temperature))
+
+    def stop(self, timeout_s: float = 0.0) -> Sequence[str]:
+        """Does not wait: the end of the run ends that rank too."""
+        self._send(StopPlaying())
+        return ()
+
+    def _send(self, message: object) -> None:
+        with self._lock, contextlib.suppress(OSError):  # the rank is lost: the training loop notices, and says so
+            self._connection.send(message)
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = self._connection.recv()
+                if isinstance(message, Broken):
+                    self._on_error(EnvironmentFailedError(f"rank {self._rank}: {message.error}"))
+                    continue
+                self.served_tokens = message.served_tokens
+                with self._lock:
+                    plan = self._plans.pop(message.group.group_id)
+                group = replace(message.group, metadata={**message.group.metadata, "rank": self._rank})
+                result = GroupResult(plan, group, (), None, message.failure, message.may_pass, message.times)
+                self._on_results([result])
+
+
+class PlayedHere:
+    """On the other ranks: plays what rank 0 sends, until it says stop or the connection ends."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        sources: Sequence[EnvironmentSource],
+        runner: EpisodeRunner,
+        *,
+        fixed_order: bool,
+        served_tokens: Callable[[], int],
+    ) -> None:
+        self._connection, self._served_tokens = connection, served_tokens
+        self._sources = {source.name: source for source in sources}
+        self._lock = threading.Lock()  # guards sending
+        self._player = LocalPlayer(
+            runner,
+            list(self._sources),
+            fixed_order=fixed_order,
+            on_results=self._send_results,
+            on_error=lambda error: self._send(Broken(describe(error))),
+        )
+        self._thread = threading.Thread(target=self._read, name="rollouts for rank 0", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._player.stop(STOP_S)
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = self._connection.recv()
+                if isinstance(message, Play):
+                    self._player.play([order.plan(self._sources[order.environment]) for order in message.orders])
+                elif isinstance(message, UseTemperature):
+                    self._player.use_temperature(message.temperature)
+                else:
+                    self._player.stop()
+
+    def _send_results(self, results: Sequence[GroupResult]) -> None:
+        tokens = self._served_tokens()
+        for result in results:
+            self._send(PlayedGroup(result.group, result.failure, result.may_pass, result.times, tokens))
+
+    def _send(self, message: object) -> None:
+        with self._lock, contextlib.suppress(OSError):  # rank 0 is gone: the main thread ends the process
+            self._connection.send(message)
