@@ -113,7 +113,9 @@ class Follower:
     def _publish(self, version: int) -> None:
         agree(self._ranks, self._trainer, compared="weights.")
         if self._weights is None:
-            self._weights = open_serving(self._serving, self._loaded, self._trainer.policy, version=version, keep_versions=1)
+            self._weights = open_serving(
+                self._serving, self._loaded, self._trainer.policy, version=version, keep_versions=1
+            )
             self._play()
         else:
             with self._drained():
@@ -151,7 +153,6 @@ class Follower:
 
 
 def _here(leader: Config, config: Config) -> Config:
-    """Return rank 0's configuration with this machine's model. Nobody asks this rank over HTTP, so it needs no key."""
-    model = leader.model.model_copy(update={"base_path": config.model.base_path, "revision": config.model.revision})
-    server = leader.server.model_copy(update={"api_key": None, "api_key_file": None, "host": "127.0.0.1"})
-    return leader.model_copy(update={"model": model, "server": server})
+    """Return rank 0's configuration with this machine's model."""
+    own = {"base_path": config.model.base_path, "revision": config.model.revision}
+    return leader.model_copy(update={"model": leader.model.model_copy(update=own)})

@@ -9,6 +9,8 @@ was lost is not settled, so a resume starts it again.
 """
 
 import contextlib
+import os
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -88,6 +90,12 @@ class Broken:
     error: str
 
 
+def hang_up(connection: Connection) -> None:
+    """End a connection whose messages another thread reads: that thread gets EOFError, and closes it."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
 class RankPlayer:
     """On rank 0: the player that another rank is. Single use."""
 
@@ -117,7 +125,7 @@ class RankPlayer:
             self._connection.send(message)
 
     def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
+        with self._connection, contextlib.suppress(EOFError, OSError):
             while True:
                 message = self._connection.recv()
                 if isinstance(message, Broken):
@@ -160,7 +168,7 @@ class PlayedHere:
         self._player.stop(STOP_S)
 
     def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
+        with self._connection, contextlib.suppress(EOFError, OSError):
             while True:
                 message = self._connection.recv()
                 if isinstance(message, Play):

@@ -44,7 +44,7 @@ from mlx_parallm import __version__
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
 from mlx_parallm.distributed.fingerprint import model_fingerprint
-from mlx_parallm.distributed.players import RankPlayer
+from mlx_parallm.distributed.players import RankPlayer, hang_up
 from mlx_parallm.environments.runner import MakePlayer, OnError, OnResults
 from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.models.loading import resolve_model_path
@@ -149,7 +149,9 @@ class JoinedRanks(Ranks):
     def begin(self, config: Config) -> None:
         self._plays = plays(config)
         path = resolve_model_path(config.model.base_path, config.model.revision)
-        self.tell(BeginRun(config, model_fingerprint(path)))
+        # Nobody asks the other ranks over HTTP, so they need no key.
+        server = config.server.model_copy(update={"api_key": None, "api_key_file": None})
+        self.tell(BeginRun(config.model_copy(update={"server": server}), model_fingerprint(path)))
         errors = self.exchange("")
         self.check()
         for rank, error in enumerate(errors or ()):
@@ -263,7 +265,7 @@ class JoinedRanks(Ranks):
             watched.close()
             connection.close()
         for connection in self.rollouts:
-            connection.close()
+            hang_up(connection)
         self._collectives.close()
 
     # ------------------------------------------------------------------ which ranks are left

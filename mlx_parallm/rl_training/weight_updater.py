@@ -88,7 +88,7 @@ class WeightUpdater:
         self._weights, self._policy, self._versions, self._config = weights, policy, versions, updates
         self._guard = PublishGuard(policy, trainer.logprobs, updates.max_publish_kl)
         self.states = TrainingStates(trainer, versions, updates.kept_versions(lora=policy.lora))
-        self._ranks, self._trainer = trainer.ranks, trainer
+        self._trainer = trainer
         self._repeats = config.deterministic  # a resume trains the same bits again
         self._numbers = numbers or VersionNumbers()
         self._drained = drained if updates.in_flight == "drain" else nullcontext
@@ -189,7 +189,7 @@ class WeightUpdater:
         with self._drained():
             report = publish(self._weights, self._policy, number, timeout_s)
         self._numbers.used()
-        self._ranks.publish(number, self._trainer)
+        self._trainer.ranks.publish(number, self._trainer)
         return report
 
     def _published(self, report: PublishReport, step: int) -> None:

@@ -2,6 +2,8 @@
 
     scripts/bench/setup_peers trl                                   # build/peers, build/peers-trl
     .venv/bin/python -m scripts.bench.rl_step [--rounds 3] [--steps 12] [--only ours --only TRL]
+    .venv/bin/python -m scripts.bench.rl_step --only "ours, 2 ranks" --only ours --only TRL
+    .venv/bin/python -m scripts.bench.rl_step --only "ours, 2 ranks, on-policy" --only "ours, on-policy"
 
 The same random Qwen3 (256 wide, 4 layers, 3.2 M parameters, one token a character), the same prompts, 8 prompts × 8
 samples of 32 tokens a step, all weights trained in float32, AdamW 1e-4, no KL, temperature 1. The reward is the
@@ -10,7 +12,8 @@ counted. In a round every contender runs once, one after the other, and a ratio 
 
 "ours" overlaps a step's rollouts with the training of the one before (max_staleness = 1, the default); "ours,
 on-policy" does not, like its peers. mlx-lm-lora samples with top-k 20 and top-p 0.95, which its command line cannot
-turn off.
+turn off. "2 ranks" is `--ranks 2`: two processes that sample and train, with one BLAS thread each on two cores. The
+ratio is to the first contender.
 """
 
 import argparse
@@ -49,8 +52,17 @@ TRL_PYTHON = ROOT / "build/peers-trl/bin/python"
 PROMPTS, GROUP, LONGEST, LEARNING_RATE, UNCOUNTED = 8, 8, 32, 1e-4, 3
 END, PAD = "<|end|>", "<|pad|>"
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-CONTENDERS = ("ours", "ours, on-policy", "mlx-lm-lora, MKL", "mlx-lm-lora, as installed", "TRL")
-TARGETS = {"mlx-lm-lora, MKL": 1.5, "mlx-lm-lora, as installed": 13.0}
+CONTENDERS = (
+    *("ours", "ours, on-policy", "ours, 2 ranks", "ours, 2 ranks, on-policy"),
+    *("mlx-lm-lora, MKL", "mlx-lm-lora, as installed", "TRL"),
+)
+TARGETS = {
+    ("ours", "mlx-lm-lora, MKL"): 1.5,
+    ("ours", "mlx-lm-lora, as installed"): 13.0,
+    ("ours, 2 ranks", "ours"): 1.5,
+    ("ours, 2 ranks, on-policy", "ours, on-policy"): 1.5,
+    ("ours, 2 ranks", "TRL"): 1.0,
+}
 OURS = """
 [model]
 base_path = "{directory}/model"
@@ -137,16 +149,14 @@ def main() -> None:
 def show(console: Console, found: dict[str, list[float]]) -> None:
     title = f"seconds a GRPO step, {PROMPTS} × {GROUP} samples of {LONGEST} tokens, {usable_cores()} cores"
     table = Table(title=title)
-    for column in ("contender", "s/step", "rounds", "theirs / ours", "target"):
+    first, ours = next(iter(found.items()))
+    for column in ("contender", "s/step", "rounds", f"its time / {first}", "target"):
         table.add_column(column, justify="left" if column == "contender" else "right")
-    ours = found.get("ours")
     for name, seconds in found.items():
-        ratio = statistics.median(t / o for t, o in zip(seconds, ours, strict=True)) if ours else None
+        ratio = statistics.median(t / o for t, o in zip(seconds, ours, strict=True))
         rounds = ", ".join(f"{value:.2f}" for value in seconds)
-        target = f"≥ {TARGETS[name]}" if name in TARGETS else ""
-        table.add_row(
-            name, f"{statistics.median(seconds):.3f}", rounds, "" if ratio is None else f"{ratio:.2f}", target
-        )
+        target = f"≥ {TARGETS[first, name]}" if (first, name) in TARGETS else ""
+        table.add_row(name, f"{statistics.median(seconds):.3f}", rounds, f"{ratio:.2f}", target)
     console.print(table)
 
 
@@ -158,6 +168,7 @@ def measure(contender: str, directory: Path, run: Path, steps: int, console: Con
         config = directory / "ours.toml"
         config.write_text(OURS.format(staleness=0 if contender.endswith("on-policy") else 1, **values))
         command, environ = [str(Path(sys.executable).with_name("mlx_parallm_train")), "--config", str(config)], None
+        command += ["--ranks", "2"] if "2 ranks" in contender else []
         times = our_times(command, run / "run/metrics.jsonl")
     elif contender == "TRL":
         script = directory / "trl_grpo.py"

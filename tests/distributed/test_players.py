@@ -11,7 +11,7 @@ import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.distributed.fingerprint import model_fingerprint
-from mlx_parallm.distributed.players import PlayedHere, RankPlayer
+from mlx_parallm.distributed.players import PlayedHere, RankPlayer, hang_up
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
@@ -65,7 +65,7 @@ class Run:
             served_tokens=lambda: 1000 * rank,
         )
         self._closing.callback(played.close)
-        self._closing.callback(own.close)
+        self._closing.callback(hang_up, own)
 
         def make(*listeners: Callable[..., None]) -> RankPlayer:
             self.players.append(RankPlayer(own, rank, *listeners))

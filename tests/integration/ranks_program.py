@@ -13,6 +13,7 @@ import numpy as np
 
 from mlx_parallm.distributed import ranks as distributed
 from mlx_parallm.distributed.ranks import JoinedRanks, join
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.threads import mlx_thread
 
 assert mlx_parallm.__version__
@@ -56,7 +57,12 @@ def vanishes(ranks: JoinedRanks) -> dict[str, object]:
 
 
 def main() -> None:
-    ranks = join()
+    if sys.argv[1] == "versions":
+        distributed.VERSIONS = f"mlx-parallm 0.{os.environ['MLX_RANK']}"
+    try:
+        ranks = join()
+    except ConfigError as error:
+        sys.exit(str(error))
     assert isinstance(ranks, JoinedRanks)
     with mlx_thread():
         found = {"calls": calls, "dies": dies, "vanishes": vanishes}[sys.argv[1]](ranks)

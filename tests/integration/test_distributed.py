@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,9 +12,11 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import mlx.core as mx
 import psutil
 import pytest
 
+from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.integration.in_process import train_here
 from tests.integration.processes import BASE, BIN
@@ -78,6 +81,34 @@ def test_three_ranks_exchange_add_and_tell(tmp_path: Path) -> None:
         ]
         assert result["stopped"] is None
     assert [result.get("told") for result in results] == [None, ["work", None], ["work", None]]
+
+
+@pytest.mark.long
+def test_ranks_with_other_versions_are_refused_in_one_line(tmp_path: Path) -> None:
+    first, second = outputs(program(tmp_path, "versions"))
+    assert first[0] == 1 and first[2].splitlines()[-1] == (
+        "rank 1 has mlx-parallm 0.1, rank 0 mlx-parallm 0.0: install the same on all"
+    )
+    assert second[0] == 2
+    assert "0.1" not in second[2]
+
+
+@pytest.mark.long
+def test_a_rank_with_another_model_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    """Of the same shapes: a single number differs."""
+    runs = tmp_path / "runs"
+    config, other = write_config(tmp_path, steps=1, runs=runs), tmp_path / "other"
+    shutil.copytree(resolve_model_path("builtin:tiny"), other)
+    weights = dict(mx.load(str(other / "model.safetensors")))
+    name = max(weights)
+    mx.save_safetensors(str(other / "model.safetensors"), weights | {name: weights[name] + 1e-3}, {"format": "mlx"})
+    start = "import os, sys; from mlx_parallm.cli import train; sys.exit(train(sys.argv[1:3] + "
+    start += "(['--model', sys.argv[3]] if os.environ['MLX_RANK'] == '1' else [])))"
+    first, second = outputs(launch(tmp_path, 2, [sys.executable, "-c", start, "--config", str(config), str(other)]))
+    errors = [line for line in (first[2] + second[2]).splitlines() if line.startswith("error")]
+    assert errors == [f"error: rank 1: {other} is another model, or another version of it, than on rank 0"]
+    assert (first[0], second[0]) == (2, 0)
+    assert not runs.exists() or not list(runs.iterdir())
 
 
 @pytest.mark.parametrize("how", ["dies", "vanishes"])

@@ -16,6 +16,7 @@ from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.rl_training.events import Waiting
 from mlx_parallm.rl_training.loop import RunControl
 from mlx_parallm.rl_training.metrics import KEYS, TIMES
+from mlx_parallm.rl_training.step.ranks import HasArrays, Ranks
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import UpdaterState
 from mlx_parallm.system.log import configure_logging
@@ -104,10 +105,17 @@ def test_a_busy_lock_keeps_the_old_weights_and_is_tried_again(tmp_path: Path) ->
             entered.set()
             leave.wait(30)
 
+    told: list[tuple[int, int]] = []
+
+    class Watched(Ranks):
+        def publish(self, version: int, trainer: HasArrays) -> None:
+            told.append((version, run.shared.version))
+
     waits: list[float] = []
     control = RunControl(while_waiting=leave.set)
     values = {"weight_updates": {"lock_timeout_ms": 20}, "total_steps": 2, "control": control}
     with running(tmp_path / "run", **values) as run:
+        run.parts.trainer.ranks = Watched()
         run.stream.subscribe(Waiting, lambda event: waits.append(event.seconds))
         reader = threading.Thread(target=hold, args=(run,))
         reader.start()
@@ -118,6 +126,7 @@ def test_a_busy_lock_keeps_the_old_weights_and_is_tried_again(tmp_path: Path) ->
         assert (first["policy_version"], first["publish_ms"], first["publish_timeouts"]) == (0, None, 1)
         assert second["policy_version"] == 2
         assert [report.version for report in run.published] == [1, 2], "the publish that was tried again too"
+        assert told == [(1, 1), (2, 2)], "the other ranks are told once rank 0 serves it"
         assert (second["staleness"], second["dropped_stale"]) == (0, 0)
         assert waits
 
