@@ -24,7 +24,7 @@ LINES: dict[str, int] = {
     "cli": 1560,
     "config": 2_240,
     "dashboard": 1320,
-    "distributed": 890,
+    "distributed": 880,
     "engine": 5160,
     "environments": 5040,
     "execution": 2650,
