@@ -86,6 +86,9 @@ COMPUTING_THREADS = 2  # of a training daemon: engine and trainer
 RunPage = Callable[[Path, Redactor, RunCommands | None], AddedRouter]
 """A leaf that shows a run: its routes for that run directory, and what can be ordered of it."""
 
+RunsPage = Callable[[Callable[[], Sequence[Path]], Redactor], AddedRouter]
+"""A leaf that shows runs which come and go: its routes for the directories that the call returns, the newest first."""
+
 SOURCES: tuple[SourceKind, ...] = (InProcessEnvironments.of, atropos_source, RewardsById, SessionRewards.of)
 """Every kind of source that rollouts come from; to add one is a line here."""
 
@@ -111,16 +114,20 @@ class ServedPart(Protocol):
     def close(self) -> None:
         """End what was started."""
 
+    def run_directories(self) -> Sequence[Path]:
+        """Of the newest runs that the part has made, the newest first."""
+
 
 PARTS: tuple[Callable[[Config], ServedPart | None], ...] = (tinker_part,)
 """Every such part; None = not asked for."""
 
 
-def run_server(config: Config, adapters: Mapping[str, str]) -> int:
+def run_server(config: Config, adapters: Mapping[str, str], *, page: RunsPage | None = None) -> int:
     """Serves until a signal. Returns the exit code.
 
     Args:
         adapters: name → path, beside `model.lora_path`.
+        page: a leaf that shows the runs of parts that make some.
 
     Raises EngineUnavailableError: the engine thread has died.
     """
@@ -132,8 +139,11 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
     try:
         main_adapter, layers = _adapters_to_serve(config, adapters)
         check_model(config.model, train=False, quantize=config.rl_training.lora.quantize_base)
-        added = [make(config) for make in ROUTERS]
-        serving.listen(routers=[*(router for router in added if router is not None), *(part.router for part in parts)])
+        added = [router for make in ROUTERS if (router := make(config)) is not None]
+        added += [part.router for part in parts]
+        if parts and page is not None:
+            added.append(page(lambda: [run for part in parts for run in part.run_directories()], _redactor(config)))
+        serving.listen(routers=added)
         loaded = serving.load(quantize=config.rl_training.lora.quantize_base)
         if stop.is_set():
             return 0
@@ -143,7 +153,8 @@ def run_server(config: Config, adapters: Mapping[str, str]) -> int:
         serving.open(loaded, weights, adapters=layers, main_adapter=main_adapter)
         for part in parts:
             part.opened(weights, serving.client)
-        log.info("serving", url=f"{serving.url}/v1", models=[model.id for model in serving.client.models()])
+        models = [model.id for model in serving.client.models()]
+        log.info("serving", url=f"{serving.url}/v1", models=models, pages=serving.page_urls(with_key=False))
         while not stop.wait(ENGINE_CHECK_S):
             serving.check()
         log.info("stopping")
@@ -343,8 +354,8 @@ class Serving:
         added = [*(source.router for source in sources if source.router is not None), *routers]
         if run is not None:
             pages = [page(run, _redactor(self.config), commands) for page in self._pages]
-            self._page_paths = [page.page for page in pages if page.page is not None]
             added += pages
+        self._page_paths = [router.page for router in added if router.page is not None]
         added += [router for mount in MOUNTED if (router := mount(self.config, self.state)) is not None]
         self._added = added
         completions = next((source.completions for source in sources if isinstance(source, RewardsById)), None)

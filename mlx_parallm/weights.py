@@ -95,6 +95,19 @@ class VersionArchive(Protocol):
         """Evaluated arrays. Raises AdapterError: it is not there (any more)."""
 
 
+class AdapterShelf(Protocol):
+    """Adapters that lie on disk under names of their own: the first request for one puts it into the table."""
+
+    def holds(self, name: str) -> bool:
+        """Any thread; quick."""
+
+    def names(self) -> Sequence[str]:
+        """May read the disk."""
+
+    def load(self, name: str) -> object:
+        """Put it into the table, in a thread that may wait. Raises ModelNotFoundError: it is gone, or does not fit."""
+
+
 class PolicyHistory:
     """Versions of the policy's adapter that can still be asked for: the last `keep` in memory, archived ones from disk,
     of which as many again stay loaded."""
@@ -179,6 +192,7 @@ class SharedWeights:
     ) -> None:
         self.policy = policy
         self.lock = ReadWriteLock()
+        self.shelf: AdapterShelf | None = None
         self.history = PolicyHistory(policy, keep_versions, archive, self._ready)
         self._model = model
         self._parameters = parameter_slots(model)
@@ -205,8 +219,11 @@ class SharedWeights:
         return self._slots.get(name) if version is None else self.history.find(version)
 
     def loader(self, name: str) -> Callable[[], object] | None:
-        """Return the call that reads the version from disk, for a thread that may wait; None = nothing to read."""
-        version = self._version_of(name)
+        """Return the call that reads the version, or the adapter of the shelf, from disk, for a thread that may wait;
+        None = nothing to read."""
+        version, shelf = self._version_of(name), self.shelf
+        if version is None and shelf is not None and name not in self._slots and shelf.holds(name):
+            return lambda: shelf.load(name)
         if version is None or self.history.in_memory(version):
             return None
         return lambda: in_mlx_thread(lambda: self.history.find(version))

@@ -20,12 +20,12 @@ TINY_MODULE_LINES = 80
 
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
-    "(root)": 1400,
+    "(root)": 1430,
     "cli": 1560,
     "config": 2_240,
-    "dashboard": 1320,
+    "dashboard": 1380,
     "distributed": 880,
-    "engine": 5160,
+    "engine": 5190,
     "environments": 5040,
     "execution": 2650,
     "experts": 1620,
@@ -40,12 +40,12 @@ LINES: dict[str, int] = {
     "primitives": 160,
     "prompt_policy": 3_200,
     "rewards": 2070,
-    "rl_training": 11440,
+    "rl_training": 11_450,
     "rollout_store": 1290,
     "server": 6930,
     "system": 1180,
-    "tinker": 3_260,
-    "tools": 2810,
+    "tinker": 4_120,
+    "tools": 2820,
     "traces": 5_390,
     "trl": 1250,
 }

@@ -123,8 +123,9 @@ def serve(parser: ArgumentParser) -> Run:
         config = load(args.config, args.set + flags)
         _before_mlx(config)
         from mlx_parallm.daemon import run_server
+        from mlx_parallm.dashboard.routes import runs_dashboard
 
-        return run_server(config, named)
+        return run_server(config, named, page=runs_dashboard)
 
     return run
 

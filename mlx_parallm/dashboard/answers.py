@@ -12,7 +12,8 @@ GroupState = Literal["waiting", "taken", "dropped", "quarantined"]
 
 
 class RunSummary(TypedDict):
-    """`id`: the run's place in the list. `live`: this process trains it. `rewards`: /v1/rewards takes its answers'
+    """`id`: by which routes are asked about the run. `inferred_rewards`: rewards are known from advantages alone
+    (docs/tinker.md). `live`: this process trains it. `rewards`: /v1/rewards takes its answers'
     rewards. What follows `steps` is None where the run's configuration cannot be read."""
 
     id: int
@@ -26,6 +27,7 @@ class RunSummary(TypedDict):
     model: str | None
     algorithm: str | None
     judged_by: str
+    inferred_rewards: bool
     environments: list[str]
 
 
@@ -73,8 +75,9 @@ class RunHealth(TypedDict):
 
 
 class RunVersions(TypedDict):
-    """A word for each kind of data, another one after each change; `state` is the run's state."""
+    """A word for each kind of data of run `id`, another one after each change; `state` is the run's state."""
 
+    id: int
     metrics: str
     evaluations: str
     rollouts: str
@@ -130,7 +133,7 @@ class ListedGroup(TypedDict):
     received: float
     prompt: str | None
     reward_mean: float | None
-    kind: Literal["right", "wrong", "same", "mixed", "lost"]
+    kind: Literal["right", "wrong", "same", "mixed", "unknown", "lost"]
     answers: list[ListedAnswer]
 
 
@@ -174,7 +177,7 @@ class ShownGroup(TypedDict):
     why: str
     lost: str | None
     reward_mean: float | None
-    kind: Literal["right", "wrong", "same", "mixed", "lost"]
+    kind: Literal["right", "wrong", "same", "mixed", "unknown", "lost"]
     rollouts: list[ShownAnswer] | None
     index: NotRequired[int | None]
     metadata: NotRequired[dict[str, Any]]

@@ -10,11 +10,13 @@ Handlers are plain functions: they read files, and Starlette runs them in its wo
 
 import asyncio
 import mimetypes
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -54,7 +56,9 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 
-Run = Annotated[int, Query(ge=0, description="its place in the list of runs")]
+Run = Annotated[int, Query(ge=0, description="its id in the list of runs")]
+Views = Callable[[], Mapping[int, RunView]]
+"""The runs by their ids, in the order of the list."""
 
 
 def dashboard(run: Path, redactor: Redactor, commands: RunCommands | None = None) -> AddedRouter:
@@ -62,13 +66,41 @@ def dashboard(run: Path, redactor: Redactor, commands: RunCommands | None = None
     return added_router([RunView(run, redactor)], live=True, commands=commands)
 
 
+def runs_dashboard(runs: Callable[[], Sequence[Path]], redactor: Redactor) -> AddedRouter:
+    """The dashboard of runs that come and go in this process: a `daemon.RunsPage`."""
+    return _added(_ComingRuns(runs, redactor), live=False, commands=None, directory=Path())
+
+
 def added_router(views: Sequence[RunView], *, live: bool, commands: RunCommands | None = None) -> AddedRouter:
     """Return the routes of these runs. `live`: the first of them is trained by this process, and takes `commands`."""
+    by_id = dict(enumerate(views))
+    return _added(lambda: by_id, live=live, commands=commands, directory=views[0].path)
+
+
+class _ComingRuns:
+    """A run keeps its id while it is in the list."""
+
+    def __init__(self, runs: Callable[[], Sequence[Path]], redactor: Redactor) -> None:
+        self._runs, self._redactor = runs, redactor
+        self._lock, self._numbers = Lock(), count()
+        self._known: dict[Path, tuple[int, RunView]] = {}
+
+    def __call__(self) -> Mapping[int, RunView]:
+        with self._lock:
+            runs = self._runs()
+            for run in reversed(runs):
+                if run not in self._known:
+                    self._known[run] = next(self._numbers), RunView(run, self._redactor)
+            self._known = {run: self._known[run] for run in runs}
+            return dict(self._known.values())
+
+
+def _added(views: Views, *, live: bool, commands: RunCommands | None, directory: Path) -> AddedRouter:
     router = APIRouter(tags=["dashboard"], default_response_class=JSONResponse)
     _page_routes(router, views)
     _run_routes(router, views, live=live)
     _rollout_routes(router, views)
-    router.include_router(control_router(commands, views[0].path))
+    router.include_router(control_router(commands, directory))
     return AddedRouter(router, public=(PAGE, STATIC), page=PAGE)
 
 
@@ -77,9 +109,9 @@ def _answer(model: type) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": model}}
 
 
-def _page_routes(router: APIRouter, views: Sequence[RunView]) -> None:
+def _page_routes(router: APIRouter, views: Views) -> None:
     def read_ahead() -> None:
-        for view in views:
+        for view in views().values():
             view.read()
 
     @router.get("/dashboard", include_in_schema=False)
@@ -94,7 +126,7 @@ def _page_routes(router: APIRouter, views: Sequence[RunView]) -> None:
         return _file(name)
 
 
-def _run_routes(router: APIRouter, views: Sequence[RunView], *, live: bool) -> None:
+def _run_routes(router: APIRouter, views: Views, *, live: bool) -> None:
     @router.get("/dashboard/api/runs", responses=_answer(Runs))
     def runs(context: Context) -> Response:
         """The runs that this page shows. `live`: this process trains it, and can be talked to; `rewards`: its answers
@@ -103,7 +135,7 @@ def _run_routes(router: APIRouter, views: Sequence[RunView], *, live: bool) -> N
         here = {"live": live, "rewards": live and kept is not None and kept.enabled}
         shown = [
             view.summary() | {"id": number} | (here if number == 0 else dict.fromkeys(here, False))
-            for number, view in enumerate(views)
+            for number, view in views().items()
         ]
         return JSONResponse({"runs": shown})
 
@@ -143,7 +175,7 @@ def _run_routes(router: APIRouter, views: Sequence[RunView], *, live: bool) -> N
     @router.get("/dashboard/api/compare")
     def compare() -> Response:
         """The settings that differ between the runs, and why a run's are not known."""
-        return JSONResponse(differing_settings(views))
+        return JSONResponse(differing_settings(list(views().values())))
 
     look = _Look(views)
 
@@ -156,7 +188,7 @@ def _run_routes(router: APIRouter, views: Sequence[RunView], *, live: bool) -> N
         return await EventStream(_changes(context, look)).prefetch(request.receive)
 
 
-def _rollout_routes(router: APIRouter, views: Sequence[RunView]) -> None:
+def _rollout_routes(router: APIRouter, views: Views) -> None:
     @router.get("/dashboard/api/groups", responses=_answer(Groups))
     def groups(
         run: Run = 0,
@@ -209,30 +241,34 @@ def _rollout_routes(router: APIRouter, views: Sequence[RunView]) -> None:
         return JSONResponse(_view(views, run).tokens(id, number, segment, first))
 
 
-def _view(views: Sequence[RunView], run: int) -> RunView:
-    if run >= len(views):
-        raise RefusedError(f"there are runs 0 to {len(views) - 1}, no {run}", 404)
-    return views[run]
+def _view(views: Views, run: int) -> RunView:
+    found = views()
+    if run not in found:
+        raise RefusedError(f"there is no run {run}; there are {', '.join(map(str, found)) or 'none yet'}", 404)
+    return found[run]
 
 
 class _Look:
     """Looks at the files at most every LOOK_S, once for all streams. The event loop's thread only."""
 
-    def __init__(self, views: Sequence[RunView]) -> None:
+    def __init__(self, views: Views) -> None:
         self._views, self._due = views, 0.0
-        self._task: asyncio.Task[list[dict[str, str]]] | None = None
+        self._task: asyncio.Task[list[dict[str, Any]]] | None = None
 
-    async def now(self) -> list[dict[str, str]]:
+    async def now(self) -> list[dict[str, Any]]:
         loop = asyncio.get_running_loop()
         if self._task is None or loop.time() >= self._due:
-            self._task = asyncio.create_task(asyncio.to_thread(lambda: [view.versions() for view in self._views]))
+            self._task = asyncio.create_task(asyncio.to_thread(self._look))
             self._due = loop.time() + LOOK_S * 0.9  # a stream that sleeps for LOOK_S finds a new one
         return await asyncio.shield(self._task)
+
+    def _look(self) -> list[dict[str, Any]]:
+        return [view.versions() | {"id": number} for number, view in self._views().items()]
 
 
 async def _changes(context: Context, look: _Look) -> AsyncGenerator[dict[str, Any], None]:
     """Ends when the server drains: an open page must not hold up its end."""
-    before: list[dict[str, str]] = []
+    before: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
     sent = -BEAT_S
     while not context.deps.state.draining:

@@ -149,6 +149,7 @@ class RunView:
         self.evaluations = EvaluationsView(path, redactor)
         self._reset((-1, -1))
         self._answers: Answers | None = None
+        self._inferred: bool | None = None  # not known yet
         # how often it was judged, of which words, when it may be again, the answer
         self._health: tuple[int, dict[str, str], float, dict[str, Any]] = (0, {}, 0.0, {})
 
@@ -189,16 +190,18 @@ class RunView:
             self._read()
             last = dict(self._columns.last)
         config = self._config()
+        planned = config is not None and not config.tinker.enabled  # else a client decides step by step
         return self._shown(
             {
                 "name": self.path.name,
                 "path": str(self.path),
                 "state": self.state(),
                 "steps": last.get("step", 0),
-                "total_steps": None if config is None else config.rl_training.total_steps,
+                "total_steps": config.rl_training.total_steps if config is not None and planned else None,
                 "model": None if config is None else config.model.base_path,
-                "algorithm": None if config is None else config.rl_training.algorithm,
+                "algorithm": None if config is None else config.rl_training.algorithm if planned else "tinker",
                 "judged_by": headline(last)[0] if last else "reward",
+                "inferred_rewards": self._rewards_are_inferred(),
                 "environments": list(last.get("environments") or {}),
             }
         )
@@ -322,9 +325,12 @@ class RunView:
             rows, older = _until(answers.rows(wanted), limit, fits)
             notes = answers.notes
         most = min(LISTED_CHARACTERS, MOST_CHARACTERS // max(1, len(rows)))
-        groups = [_listed(list(own), most) for _, own in groupby(rows, key=lambda row: row["group_id"])]
+        inferred = self._rewards_are_inferred()
+        groups = [_listed(list(own), most, inferred) for _, own in groupby(rows, key=lambda row: row["group_id"])]
         if search.order in ("best", "worst"):
-            groups.sort(key=lambda group: float(group["reward_mean"]), reverse=search.order == "best")
+            best = search.order == "best"
+            worst = -math.inf if best else math.inf  # an unknown one comes last
+            groups.sort(key=lambda group: _number(group["reward_mean"], worst), reverse=best)
         return self._shown({"groups": groups, "older": older, "notes": notes})
 
     def group(self, group_id: str) -> dict[str, Any]:
@@ -337,7 +343,8 @@ class RunView:
             rollout["segments"] = [len(segment["tokens"]) for segment in rollout["segments"]]
             rollout["conversation"] = [turn | {"text": cut(turn["text"], most)} for turn in rollout["conversation"]]
             rollout["prompt"], rollout["completion"] = (cut(rollout[key], most) for key in ("prompt", "completion"))
-        return self._shown(found | _rewards([rollout["reward"] for rollout in rollouts]))
+        rewards = [rollout["reward"] for rollout in rollouts]
+        return self._shown(found | _rewards(rewards, inferred=self._rewards_are_inferred()))
 
     def tokens(self, group_id: str, number: int, segment: int, first: int) -> dict[str, Any]:
         """Return at most MOST_TOKENS tokens of one answer with what is known of each; lists have one entry a token.
@@ -389,6 +396,12 @@ class RunView:
             except StoreError as error:
                 raise RequestError(str(error)) from error
         return self._answers
+
+    def _rewards_are_inferred(self) -> bool:
+        """Whether the run has no rewards but those that its clients' advantages tell."""
+        if self._inferred is None and (config := self._config()) is not None:
+            self._inferred = config.tinker.enabled
+        return bool(self._inferred)
 
     def _config(self) -> Config | None:
         try:
@@ -456,27 +469,35 @@ def _until(
     return found, None
 
 
+def _number(value: float | None, unknown: float) -> float:
+    return unknown if value is None else value
+
+
 OF_A_GROUP = ("group_id", "environment", "source", "state", "step", "reason", "received", "prompt")
 OF_AN_ANSWER = (
     *("number", "reward", "parts", "advantage", "why", "version", "tokens", "stop_reason", "error", "completion"),
 )
 
 
-def _listed(rows: list[dict[str, Any]], most: int) -> dict[str, Any]:
+def _listed(rows: list[dict[str, Any]], most: int, inferred: bool) -> dict[str, Any]:
     answers = [{key: row[key] for key in OF_AN_ANSWER} for row in rows]
     for answer in answers:
         answer["completion"] = cut(answer["completion"], most)
     group = {key: rows[0][key] for key in OF_A_GROUP} | {"prompt": cut(rows[0]["prompt"], most)}
-    return group | _rewards(rows[0]["rewards"]) | {"answers": answers}
+    return group | _rewards(rows[0]["rewards"], inferred=inferred) | {"answers": answers}
 
 
-def _rewards(rewards: Sequence[float]) -> dict[str, Any]:
-    """`kind`: "right" where none is below 1, "wrong" where none is above 0 (as the metrics count them), "same" where
-    all are equal, else "mixed"."""
+def _rewards(rewards: Sequence[float], *, inferred: bool) -> dict[str, Any]:
+    """`kind`: "right" where none is below 1, "wrong" where none is above 0 (as the metrics count them; not where they
+    are `inferred`), "same" where all are equal, else "mixed"; "unknown" where a reward is not known."""
     if not rewards:
         return {"reward_mean": None, "kind": "lost"}
+    if any(math.isnan(reward) for reward in rewards):
+        return {"reward_mean": None, "kind": "unknown"}
     low, high = min(rewards), max(rewards)
-    kind = "right" if low >= 1 else "wrong" if high <= 0 else "same" if low == high else "mixed"
+    kind = "same" if low == high else "mixed"
+    if not inferred and (low >= 1 or high <= 0):
+        kind = "right" if low >= 1 else "wrong"
     return {"reward_mean": math.fsum(rewards) / len(rewards), "kind": kind}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mlx_parallm.engine.grammar import Grammars
 from mlx_parallm.engine.live_requests import Event, Failed, StreamDelta
-from mlx_parallm.engine.served_models import ServedModels
+from mlx_parallm.engine.served_models import AdapterUses, ServedModels
 from mlx_parallm.engine.validation import RequestLimits, check_request
 from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.types import CompletionDelta, EngineStats, Request, RequestOutput, ServedModel, Structure
@@ -133,6 +133,14 @@ class EngineClient:
     def models(self) -> tuple[ServedModel, ...]:
         return self._ready().models.list()
 
+    def shelved_models(self) -> tuple[ServedModel, ...]:
+        """Adapters that requests may name though they lie on disk. Reads it: for a thread that may wait."""
+        return self._ready().models.shelved()
+
+    @property
+    def uses(self) -> AdapterUses:
+        return self._ready().models.uses
+
     def resolve_model(self, name: str | None) -> ServedModel:
         """Raises ModelNotFoundError."""
         models = self._ready().models
@@ -158,9 +166,9 @@ class EngineClient:
 
     async def generate_many(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Runs requests as `generate` does. They enter the queue together, so identical prompts are computed once."""
-        await self._prepare(requests)
-        letters = tuple((replace(request, stream=False), Mailbox(request.request_id)) for request in requests)
-        with self._ready().models.uses.holding(request.adapter for request in requests):
+        with self.uses.holding(request.adapter for request in requests):  # what is read for them stays
+            await self._prepare(requests)
+            letters = tuple((replace(request, stream=False), Mailbox(request.request_id)) for request in requests)
             return await self._results(letters)
 
     async def _results(self, letters: tuple[tuple[Request, Mailbox], ...]) -> list[RequestOutput]:
@@ -176,9 +184,9 @@ class EngineClient:
 
     async def stream(self, request: Request) -> AsyncGenerator[CompletionDelta, None]:
         """Yields deltas until every choice has finished. Leaving early aborts the request. Raises as `generate`."""
-        await self._prepare([request])
-        mailbox = Mailbox(request.request_id)
-        with self._ready().models.uses.holding([request.adapter]):
+        with self.uses.holding([request.adapter]):
+            await self._prepare([request])
+            mailbox = Mailbox(request.request_id)
             self._send(Submit(((replace(request, stream=True), mailbox),)))
             try:
                 while (delta := await mailbox.deltas.get()) is not None:
@@ -217,8 +225,8 @@ class EngineClient:
         return future
 
     async def _prepare(self, requests: Sequence[Request]) -> None:
-        """Refuses bad requests. Compiles grammars, and reads versions of the policy from disk, in other threads than
-        this loop's and the engine's."""
+        """Refuses bad requests. Compiles grammars, and reads versions of the policy and adapters from disk, in other
+        threads than this loop's and the engine's."""
         info = self._ready()
         for request in requests:
             check_request(request, info.limits)

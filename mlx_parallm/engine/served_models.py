@@ -35,6 +35,13 @@ class AdapterUses:
                 self._clock += 1
                 self._last[adapter] = self._clock
 
+    def forget(self, adapter: str) -> None:
+        """It was taken away."""
+        with self._lock:
+            self._last.pop(adapter, None)
+            if not self._running[adapter]:
+                del self._running[adapter]
+
     @contextmanager
     def holding(self, adapters: Iterable[str | None]) -> Iterator[None]:
         """Around the generation of requests under these adapters."""
@@ -66,7 +73,8 @@ class ServedModels:
         adapter_versions: present adapters and the policy version under which each was put there.
         version: the present policy version.
         policy_versions: versions that requests can name by number.
-        loader: what must be called (in a thread that may wait) before a version can be used; None = nothing.
+        loader: what must be called (in a thread that may wait) before an adapter can be used; None = nothing.
+        shelved: whether an adapter of that name lies on disk, which `loader` reads; `shelved_names`: all of them.
     """
 
     def __init__(
@@ -80,8 +88,10 @@ class ServedModels:
         aliases: tuple[str, ...] = (),
         policy_versions: Callable[[], Sequence[int]] = tuple,
         loader: Callable[[str], Callable[[], object] | None] = lambda adapter: None,
+        shelved: Callable[[str], bool] = lambda adapter: False,
+        shelved_names: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        self.loader = loader
+        self.loader, self._shelved, self._shelved_names = loader, shelved, shelved_names
         self.uses = AdapterUses()
         self._policy_versions = policy_versions
         self.base_id = base_id
@@ -110,9 +120,19 @@ class ServedModels:
                 return model
         if not name or name in self._aliases:
             return models[0]
+        if self._shelved(name):
+            return self._on_shelf(name)
         if "@" in name:
             return self._pinned(name, models)
         raise ModelNotFoundError(name, [model.id for model in models])
+
+    def shelved(self) -> tuple[ServedModel, ...]:
+        """Adapters that lie on disk and are not in the table. Reads the disk."""
+        present = self._adapter_versions()
+        return tuple(self._on_shelf(name) for name in self._shelved_names() if name not in present)
+
+    def _on_shelf(self, name: str) -> ServedModel:
+        return ServedModel(name, name, self.base_id, self.base_id, self._version())
 
     def taken_by_server(self, name: str) -> bool:
         """Names that no adapter can be given: they mean the base, the policy, or a version."""

@@ -70,6 +70,8 @@ def start_engine(
         aliases=config.server.served_model_names,
         policy_versions=weights.history.versions,
         loader=weights.loader,
+        shelved=lambda name: weights.shelf is not None and weights.shelf.holds(name),
+        shelved_names=lambda: () if weights.shelf is None else weights.shelf.names(),
     )
     use_fast_swiglu(loaded.model)
     use_fast_rope(loaded.model)

@@ -110,6 +110,14 @@ class Checkpoint:
         }
 
 
+def _read_run(file: Path) -> Run | None:
+    """None: it is damaged; a run more or less must not hide the others."""
+    try:
+        return Run(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 def _json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
@@ -155,8 +163,8 @@ class Checkpoints:
     def runs(self) -> list[Run]:
         """Newest first."""
         files = self.root.glob(f"*/{RUN_FILE}") if self.root.is_dir() else ()
-        runs = [Run(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
-        return sorted(runs, key=lambda run: -run.created)
+        runs = (_read_run(file) for file in files)
+        return sorted((run for run in runs if run is not None), key=lambda run: -run.created)
 
     def save(
         self,
@@ -202,6 +210,10 @@ class Checkpoints:
         step = facts.get("step")
         return Checkpoint(path, directory, facts["created"], size, facts["expires"], facts["user_metadata"], step)
 
+    def exists(self, path: TinkerPath) -> bool:
+        """Whether there is one, perhaps one whose time is over: a look at one file."""
+        return (self._directory(path) / CHECKPOINT_FILE).is_file()
+
     def require(self, text: str) -> Checkpoint:
         """Raises RequestError: no path, or no checkpoint there."""
         found = self.find(read_path(text))
@@ -209,10 +221,10 @@ class Checkpoints:
             raise RequestError(f"there is no checkpoint {text}", param="path")
         return found
 
-    def list(self, run_id: str) -> list[Checkpoint]:
-        """Of one run, newest first."""
+    def list(self, run_id: str, *kinds: str) -> list[Checkpoint]:
+        """Of one run, newest first; of these kinds, or of all."""
         directory, found = self.run_directory(run_id), []
-        for kind in KINDS:
+        for kind in kinds or KINDS:
             for entry in (directory / kind).glob("*") if (directory / kind).is_dir() else ():
                 if _is_name(entry.name) and (checkpoint := self.find(TinkerPath(run_id, kind, entry.name))):
                     found.append(checkpoint)

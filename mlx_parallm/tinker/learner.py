@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,10 +54,11 @@ class LoraChoice:
 
 @dataclass(frozen=True)
 class Output:
-    """`logprobs`: of each datum's targets, [N] or [N, K] float32."""
+    """`logprobs`, `entropies`: of each datum's targets, [N] or [N, K] float32; a forward has no entropies."""
 
     logprobs: list[np.ndarray]
     loss: float
+    entropies: list[np.ndarray] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,11 @@ class LearnedModel:
         self._trainer = trainer
 
     @property
+    def training(self) -> RLTrainingConfig:
+        """How it is trained, as far as the client's requests do not say."""
+        return self._trainer.config
+
+    @property
     def step(self) -> int:
         return self._trainer.optimizer.updates
 
@@ -195,7 +201,8 @@ class LearnedModel:
             tokens, trainer.step_tokens = trainer.step_tokens, None
             if not added:
                 trainer.gradients = before
-        return Output(batch.by_datum(tokens.columns["trainer_logprobs"]), loss)
+        logprobs, entropies = (batch.by_datum(tokens.columns[name]) for name in ("trainer_logprobs", "entropies"))
+        return Output(logprobs, loss, entropies)
 
     def optim_step(self, settings: AdamWSettings, learning_rate: float) -> Applied:
         """One AdamW update, which uses the gradients up. Raises RequestError: they are not finite; nothing changed."""

@@ -6,7 +6,7 @@ part that the daemon starts: the routes at once, and behind them a learner once 
     promises.py     results that wait for their clients
     learner.py      the thread that trains all models · losses.py, data.py: what one request asks of it
     samplers.py     the weights that samples are drawn with · checkpoints.py: tinker:// names and their directories
-    run_log.py      staleness, the gap between sampler and learner, metrics.jsonl
+    run_log.py      staleness, the gap between sampler and learner · recorder.py, groups.py: the files of a run
     wire.py         protobuf messages and tensors · bodies.py: JSON bodies
 """
 
@@ -21,9 +21,10 @@ from mlx_parallm.server.app import AddedRouter
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.tinker.checkpoints import Checkpoints
 from mlx_parallm.tinker.learner import TinkerLearner
+from mlx_parallm.tinker.recorder import RunRecorder
 from mlx_parallm.tinker.rest import DOWNLOADS, add_rest_routes
 from mlx_parallm.tinker.routes import add_routes, tinker_router
-from mlx_parallm.tinker.samplers import SamplerWeights
+from mlx_parallm.tinker.samplers import SamplerShelf, SamplerWeights
 from mlx_parallm.tinker.sampling import Sampling
 from mlx_parallm.tinker.service import TinkerService
 from mlx_parallm.weights import SharedWeights
@@ -33,6 +34,7 @@ class TinkerPart:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._learner: TinkerLearner | None = None
+        self._recorder: RunRecorder | None = None
         self._service: TinkerService | None = None
         self._sampling: Sampling | None = None
         router = tinker_router()
@@ -51,27 +53,32 @@ class TinkerPart:
         assert self._learner is not None, "loaded() comes first"
         names, tokenizer = base_names(self._config, self._learner.base)
         tinker = self._config.tinker
+        checkpoints = Checkpoints(tinker.directory)
+        samplers = SamplerWeights(
+            weights,
+            linear_shapes(self._learner.base.model),
+            engine.uses,
+            kept=tinker.kept_samplers,
+            total=tinker.kept_samplers * tinker.max_models,
+        )
+        weights.shelf = SamplerShelf(checkpoints, samplers, names)
+        self._recorder = RunRecorder(self._config, checkpoints)
         service = TinkerService(
-            tinker,
-            self._learner,
-            SamplerWeights(
-                weights,
-                linear_shapes(self._learner.base.model),
-                kept=tinker.kept_samplers,
-                total=tinker.kept_samplers * tinker.max_models,
-            ),
-            engine,
-            Checkpoints(tinker.directory),
-            names=names,
-            tokenizer_id=tokenizer,
+            tinker, self._learner, samplers, engine, checkpoints, self._recorder, names=names, tokenizer_id=tokenizer
         )
         self._sampling = Sampling(service)
         self._service = service
 
     def close(self) -> None:
-        """End the learner after the request that it works on."""
+        """End the learner after the request that it works on; then what it did is written."""
         if self._learner is not None:
             self._learner.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def run_directories(self) -> tuple[Path, ...]:
+        """Of the newest runs, the newest first."""
+        return () if self._recorder is None else self._recorder.directories
 
     def _ready(self) -> TinkerService:
         if self._service is None:

@@ -8,40 +8,36 @@ their log-probabilities and the step of the weights that drew them, so every for
                                temperature 1: the same number computed twice
     ratio:mean, clip_fraction:mean, trained_tokens:sum, tokens:sum
 
-and each optimizer step a line of `metrics.jsonl` in the run's directory.
+and each optimizer step has a line of `metrics.jsonl` in the run's directory, which recorder.py writes.
 """
 
-import json
 import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
-from mlx_parallm.system.log import get_logger
-from mlx_parallm.tinker.checkpoints import Run
 from mlx_parallm.tinker.data import TARGETS, DatumBatch
+from mlx_parallm.tinker.groups import SampleRecord
 from mlx_parallm.tinker.learner import Applied, Output
+from mlx_parallm.tinker.recorder import RecordedRun, Stepped, TrainedRequest
 from mlx_parallm.tinker.wire import Datum, ForwardBackward
 
-METRICS_FILE = "metrics.jsonl"
 REMEMBERED_BYTES = 64 << 20  # of samples
 RECORD_BYTES = 400  # of a sample, beside 4 a token
-
-log = get_logger("tinker")
-
-
-@dataclass(frozen=True)
-class SampleRecord:
-    """A sample as it was drawn: by which weights, and its tokens' log-probabilities [T] float32."""
-
-    run: str
-    step: int
-    temperature: float
-    logprobs: np.ndarray
+KEPT_BYTES = 64 << 20  # of a step's requests; the groups of later ones are not shown
+LINE_KEYS = {  # of an answer's metrics: what a line of metrics.jsonl calls them
+    "trained_tokens:sum": "trained_tokens",
+    "ratio:mean": "ratio_mean",
+    "clip_fraction:mean": "clip_fraction",
+    "entropy:mean": "entropy",
+    "staleness:mean": "staleness",
+    "staleness:max": "staleness_max",
+    "sampler_gap:mean": "logprob_diff_mean",
+    "sampler_gap:max": "logprob_diff_max",
+}
 
 
 class SampleRecords:
@@ -69,63 +65,84 @@ class _Since:
     loss: float = 0.0
     datums: int = 0
     tokens: int = 0
-    requests: int = 0
+    kept: list[TrainedRequest] = field(default_factory=list)
+    kept_bytes: int = 0
+    times: list[tuple[float, float]] = field(default_factory=list)  # of each request: begin and end
     numbers: dict[str, list[float]] = field(default_factory=dict)
 
 
 class TinkerRunLog:
     """Of one run; on the learner's thread."""
 
-    def __init__(self, directory: Path, run: Run) -> None:
-        self._file, self._run = directory / METRICS_FILE, run.run_id
+    def __init__(self, recorded: RecordedRun, run: str, step: int) -> None:
+        self.recorded, self._run = recorded, run
         self._since = _Since()
-        self._begun = time.time()
+        self._step = step  # of the last line
+        self._loaded = ""  # the checkpoint that the model went back to since then
 
     def note(
-        self, request: ForwardBackward, batch: DatumBatch, output: Output, step: int, records: SampleRecords
+        self,
+        request: ForwardBackward,
+        batch: DatumBatch,
+        output: Output,
+        step: int,
+        records: SampleRecords,
+        began: float,
     ) -> dict[str, float]:
-        """The metrics of a request's answer; every name ends with how chunks of a call are put together."""
+        """The metrics of a request's answer; every name ends with how chunks of a call are put together.
+
+        `began`: when the learner began it, Unix time.
+        """
         metrics = {"loss:sum": output.loss, "tokens:sum": float(batch.tokens)}
         metrics |= self._of_tokens(request, batch, output)
         metrics |= self._of_samples(batch, output, step, records)
         if not request.forward_only:
             since = self._since
-            since.loss, since.requests = since.loss + output.loss, since.requests + 1
+            since.loss += output.loss
             since.datums, since.tokens = since.datums + len(batch.data), since.tokens + batch.tokens
+            since.times.append((began, time.time()))
             for name, value in metrics.items():
                 since.numbers.setdefault(name, []).append(value)
+            since.kept_bytes += request.size
+            if since.kept_bytes <= KEPT_BYTES:
+                since.kept.append(TrainedRequest(request.loss, batch, output))
         return metrics
 
-    def applied(self, applied: Applied, learning_rate: float) -> dict[str, float]:
-        """The metrics of an optimizer step's answer; writes the step's line.
+    def applied(self, applied: Applied, learning_rate: float, began: float) -> dict[str, float]:
+        """The metrics of an optimizer step's answer; has the step's line and its groups written.
 
-        The step is made: a disk that is full or gone costs the line, not the answer.
+        Lines are numbered upwards, also where a client has gone back to an earlier checkpoint.
         """
         since, self._since = self._since, _Since()
-        line: dict[str, float] = {
-            "step": applied.step,
-            "time": time.time(),
+        now = time.time()
+        self._step = applied.step if not self._loaded and applied.step > self._step else self._step + 1
+        values: dict[str, float | str | None] = {
+            "policy_version": applied.step,
+            "time": now,
             "loss": since.loss,
             "grad_norm": applied.grad_norm,
             "learning_rate": learning_rate,
-            "datums": since.datums,
+            "sequences": since.datums,
+            "groups": 0,
             "tokens": since.tokens,
-            "requests": since.requests,
+            "requests": len(since.times),
+            "mismatch_fresh": True,
+            "time_train_s": math.fsum(end - begin for begin, end in [*since.times, (began, now)]),
         }
-        for name, values in since.numbers.items():
-            key, reduction = name.split(":")
-            if key not in line:
-                if reduction == "max":
-                    line[f"{key}_max"] = max(values)
-                else:
-                    line[key] = math.fsum(values) / (1 if reduction == "sum" else len(values))
-        finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
-        try:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(finite) + "\n")
-        except OSError as error:
-            log.warning("tinker metrics not written", file=str(self._file), step=applied.step, reason=str(error))
+        if self._loaded:
+            values["rolled_back_to"], self._loaded = self._loaded, ""
+        for name, key in LINE_KEYS.items():
+            if found := since.numbers.get(name):
+                _, _, reduction = name.partition(":")
+                total = max(found) if reduction == "max" else math.fsum(found)
+                values[key] = total / len(found) if reduction == "mean" else total
+        times, size = (*since.times, (began, now)), min(since.kept_bytes, KEPT_BYTES)
+        self.recorded.stepped(Stepped(self._step, values, tuple(since.kept), times, size))
         return {"grad_norm:mean": applied.grad_norm, "step:max": float(applied.step)}
+
+    def loaded(self, path: str) -> None:
+        """The model has gone back, or forward, to a checkpoint; its gradients are dropped."""
+        self._since, self._loaded = _Since(), path
 
     def dropped(self) -> None:
         """The gradients were dropped: the next line is not about them."""
@@ -136,6 +153,9 @@ class TinkerRunLog:
         weight = columns["advantages"] if "advantages" in columns else columns["weights"]
         trained = weight != 0
         metrics = {"trained_tokens:sum": float(trained.sum())}
+        if output.entropies and trained.any():
+            entropies = np.concatenate([array.reshape(-1) for array in output.entropies])
+            metrics["entropy:mean"] = float(entropies[trained].mean(dtype=np.float64))
         if "logprobs" in columns and trained.any():
             lp = np.concatenate([array.reshape(-1) for array in output.logprobs])
             ratio = np.exp(np.clip(lp[trained] - columns["logprobs"][trained], -80, 80))

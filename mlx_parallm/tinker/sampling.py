@@ -17,8 +17,9 @@ from mlx_parallm.errors import ParallmError, RefusedError, RequestError
 from mlx_parallm.server.errors import ServerBusyError
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.tinker.bodies import FuturesTarget, SampleBody, SamplingParamsBody
+from mlx_parallm.tinker.groups import DrawnAnswer, SampleRecord
 from mlx_parallm.tinker.promises import Promise, PromiseResult, failure, protobuf_result
-from mlx_parallm.tinker.run_log import SampleRecord
+from mlx_parallm.tinker.recorder import Drawn
 from mlx_parallm.tinker.service import Completions, Sampler, TinkerService
 from mlx_parallm.tinker.wire import DrawnSample, write_samples
 from mlx_parallm.types import Completion, Request, RequestOutput, SamplingParams, TopLogprob
@@ -123,22 +124,33 @@ class Sampling:
                 promises.resolve(promise, failure("the server failed on this sample", category="server"))
 
     async def _answer(self, promise: Promise, request: Request, body: SampleBody, sampler: Sampler) -> PromiseResult:
-        service, step = self._service, sampler.step()
+        service, step, began = self._service, sampler.step(), time.time()
         if sampler.directory is not None and sampler.adapter is not None and sampler.run is not None:
             await asyncio.to_thread(service.samplers.load, sampler.adapter, sampler.run, sampler.directory)
-        with service.samplers.using(sampler.adapter):
-            output = await service.engine.generate(request)
+        else:
+            service.samplers.check(sampler.adapter)
+        output = await service.engine.generate(request)
         for completion in output.completions:
             if completion.finish_reason not in ("stop", "length"):
                 return failure(completion.error or "the sample was aborted", category="server")
         if sampler.run is not None and step is not None:
-            for sequence_id, completion in zip(promise.sequence_ids, output.completions, strict=True):
-                record = SampleRecord(sampler.run, step, request.params.temperature, _array(completion.logprobs))
-                service.records.add(sequence_id, record)
+            self._record(sampler.run, step, promise.sequence_ids, output, request.params.temperature, began)
         # Rows of likely tokens are slow to write: 0.1 s for 8,192 tokens with 20 each.
         tokens = sum(len(each.token_ids) for each in output.completions)
         large = body.topk_sample_logprobs or body.topk_prompt_logprobs or tokens > WRITTEN_AT_ONCE
         return protobuf_result(await asyncio.to_thread(_written, body, output) if large else _written(body, output))
+
+    def _record(
+        self, run: str, step: int, names: Sequence[str], output: RequestOutput, temperature: float, began: float
+    ) -> None:
+        """Remember the samples, and let those of a model that is still trained be shown."""
+        prompt, drawn = output.prompt_token_ids, list[DrawnAnswer]()
+        for name, completion in zip(names, output.completions, strict=True):
+            tokens, logprobs, stopped = completion.token_ids, completion.logprobs, completion.finish_reason == "stop"
+            self._service.records.add(name, SampleRecord(run, step, temperature, _array(logprobs), stopped))
+            drawn.append(DrawnAnswer(name, prompt, tokens, logprobs, temperature, step, stopped))
+        if (model := self._service.models.get(run)) is not None:
+            model.log.recorded.drawn(Drawn(tuple(drawn), began, time.time()))
 
 
 def _completed(line: Completions, promise: Promise) -> None:

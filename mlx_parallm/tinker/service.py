@@ -48,6 +48,7 @@ from mlx_parallm.tinker.checkpoints import (
 from mlx_parallm.tinker.data import read_batch
 from mlx_parallm.tinker.learner import LearnedModel, LoraChoice, TinkerLearner
 from mlx_parallm.tinker.promises import Promise, PromiseResult, Promises, failure, json_result, protobuf_result
+from mlx_parallm.tinker.recorder import RunRecorder
 from mlx_parallm.tinker.run_log import SampleRecords, TinkerRunLog
 from mlx_parallm.tinker.samplers import INFLIGHT, SamplerWeights
 from mlx_parallm.tinker.wire import ForwardBackward, write_output
@@ -136,12 +137,14 @@ class TinkerService:
         samplers: SamplerWeights,
         engine: EngineClient,
         checkpoints: Checkpoints,
+        recorder: RunRecorder,
         *,
         names: tuple[str, ...],
         tokenizer_id: str,
     ) -> None:
         self.config, self.learner, self.samplers, self.engine = config, learner, samplers, engine
         self.checkpoints, self.names, self.tokenizer_id = checkpoints, names, tokenizer_id
+        self.recorder = recorder
         self.promises = Promises(config.max_result_bytes)
         self.records = SampleRecords()
         self.sessions: dict[str, ClientSession] = {}
@@ -208,7 +211,12 @@ class TinkerService:
             live = [key for key, each in self.sampling.items() if each.run == model_id and each.directory is None]
             for sampler_id in live:
                 del self.sampling[sampler_id]
-            self.learner.submit(f"unloads {model_id}", partial(self.samplers.drop_run, model_id))
+
+            def ended() -> None:
+                self.samplers.drop_run(model_id)
+                model.log.recorded.end()
+
+            self.learner.submit(f"unloads {model_id}", ended)
 
     def model(self, model_id: str) -> TrainedModel:
         """Raises RefusedError, 404."""
@@ -273,7 +281,8 @@ class TinkerService:
 
         def work() -> PromiseResult:
             run, learned = create()
-            made = TrainedModel(run, learned, TinkerRunLog(self.checkpoints.run_directory(run.run_id), run))
+            recorded = self.recorder.begin(run, learned, self.records.find)
+            made = TrainedModel(run, learned, TinkerRunLog(recorded, run.run_id, learned.step))
             loop.call_soon_threadsafe(self._add, made)
             return json_result(answer | {"model_id": run.run_id})
 
@@ -411,10 +420,10 @@ class TinkerService:
 
     def forward_backward(self, request: ForwardBackward) -> Promise:
         def work(model: TrainedModel) -> PromiseResult:
+            began, learned = time.time(), model.learned
             batch = read_batch(request, self.learner.limits)
-            learned = model.learned
             output = learned.forward(batch) if request.forward_only else learned.forward_backward(batch)
-            metrics = model.log.note(request, batch, output, learned.step, self.records)
+            metrics = model.log.note(request, batch, output, learned.step, self.records, began)
             return protobuf_result(write_output(output.logprobs, metrics))
 
         kind = "forward" if request.forward_only else "forward_backward"
@@ -429,12 +438,14 @@ class TinkerService:
         settings = AdamWSettings(adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm)
 
         def work(model: TrainedModel) -> PromiseResult:
+            began = time.time()
             try:
                 applied = model.learned.optim_step(settings, adam.learning_rate)
             except RequestError:
                 model.log.dropped()
                 raise
-            return json_result({"type": "optim_step", "metrics": model.log.applied(applied, adam.learning_rate)})
+            metrics = model.log.applied(applied, adam.learning_rate, began)
+            return json_result({"type": "optim_step", "metrics": metrics})
 
         return self.submit(body.model_id, body.seq_id, "optim_step", work, _content(body))
 
@@ -513,6 +524,7 @@ class TinkerService:
         def work(model: TrainedModel) -> PromiseResult:
             _, _, directory = self._saved(body.path, optimizer=body.optimizer)
             model.learned.load(directory, optimizer=body.optimizer)
+            model.log.loaded(body.path)
             return json_result({"type": "load_weights", "path": body.path, "model_id": model_id})
 
         return self.submit(model_id, body.seq_id, "load_weights", work, _content(body))

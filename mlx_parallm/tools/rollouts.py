@@ -241,11 +241,18 @@ class Answers:
             return f"dropped by step {record.step}: {record.reason}"
         keeps = self._config is not None and not self._config.rl_training.dynamic_sampling
         constant = record.group is not None and self._advantages(record) is None and not self._fault and not keeps
+        if self._trained_by_clients:
+            return "sampled; no step has trained on it yet"
         if self._left_over:
             why = "left over: the run made its last step without it"
             return f"{why}, and nothing could be learned from it (no variance)" if constant else why
         waits = "waits for a step" if self._running else "waits: the run is stopped; --resume takes it to a step"
         return f"{waits}, which will drop it: nothing can be learned from it (no variance)" if constant else waits
+
+    @property
+    def _trained_by_clients(self) -> bool:
+        """Whether the advantages of a group come with the step that trains on it."""
+        return self._config is not None and self._config.tinker.enabled
 
     @cached_property
     def _running(self) -> bool:
@@ -290,6 +297,8 @@ class Answers:
     def _advantages(self, record: GroupRecord) -> tuple[Advantage, ...] | None:
         """Return one for each answer; None: there is nothing to learn from the group, or it was dropped."""
         if record.group is None or record.state not in ("waiting", "taken"):
+            return None
+        if self._trained_by_clients and record.group.advantages is None:
             return None
         if self._advantages_of[0] != record.group_id:
             try:

@@ -11,14 +11,14 @@ import pytest
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.dashboard.command import make_app
-from mlx_parallm.dashboard.routes import added_router
+from mlx_parallm.dashboard.routes import added_router, runs_dashboard
 from mlx_parallm.dashboard.run_view import RunView
 from mlx_parallm.rl_training.commands import RunCommands
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.server.thread import ServerThread, bind_socket
 from mlx_parallm.system.redaction import Redactor
 from tests.dashboard.conftest import Opened, faults_of_access
-from tests.dashboard.making import make_run, metrics_line, served
+from tests.dashboard.making import make_clients_run, make_run, metrics_line, served
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import running_server
 
@@ -304,6 +304,31 @@ def test_runs_over_each_other_and_seeds_as_one(tmp_path: Path, open_page: Open) 
         assert page.locator("nav a:text-is('Controls'), nav a:text-is('Chat')").count() == 0, "nothing is trained here"
         page.select_option("select[aria-label=run]", "2")
         page.wait_for_selector(".count:text-matches('^5 ')")
+
+
+def test_one_chooses_among_the_runs_of_a_servers_clients(tmp_path: Path, open_page: Open, tiny_tokenizer: Any) -> None:
+    runs = list[Path]()
+    added = runs_dashboard(lambda: list(runs), Redactor())
+    with running_server(FakeEngine(), tiny_tokenizer, routers=[added]) as server:
+        page = open_page(f"{server.url}/dashboard")
+        page.wait_for_selector(".empty:has-text('as soon as a client creates one')")
+        runs.append(make_clients_run(tmp_path, "a"))
+        page.wait_for_selector("h1:text-is('a')")
+        page.wait_for_selector(".chart:has(h3:text-is('Inferred reward'))")
+        page.wait_for_selector(".chart:has(h3:text-is('Tokens of a step'))")
+        page.keyboard.press("2")
+        page.wait_for_selector("section[aria-label=waiting] [data-group=at-2]")
+        runs.insert(0, make_clients_run(tmp_path, "b"))
+        page.wait_for_selector("select[aria-label=run]")
+        assert page.locator("select[aria-label=run] option:checked").inner_text() == "a", "it stays where one looks"
+        page.click("[data-group=at-1]")
+        page.wait_for_selector(".answer")
+        assert "mean inferred reward 0.5" in page.locator(".prompt-of").inner_text()
+        assert "</script><script>" in page.locator(".answer").nth(1).inner_text()
+        page.select_option("select[aria-label=run]", label="b")
+        page.wait_for_selector("option:checked:text-is('b')", state="attached")
+        page.wait_for_selector(".count:text-matches('^1')")
+        assert page.locator("nav a:text-is('Chat')").count() == 0
 
 
 def table_of(page: Any, title: str) -> list[list[str]]:

@@ -14,7 +14,7 @@ from mlx_parallm import cli
 from mlx_parallm.dashboard import routes
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.system.redaction import Redactor
-from tests.dashboard.making import make_run, metrics_line, served
+from tests.dashboard.making import make_clients_run, make_run, metrics_line, served
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import RunningServer, running_server
 
@@ -94,6 +94,39 @@ def test_the_page_opens_while_the_model_loads(run: Path, tiny_tokenizer: Any) ->
         assert http.get("/dashboard/api/runs").status_code == 503
         foreign = {"Origin": "https://example.org"}
         assert http.get("/dashboard", headers=foreign).status_code == 403, "without a key only this machine's pages"
+
+
+def test_runs_that_clients_train_come_and_go(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """The newest is the first; each keeps its id. Rewards are inferred, so no group is called right or wrong."""
+    runs = [make_clients_run(tmp_path, "first")]
+    added = routes.runs_dashboard(lambda: list(runs), Redactor())
+    with running_server(FakeEngine(), tiny_tokenizer, routers=[added]) as server, server.http() as http:
+
+        def get(name: str, **query: Any) -> Any:
+            return http.get(f"/dashboard/api/{name}", params=query).json()
+
+        def listed(name: str = "runs", **query: Any) -> list[int]:
+            return [run["id"] for run in get(name, **query)["runs"]]
+
+        assert listed() == [0]
+        runs[:0] = [make_clients_run(tmp_path, "second"), make_clients_run(tmp_path, "third")]
+        assert listed() == listed("events", once=True) == [2, 1, 0]
+        runs.remove(tmp_path / "first")
+        assert sorted(listed()) == [1, 2] and "no run 0" in get("metrics", run=0)["error"]["message"]
+        (shown, _) = get("runs")["runs"]
+        assert (shown["total_steps"], shown["algorithm"], shown["live"]) == (None, "tinker", False)
+        assert shown["inferred_rewards"] and shown["judged_by"] == "inferred reward" and shown["name"] == "second"
+        groups = {group["group_id"]: group for group in get("groups", run=1, order="best")["groups"]}
+        kinds = {name: (group["kind"], group["reward_mean"]) for name, group in groups.items()}
+        assert kinds == {"at-1": ("mixed", 0.5), "same-1": ("same", 0), "at-2": ("unknown", None)}
+        assert list(groups)[-1] == "at-2"
+        right, wrong = groups["at-1"]["answers"]
+        assert (right["reward"], right["advantage"], wrong["advantage"]) == (1, 0.5, -0.5)
+        (waiting,) = get("group", run=1, id="at-2")["rollouts"]
+        assert (waiting["reward"], waiting["advantage"], waiting["version"]) == (None, None, 1)
+        assert get("health", run=1)["notes"] == [] and get("metrics", run=1)["columns"]["headline"] == [0.5]
+        runs.clear()
+        assert listed() == [] and get("compare")["settings"] == {}
 
 
 def test_the_stream_says_what_changed_and_ends_with_the_server(tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ class FakeEngine:
     def models(self) -> tuple[ServedModel, ...]:
         return (ServedModel("fake", None, "fake", None, 0),)
 
+    def shelved_models(self) -> tuple[ServedModel, ...]:
+        return ()
+
     async def unenforced(self, structure: Structure) -> tuple[str, ...]:
         return ()
 

@@ -33,7 +33,8 @@ max_model_len = 256
 
 
 @contextmanager
-def tinker_server(directory: Path) -> Iterator[RunningServer]:
+def tinker_server(directory: Path, **deps: Any) -> Iterator[RunningServer]:
+    """`deps`: fields of ServerDeps."""
     config = load_config(None, text=CONFIG.format(directory=directory))
     part = TinkerPart(config)
     loaded = load_model(config.model)
@@ -45,7 +46,7 @@ def tinker_server(directory: Path) -> Iterator[RunningServer]:
     part.opened(weights, engine.thread.client)
     try:
         with running_server(
-            engine.thread.client, load_tokenizer(loaded.path, config.model), routers=[part.router]
+            engine.thread.client, load_tokenizer(loaded.path, config.model), routers=[part.router], **deps
         ) as server:
             yield server
     finally:

@@ -1,6 +1,7 @@
 """One model on the learner's thread: log-probabilities, gradients and AdamW against independent computations."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.errors import RequestError
+from mlx_parallm.models.blockwise import Objective
 from mlx_parallm.models.loading import load_model
+from mlx_parallm.rl_training.step.collate import MicroBatch
 from mlx_parallm.rl_training.step.optimizer import AdamWSettings
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.tinker.data import DatumBatch, read_batch
 from mlx_parallm.tinker.learner import LearnedModel, LoraChoice, TinkerLearner
+from mlx_parallm.tinker.losses import DatumLoss
 from mlx_parallm.tinker.wire import read_forward_backward
 from tests.tinker.serving import request_of
 
@@ -73,6 +77,38 @@ def naive_gradients(model: LearnedModel, data: list[dict[str, Any]]) -> list[np.
         return total
 
     return [np.array(g) for g in mx.grad(loss)(trainer.policy.slots.read())]
+
+
+def test_a_failure_between_micro_batches_leaves_no_half_a_gradient(
+    learner: TinkerLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request fails as a whole: what came before it is applied as if it had never been sent."""
+    plain, failing = new(learner), new(learner)
+    first, second = batch(learner, DATA[:2]), batch(learner, DATA)
+    for model in (plain, failing):
+        learner.submit("a", partial(model.forward_backward, first)).result()
+    calls, objective = list[int](), DatumLoss.objective
+
+    def second_fails(loss: DatumLoss, micro_batch: MicroBatch) -> Objective:
+        calls.append(len(micro_batch.rows))
+        if len(calls) == 2:
+            raise RuntimeError("a kernel failed")
+        return objective(loss, micro_batch)
+
+    failing._trainer._budget.tokens = 16
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="a kernel failed"):
+        patched.setattr(DatumLoss, "objective", second_fails)
+        learner.submit("b", partial(failing.forward_backward, second)).result()
+    assert len(calls) == 2 and sum(calls) < len(DATA), "one micro-batch had its gradients, others never came"
+    assert failing.step == 0 and failing._trainer.step_tokens is None
+    for model in (plain, failing):
+        assert learner.submit("c", partial(model.optim_step, PLAIN, 1e-2)).result().step == 1
+    slots = [
+        learner.submit("d", lambda model=model: [np.array(a) for a in model._trainer.policy.slots.read()])
+        for model in (plain, failing)
+    ]
+    for ours, theirs in zip(*(each.result() for each in slots), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_targets_of_any_kind_their_sums_and_their_gradients(learner: TinkerLearner) -> None:

@@ -3,11 +3,11 @@
 import asyncio
 import json
 import shutil
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +17,10 @@ from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.errors import RefusedError
 from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.server.errors import ServerBusyError
-from mlx_parallm.tinker import routes, sampling, service, wire
+from mlx_parallm.tinker import learner, routes, sampling, service, wire
 from mlx_parallm.tinker.bodies import CreateSessionBody
 from mlx_parallm.tinker.promises import KEPT_AFTER_DELIVERY_S, UNCLAIMED_S, Promises, json_result
 from mlx_parallm.tinker.run_log import SampleRecord, SampleRecords
-from mlx_parallm.tinker.samplers import SamplerWeights
 from mlx_parallm.tinker.service import FORGOTTEN_AFTER_S, TinkerService
 from mlx_parallm.tinker.wire import write_samples
 from tests.server.serving import RunningServer
@@ -354,6 +353,18 @@ def test_checkpoints_are_adapters_with_names(client: WireClient, server: Running
     assert "there is no checkpoint" in client.result(missing)["error"]
 
 
+def test_a_model_that_does_not_fit_is_refused_with_numbers(client: WireClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 14 linear layers of the tiny model: 24 bytes for each number of a LoRA of that rank."""
+    base = client.http.get(f"{API}/get_server_capabilities").json()["supported_models"][0]["model_name"]
+    body = {"session_id": client.session, "base_model": base, "lora_config": {"rank": 4096}}
+    monkeypatch.setattr(learner.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 28))
+    refused = client.result(client.post("create_model", model_seq_id=0, **body))
+    assert refused["category"] == "user" and "0.2 GiB are free: choose a smaller rank" in refused["error"]
+    assert "a LoRA of rank 4096 on this model needs" in refused["error"]
+    monkeypatch.undo()
+    assert client.create_model(1), "the next one is made"
+
+
 def test_runs_checkpoints_and_downloads_over_rest(client: WireClient) -> None:
     model = client.create_model()
     path = client.result(client.post("save_weights_external", model_id=model, path="out", seq_id=1))["path"]
@@ -429,7 +440,7 @@ async def test_a_promise_that_is_settled_holds_its_id_alone() -> None:
 async def test_models_that_were_made_long_ago_take_no_place() -> None:
     absent: Any = None
     config = TinkerConfig(max_models=4)
-    made = TinkerService(config, absent, absent, absent, absent, names=("m",), tokenizer_id="m")
+    made = TinkerService(config, absent, absent, absent, absent, absent, names=("m",), tokenizer_id="m")
     session = made.create_session(CreateSessionBody())
     for number in range(12):
         promise = made._creating[session.session_id, number] = made.promises.new()
@@ -452,40 +463,6 @@ def test_samples_and_waiting_bodies_are_limited(client: WireClient, monkeypatch:
     client.output(client.send(model, 1, [DATUM], "cross_entropy"))
     client.output(second)
     client.output(client.http.post(f"{API}/forward_backward", content=body).json())
-
-
-def test_weights_that_change_do_not_hold_up_samples() -> None:
-    begun, go = threading.Event(), threading.Event()
-    weights = BlockedWeights(begun, go)
-    samplers = SamplerWeights(cast(Any, weights), {}, kept=2, total=2)
-    go.set()
-    samplers.put("a", "run", {})
-    go.clear()
-    begun.clear()
-    changing = threading.Thread(target=samplers.put, args=("b", "run", {}))
-    changing.start()
-    assert begun.wait(10)
-    done = threading.Event()
-
-    def use() -> None:
-        with samplers.using("a"):
-            done.set()
-
-    threading.Thread(target=use, daemon=True).start()
-    assert done.wait(10)
-    go.set()
-    changing.join()
-
-
-class BlockedWeights:
-    """Changes its weights once it may."""
-
-    def __init__(self, begun: threading.Event, go: threading.Event) -> None:
-        self._begun, self._go = begun, go
-
-    def add_adapter(self, name: str, layers: object) -> None:
-        self._begun.set()
-        self._go.wait(10)
 
 
 def test_records_of_short_samples_are_counted_too() -> None:

@@ -88,12 +88,14 @@ function App() {
   const [place, go] = usePlace();
   const [theme, turn] = useTheme();
   const [runs, setRuns] = useState(null);
-  const [words, setWords] = useState([]);
+  const [heard, setWords] = useState(null), words = heard ?? [];
   const [lost, setLost] = useState(null);
   const [help, setHelp] = useState(false);
   const [smooth, setSmooth] = useState(Number(localStorage.getItem("mlx_parallm.smooth") ?? 0.8));
-  const run = Math.min(Number(place.query.run ?? sessionStorage.getItem("mlx_parallm.run") ?? 0), Math.max(0, (runs?.length ?? 1) - 1));
-  const info = runs?.[run], word = words[run];
+  const first = useRef(null), wanted = place.query.run ?? sessionStorage.getItem("mlx_parallm.run");
+  if (runs?.length) first.current ??= runs[0].id; // runs that begin later do not take the page over
+  const chosen = (list) => list?.find(({ id }) => id === Number(wanted ?? -1)) ?? list?.find(({ id }) => id === first.current) ?? list?.[0];
+  const info = chosen(runs), run = (info ?? chosen(words))?.id ?? 0, word = words.find(({ id }) => id === run);
   const metrics = useMetrics(run, word && `${word.metrics} ${word.marks}`, word?.state);
   const last = metrics?.steps.at(-1) ?? 0;
 
@@ -102,9 +104,9 @@ function App() {
     (failure) => setLost((before) => (failure ? { failure, since: before?.since ?? new Date() } : null)),
   ), []);
   useEffect(() => {
-    if (word === undefined) return;
+    if (heard === null) return;
     get("runs").then((answer) => setRuns(answer.runs), () => {});
-  }, [words.map((one) => one.state).join(), words.length, last > 0]);
+  }, [heard && words.map((one) => `${one.id} ${one.state}`).join(), last > 0]);
   useEffect(() => { document.title = info ? `${info.name} · ${last}${info.total_steps ? `/${info.total_steps}` : ""}` : "mlx_parallm"; }, [info?.name, last]);
   useEffect(() => { window.scrollTo(0, 0); }, [place.view, place.rest.join()]);
 
@@ -159,7 +161,8 @@ function App() {
     </header>
     ${lost && html`<p class="lost" role="alert">${lost.failure.status === 503 ? `${lost.failure.message}.` : `Not reachable since ${lost.since.toLocaleTimeString()}. What is shown is from before; the page goes on by itself.`}</p>`}
     ${help && html`<aside class="help" aria-label="keys"><h2>Keys</h2><dl>${HELP.map(([key, what]) => html`<div><dt><kbd>${key}</kbd></dt><dd>${what}</dd></div>`)}</dl></aside>`}
-    <main>${(views[place.view] ?? views.overview)()}</main>`;
+    <main>${info || word ? (views[place.view] ?? views.overview)()
+      : runs && html`<p class="empty">No model is trained here yet: a run is shown as soon as a client creates one.</p>`}</main>`;
 }
 
 function AskKey() {

@@ -9,9 +9,11 @@ const CHARTS = [["headline", "Reward"], ["kl", "KL to the reference"], ["rollout
 const KEYS = [...CHARTS.map(([key]) => key), ...TIMES].join(",");
 const NUMBERED = /^(.*?)[-_. ]?(?:seed|s)?[-_. ]?[0-9]+$/;
 
+const wordOf = (words, run) => words.find(({ id }) => id === run);
+
 /** Two requests for each run: every run of the list is asked for in the same order, so hooks stay in theirs. */
 const useRuns = (runs, words) => runs.map(({ id }) => [
-  useData("metrics", { run: id, keys: KEYS, max_points: 600 }, words[id]?.metrics), useData("evaluations", { run: id }, words[id]?.evaluations),
+  useData("metrics", { run: id, keys: KEYS, max_points: 600 }, wordOf(words, id)?.metrics), useData("evaluations", { run: id }, wordOf(words, id)?.evaluations),
 ]);
 
 /** The second at which so many steps were finished. */

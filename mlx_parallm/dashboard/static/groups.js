@@ -3,7 +3,7 @@ import { html, useData, useEffect, useState, Problem, Fragment } from "./ui.js";
 import { get } from "./api.js";
 import { parts, searched, short, visible, writePlace } from "./lib.js";
 
-const KINDS = { mixed: "mixed", right: "all right", wrong: "all wrong", same: "all equal", lost: "tokens pruned" };
+const KINDS = { mixed: "mixed", right: "all right", wrong: "all wrong", same: "all equal", unknown: "no reward known", lost: "tokens pruned" };
 const ORDERS = { best: "best first", worst: "worst first", newest: "newest first" };
 
 export function Text({ text, found, className = "text" }) {
@@ -67,6 +67,7 @@ export function Step({ run, info, metrics, words, step, query, go }) {
   const asked = { run, first_step: step, last_step: step, environment: query.environment, order };
   const last = metrics?.steps.at(-1) ?? step;
   const answer = useData("groups", asked, step >= last ? words?.rollouts : "");
+  const waiting = useData(step >= last ? "groups" : "", { run, state: "waiting", limit: 64 }, words?.rollouts).data?.groups ?? [];
   const of = JSON.stringify(asked), extra = more.of === of ? more : { groups: [], older: answer.data?.older ?? null };
   const all = [...(answer.data?.groups ?? []), ...extra.groups];
   const groups = all.filter((group) => !query.kind || (query.kind === "dropped" ? group.state !== "taken" : group.kind === query.kind));
@@ -93,7 +94,8 @@ export function Step({ run, info, metrics, words, step, query, go }) {
     <${GroupList} groups=${groups} open=${open} selected=${selected} />
     ${extra.older && html`<button onClick=${further}>more groups of this step</button>`}
     ${answer.data && !groups.length && html`<p class="empty">${all.length ? "No group of this step is of that kind." : "The store has no groups of this step."}</p>`}
-    ${answer.data?.notes.map((note) => html`<p class="quiet">${note}</p>`)}`;
+    ${answer.data?.notes.map((note) => html`<p class="quiet">${note}</p>`)}
+    ${waiting.length > 0 && html`<section aria-label="waiting"><div class="heading"><h2>Sampled, and not trained on yet</h2></div><${GroupList} groups=${waiting} open=${open} selected=${-1} /></section>`}`;
 }
 
 function Choice({ label, value, values, set }) {
@@ -148,7 +150,7 @@ export function Search({ run, info, query, go }) {
 
 const BY = { worst: (a, b) => a.reward - b.reward, best: (a, b) => b.reward - a.reward, number: (a, b) => a.number - b.number };
 
-export function Group({ run, words, id, query, go }) {
+export function Group({ run, info, words, id, query, go }) {
   const answer = useData("group", { run, id }, words?.rollouts), group = answer.data;
   const order = query.order ?? "best";
   const [at, setAt] = useState(-1);
@@ -173,13 +175,14 @@ export function Group({ run, words, id, query, go }) {
     <${Problem} error=${answer.error} />
     <header class="prompt-of">
       <${Text} text=${rollouts[0]?.prompt ?? ""} className="text large" />
-      <p class="facts">${rollouts.length > 0 && html`<${Strip} answers=${rollouts} low=${low} high=${high} />`} <span>mean reward <b>${short(group.reward_mean)}</b></span>
+      <p class="facts">${rollouts.length > 0 && html`<${Strip} answers=${rollouts} low=${low} high=${high} />`} <span>mean ${info?.inferred_rewards ? "inferred " : ""}reward <b>${short(group.reward_mean)}</b></span>
         <${Kind} group=${group} /> <span class="quiet">${group.environment} · ${group.why}</span></p>
       ${Object.keys(group.metadata ?? {}).length > 0 && html`<details class="quiet"><summary>what the environment knows</summary><${Text} text=${JSON.stringify(group.metadata, null, 1)} /></details>`}
     </header>
+    ${info?.inferred_rewards && html`<p class="quiet">The large number is the inferred reward: the answer's advantage less the lowest one of its group. The client sends no rewards.</p>`}
     <div class="filters"><${Choice} label="order of the answers" value=${order} values=${{ best: "best first", worst: "worst first", number: "as they came" }}
       set=${(order) => go(writePlace("group", [id], { ...query, order }), true)} /></div>
-    <div class="answers">${rollouts.map((rollout) => html`<article class="answer" tabindex="0" key=${rollout.number} aria-label=${`answer ${rollout.number}, reward ${short(rollout.reward)}`}>
+    <div class="answers">${rollouts.map((rollout) => html`<article class="answer" tabindex="0" key=${rollout.number} aria-label=${`answer ${rollout.number}, ${info?.inferred_rewards ? "inferred " : ""}reward ${short(rollout.reward)}`}>
       <header><b class=${`reward ${rollout.reward === high && high > low ? "high" : rollout.reward === low && high > low ? "low" : ""}`}>${short(rollout.reward)}</b>
         <span class="quiet">advantage <b>${advantage(rollout.advantage)}</b></span>
         <a class="tokens-link" href=${writePlace("tokens", [group.group_id, rollout.number])}>tokens</a></header>

@@ -7,12 +7,13 @@ export const KEYS = [
   "headline", "reward_std", "reward_p25", "reward_p75", "reward_max", "reward_by_environment/*", "rewards/*/mean", "kl", "entropy", "rollout_entropy", "clip_fraction",
   "ratio_mean", "grad_norm", "learning_rate", "completion_tokens_mean", "truncated_fraction", "eos_fraction",
   "groups_all_right", "groups_all_wrong", "groups_same_answer", "staleness", "staleness_max", "serve_tok_s", "trained_tok_s",
-  "time_rollout_s", "time_train_s", "time_publish_s", "logprob_diff_mean", "heldout_score",
+  "time_rollout_s", "time_train_s", "time_publish_s", "logprob_diff_mean", "heldout_score", "loss", "tokens", "trained_tokens",
 ];
 
 // A chart is hidden while none of its numbers is there.
 const CHARTS = [
   { section: "Policy" },
+  { title: "Loss", note: "as the optimizer minimised it", keys: { loss: "loss" } },
   { title: "KL to the reference", note: "nats a token", keys: { kl: "KL" } },
   { title: "Entropy", note: "nats a token", keys: { rollout_entropy: "of the rollouts", entropy: "in training" } },
   { title: "Clipped tokens", keys: { clip_fraction: "share" }, percent: true },
@@ -25,6 +26,7 @@ const CHARTS = [
   { title: "Groups that teach nothing", keys: { groups_all_right: "all right", groups_all_wrong: "all wrong", groups_same_answer: "same answer" }, percent: true },
   { section: "Machine" },
   { title: "Tokens per second", keys: { serve_tok_s: "served", trained_tok_s: "trained" } },
+  { title: "Tokens of a step", keys: { tokens: "all", trained_tokens: "trained on" } },
   { title: "Seconds of a step", keys: { time_rollout_s: "waiting for rollouts", time_train_s: "training", time_publish_s: "publishing" } },
   { title: "Staleness", note: "policy versions", keys: { staleness: "mean", staleness_max: "most" } },
   { title: "Learning rate", keys: { learning_rate: "rate" } },

@@ -338,7 +338,10 @@ def _curve_text(series: Sequence[float]) -> Text:
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return name and value of the number that a run is judged by: its reward; with rows its accuracy or its loss."""
+    """Return name and value of the number that a run is judged by: its reward; with rows its accuracy or its loss. A
+    line may name another one (`judged_by`)."""
+    if name := metrics.get("judged_by"):
+        return str(name).replace("_", " "), metrics.get(name)
     if not of_rows(metrics):
         return "reward", metrics.get("reward_mean")
     right = metrics.get("rewards/accuracies")

@@ -78,6 +78,7 @@ class Record:
     started: float
     until: float
     contents: Contents
+    by_clients: bool = False  # they decide what is sampled, and when a step is made; their rewards are not known
 
     @property
     def steps(self) -> int:
@@ -127,11 +128,12 @@ def explain(path: Path) -> Explanation:
     record = read_record(path)
     notes = [f"the rollouts cannot be read: {record.contents.unreadable}"] if record.contents.unreadable else []
     evidence = Evidence(record.lines[-WINDOW:], record.start)
-    findings = (*over_the_run(record.lines), *(Finding(diagnosis) for diagnosis in outside_of_steps(record)))
+    outside = () if record.by_clients else outside_of_steps(record)
+    findings = (*over_the_run(record.lines), *(Finding(diagnosis) for diagnosis in outside))
     if record.lines and of_rows(record.lines[-1]):
         scores = [line["heldout_score"] for line in record.lines if line.get("heldout_score") is not None]
         notes += [f"held-out score: first {scores[0]:.3f}, last {scores[-1]:.3f}"] if scores else []
-    elif not findings and not evidence.gained and record.steps >= SOME_STEPS:
+    elif not (findings or evidence.gained or record.by_clients) and record.steps >= SOME_STEPS:
         rate = max((line.get("learning_rate") or 0.0 for line in record.lines), default=0.0)
         at = f" at a learning_rate of {rate:.2g}" if rate else ""
         notes.append(f"but the reward has not risen{at}; what to try: {health.PAGE}#nothing-found")
@@ -230,8 +232,9 @@ def read_record(path: Path) -> Record:
     running = RunDirectory.in_use(directory)
     until = time.time() if running else _last_written(directory)
     lines = list(MetricsFile(directory / METRICS_FILE).read())
-    contents = _read_store(directory / STORE_FILE, whole=not lines)
-    config, total_steps = directory / CONFIG_FILE, _total_steps(directory / CONFIG_FILE)
+    config = directory / CONFIG_FILE
+    total_steps, by_clients = _plan(config)
+    contents = _read_store(directory / STORE_FILE, whole=not lines and not by_clients)
     goes_on = bool(lines) and total_steps is not None and int(lines[-1]["step"]) < total_steps
     return Record(
         path=directory,
@@ -242,6 +245,7 @@ def read_record(path: Path) -> Record:
         started=config.stat().st_mtime if config.exists() else until,
         until=max(until, contents.last_received or 0.0),
         contents=contents,
+        by_clients=by_clients,
     )
 
 
@@ -251,11 +255,15 @@ def _last_written(directory: Path) -> float:
     return max((file.stat().st_mtime for file in [*files, directory / LATEST] if file.exists()), default=0.0)
 
 
-def _total_steps(config: Path) -> int | None:
+def _plan(config: Path) -> tuple[int | None, bool]:
+    """The steps that the run is to make, where that is known; and whether clients train it by Tinker's API."""
     try:
-        return int(tomli.loads(config.read_text(encoding="utf-8"))["rl_training"]["total_steps"])
+        sections = tomli.loads(config.read_text(encoding="utf-8"))
+        if sections.get("tinker", {}).get("enabled"):
+            return None, True
+        return int(sections["rl_training"]["total_steps"]), False
     except (OSError, ValueError, KeyError):
-        return None
+        return None, False
 
 
 def _read_store(file: Path, *, whole: bool) -> Contents:

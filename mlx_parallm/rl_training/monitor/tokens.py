@@ -56,7 +56,7 @@ class TokenLog:
     def subscribe(self, events: RunEvents) -> None:
         """Call it before the samples subscribe: it keeps the step that they are taken from."""
         events.subscribe(StepFinished, self._keep)
-        events.subscribe(SamplesWritten, lambda event: self._write({sample.group_id for sample in event.samples}))
+        events.subscribe(SamplesWritten, lambda event: self._write_shown({sample.group_id for sample in event.samples}))
 
     def close(self) -> None:
         if self._connection is not None:
@@ -65,11 +65,14 @@ class TokenLog:
     def _keep(self, event: StepFinished) -> None:
         self._batch, self._tokens = event.batch, event.tokens
 
-    def _write(self, group_ids: Collection[str]) -> None:
-        if self._batch is None or self._tokens is None:
-            return
+    def _write_shown(self, group_ids: Collection[str]) -> None:
+        if self._batch is not None and self._tokens is not None:
+            self.write(self._batch, self._tokens, group_ids)
+
+    def write(self, batch: TrainBatch, tokens: "StepTokens", group_ids: Collection[str]) -> None:
+        """Write these groups of a step. Raises sqlite3.Error, StoreError: nothing is written."""
         connection = self._open() if self._connection is None else self._connection
-        rows = rows_of(self._batch, self._tokens, group_ids)
+        rows = rows_of(batch, tokens, group_ids)
         marks = ", ".join("?" * (5 + len(COLUMNS)))
         self._make_room(connection, sum(map(_bytes_of, rows)))
         connection.execute("BEGIN")

@@ -1,5 +1,6 @@
 """The server's own state: /health, /v1/models, /metrics."""
 
+import asyncio
 import time
 from dataclasses import replace
 from typing import Any, Literal
@@ -98,8 +99,9 @@ def _health_response(status: str, reason: str) -> Response:
 @router.get("/v1/models", responses={200: {"model": ModelList}})
 async def list_models(context: Context) -> Response:
     models = context.engine.models()
+    shelved = await asyncio.to_thread(context.engine.shelved_models)
     further = [replace(models[0], id=name) for name in context.deps.config.served_model_names]
-    listed: ModelList = {"object": "list", "data": [_entry(context, model) for model in (*models, *further)]}
+    listed: ModelList = {"object": "list", "data": [_entry(context, model) for model in (*models, *shelved, *further)]}
     return JSONResponse(listed)
 
 

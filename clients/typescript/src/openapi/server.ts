@@ -601,7 +601,7 @@ export interface components {
             prompt: string | null;
             reward_mean: number | null;
             /** @enum {string} */
-            kind: "right" | "wrong" | "same" | "mixed" | "lost";
+            kind: "right" | "wrong" | "same" | "mixed" | "unknown" | "lost";
             answers: components["schemas"]["ListedAnswer"][];
         };
         /** @description What somebody did to the run after `step` finished steps, at Unix time `time`. */
@@ -687,7 +687,8 @@ export interface components {
             notes: string[];
         };
         /**
-         * @description `id`: the run's place in the list. `live`: this process trains it. `rewards`: /v1/rewards takes its answers'
+         * @description `id`: by which routes are asked about the run. `inferred_rewards`: rewards are known from advantages alone
+         *     (docs/tinker.md). `live`: this process trains it. `rewards`: /v1/rewards takes its answers'
          *     rewards. What follows `steps` is None where the run's configuration cannot be read.
          */
         RunSummary: {
@@ -703,10 +704,12 @@ export interface components {
             model: string | null;
             algorithm: string | null;
             judged_by: string;
+            inferred_rewards: boolean;
             environments: string[];
         };
-        /** @description A word for each kind of data, another one after each change; `state` is the run's state. */
+        /** @description A word for each kind of data of run `id`, another one after each change; `state` is the run's state. */
         RunVersions: {
+            id: number;
             metrics: string;
             evaluations: string;
             rollouts: string;
@@ -772,7 +775,7 @@ export interface components {
             lost: string | null;
             reward_mean: number | null;
             /** @enum {string} */
-            kind: "right" | "wrong" | "same" | "mixed" | "lost";
+            kind: "right" | "wrong" | "same" | "mixed" | "unknown" | "lost";
             rollouts: components["schemas"]["ShownAnswer"][] | null;
             index?: number | null;
             metadata?: {
@@ -1221,7 +1224,7 @@ export interface operations {
     metrics_dashboard_api_metrics_get: {
         parameters: {
             query?: {
-                /** @description its place in the list of runs */
+                /** @description its id in the list of runs */
                 run?: number;
                 keys?: string;
                 after?: string;
@@ -1247,7 +1250,7 @@ export interface operations {
     health_dashboard_api_health_get: {
         parameters: {
             query?: {
-                /** @description its place in the list of runs */
+                /** @description its id in the list of runs */
                 run?: number;
             };
             header?: never;
@@ -1270,7 +1273,7 @@ export interface operations {
     evaluations_dashboard_api_evaluations_get: {
         parameters: {
             query?: {
-                /** @description its place in the list of runs */
+                /** @description its id in the list of runs */
                 run?: number;
             };
             header?: never;
@@ -1369,7 +1372,7 @@ export interface operations {
     groups_dashboard_api_groups_get: {
         parameters: {
             query?: {
-                /** @description its place in the list of runs */
+                /** @description its id in the list of runs */
                 run?: number;
                 order?: string;
                 environment?: string;
@@ -1406,7 +1409,7 @@ export interface operations {
         parameters: {
             query: {
                 id: string;
-                /** @description its place in the list of runs */
+                /** @description its id in the list of runs */
                 run?: number;
             };
             header?: never;
@@ -1431,7 +1434,7 @@ export interface operations {
             query: {
                 id: string;
                 number: number;
-                /** @description its place in the list of runs */
+                /** @description its id in the list of runs */
                 run?: number;
                 segment?: number;
                 first?: number;

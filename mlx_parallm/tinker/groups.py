@@ -1,0 +1,410 @@
+"""The groups of an optimizer step, made of what its datums say; and samples that no step has trained on yet.
+
+Tinker's API has neither groups nor rewards: a client sends datums with an advantage for each token. So
+
+    a group          the answers to one prompt that one optimizer step trained on
+    advantage        of an answer: the one number that all of its sampled tokens have
+    inferred reward  advantage - the lowest advantage of its group: how much more than its group's worst answer
+
+Where advantages are rewards minus their mean, that is the reward but for a constant of the group; where the client
+divides them too, but for a scale. It is unknown (NaN) for an answer without others, or whose tokens' advantages differ.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from mlx_parallm.rl_training.step.batch import BatchStatistics, StatisticsCollector, TrainBatch, TrainSequence
+from mlx_parallm.rl_training.step.prepare import StepTokens
+from mlx_parallm.tinker.data import TARGETS, DatumBatch
+from mlx_parallm.tinker.learner import Output
+from mlx_parallm.tinker.wire import Datum
+from mlx_parallm.types import Rollout, RolloutGroup
+
+ENVIRONMENT = SOURCE = "tinker"
+UNKNOWN = math.nan
+GROUP_ANSWERS = 64  # of a group of samples that wait
+LIVE_STEPS = 16  # optimizer steps after which a sample is no longer expected to be trained on
+LIVE_BYTES = 32 << 20  # of such samples of a run
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """A sample as it was drawn: by which weights, and its tokens' log-probabilities [T] float32."""
+
+    run: str
+    step: int
+    temperature: float
+    logprobs: np.ndarray
+    stopped: bool = True
+
+
+@dataclass(frozen=True)
+class TrainedAnswer:
+    """A datum as the answer that it holds. Arrays are [T] over the model input and the last target.
+
+    Attributes:
+        sampled: bool, False at token 0.
+        logprobs: the sampler's, 0 where not sampled; None: the client sent none.
+        advantages: 0 where the loss has none.
+        sequences: ids of its samples, in their order.
+    """
+
+    tokens: np.ndarray
+    sampled: np.ndarray
+    logprobs: np.ndarray | None
+    advantages: np.ndarray | None
+    trainer_logprobs: np.ndarray
+    entropies: np.ndarray
+    versions: np.ndarray
+    sequences: tuple[str, ...]
+    temperature: float
+    stopped: bool | None
+
+    @property
+    def prompt(self) -> bytes:
+        """The tokens before the first sampled one, int32."""
+        return self.tokens[: int(self.sampled.argmax())].tobytes()
+
+    @property
+    def advantage(self) -> float:
+        """Of all of its sampled tokens; NaN where they differ, or have none."""
+        if self.advantages is None:
+            return UNKNOWN
+        values = self.advantages[self.sampled]
+        return float(values[0]) if values.min() == values.max() else UNKNOWN
+
+
+def trained_answers(
+    batch: DatumBatch,
+    output: Output,
+    find: Callable[[str], SampleRecord | None],
+    claim: Callable[[np.ndarray], "Sequence[SampledPart]"] = lambda tokens: (),
+) -> list[TrainedAnswer]:
+    """The datums that hold something sampled.
+
+    Args:
+        find: what is known of a sample, by its sequence id.
+        claim: of a client that sends no ids: the samples that these tokens hold.
+    """
+    columns = {name: batch.by_datum(column) for name, column in batch.loss.columns.items()}
+    answers = []
+    for i, datum in enumerate(batch.data):
+        if datum.inputs[TARGETS].ndim == 1:
+            inputs = {name: column[i] for name, column in columns.items()}
+            parts = _parts(datum, find) if any(span.sequence_id for span in datum.spans) else claim(_tokens(datum))
+            answer = _answer(datum, inputs, output.logprobs[i], output.entropies[i], parts)
+            answers += [] if answer is None else [answer]
+    return answers
+
+
+@dataclass(frozen=True)
+class SampledPart:
+    """Tokens [start, end) of an answer are those of a sample; `step`: of its weights, -1 = unknown."""
+
+    sequence_id: str
+    start: int
+    end: int
+    step: int = -1
+    temperature: float = 1.0
+    stopped: bool | None = None
+
+
+def _parts(datum: Datum, find: Callable[[str], SampleRecord | None]) -> list[SampledPart]:
+    """As the client's spans of the targets say."""
+    parts, place = list[SampledPart](), 1
+    for span in datum.spans:
+        start, place = place, place + span.length
+        if span.sequence_id:
+            record = find(span.sequence_id)
+            known = () if record is None else (record.step, record.temperature, record.stopped)
+            parts.append(SampledPart(span.sequence_id, start, place, *known))
+    return parts
+
+
+def _tokens(datum: Datum) -> np.ndarray:
+    """[T] int32: the model input and the last target."""
+    return np.concatenate([datum.tokens, datum.inputs[TARGETS][-1:]]).astype(np.int32)
+
+
+def _answer(
+    datum: Datum,
+    inputs: dict[str, np.ndarray],
+    trainer_logprobs: np.ndarray,
+    entropies: np.ndarray,
+    parts: Sequence[SampledPart],
+) -> TrainedAnswer | None:
+    """None: nothing of it was sampled, as far as is known."""
+    tokens = _tokens(datum)
+    sampled, versions = np.zeros(len(tokens), bool), np.full(len(tokens), -1, np.int64)
+    for part in parts:
+        sampled[part.start : part.end], versions[part.start : part.end] = True, part.step
+    advantages, logprobs = inputs.get("advantages"), inputs.get("logprobs")
+    if not any(span.sequence_id for span in datum.spans) and advantages is not None and logprobs is not None:
+        sampled[1:] |= (advantages != 0) | (logprobs != 0)  # clients pad both with 0 on the prompt
+    if not sampled.any():
+        return None
+    tokens[1:] = np.where(sampled[1:], datum.inputs[TARGETS], tokens[1:])
+    return TrainedAnswer(
+        tokens,
+        sampled,
+        None if logprobs is None else _shifted(logprobs, sampled),
+        None if advantages is None else _shifted(advantages, sampled),
+        _shifted(trainer_logprobs, sampled),
+        _shifted(entropies, sampled),
+        versions,
+        tuple(dict.fromkeys(part.sequence_id for part in parts)),
+        parts[-1].temperature if parts else 1.0,
+        parts[-1].stopped if parts else None,
+    )
+
+
+def _shifted(column: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    """A column of targets as one of tokens: what is not sampled is 0."""
+    return np.where(sampled, np.concatenate([np.zeros(1, np.float32), column]), np.float32(0))
+
+
+def inferred_rewards(advantages: Sequence[float]) -> list[float]:
+    """Each advantage of a group less the lowest one; NaN: unknown.
+
+    Worked: rewards 1, 0, 0, 1 minus their mean are 0.5, -0.5, -0.5, 0.5 → 1, 0, 0, 1. Rewards 3 and 2 divided by their
+    standard deviation are 1, -1 → 2, 0.
+    """
+    if len(advantages) < 2 or any(math.isnan(value) for value in advantages):
+        return [UNKNOWN] * len(advantages)
+    lowest = min(advantages)
+    return [value - lowest for value in advantages]
+
+
+def group_of(group_id: str, answers: Sequence[TrainedAnswer], loss: str) -> RolloutGroup:
+    """The answers to one prompt, as a group of the rollout store."""
+    rewards = inferred_rewards([answer.advantage for answer in answers])
+    rows = [None if answer.advantages is None else tuple(answer.advantages.tolist()) for answer in answers]
+    return RolloutGroup(
+        group_id,
+        ENVIRONMENT,
+        tuple(_rollout(answer, reward) for answer, reward in zip(answers, rewards, strict=True)),
+        advantages=tuple(row or (0.0,) * len(answer.tokens) for row, answer in zip(rows, answers, strict=True)),
+        metadata={"loss_fn": loss},
+    )
+
+
+def _rollout(answer: TrainedAnswer, reward: float) -> Rollout:
+    return Rollout(
+        tuple(answer.tokens.tolist()),
+        tuple(answer.sampled.astype(int).tolist()),
+        None if answer.logprobs is None else tuple(answer.logprobs.tolist()),
+        tuple(answer.versions.tolist()),
+        temperature=answer.temperature,
+        scores={"reward": reward},
+        stop_reason=None if answer.stopped is None else "stop" if answer.stopped else "length",
+    )
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """What a step trained on, as the writers of a run's files take it."""
+
+    batch: TrainBatch
+    tokens: StepTokens
+
+    def numbers(self) -> dict[str, float | None]:
+        """For the step's line: `inferred_reward` is the mean over the groups whose answers differ in it."""
+        known = [[rollout.reward for rollout in group.rollouts] for group in self.batch.groups]
+        spread = [reward for rewards in known if max(rewards) > 0 for reward in rewards]
+        statistics = self.batch.statistics
+        return {
+            "inferred_reward": math.fsum(spread) / len(spread) if spread else None,
+            "groups": statistics.groups,
+            "groups_without_variance": statistics.groups_without_variance,
+            "groups_same_answer": statistics.groups_same_answer,
+            "completion_tokens_mean": statistics.completion_tokens_mean,
+            "truncated_fraction": None if statistics.eos_fraction is None else statistics.truncated_fraction,
+            "eos_fraction": statistics.eos_fraction,
+            "rollout_entropy": statistics.rollout_entropy,
+        }
+
+
+def step_groups(step: int, groups: Sequence[tuple[RolloutGroup, Sequence[TrainedAnswer]]]) -> StepGroups:
+    collector = StatisticsCollector()
+    sequences, answers = list[TrainSequence](), list[TrainedAnswer]()
+    for group, own in groups:
+        varied = any(answer.advantages is not None and answer.advantages.any() for answer in own)
+        collector.add_trained(group, 0, varied=varied)
+        sequences += [TrainSequence(rollout, (), fresh=False) for rollout in group.rollouts]
+        answers += own
+
+    def column(values: Iterable[np.ndarray | None]) -> np.ndarray:
+        """[N] over the sampled tokens of all answers, NaN where there is none."""
+        parts = [
+            np.full(int(answer.sampled.sum()), np.nan, np.float32) if value is None else value[answer.sampled]
+            for answer, value in zip(answers, values, strict=True)
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    columns = {
+        "logprobs": column(answer.logprobs for answer in answers),
+        "trainer_logprobs": column(answer.trainer_logprobs for answer in answers),
+        "entropies": column(answer.entropies for answer in answers),
+        "advantages": column(answer.advantages for answer in answers),
+    }
+    statistics = collector.result() if groups else BatchStatistics()
+    batch = TrainBatch(step, tuple(group for group, _ in groups), tuple(sequences), statistics)
+    return StepGroups(batch, StepTokens(columns))
+
+
+# ---------------------------------------------------------------------- samples that wait
+
+
+@dataclass(frozen=True)
+class DrawnAnswer:
+    """A sample; tokens and logprobs [T]."""
+
+    sequence_id: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    temperature: float
+    step: int
+    stopped: bool
+
+    @property
+    def size(self) -> int:
+        """About as many bytes in memory."""
+        return 400 + 8 * len(self.prompt) + 40 * len(self.tokens)
+
+    def rollout(self) -> Rollout:
+        before = len(self.prompt)
+        return Rollout(
+            (*self.prompt, *self.tokens),
+            (*(0,) * before, *(1,) * len(self.tokens)),
+            (*(0.0,) * before, *self.logprobs),
+            (*(-1,) * before, *(self.step,) * len(self.tokens)),
+            temperature=self.temperature,
+            scores={"reward": UNKNOWN},
+            stop_reason="stop" if self.stopped else "length",
+        )
+
+
+@dataclass(eq=False)
+class LiveGroup:
+    """Samples of one prompt by the weights of one step."""
+
+    group_id: str
+    prompt: bytes
+    step: int
+    answers: dict[str, DrawnAnswer] = field(default_factory=dict)
+    changed: bool = True
+    written: bool = False
+
+    def group(self) -> RolloutGroup:
+        return RolloutGroup(self.group_id, ENVIRONMENT, tuple(answer.rollout() for answer in self.answers.values()))
+
+
+_FACTORS = np.random.default_rng(0).integers(1, 1 << 63, 1 << 12, np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+def prefix_hashes(tokens: np.ndarray) -> np.ndarray:
+    """A number for each beginning of a text: [T] uint64, each token times the odd factor of its place, added up."""
+    places = np.resize(_FACTORS, len(tokens)) + np.arange(len(tokens), dtype=np.uint64) // np.uint64(len(_FACTORS))
+    hashes: np.ndarray = np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * places, dtype=np.uint64)
+    return hashes
+
+
+class LiveGroups:
+    """The samples of a run that no step has trained on yet."""
+
+    def __init__(self, most_bytes: int = LIVE_BYTES) -> None:
+        self._groups: OrderedDict[str, LiveGroup] = OrderedDict()  # by id, the oldest first
+        self._open: dict[bytes, LiveGroup] = {}  # the newest one of each prompt
+        self._home: dict[str, tuple[str, int]] = {}  # sequence id → group's, and the hash of prompt and answer
+        self._ends: dict[int, list[str]] = {}  # such a hash → sequence ids
+        self._most, self._bytes, self._count = most_bytes, 0, 0
+
+    def new_id(self, prompt: bytes) -> str:
+        self._count += 1
+        return f"{blake2b(prompt, digest_size=6).hexdigest()}-{self._count}"
+
+    def add(self, drawn: DrawnAnswer) -> None:
+        prompt = np.array(drawn.prompt, np.int32).tobytes()
+        group = self._open.get(prompt)
+        if group is None or group.step != drawn.step or len(group.answers) >= GROUP_ANSWERS:
+            group = self._open[prompt] = LiveGroup(self.new_id(prompt), prompt, drawn.step)
+            self._groups[group.group_id] = group
+        group.answers[drawn.sequence_id] = drawn
+        group.changed = True
+        end = int(prefix_hashes(np.array((*drawn.prompt, *drawn.tokens), np.int32))[-1])
+        self._home[drawn.sequence_id] = group.group_id, end
+        self._ends.setdefault(end, []).append(drawn.sequence_id)
+        self._bytes += drawn.size
+
+    def claim(self, tokens: np.ndarray) -> list[SampledPart]:
+        """The samples that end in these tokens with all that stands before them; each is found once."""
+        parts = list[SampledPart]()
+        for end in prefix_hashes(tokens).tolist() if self._ends else ():
+            if ids := self._ends.get(end):
+                home, _ = self._home[ids[0]]
+                drawn = self._groups[home].answers[ids[0]]
+                start = len(drawn.prompt)
+                stop = start + len(drawn.tokens)
+                if stop <= len(tokens) and tokens[start:stop].tolist() == list(drawn.tokens):
+                    parts.append(SampledPart(ids[0], start, stop, drawn.step, drawn.temperature, drawn.stopped))
+                    self._forget_end(end, ids[0])
+        return parts
+
+    def _forget_end(self, end: int, sequence_id: str) -> None:
+        ids = self._ends.get(end, [])
+        if sequence_id in ids:
+            ids.remove(sequence_id)
+        if not ids:
+            self._ends.pop(end, None)
+
+    def take(self, sequence_ids: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+        """Forget samples that were trained on. Return the id of each one's group, and the ids of written groups of
+        which nothing is left."""
+        homes, empty = dict[str, str](), list[str]()
+        for sequence_id in sequence_ids:
+            if sequence_id not in self._home:
+                continue
+            home, end = self._home.pop(sequence_id)
+            self._forget_end(end, sequence_id)
+            group = self._groups[home]
+            homes[sequence_id] = home
+            self._bytes -= group.answers.pop(sequence_id).size
+            group.changed = True
+            if not group.answers:
+                self._remove(group)
+                empty += [home] if group.written else []
+        return homes, empty
+
+    def holds(self, group_id: str) -> bool:
+        return group_id in self._groups
+
+    def all(self) -> list[LiveGroup]:
+        return list(self._groups.values())
+
+    def changed(self) -> list[LiveGroup]:
+        return [group for group in self._groups.values() if group.changed]
+
+    def too_old(self, step: int) -> list[LiveGroup]:
+        """Forget those that nothing will train on any more, or that there is no room for."""
+        gone = [group for group in self._groups.values() if group.step < step - LIVE_STEPS]
+        for group in gone:
+            self._remove(group)
+        while self._bytes > self._most:
+            gone.append(next(iter(self._groups.values())))
+            self._remove(gone[-1])
+        return gone
+
+    def _remove(self, group: LiveGroup) -> None:
+        del self._groups[group.group_id]
+        if self._open.get(group.prompt) is group:
+            del self._open[group.prompt]
+        for sequence_id, answer in group.answers.items():
+            _, end = self._home.pop(sequence_id)
+            self._forget_end(end, sequence_id)
+            self._bytes -= answer.size

@@ -1,0 +1,178 @@
+"""The files of a run that a client trains, written beside its requests, as the readers of a training run read them."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_parallm.errors import StoreError
+from mlx_parallm.rl_training.metrics import KEYS, METRICS_FILE, MetricsFile
+from mlx_parallm.rl_training.monitor.explain import explain
+from mlx_parallm.rl_training.monitor.tokens import read_tokens
+from mlx_parallm.rl_training.run_directory import RunDirectory
+from mlx_parallm.tinker import recorder
+from mlx_parallm.tools.rollouts import Answers, Wanted
+from tests.server.serving import until
+from tests.tinker.serving import WireClient, tinker_server
+
+PROMPT = [1, 40, 41, 42]
+SFT = {"tokens": PROMPT, "target_tokens": [40, 41, 42, 2], "weights": [0.0, 0.0, 1.0, 1.0]}
+TIMES = {"max_tokens": 5, "stop": []}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tinker")
+
+
+@pytest.fixture(scope="module")
+def client(root: Path) -> Iterator[WireClient]:
+    with tinker_server(root) as server, server.http() as http:
+        yield WireClient(http)
+
+
+@pytest.fixture(autouse=True)
+def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "FLUSH_S", 0.0)
+
+
+def lines(run: Path, count: int) -> list[dict[str, Any]]:
+    until(lambda: len(MetricsFile(run / METRICS_FILE).last(99)) == count)
+    return MetricsFile(run / METRICS_FILE).last(99)
+
+
+def rows(run: Path, state: str) -> list[dict[str, Any]]:
+    try:
+        answers = Answers(run)
+    except StoreError:  # the database is being made
+        return []
+    try:
+        return list(answers.rows(Wanted(state=state)))
+    finally:
+        answers.close()
+
+
+def drawn(client: WireClient, sampler: str, count: int, advantages: list[float]) -> list[dict[str, Any]]:
+    """Datums of single samples, as the cookbook makes them."""
+    data = []
+    for number in range(count):
+        promise = client.sample(sampler, number, PROMPT, params=TIMES)
+        [sequence] = client.samples(promise).sequences
+        tokens = np.frombuffer(sequence.tokens, "<i4").tolist()
+        data.append(
+            {
+                "tokens": [*PROMPT, *tokens[:-1]],
+                "target_tokens": [*PROMPT[1:], *tokens],
+                "logprobs": [0.0] * 3 + np.frombuffer(sequence.logprobs, "<f4").tolist(),
+                "advantages": [0.0] * 3 + [advantages[number]] * 5,
+                "spans": [("", 0, 3), (promise["sample_sequence_ids"][0], 0, 5)],
+            }
+        )
+    return data
+
+
+def test_samples_wait_and_are_the_groups_of_the_step_that_takes_them(client: WireClient, root: Path) -> None:
+    model = client.create_model(0)
+    run = root / model.replace(":", "_")
+    data = drawn(client, client.live_sampler(model, 1, 0), 4, [0.75, -0.25, -0.25, -0.25])
+    until(lambda: len(rows(run, "waiting")) == 4)
+    live = rows(run, "waiting")
+    assert len({row["group_id"] for row in live}) == 1 and live[0]["prompt"] and live[0]["completion"] is not None
+    assert all(np.isnan(row["reward"]) and row["advantage"] is None for row in live)
+    assert live[0]["why"] == "sampled; no step has trained on it yet" and live[0]["stop_reason"] == "length"
+    assert RunDirectory.in_use(run)
+
+    answered = client.output(client.send(model, 2, data[:3], "importance_sampling")).metrics
+    applied = client.result(client.optim_step(model, 3, learning_rate=1e-2))["metrics"]
+    [line] = lines(run, 1)
+    assert set(KEYS) < set(line) and line["judged_by"] == "inferred_reward"
+    assert (line["step"], line["policy_version"]) == (1, 1)
+    assert line["loss"] == answered["loss:sum"] and line["grad_norm"] == applied["grad_norm:mean"]
+    assert line["inferred_reward"] == pytest.approx(1 / 3) and (line["groups"], line["sequences"]) == (1, 3)
+    assert line["logprob_diff_max"] <= 1e-4 and line["ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert line["trained_tokens"] == 15 and line["completion_tokens_mean"] == 5 and line["entropy"] > 0
+    assert (line["staleness"], line["truncated_fraction"], line["reward_mean"]) == (0, 1, None)
+    taken = rows(run, "taken")
+    assert [row["reward"] for row in taken] == [1, 0, 0] and [row["advantage"] for row in taken] == [0.75, -0.25, -0.25]
+    assert {(row["step"], row["version"], row["why"]) for row in taken} == {(1, 0, "used by step 1")}
+    until(lambda: len(rows(run, "waiting")) == 1)
+    [left] = rows(run, "waiting")
+    assert left["group_id"] == live[0]["group_id"] != taken[0]["group_id"], "what is left keeps its place"
+
+    kept = read_tokens(run, taken[0]["group_id"], 0, 0)
+    sampled = slice(len(PROMPT), None)
+    np.testing.assert_allclose(kept["logprobs"][sampled], data[0]["logprobs"][3:], atol=1e-7)
+    np.testing.assert_allclose(kept["trainer_logprobs"][sampled], kept["logprobs"][sampled], atol=1e-4)
+    assert (kept["advantages"][sampled] == 0.75).all() and (kept["entropies"][sampled] > 0).all()
+    assert np.isnan(kept["trainer_logprobs"][: len(PROMPT)]).all()
+    names = {json.loads(text)["name"] for text in (run / "spans.jsonl").read_text().splitlines()}
+    assert names == {"rl.train", "rl.sample", "versions"}
+    found = explain(run)
+    assert found.total_steps is None and not [f for f in found.findings if "reward" in f.diagnosis.name]
+
+    client.output(client.send(model, 4, data[:3], "ppo"))  # once more: a group of its own
+    client.result(client.optim_step(model, 5, learning_rate=1e-2))
+    assert lines(run, 2)[1]["staleness"] == 1
+    assert len({row["group_id"] for row in rows(run, "taken")}) == 2
+    client.post("unload_model", model_id=model)
+    until(lambda: not RunDirectory.in_use(run))
+    [unused] = rows(run, "dropped")
+    assert unused["reason"] == recorder.UNUSED and rows(run, "waiting") == []
+
+
+def test_a_model_without_samples_is_judged_by_its_loss_and_counts_on_after_a_load(
+    client: WireClient, root: Path
+) -> None:
+    model = client.create_model(1)
+    run = root / model.replace(":", "_")
+    state = client.result(client.post("save_weights", model_id=model, path="begin", seq_id=1))["path"]
+    for seq_id in (2, 4):
+        client.output(client.send(model, seq_id, [SFT], "cross_entropy"))
+        client.result(client.optim_step(model, seq_id + 1, learning_rate=1e-2))
+    client.result(client.post("load_weights", model_id=model, seq_id=6, path=state, optimizer=True))
+    client.output(client.send(model, 7, [SFT] * 2, "cross_entropy"))
+    assert client.result(client.optim_step(model, 8))["metrics"]["step:max"] == 1
+    written = lines(run, 3)
+    assert [(line["step"], line["policy_version"], line["judged_by"]) for line in written] == [
+        (1, 1, "loss"),
+        (2, 2, "loss"),
+        (3, 1, "loss"),
+    ]
+    assert [line["rolled_back_to"] for line in written] == [None, None, state]
+    assert written[2]["loss"] == pytest.approx(2 * written[0]["loss"], rel=1e-6), "of what came since the last step"
+    assert not (run / "rollouts.sqlite").exists()
+
+
+def test_a_file_that_cannot_be_written_costs_one_warning(
+    client: WireClient, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = client.create_model(2)
+    run = root / model.replace(":", "_")
+    until(lambda: (run / "config.toml").is_file())
+    (run / "rollouts.sqlite").mkdir()  # no database
+    data = drawn(client, client.live_sampler(model, 1, 0), 2, [0.5, -0.5])
+    for seq_id in (2, 4):
+        client.output(client.send(model, seq_id, data, "importance_sampling"))
+        client.result(client.optim_step(model, seq_id + 1))
+    assert [line["inferred_reward"] for line in lines(run, 2)] == [0.5, 0.5]
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("_write_groups") <= 1
+
+
+def test_what_the_disk_is_too_slow_for_is_left_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MOST_WAITING", 10)
+    go, done = threading.Event(), list[str]()
+    from mlx_parallm.config.load import load_config
+    from mlx_parallm.tinker.checkpoints import Checkpoints
+
+    made = recorder.RunRecorder(load_config(None, text=""), Checkpoints(root))
+    made.post(lambda: done.append("waits") if go.wait(10) else None, 8)
+    made.post(lambda: done.append("too much"), 8)
+    made.post(lambda: done.append("a line"))
+    go.set()
+    made.close()
+    assert done == ["waits", "a line"]

@@ -1,0 +1,159 @@
+"""The weights that samples are drawn with: named ones at /v1 after a restart, which stay in memory, and who may ask."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mlx_parallm.engine.served_models import AdapterUses
+from mlx_parallm.tinker.samplers import SamplerShelf, SamplerWeights
+from tests.server.serving import RunningServer
+from tests.tinker.serving import API, WireClient, tinker_server
+
+KEY = "tml-of-this-server"
+TOKENS = [1, 40, 41, 42, 43, 44]
+DATUM = {"tokens": TOKENS, "target_tokens": [40, 41, 42, 43, 44, 2], "weights": [0, 0, 1, 1, 1, 1]}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tinker")
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[RunningServer]:
+    with tinker_server(root / "runs") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def restarted(root: Path) -> Iterator[RunningServer]:
+    """Another server with the same checkpoints, and with a key."""
+    with tinker_server(root / "runs", api_key=KEY) as running:
+        yield running
+
+
+def test_named_weights_are_read_from_disk_when_v1_asks_for_them(
+    server: RunningServer, restarted: RunningServer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a server that was started after they were saved; more of them than are kept at once."""
+    client = WireClient(server.http())
+    model, names = client.create_model(), list[str]()
+    for number in range(4):
+        client.output(client.send(model, 0, [DATUM] * 4, "cross_entropy"))
+        client.result(client.optim_step(model, 0, learning_rate=3e-2))
+        save = {"model_id": model, "path": f"at@{number}", "seq_id": 0}
+        names.append(client.result(client.post("save_weights_for_sampler", **save))["path"])
+
+    def text(on: RunningServer, name: str, status: int = 200) -> Any:
+        body = {"model": name, "prompt": TOKENS, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+        with on.http(headers={"X-API-Key": KEY}) as http:
+            answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()["choices"][0]["token_ids"] if status == 200 else answer.json()["error"]
+
+    with restarted.http(headers={"X-API-Key": KEY}) as http:
+        listed = [entry["id"] for entry in http.get("/v1/models").json()["data"]]
+        assert set(names) <= set(listed) and len(listed) == len(set(listed))
+        assert http.get(f"/v1/models/{names[0]}").json()["parent"] is not None
+    known = [text(server, name) for name in names]
+    assert [text(restarted, name) for name in [*names, names[0]]] == [*known, known[0]]
+    loaded = [each.id for each in restarted.engine.models() if each.id.startswith("tinker://")]
+    assert loaded == [names[0], names[2], names[3]], "three sets are kept, the least used one went"
+    for missing in (
+        f"{names[0]}-not",
+        f"tinker://{model}/weights/at@0",
+        "tinker://a/b",
+        "tinker://../sampler_weights/x",
+    ):
+        assert text(restarted, missing, 404)["code"] == "model_not_found"
+    with monkeypatch.context() as patched:  # taken away between the reading and the engine's look
+        patched.setattr(SamplerShelf, "load", lambda shelf, name: None)
+        assert text(restarted, names[1], 404)["code"] == "model_not_found"
+    directory = root / "runs" / model.replace(":", "_") / "sampler_weights"
+    (directory / "at@1" / "adapters.safetensors").write_bytes(b"damaged")
+    assert text(restarted, names[1], 404)["code"] == "model_not_found"
+    file = directory / "at@1" / "checkpoint.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"expires": 1.0}))
+    assert "its time is over" in text(restarted, names[1], 404)["message"]
+
+
+def test_the_key_comes_as_the_sdk_sends_it(restarted: RunningServer) -> None:
+    """Without it nothing is answered: not a promise, not a run, not a sample."""
+    routes = [
+        ("POST", "client/config", {}),
+        ("POST", "create_session", {"tags": []}),
+        ("POST", "retrieve_future", {"request_id": "a-1"}),
+        ("POST", "asample", {}),
+        ("GET", "training_runs", None),
+        ("DELETE", "training_runs/x/checkpoints/weights/a", None),
+    ]
+    for headers in ({}, {"X-API-Key": "tml-another"}, {"X-API-Key": ""}):
+        with restarted.http(headers=headers) as http:
+            for method, path, body in routes:
+                refused = http.request(method, f"{API}/{path}", json=body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key"), path
+            assert http.get(f"{API}/downloads/x/y").status_code == 404, "a link is its own key"
+    with restarted.http(headers={"X-API-Key": KEY}) as http:
+        assert WireClient(http).session
+        assert http.get(f"{API}/training_runs").status_code == 200
+        assert http.post(f"{API}/retrieve_future", json={"request_id": "a-1"}).status_code == 410
+
+
+def test_weights_that_change_do_not_hold_up_samples() -> None:
+    begun, go = threading.Event(), threading.Event()
+    weights = BlockedWeights(begun, go)
+    samplers = SamplerWeights(cast(Any, weights), {}, AdapterUses(), kept=2, total=2)
+    go.set()
+    samplers.put("a", "run", {})
+    go.clear()
+    begun.clear()
+    changing = threading.Thread(target=samplers.put, args=("b", "run", {}))
+    changing.start()
+    assert begun.wait(10)
+    done = threading.Event()
+
+    def use() -> None:
+        samplers.check("a")
+        done.set()
+
+    threading.Thread(target=use, daemon=True).start()
+    assert done.wait(10)
+    go.set()
+    changing.join()
+
+
+def test_what_a_request_uses_is_kept_and_the_least_used_goes() -> None:
+    """A request of /v1 counts as a use; weights of one that runs stay, though more are kept then."""
+    free = threading.Event()
+    free.set()
+    weights, uses = BlockedWeights(threading.Event(), free), AdapterUses()
+    samplers = SamplerWeights(cast(Any, weights), {}, uses, kept=2, total=9)
+    with uses.holding(["a"]):
+        for name in ("a", "b", "c"):
+            samplers.put(name, "run", {})
+        assert weights.removed == ["b"]
+        with uses.holding(["c"]):
+            samplers.put("d", "run", {})
+        assert weights.removed == ["b"], "both are in use, and the one that was just put is not taken away"
+    uses.note("c")
+    samplers.put("e", "run", {})
+    assert weights.removed == ["b", "d", "a"]
+
+
+class BlockedWeights:
+    """Changes its weights once it may."""
+
+    def __init__(self, begun: threading.Event, go: threading.Event) -> None:
+        self._begun, self._go = begun, go
+        self.removed: list[str] = []
+
+    def add_adapter(self, name: str, layers: object) -> None:
+        self._begun.set()
+        self._go.wait(10)
+
+    def remove_adapter(self, name: str) -> None:
+        self.removed.append(name)
