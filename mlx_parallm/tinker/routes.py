@@ -21,6 +21,7 @@ from mlx_parallm.server.errors import request_error
 from mlx_parallm.server.protocol.strict_json import StrictJSONRoute
 from mlx_parallm.tinker import bodies
 from mlx_parallm.tinker.checkpoints import display, shown_metadata
+from mlx_parallm.tinker.pace import Pace
 from mlx_parallm.tinker.promises import POLL_S
 from mlx_parallm.tinker.sampling import Sampling
 from mlx_parallm.tinker.service import TinkerService
@@ -42,12 +43,14 @@ def add_routes(router: APIRouter, service: Service, sampling: Callable[[], Sampl
     """`service`, `sampling`: called once the model is loaded."""
     _client_routes(router, service)
     _session_routes(router, service)
-    _future_routes(router, service, sampling)
+    many = APIRouter(route_class=_paced_route(Pace()), default_response_class=JSONResponse)
+    _future_routes(router, many, service, sampling)
+    _sampling_routes(router, many, service, sampling)
+    router.include_router(many)
     numbered = APIRouter(route_class=_numbered_route(service), default_response_class=JSONResponse)
     _training_routes(router, numbered, service)
     _saving_routes(numbered, service)
     router.include_router(numbered)
-    _sampling_routes(router, service, sampling)
 
 
 def _client_routes(router: APIRouter, service: Service) -> None:
@@ -109,8 +112,8 @@ def _session_routes(router: APIRouter, service: Service) -> None:
         return answer | {"display_name": found.display_name and display(found.display_name)}
 
 
-def _future_routes(router: APIRouter, service: Service, sampling: Callable[[], Sampling]) -> None:
-    @router.post("/retrieve_future")
+def _future_routes(router: APIRouter, many: APIRouter, service: Service, sampling: Callable[[], Sampling]) -> None:
+    @many.post("/retrieve_future")
     async def retrieve(body: bodies.RetrieveBody, context: Context) -> Response:
         promises = service().promises
         promise = promises.find(body.request_id)
@@ -200,7 +203,7 @@ def _saving_routes(numbered: APIRouter, service: Service) -> None:
         return service().save_external(body).answer()
 
 
-def _sampling_routes(router: APIRouter, service: Service, sampling: Callable[[], Sampling]) -> None:
+def _sampling_routes(router: APIRouter, many: APIRouter, service: Service, sampling: Callable[[], Sampling]) -> None:
     @router.post("/create_sampling_session")
     async def create_sampling_session(body: bodies.SamplingSessionBody) -> dict[str, Any]:
         session = service().session(body.session_id)
@@ -215,9 +218,25 @@ def _sampling_routes(router: APIRouter, service: Service, sampling: Callable[[],
         answer = {"sampler_id": sampler_id, "base_model": found.base_model, "model_path": found.model_path}
         return JSONResponse(answer)
 
-    @router.post("/asample")
+    @many.post("/asample")
     async def asample(body: bodies.SampleBody) -> dict[str, Any]:
         return (await sampling().sample(body)).answer()
+
+
+def _paced_route(pace: Pace) -> type[StrictJSONRoute]:
+    """The class of routes that clients call hundreds of times at once."""
+
+    class PacedRoute(StrictJSONRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handler = super().get_route_handler()
+
+            async def paced(request: Request) -> Response:
+                await pace.turn()
+                return await handler(request)
+
+            return paced
+
+    return PacedRoute
 
 
 # ---------------------------------------------------------------------- requests that cannot be run

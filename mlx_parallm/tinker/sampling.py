@@ -18,6 +18,7 @@ from mlx_parallm.server.errors import ServerBusyError
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.tinker.bodies import FuturesTarget, SampleBody, SamplingParamsBody
 from mlx_parallm.tinker.groups import DrawnAnswer, SampleRecord
+from mlx_parallm.tinker.pace import Pace
 from mlx_parallm.tinker.promises import Promise, PromiseResult, failure, protobuf_result
 from mlx_parallm.tinker.recorder import Drawn
 from mlx_parallm.tinker.service import Completions, Sampler, TinkerService
@@ -26,6 +27,7 @@ from mlx_parallm.types import Completion, Request, RequestOutput, SamplingParams
 
 CLONE = 1_000_000_000  # seq_ids of a copied sampling client begin at a multiple of it
 KEPT_SAMPLES = 1 << 17  # requests that are known by their number
+GATHER_S = 0.02  # that an answer of retrieve_futures waits for more while samples run: a group takes one poll, not many
 WRITTEN_AT_ONCE = 4096  # tokens; more are written by another thread
 NOT_OFFERED = {
     "target_prompt_logprobs": "log-probabilities of other tokens at the prompt's positions",
@@ -42,6 +44,7 @@ class Sampling:
         self._known: dict[tuple[str, int], Promise] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = 0  # samples, of all requests
+        self._pace = Pace()
 
     async def sample(self, body: SampleBody) -> Promise:
         """Begin the samples of a request. Raises RequestError: it cannot be run; ServerBusyError: too many run."""
@@ -60,6 +63,7 @@ class Sampling:
             while len(self._known) > KEPT_SAMPLES:
                 del self._known[next(iter(self._known))]
             line = sampler.completions[key[1] // CLONE]
+            line.running += 1
             promise.on_result.append(lambda done: _completed(line, done))
         request = Request(promise.request_id, prompt, params, sampler.adapter)
         task = asyncio.create_task(self._run(promise, request, body, sampler))
@@ -90,9 +94,10 @@ class Sampling:
         line.first += seen
         deadline = time.monotonic() + seconds
         while not line.events and not ending() and (left := deadline - time.monotonic()) > 0:
-            line.news.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(line.news.wait(), min(left, 1.0))
+            await _news(line, min(left, 1.0))
+        gathered = time.monotonic() + GATHER_S
+        while line.events and line.running and (left := gathered - time.monotonic()) > 0:
+            await _news(line, left)
         return list(line.events), line.first + len(line.events)
 
     async def _sampler(self, body: SampleBody) -> Sampler:
@@ -130,6 +135,7 @@ class Sampling:
         else:
             service.samplers.check(sampler.adapter)
         output = await service.engine.generate(request)
+        await self._pace.turn()
         for completion in output.completions:
             if completion.finish_reason not in ("stop", "length"):
                 return failure(completion.error or "the sample was aborted", category="server")
@@ -153,6 +159,13 @@ class Sampling:
             model.log.recorded.drawn(Drawn(tuple(drawn), began, time.time()))
 
 
+async def _news(line: Completions, seconds: float) -> None:
+    """Wait for the end of a sample, at most so long."""
+    line.news.clear()
+    with suppress(TimeoutError):
+        await asyncio.wait_for(line.news.wait(), seconds)
+
+
 def _completed(line: Completions, promise: Promise) -> None:
     assert promise.result is not None
     event: dict[str, object] = {"request_id": promise.request_id, "state": "finished"}
@@ -161,6 +174,7 @@ def _completed(line: Completions, promise: Promise) -> None:
     else:
         event["response_payload_uncompressed_size"] = len(promise.result.body)
     line.events.append(event)
+    line.running -= 1
     line.news.set()
 
 

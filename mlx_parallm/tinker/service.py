@@ -77,8 +77,12 @@ class ClientSession:
 
 @dataclass
 class Completions:
-    """What the samples of one client have come to, for `retrieve_futures`: events from number `first` + 1 on."""
+    """What the samples of one client have come to, for `retrieve_futures`: events from number `first` + 1 on.
 
+    `running`: requests that have begun and not ended.
+    """
+
+    running: int = 0
     first: int = 0
     events: list[dict[str, object]] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)

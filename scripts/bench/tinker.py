@@ -1,14 +1,19 @@
-"""Eight models at once against one, and 2,000 samples in flight, over Tinker's routes on `builtin:tiny`.
+"""Eight models at once against one, 2,000 samples in flight, and an RL loop against the trainer, on `builtin:tiny`.
 
     .venv/bin/python -m scripts.bench.tinker models     tokens/s of 8 models together / of one; each equals itself alone
     .venv/bin/python -m scripts.bench.tinker samples    none lost; how long GET /api/v1/healthz takes meanwhile
+    .venv/bin/python -m scripts.bench.tinker loop       scripts/tinker/rl_loop.py / mlx_parallm_train: reward, seconds
 
-The server is a process of its own. Both sides of a ratio are measured in turns.
+The server is a process of its own. Both sides of a ratio are measured in turns. `loop` needs scripts/setup_tinker.
 """
 
+import argparse
 import asyncio
+import json
+import math
 import multiprocessing
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,11 +22,49 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from scripts.tinker.recipes import server
+from mlx_parallm.config.load import load_config
+from mlx_parallm.environments.registry import build_sources
+from mlx_parallm.models.loading import load_tokenizer
+from scripts.bench.rl_step import our_times
+from scripts.server_process import command
+from scripts.tinker.recipes import SDK_PYTHON, TINY, tinker_process
 from tests.tinker.serving import API, WireClient
 
 MODELS, STEPS, ROUNDS = 8, 3, 3
 SAMPLES = 2000
+LONGEST = 1.2  # of the RL loop's wall time, in units of the trainer's
+LOOP_CONFIG = """
+[model]
+base_path = "builtin:tiny"
+[server]
+batch_size = 128
+[rl_training]
+algorithm = "importance_sampling"
+total_steps = {steps}
+learning_rate = 1e-3
+batch_size = 128
+token_budget = 8192
+blocks_per_eval = 0
+max_staleness = {staleness}
+dynamic_sampling = false
+checkpoint_interval = 1000
+checkpoint_dir = "{folder}"
+run_name = "run"
+seed = {seed}
+[rl_training.lora]
+rank = 16
+alpha = 32.0
+[rl_training.atropos]
+rollout_batch_size = 128
+max_token_length = 64
+[evaluation]
+problems = 0
+[[environments]]
+kind = "tasks"
+name = "sum"
+group_size = 8
+max_tokens = 8
+"""
 
 
 def data(seed):
@@ -141,15 +184,94 @@ async def samples(url):
     return int(came != SAMPLES)
 
 
-def main(what):
-    with tempfile.TemporaryDirectory() as scratch:
-        process, url = server(Path(scratch))
-        try:
-            return models(url) if what == "models" else asyncio.run(samples(url))
-        finally:
-            process.terminate()
-            process.wait()
+# ---------------------------------------------------------------------- the RL loop by calls, and by the trainer
+
+
+def loop_config(folder, options, seed):
+    """The configuration file of `mlx_parallm_train`: the same work as JOB.json below describes for the loop."""
+    text = LOOP_CONFIG.format(folder=folder, seed=seed, steps=options.steps, staleness=options.staleness)
+    (folder / "train.toml").write_text(text)
+    return folder / "train.toml"
+
+
+def job(config, steps):
+    """What scripts/tinker/rl_loop.py does: the problems that the trainer's environment asks, in its order."""
+    training, (environment,) = config.rl_training, config.environments
+    (source,) = build_sources(config.environments, seed=training.seed)
+    tokenizer = load_tokenizer(TINY, config.model)
+    groups = training.atropos.rollout_batch_size // environment.group_size
+    tasks = [[source.task(groups * step + i) for i in range(groups)] for step in range(steps)]
+    problems = [[{"prompt": tokenizer.render_chat(t.messages), "answer": t.answer} for t in each] for each in tasks]
+    adam = {"beta1": training.adam_beta1, "beta2": training.adam_beta2, "eps": training.adam_eps}
+    adam |= {"learning_rate": training.learning_rate, "grad_clip_norm": training.max_grad_norm}
+    return {
+        "problems": problems,
+        "group_size": environment.group_size,
+        "max_tokens": environment.max_tokens,
+        "adam": adam,
+        "rank": training.lora.rank,
+        "seed": training.seed,
+        "staleness": training.max_staleness,
+    }
+
+
+def by_trainer(folder, path):
+    """Time and reward of each step."""
+    metrics = folder / "run" / "metrics.jsonl"
+    times = our_times([command("mlx_parallm_train"), "--config", str(path)], metrics)
+    rewards = [json.loads(line)["reward_mean"] for line in metrics.read_text().splitlines()]
+    return list(zip(times, rewards, strict=True))
+
+
+def by_calls(folder, path, steps):
+    """The same of the loop, with a server of its own."""
+    config = load_config(str(path))
+    (folder / "job.json").write_text(json.dumps(job(config, steps)))
+    settings = [f"server.batch_size={config.server.batch_size}"]
+    settings += [f"rl_training.{key}={getattr(config.rl_training, key)}" for key in ("token_budget", "blocks_per_eval")]
+    with tinker_process(folder, *settings) as url:
+        words = [str(SDK_PYTHON), "scripts/tinker/rl_loop.py", url, str(TINY), str(folder / "job.json")]
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return [(line["time"], line["reward"]) for line in lines]
+
+
+def loop(options):
+    """Both sides once a seed, in turns; seconds are from the end of the first step to the end of the last."""
+    rows = {"calls": [], "trainer": []}
+    for number, seed in enumerate(range(options.seed, options.seed + options.seeds)):
+        for side in sorted(rows, reverse=number % 2 == 1):
+            with tempfile.TemporaryDirectory() as scratch:
+                folder = Path(scratch)
+                path = loop_config(folder, options, seed)
+                trainer = side == "trainer"
+                steps = by_trainer(folder, path) if trainer else by_calls(folder, path, options.steps)
+            rewards, part = [reward for _, reward in steps], max(len(steps) // 4, 1)
+            seconds = steps[-1][0] - steps[0][0]
+            first, last = sum(rewards[:part]) / part, sum(rewards[-part:]) / part
+            rows[side].append((seconds, last))
+            print(f"seed {seed} {side:8} {seconds:6.1f} s, reward {first:.3f} -> {last:.3f}", flush=True)
+    (calls, by_call), (trainer, by_train) = (zip(*rows[side], strict=True) for side in ("calls", "trainer"))
+    ratio = statistics.median(a / b for a, b in zip(calls, trainer, strict=True))
+    apart = statistics.mean(by_call) - statistics.mean(by_train)
+    noise = statistics.stdev([*by_call, *by_train]) if options.seeds > 1 else math.nan
+    print(f"wall time {ratio:.2f} x; last quarter's reward apart by {apart:+.3f}, deviation of the runs {noise:.3f}")
+    return int(ratio > LONGEST)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("models", "samples", "loop"))
+    parser.add_argument("--seeds", type=int, default=3, help="loop: runs of each side")
+    parser.add_argument("--seed", type=int, default=0, help="loop: the first one's")
+    parser.add_argument("--steps", type=int, default=40, help="loop")
+    parser.add_argument("--staleness", type=int, choices=(0, 1), default=0, help="loop: steps that sampling is ahead")
+    options = parser.parse_args()
+    if options.what == "loop":
+        return loop(options)
+    with tempfile.TemporaryDirectory() as scratch, tinker_process(Path(scratch)) as url:
+        return models(url) if options.what == "models" else asyncio.run(samples(url))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main())
