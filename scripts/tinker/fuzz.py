@@ -33,6 +33,8 @@ def changed(rng, body, head):
     """Some bytes replaced, cut out or repeated; in half of all bodies none of the `head` first ones."""
     body, start = bytearray(body), rng.choice((0, head))
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        if start >= len(body):
+            break
         at, kind = rng.randrange(start, len(body)), rng.choice((0, 0, 1, 2))
         if kind == 0:
             body[at] = rng.randrange(256)

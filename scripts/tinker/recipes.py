@@ -48,23 +48,22 @@ class Recipe:
     seeded: bool = False
 
 
-MATH = "env=arithmetic group_size=8 groups_per_batch=24 learning_rate=5e-4 max_tokens=5 "
-STREAM = "stream_minibatch_config.groups_per_batch=24 stream_minibatch_config.num_minibatches=2 "
+MATH = "env=arithmetic group_size=8 groups_per_batch=12 learning_rate=5e-4 max_tokens=5 "
+LEARN = "env=arithmetic group_size=8 groups_per_batch=12 learning_rate=1e-3 max_tokens=5 save_every=0 eval_every=0 "
+STREAM = "stream_minibatch_config.groups_per_batch=12 stream_minibatch_config.num_minibatches=2 "
 ROWS = "learning_rate=2e-3 save_every=0 "
 RECIPES = {
-    "math_rl": Recipe("math_rl", MATH, REWARD, 12, seeded=True),
-    "math_rl async": Recipe("math_rl", MATH + "max_steps_off_policy=2", REWARD, 12, seeded=True),
-    "math_rl streaming, ppo": Recipe("math_rl", MATH + STREAM + "loss_fn=ppo", REWARD, 12, seeded=True),
-    "math_rl cispo, post KL": Recipe("math_rl", MATH + "compute_post_kl=True loss_fn=cispo", REWARD, 12, seeded=True),
-    "math_rl from chat_sl": Recipe("math_rl", MATH, REWARD, 40, start="chat_sl", seeded=True),
+    "math_rl": Recipe("math_rl", MATH, REWARD, 6, seeded=True),
+    "math_rl async": Recipe("math_rl", MATH + "max_steps_off_policy=2", REWARD, 6, seeded=True),
+    "math_rl streaming, ppo": Recipe("math_rl", MATH + STREAM + "loss_fn=ppo", REWARD, 6, seeded=True),
+    "math_rl cispo, post KL": Recipe("math_rl", MATH + "compute_post_kl=True loss_fn=cispo", REWARD, 6, seeded=True),
+    "math_rl from chat_sl": Recipe("math_rl", LEARN, REWARD, 30, start="chat_sl", seeded=True),
     "guess_number": Recipe(
         "multiplayer_rl.guess_number", "batch_size=2 group_size=4 max_tokens=8 eval_every=0", REWARD, 2
     ),
     "shorter": Recipe("preference.shorter", "batch_size=8 max_tokens=32 learning_rate=1e-3 eval_every=0", LENGTH, 16),
-    "prompt_distillation": Recipe(
-        "prompt_distillation", ROWS + "file_path={rows} batch_size=128 num_epochs=1", LOSS, 32
-    ),
-    "chat_sl": Recipe("chat_sl", ROWS + "dataset={rows} batch_size=128", LOSS, 32),
+    "prompt_distillation": Recipe("prompt_distillation", ROWS + "file_path={rows} batch_size=64", LOSS, 12),
+    "chat_sl": Recipe("chat_sl", ROWS + "dataset={rows} batch_size=64", LOSS, 40),
 }
 
 
@@ -111,18 +110,17 @@ class Runs:
     url: str
     folder: Path
     python: str
-    steps: int | None
     failed: int = 0
 
-    def run(self, name: str, seed: int) -> Path | None:
-        """Returns the directory of its log; None where it failed, which is printed."""
+    def run(self, name: str, seed: int, steps: int | None = None) -> Path | None:
+        """Returns the directory of its log; None where it failed, which is printed. `steps`: None = the recipe's."""
         recipe = RECIPES[name]
         log = self.folder / f"{name.replace(' ', '_').replace(',', '')}-{seed}"
         rows = self.folder / f"rows-{seed}.jsonl"
         rows.write_text(sums(seed))
         options = recipe.options.format(rows=rows).split()
         options += [f"model_name={TINY}", "renderer_name=qwen3_instruct", f"log_path={log}"]
-        options += ["behavior_if_log_dir_exists=delete", f"max_steps={self.steps or recipe.steps}"]
+        options += ["behavior_if_log_dir_exists=delete", f"max_steps={steps or recipe.steps}"]
         options += [f"seed={seed}"] if recipe.seeded else []
         if recipe.start is not None:
             begun = self.run(recipe.start, seed)
@@ -158,10 +156,10 @@ def main() -> int:
     if not Path(options.python).exists():
         parser.error(f"{options.python} does not exist: scripts/setup_tinker makes it")
     with tempfile.TemporaryDirectory() as scratch, tinker_process(Path(scratch)) as url:
-        runs = Runs(url, Path(scratch), options.python, options.steps)
+        runs = Runs(url, Path(scratch), options.python)
         for name in options.names or RECIPES:
             for seed in range(options.seed, options.seed + options.seeds):
-                runs.run(name, seed)
+                runs.run(name, seed, options.steps)
     return int(runs.failed > 0)
 
 
