@@ -44,8 +44,8 @@ LINES: dict[str, int] = {
     "rollout_store": 1290,
     "server": 6930,
     "system": 1180,
-    "tinker": 4_190,
-    "tools": 2820,
+    "tinker": 4_220,
+    "tools": 2830,
     "traces": 5_390,
     "trl": 1250,
 }

@@ -441,8 +441,8 @@ def _condition(search: Search) -> Callable[[Mapping[str, Any]], bool]:
     def fits(row: Mapping[str, Any]) -> bool:
         reward = row["reward"]
         return (
-            (search.lowest is None or reward >= search.lowest)
-            and (search.highest is None or reward <= search.highest)
+            (search.lowest is None or (reward is not None and reward >= search.lowest))
+            and (search.highest is None or (reward is not None and reward <= search.highest))
             and (search.version is None or row["version"] == search.version)
             and (not search.reason or search.reason.casefold() in (row["reason"] or "").casefold())
             and (not (text or pattern) or any(found(row[key] or "") for key in ("prompt", "completion")))
@@ -456,7 +456,7 @@ def _until(
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Return the rows that fit, each with all rewards of its group, until there are `limit` or SEARCH_S are over; and
     the last group that was looked at, None where it is the last of all."""
-    deadline, found, group_id, rewards = math.inf, list[dict[str, Any]](), None, list[float]()
+    deadline, found, group_id, rewards = math.inf, list[dict[str, Any]](), None, list[float | None]()
     for row in rows:
         deadline = min(deadline, time.monotonic() + SEARCH_S)  # from the first row on: before it, a tokenizer is loaded
         if group_id != row["group_id"]:
@@ -487,18 +487,19 @@ def _listed(rows: list[dict[str, Any]], most: int, inferred: bool) -> dict[str, 
     return group | _rewards(rows[0]["rewards"], inferred=inferred) | {"answers": answers}
 
 
-def _rewards(rewards: Sequence[float], *, inferred: bool) -> dict[str, Any]:
+def _rewards(rewards: Sequence[float | None], *, inferred: bool) -> dict[str, Any]:
     """`kind`: "right" where none is below 1, "wrong" where none is above 0 (as the metrics count them; not where they
     are `inferred`), "same" where all are equal, else "mixed"; "unknown" where a reward is not known."""
     if not rewards:
         return {"reward_mean": None, "kind": "lost"}
-    if any(math.isnan(reward) for reward in rewards):
+    known = [reward for reward in rewards if reward is not None]
+    if len(known) < len(rewards):
         return {"reward_mean": None, "kind": "unknown"}
-    low, high = min(rewards), max(rewards)
+    low, high = min(known), max(known)
     kind = "same" if low == high else "mixed"
     if not inferred and (low >= 1 or high <= 0):
         kind = "right" if low >= 1 else "wrong"
-    return {"reward_mean": math.fsum(rewards) / len(rewards), "kind": kind}
+    return {"reward_mean": math.fsum(known) / len(known), "kind": kind}
 
 
 def _token_values(kept: Mapping[str, np.ndarray], window: slice) -> dict[str, list[float]]:

@@ -12,7 +12,7 @@ divides them too, but for a scale. It is unknown (NaN) for an answer without oth
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -207,10 +207,11 @@ def _rollout(answer: TrainedAnswer, reward: float) -> Rollout:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """What a step trained on, as the writers of a run's files take it."""
+    """What a step trained on, as the writers of a run's files take it. `joined`: `_joined` of its answers."""
 
     batch: TrainBatch
     tokens: StepTokens
+    joined: Mapping[str, float] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, float | None]:
         """For the step's line: `inferred_reward` is the mean over the groups whose answers differ in it."""
@@ -226,10 +227,14 @@ class StepGroups:
             "truncated_fraction": None if statistics.eos_fraction is None else statistics.truncated_fraction,
             "eos_fraction": statistics.eos_fraction,
             "rollout_entropy": statistics.rollout_entropy,
+            **self.joined,
         }
 
 
-def step_groups(step: int, groups: Sequence[tuple[RolloutGroup, Sequence[TrainedAnswer]]]) -> StepGroups:
+def step_groups(
+    step: int, groups: Sequence[tuple[RolloutGroup, Sequence[TrainedAnswer]]], *, weights: int
+) -> StepGroups:
+    """`weights`: the optimizer steps of the weights that learned."""
     collector = StatisticsCollector()
     sequences, answers = list[TrainSequence](), list[TrainedAnswer]()
     for group, own in groups:
@@ -254,7 +259,27 @@ def step_groups(step: int, groups: Sequence[tuple[RolloutGroup, Sequence[Trained
     }
     statistics = collector.result() if groups else BatchStatistics()
     batch = TrainBatch(step, tuple(group for group, _ in groups), tuple(sequences), statistics)
-    return StepGroups(batch, StepTokens(columns))
+    return StepGroups(batch, StepTokens(columns), _joined(answers, weights))
+
+
+def _joined(answers: Sequence[TrainedAnswer], weights: int) -> dict[str, float]:
+    """How old the samples are, and how far sampler and learner differ where the weights are the same (`run_log.py`);
+    without what is not known."""
+    ages, gaps = [np.zeros(0)], [np.zeros(0)]
+    for answer in answers:
+        ages.append(weights - answer.versions[answer.sampled & (answer.versions >= 0)])
+        if answer.logprobs is not None and answer.temperature == 1.0:
+            same = answer.sampled & (answer.versions == weights)
+            gaps.append(np.abs(answer.trainer_logprobs[same] - answer.logprobs[same]))
+    numbers: dict[str, float] = {}
+    for name, most, parts in (
+        ("staleness", "staleness_max", ages),
+        ("logprob_diff_mean", "logprob_diff_max", gaps),
+    ):
+        values = np.concatenate(parts)
+        if values.size:
+            numbers |= {name: float(values.mean(dtype=np.float64)), most: float(values.max())}
+    return numbers
 
 
 # ---------------------------------------------------------------------- samples that wait

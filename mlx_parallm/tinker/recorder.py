@@ -74,10 +74,17 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Stepped:
-    """An optimizer step is made. `values`: of its line; `trained`: Unix times of its passes; `size`: of the requests,
-    in bytes."""
+    """An optimizer step is made.
+
+    Attributes:
+        weights: steps of the weights that it started from.
+        values: of its line.
+        trained: Unix times of its passes.
+        size: of the requests, in bytes.
+    """
 
     step: int
+    weights: int
     values: Mapping[str, float | str | None]
     requests: tuple[TrainedRequest, ...]
     trained: tuple[tuple[float, float], ...]
@@ -281,7 +288,7 @@ class RecordedRun:
                 group_id = self._live.new_id(prompt)
             claimed.add(group_id)
             groups.append((group_of(group_id, answers, loss), answers))
-        self._groups = step_groups(stepped.step, groups)
+        self._groups = step_groups(stepped.step, groups, weights=stepped.weights)
 
     def _write_groups(self, stepped: Stepped) -> None:
         if self._groups is None or not self._groups.batch.groups:
@@ -318,7 +325,7 @@ class RecordedRun:
         groups, self._groups = self._groups, None
         values = dict(stepped.values)
         if groups is not None and groups.batch.groups:
-            values |= groups.numbers() | {"judged_by": "inferred_reward"}
+            values = groups.numbers() | {"judged_by": "inferred_reward"} | values | {"groups": len(groups.batch.groups)}
         MetricsFile(self._path / METRICS_FILE).append(complete({"step": stepped.step, "judged_by": "loss"} | values))
 
     def _end(self) -> None:

@@ -137,7 +137,7 @@ class TinkerRunLog:
                 total = max(found) if reduction == "max" else math.fsum(found)
                 values[key] = total / len(found) if reduction == "mean" else total
         times, size = (*since.times, (began, now)), min(since.kept_bytes, KEPT_BYTES)
-        self.recorded.stepped(Stepped(self._step, values, tuple(since.kept), times, size))
+        self.recorded.stepped(Stepped(self._step, applied.step - 1, values, tuple(since.kept), times, size))
         return {"grad_norm:mean": applied.grad_norm, "step:max": float(applied.step)}
 
     def loaded(self, path: str) -> None:

@@ -96,6 +96,8 @@ class Answers:
         notes = [f"not shown: {count} groups, because {reason}" for reason, count in self._lost.items()]
         if not self._texts.known:
             notes.append("no text is shown: the tokenizer of the run's model is not on this machine")
+        if self._trained_by_clients:
+            notes.append("rewards are inferred: an answer's advantage less the lowest one of its group")
         if self._fault:
             notes.append(f"advantages are not known: {self._fault}")
         elif self._changed_later:
@@ -197,13 +199,18 @@ class Answers:
 
     def _fits(self, answer: _Answer, wanted: Wanted) -> bool:
         lowest, highest = wanted.rewards
-        if (lowest is not None and answer.reward < lowest) or (highest is not None and answer.reward > highest):
+        reward = answer.reward  # NaN, where it is not known, is in no range
+        if not ((lowest is None or reward >= lowest) and (highest is None or reward <= highest)):
             return False
         return wanted.text is None or any(map(wanted.text, self._texts.of(answer.rollout)))
 
     def _sorted(self, answers: Iterator[_Answer], *, best: bool) -> Iterator[_Answer]:
         """Keep the ids of all of them in memory, and the tokens of one."""
-        keys = [(answer.reward, answer.record.group_id, answer.number) for answer in answers]
+        last = -math.inf if best else math.inf
+        keys = [
+            (last if math.isnan(answer.reward) else answer.reward, answer.record.group_id, answer.number)
+            for answer in answers
+        ]
         keys.sort(key=itemgetter(0), reverse=best)
         for _, group_id, number in keys:
             record = self._store.find(group_id)
@@ -220,7 +227,7 @@ class Answers:
             "id": f"{record.group_id}#{answer.number}",
             **_record_values(record),
             "number": answer.number,
-            "reward": rollout.reward,
+            "reward": None if math.isnan(rollout.reward) else rollout.reward,
             "parts": {name: score for name, score in rollout.scores.items() if name != "reward"},
             "advantage": advantages[answer.number] if advantages else None,
             "why": self._why(record) + self._left_out(rollout),

@@ -120,7 +120,8 @@ def _totals(values: Json) -> Text:
 
 def _facts(row: Json, *, ended: bool = False) -> Text:
     """Return the numbers of an answer on one line; `ended`: also how long it is and what ended it."""
-    facts = [f"reward {row['reward']:.4g}", f"advantage {_advantage(row['advantage'])}"]
+    reward = "–" if row["reward"] is None else f"{row['reward']:.4g}"
+    facts = [f"reward {reward}", f"advantage {_advantage(row['advantage'])}"]
     if not ended:
         facts.append(row["environment"])
     facts += [f"version {row['version']}"] if row["version"] is not None else []

@@ -116,6 +116,7 @@ def test_runs_that_clients_train_come_and_go(tmp_path: Path, tiny_tokenizer: Any
         (shown, _) = get("runs")["runs"]
         assert (shown["total_steps"], shown["algorithm"], shown["live"]) == (None, "tinker", False)
         assert shown["inferred_rewards"] and shown["judged_by"] == "inferred reward" and shown["name"] == "second"
+        assert "rewards are inferred" in get("groups", run=1)["notes"][0]
         groups = {group["group_id"]: group for group in get("groups", run=1, order="best")["groups"]}
         kinds = {name: (group["kind"], group["reward_mean"]) for name, group in groups.items()}
         assert kinds == {"at-1": ("mixed", 0.5), "same-1": ("same", 0), "at-2": ("unknown", None)}

@@ -117,14 +117,26 @@ def test_groups_and_their_numbers_are_those_of_a_training_run() -> None:
     first, second = group_of("a", [right, wrong], "ppo"), group_of("b", [alone], "ppo")
     assert [rollout.reward for rollout in first.rollouts] == [1.0, 0.0]
     assert first.advantages == ((0.0, 0.5, 0.5), (0.0, -0.5)) and first.rollouts[0].mask == (0, 1, 1)
-    step = step_groups(3, [(first, [right, wrong]), (second, [alone])])
+    step = step_groups(3, [(first, [right, wrong]), (second, [alone])], weights=2)
     assert step.tokens.columns["advantages"].tolist() == [0.5, 0.5, -0.5, 0.0]
     assert step.tokens.columns["trainer_logprobs"].tolist() == [-1.0, -2.0, -1.0, -1.0]
     assert [sequence.trained for sequence in step.batch.sequences] == [2, 1, 1]
     numbers = step.numbers()
     assert numbers["inferred_reward"] == 0.5 and numbers["groups_without_variance"] == 0.5
     assert numbers["completion_tokens_mean"] == pytest.approx(4 / 3) and numbers["rollout_entropy"] == 0.5
-    assert step_groups(1, []).numbers()["inferred_reward"] is None
+    assert step_groups(1, [], weights=0).numbers()["inferred_reward"] is None
+
+
+def test_sampler_and_learner_are_compared_on_the_same_weights_at_temperature_1() -> None:
+    spans = [("", 0, 0), ("s", 0, 2)]
+    entry = policy([7], [9, 2], 0.5, spans=spans)
+    found = [
+        answers([entry], s=SampleRecord("run", step, temperature, np.zeros(2, np.float32)))[0]
+        for step, temperature in ((4, 1.0), (3, 1.0), (4, 0.5))
+    ]
+    numbers = step_groups(5, [(group_of("a", found, "ppo"), found)], weights=4).numbers()
+    assert (numbers["logprob_diff_mean"], numbers["logprob_diff_max"]) == (1.0, 1.5), "-1 and -2 against -0.5"
+    assert numbers["staleness"] == pytest.approx(1 / 3)
 
 
 def drawn(name: str, prompt: int = 1, step: int = 0, size: int = 1) -> DrawnAnswer:
@@ -161,6 +173,8 @@ def test_a_client_that_sends_no_ids_is_understood_by_its_tokens() -> None:
     assert found[0].sampled.tolist() == [0, 0, 1, 1], "a token that was certain has log-probability 0"
     assert found[1].sampled.tolist() == [0, 0, 1, 1, 0, 1] and found[1].versions.tolist() == [-1, -1, 3, 3, -1, 4]
     assert (found[0].stopped, found[1].stopped, found[0].temperature) == (True, False, 0.7)
+    joined = step_groups(9, [(group_of("a", found, "ppo"), found)], weights=5).joined
+    assert joined == {"staleness": pytest.approx(9 / 5), "staleness_max": 2}, "four tokens of 3 and one of 4"
     homes, _ = live.take(name for answer in found for name in answer.sequences)
     assert set(homes) == {"a", "b", "turn"} and [sorted(group.answers) for group in live.all()] == [["other"]]
     row = {"tokens": [7, 8, 9], "target_tokens": [8, 9, 3], "weights": [0.0, 1.0, 1.0]}

@@ -45,13 +45,13 @@ def lines(run: Path, count: int) -> list[dict[str, Any]]:
     return MetricsFile(run / METRICS_FILE).last(99)
 
 
-def rows(run: Path, state: str) -> list[dict[str, Any]]:
+def rows(run: Path, state: str | None, **wanted: Any) -> list[dict[str, Any]]:
     try:
         answers = Answers(run)
     except StoreError:  # the database is being made
         return []
     try:
-        return list(answers.rows(Wanted(state=state)))
+        return list(answers.rows(Wanted(state=state, **wanted)))
     finally:
         answers.close()
 
@@ -82,7 +82,7 @@ def test_samples_wait_and_are_the_groups_of_the_step_that_takes_them(client: Wir
     until(lambda: len(rows(run, "waiting")) == 4)
     live = rows(run, "waiting")
     assert len({row["group_id"] for row in live}) == 1 and live[0]["prompt"] and live[0]["completion"] is not None
-    assert all(np.isnan(row["reward"]) and row["advantage"] is None for row in live)
+    assert all((row["reward"], row["advantage"]) == (None, None) for row in live)
     assert live[0]["why"] == "sampled; no step has trained on it yet" and live[0]["stop_reason"] == "length"
     assert RunDirectory.in_use(run)
 
@@ -99,7 +99,10 @@ def test_samples_wait_and_are_the_groups_of_the_step_that_takes_them(client: Wir
     taken = rows(run, "taken")
     assert [row["reward"] for row in taken] == [1, 0, 0] and [row["advantage"] for row in taken] == [0.75, -0.25, -0.25]
     assert {(row["step"], row["version"], row["why"]) for row in taken} == {(1, 0, "used by step 1")}
+    assert [row["reward"] for row in rows(run, None, order="best", rewards=(0.5, None))] == [1]
+    assert rows(run, None, order="worst")[0]["reward"] == 0
     until(lambda: len(rows(run, "waiting")) == 1)
+    assert rows(run, None, order="worst")[-1]["reward"] is None, "one that is not known comes last"
     [left] = rows(run, "waiting")
     assert left["group_id"] == live[0]["group_id"] != taken[0]["group_id"], "what is left keeps its place"
 

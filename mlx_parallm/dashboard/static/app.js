@@ -17,6 +17,9 @@ const HELP = [
   ["t", "on a chart: its table"], ["/", "search"], ["?", "this help"],
 ];
 
+/** A long name without its middle. */
+const inShort = (name) => (name.length > 32 ? `${name.slice(0, 12)}…${name.slice(-12)}` : name);
+
 const PACE_MS = 1500; // between two updates: where steps are quicker, several come at once
 
 /** Call `act` at once, and then with the newest value at most every `ms`. */
@@ -147,8 +150,8 @@ function App() {
   return html`
     <header class="bar">
       <div class="who">
-        ${runs && runs.length > 1 ? html`<h1><select aria-label="run" value=${run} onChange=${(event) => choose(Number(event.target.value))}>${runs.map(({ id, name }) => html`<option value=${id} selected=${id === run}>${name}</option>`)}</select></h1>`
-          : html`<h1>${info?.name ?? "mlx_parallm"}</h1>`}
+        ${runs && runs.length > 1 ? html`<h1><select aria-label="run" value=${run} onChange=${(event) => choose(Number(event.target.value))}>${runs.map(({ id, name }) => html`<option value=${id} selected=${id === run}>${inShort(name)}</option>`)}</select></h1>`
+          : html`<h1 title=${info?.name}>${inShort(info?.name ?? "mlx_parallm")}</h1>`}
         ${info && html`<span class="quiet model">${info.model ?? ""}${info.algorithm ? ` · ${info.algorithm}` : ""}</span>`}
       </div>
       <nav aria-label="views">${tab("Overview", "overview", writePlace("overview"))}${tab("Groups", "step", writePlace("step", [step]), ["group", "tokens"])}${tab("Search", "search", writePlace("search"))}${tab("Held-out", "heldout", writePlace("heldout"))}${tab("Timeline", "timeline", writePlace("timeline"))}${info?.live && html`${tab("Chat", "chat", writePlace("chat"))}${tab("Controls", "controls", writePlace("controls"))}`}${runs?.length > 1 && tab("Compare", "compare", writePlace("compare"))}</nav>

@@ -82,7 +82,7 @@ export function Step({ run, info, metrics, words, step, query, go }) {
       <button onClick=${() => goto(step - 1)} disabled=${step <= 1} aria-label="step before (key [)">‹</button>
       <input type="number" min="1" max=${last} value=${step} aria-label="step" onChange=${(event) => goto(Number(event.target.value))} />
       <button onClick=${() => goto(step + 1)} disabled=${step >= last} aria-label="next step (key ])">›</button>
-      <span class="quiet">of ${last}${reward === null || reward === undefined ? "" : ` · reward ${short(reward)}`}${answer.data ? ` · ${all.length} groups` : ""}</span></div>
+      <span class="quiet">of ${last}${reward === null || reward === undefined ? "" : ` · ${info?.judged_by ?? "reward"} ${short(reward)}`}${answer.data ? ` · ${all.length} groups` : ""}</span></div>
     <div class="filters" role="group" aria-label="which groups">
       ${[["", "all", all.length], ["mixed", "mixed", count(({ kind }) => kind === "mixed")], ["right", "all right", count(({ kind }) => kind === "right")],
         ["wrong", "all wrong", count(({ kind }) => kind === "wrong")], ["dropped", "not trained on", count(({ state }) => state !== "taken")]].map(([kind, name, number]) =>
