@@ -329,6 +329,7 @@ def test_one_chooses_among_the_runs_of_a_servers_clients(tmp_path: Path, open_pa
         page.wait_for_selector("option:checked:text-is('b')", state="attached")
         page.wait_for_selector(".count:text-matches('^1')")
         assert page.locator("nav a:text-is('Chat')").count() == 0
+        page.close()  # its stream would hold up the server's end
 
 
 def table_of(page: Any, title: str) -> list[list[str]]:
