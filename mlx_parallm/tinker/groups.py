@@ -213,12 +213,13 @@ class StepGroups:
     tokens: StepTokens
     joined: Mapping[str, float] = field(default_factory=dict)
 
-    def numbers(self) -> dict[str, float | None]:
+    def numbers(self) -> dict[str, float | str | None]:
         """For the step's line: `inferred_reward` is the mean over the groups whose answers differ in it."""
         known = [[rollout.reward for rollout in group.rollouts] for group in self.batch.groups]
         spread = [reward for rewards in known if max(rewards) > 0 for reward in rewards]
-        statistics = self.batch.statistics
+        statistics, some = self.batch.statistics, any(not math.isnan(reward) for row in known for reward in row)
         return {
+            "judged_by": "inferred_reward" if some else "loss",
             "inferred_reward": math.fsum(spread) / len(spread) if spread else None,
             "groups": statistics.groups,
             "groups_without_variance": statistics.groups_without_variance,

@@ -325,7 +325,7 @@ class RecordedRun:
         groups, self._groups = self._groups, None
         values = dict(stepped.values)
         if groups is not None and groups.batch.groups:
-            values = groups.numbers() | {"judged_by": "inferred_reward"} | values | {"groups": len(groups.batch.groups)}
+            values = groups.numbers() | values | {"groups": len(groups.batch.groups)}
         MetricsFile(self._path / METRICS_FILE).append(complete({"step": stepped.step, "judged_by": "loss"} | values))
 
     def _end(self) -> None:

@@ -122,7 +122,9 @@ def test_groups_and_their_numbers_are_those_of_a_training_run() -> None:
     assert step.tokens.columns["trainer_logprobs"].tolist() == [-1.0, -2.0, -1.0, -1.0]
     assert [sequence.trained for sequence in step.batch.sequences] == [2, 1, 1]
     numbers = step.numbers()
-    assert numbers["inferred_reward"] == 0.5 and numbers["groups_without_variance"] == 0.5
+    assert (numbers["inferred_reward"], numbers["judged_by"]) == (0.5, "inferred_reward")
+    assert step_groups(3, [(second, [alone])], weights=2).numbers()["judged_by"] == "loss", "no reward is known"
+    assert numbers["groups_without_variance"] == 0.5
     assert numbers["completion_tokens_mean"] == pytest.approx(4 / 3) and numbers["rollout_entropy"] == 0.5
     assert step_groups(1, [], weights=0).numbers()["inferred_reward"] is None
 
