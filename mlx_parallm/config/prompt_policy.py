@@ -49,6 +49,8 @@ class PromptPPOConfig(Section):
     """Passes over the experiences in one update."""
     batch_size: int = Field(64, ge=LEAST_EXPERIENCES)
     """Experiences in a mini-batch."""
+    update_size: int = Field(256, ge=LEAST_EXPERIENCES)
+    """An update of more experiences goes in parts of about this many, oldest first."""
     buffer_size: int = Field(2048, ge=LEAST_EXPERIENCES)
     """Experiences at which the service updates by itself."""
     min_buffer_size: int = Field(128, ge=LEAST_EXPERIENCES)

@@ -1,10 +1,10 @@
 """PPO over mutations of prompts: `PPOTrainer` owns the two networks, learns from experiences, and saves itself.
 
     act       networks in evaluation mode → a choice: action, log-probability, value, probabilities
-    update    experiences → GAE episode by episode → n_epochs of clipped steps (`losses.ppo`)
+    update    experiences in parts of `update_size` → GAE episode by episode → n_epochs of clipped steps (`losses.ppo`)
 
 Batch normalisation and dropout make the log-probability of an action depend on its mini-batch and its mask. So the
-old log-probabilities (and values) are computed again for each mini-batch, by the networks of before the update, in
+old log-probabilities (and values) are computed again for each mini-batch, by the networks of before the part, in
 training mode and under the mask of the step: the ratio of the first mini-batch is 1. That the action was chosen by an
 older policy, in evaluation mode, is corrected by min(π(a) / μ(a), max_importance), a weight of the advantage
 (arXiv:2110.00641, eq. 3).
@@ -123,28 +123,31 @@ class PPOTrainer:
         config, rate = self.config, self.learning_rate
         for optimizer in self._optimizers:
             optimizer.learning_rate = rate
-        batch = self._batch(experiences)
-        before = ActorCritic(config)  # π_old: the same arrays, which no step changes in place
-        before.update(self.networks.parameters())
-        before.train()
-        self.networks.train()
-        sums, count, first = dict[str, float](), 0, dict[str, float]()
-        for _ in range(config.n_epochs):
-            for rows in self._mini_batches(len(experiences)):
-                metrics = self._step(before, batch, rows)
-                first = first or metrics
-                count += 1
-                for name, value in metrics.items():
-                    sums[name] = sums.get(name, 0.0) + value
-        self._settle(batch.states)
+        steps = list[dict[str, float]]()
+        for rows in parts_of(experiences, config.update_size):
+            steps += self._learn([experiences[row] for row in rows])
+        self._settle(mx.array(np.stack([e.state for e in experiences])))
         self.trained_through = max(self.trained_through, *(e.sequence for e in experiences))
-        result = {name: value / count for name, value in sums.items() if not name.startswith("ratio_")}
-        result |= {"first_ratio": first["ratio_mean"], "first_ratio_error": first["ratio_error"]}
-        result |= {"importance": float(batch.weights.mean()), "learning_rate": rate}
+        means = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        result = {name: value for name, value in means.items() if not name.startswith("ratio_")}
+        result |= {"first_ratio": steps[0]["ratio_mean"], "first_ratio_error": steps[0]["ratio_error"]}
+        result["learning_rate"] = rate
         with self._lock:
             self.history.updates += 1
             self.history.losses.append({name: result[name] for name in LOSSES})
         return result
+
+    def _learn(self, experiences: Sequence[Experience]) -> list[dict[str, float]]:
+        """Take `n_epochs` of clipped steps on these experiences; return the metrics of each."""
+        batch, metrics = self._batch(experiences), list[dict[str, float]]()
+        before = ActorCritic(self.config)  # π_old: the same arrays, which no step changes in place
+        before.update(self.networks.parameters())
+        before.train()
+        self.networks.train()
+        for _ in range(self.config.n_epochs):
+            metrics += [self._step(before, batch, rows) for rows in self._mini_batches(len(experiences))]
+        self._settle(batch.states)
+        return metrics
 
     def _settle(self, states: mx.array) -> None:
         """Set batch normalisation's running statistics to those of all states under the new weights.
@@ -266,7 +269,10 @@ class PPOTrainer:
             if math.isfinite(norms[-1]):
                 optimizer.update(network, clipped)
         mx.eval(self.networks.parameters(), [optimizer.state for optimizer in self._optimizers])
-        return {name: float(value.item()) for name, value in metrics.items()} | {"grad_norm": math.hypot(*norms)}
+        return {name: float(value.item()) for name, value in metrics.items()} | {
+            "grad_norm": math.hypot(*norms),
+            "importance": float(batch.weights[rows].mean()),
+        }
 
     def _objective(self, steps: Steps) -> tuple[mx.array, dict[str, mx.array]]:
         inputs = loss_inputs(self.networks, steps)
@@ -277,7 +283,7 @@ class PPOTrainer:
 
 @dataclass(frozen=True)
 class Batch:
-    """All experiences of an update: arrays [N, …]."""
+    """The experiences of a part: arrays [N, …]."""
 
     states: mx.array
     actions: mx.array  # [N, 1] int32
@@ -287,13 +293,36 @@ class Batch:
     returns: mx.array  # [N]
 
 
+def episodes_of(experiences: Sequence[Experience]) -> list[list[int]]:
+    """Return the rows of each episode in the order of arrival. An experience without `episode_id` is an episode."""
+    episodes: dict[tuple[str | int, int], list[int]] = {}
+    ended: Counter[str | int] = Counter()  # how often an id's episode has ended: then it begins again
+    for row, experience in enumerate(experiences):
+        name: str | int = row if experience.episode_id is None else experience.episode_id
+        episodes.setdefault((name, ended[name]), []).append(row)
+        ended[name] += experience.done
+    return list(episodes.values())
+
+
+def parts_of(experiences: Sequence[Experience], size: int) -> list[list[int]]:
+    """Split rows into parts of about `size`, oldest first, without splitting an episode; none has a single row."""
+    parts, fewest = [list[int]()], 2
+    for rows in episodes_of(experiences):
+        if len(parts[-1]) + len(rows) > size and len(parts[-1]) >= fewest:
+            parts.append([])
+        parts[-1] += rows
+    if len(parts) > 1 and len(parts[-1]) < max(fewest, size // 2):
+        last = parts.pop()
+        parts[-1] += last
+    return [sorted(part) for part in parts]
+
+
 def advantages_of(
     experiences: Sequence[Experience], values: np.ndarray, next_values: np.ndarray, config: PromptPPOConfig
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return advantages and returns, [N] float64 each, by GAE within each episode, in the order of arrival.
 
-    An experience without `episode_id` is an episode of one step. A step that ends its episode's experiences without
-    `done` has γ V of the state after it as part of its reward.
+    A step that ends its episode's experiences without `done` has γ V of the state after it as part of its reward.
 
     Args:
         values: [N], of the states. next_values: [N], of the states after them.
@@ -301,14 +330,9 @@ def advantages_of(
     Worked, γ = 1, λ = 0.5, V = 0.5 everywhere: an episode with rewards 0, 1 (done) has δ = [0, 0.5], so advantages
     [0.25, 0.5]; one whose only step has reward 0 and is not done: 0 + 0.5 - 0.5 = 0.
     """
-    episodes: dict[tuple[str | int, int], list[int]] = {}
-    ended: Counter[str | int] = Counter()  # how often an id's episode has ended: then it begins again
-    for row, experience in enumerate(experiences):
-        name: str | int = row if experience.episode_id is None else experience.episode_id
-        episodes.setdefault((name, ended[name]), []).append(row)
-        ended[name] += experience.done
-    order = np.array([row for rows in episodes.values() for row in rows])
-    last = np.cumsum([len(rows) for rows in episodes.values()]) - 1
+    episodes = episodes_of(experiences)
+    order = np.array([row for rows in episodes for row in rows])
+    last = np.cumsum([len(rows) for rows in episodes]) - 1
     rewards = np.array([e.reward for e in experiences], np.float64)[order]
     for position in last:
         row = order[position]

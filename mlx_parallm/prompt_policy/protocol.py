@@ -96,16 +96,21 @@ class RolloutBody(MutateBody):
 
 
 class PolicyFeedbackBody(Body):
-    """`reward`, or `score` from 1 to 5, which is the reward (score - 1) / 4."""
+    """`reward`, or `score` from 1 to 5, which is the reward (score - 1) / 4. Steps that depend on each other have the
+    same `episode_id`; `next_prompt` is the prompt that the mutation led to, and without it the episode has ended."""
 
     id: Name
     reward: Reward | None = None
     score: float | None = Field(None, ge=SCORES[0], le=SCORES[1])
+    episode_id: Name | None = None
+    next_prompt: Prompt | None = None
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
         if (self.reward is None) == (self.score is None):
             raise RequestError("send 'reward', or 'score' from 1 to 5", param="reward")
+        if self.next_prompt is not None and self.episode_id is None:
+            raise RequestError("'next_prompt' needs the 'episode_id' of the steps that go together", param="episode_id")
         return self
 
     @property

@@ -145,10 +145,11 @@ def _add_rewriting(router: APIRouter, deps: PolicyDeps) -> None:
         """Choose a mutation for a prompt and apply it. Mutations that would change nothing are not chosen."""
         return await rewrite(deps, body)
 
-    @router.post("/feedback")
+    @router.post("/feedback", responses=_ASKS_ANOTHER)
     async def reward_mutation(body: PolicyFeedbackBody) -> StoredAnswer:
         """Reward a mutation. It is on the disk when this answers."""
-        await done(deps.service.reward(body.id, body.value))
+        next_state = None if body.next_prompt is None else (await embed(deps, [body.next_prompt]))[0]
+        await done(deps.service.reward(body.id, body.value, body.episode_id, next_state))
         return StoredAnswer(buffer_size=deps.service.buffer_size)
 
     @router.post("/rollout", responses=_ASKS_ANOTHER | _SCORES)

@@ -129,9 +129,12 @@ class PolicyService:
         """Keep a mutation until its reward comes."""
         return self._store.add_decision(decision)
 
-    def reward(self, decision_id: str, reward: float) -> "Future[Experience]":
-        """Reward an open mutation. The Future raises RefusedError (404): there is none of this id."""
-        return self._store.reward(decision_id, reward)
+    def reward(
+        self, decision_id: str, reward: float, episode_id: str | None = None, next_state: np.ndarray | None = None
+    ) -> "Future[Experience]":
+        """Reward an open mutation. `next_state`: embedding [input_dim] of the prompt after it; None = the episode has
+        ended. The Future raises RefusedError (404): there is none of this id."""
+        return self._store.reward(decision_id, reward, episode_id, next_state)
 
     def update(self) -> "Future[dict[str, float] | None]":
         """Learn from what has come since the last update; None: fewer than `min_buffer_size` experiences."""

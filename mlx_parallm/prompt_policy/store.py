@@ -135,8 +135,11 @@ class ExperienceStore:
 
         return self._submit(write)
 
-    def reward(self, decision_id: str, reward: float) -> "Future[Experience]":
-        """Make an experience of an open decision, an episode of one step. The Future raises RefusedError (404)."""
+    def reward(
+        self, decision_id: str, reward: float, episode_id: str | None = None, next_state: np.ndarray | None = None
+    ) -> "Future[Experience]":
+        """Make an experience of an open decision; without `next_state` its episode has ended. The Future raises
+        RefusedError (404)."""
 
         def write(connection: Connection) -> Experience:
             row = connection.execute(f"SELECT {_DECISION} FROM decisions WHERE id = ?", (decision_id,)).fetchone()
@@ -148,10 +151,12 @@ class ExperienceStore:
                     param="id",
                 )
             connection.execute("DELETE FROM decisions WHERE id = ?", (decision_id,))
-            state, action, next_state, log_prob, value, allowed = row
+            state, action, same, log_prob, value, allowed = row
+            ended = next_state is None
+            after = _vector(same) if next_state is None else next_state
             return _insert(
                 connection,
-                Experience(_vector(state), action, reward, _vector(next_state), True, log_prob, value, _flags(allowed)),
+                Experience(_vector(state), action, reward, after, ended, log_prob, value, _flags(allowed), episode_id),
             )
 
         return self._submit(write)

@@ -11,7 +11,7 @@ from mlx_parallm.errors import CheckpointError
 from mlx_parallm.prompt_policy import Experience, PPOConfig, PPOTrainer
 from mlx_parallm.prompt_policy.experience import Novelty
 from mlx_parallm.prompt_policy.networks import PolicyNetwork, ValueNetwork
-from mlx_parallm.prompt_policy.ppo import advantages_of
+from mlx_parallm.prompt_policy.ppo import advantages_of, parts_of
 from tests.prompt_policy.helpers import SIZE, experience, vector
 
 SMALL = PPOConfig(input_dim=SIZE, hidden_dim=8, min_buffer_size=8, batch_size=8, n_epochs=2)
@@ -72,6 +72,28 @@ def test_an_id_that_is_used_again_after_its_end_is_another_episode() -> None:
     assert advantages.tolist() == [0.0, 0.5, 1.0]
 
 
+def test_an_update_goes_in_parts_of_whole_episodes() -> None:
+    """Episodes of rows 0+2+5, 1, 3, 4, 6: size 3 takes 0+2+5, then 1+3+4, and 6 is too few for a part of its own."""
+    names = ("a", None, "a", None, None, "a", None)
+    steps = [experience(n, episode_id=name, done=n not in (0, 2)) for n, name in enumerate(names)]
+    assert parts_of(steps, 3) == [[0, 2, 5], [1, 3, 4, 6]]
+    assert parts_of(steps, 2) == [[0, 2, 5], [1, 3], [4, 6]]
+    assert parts_of(steps, 100) == [list(range(7))]
+    assert [len(part) for part in parts_of([experience(n) for n in range(1000)], 256)] == [256, 256, 256, 232]
+
+
+def test_the_second_part_is_judged_by_what_the_first_has_taught() -> None:
+    """Two parts of one update are two updates, but for the running statistics that are taken of all at the end."""
+    one, other, steps = (*(PPOTrainer(SMALL.model_copy(update={"update_size": 16})) for _ in range(2)), trained(1))
+    together = one.update(steps)
+    apart = [other.update(steps[:16]), other.update(steps[16:])]
+    for name in ("policy_loss", "value_loss", "importance", "grad_norm"):
+        assert together[name] == pytest.approx((apart[0][name] + apart[1][name]) / 2, rel=1e-5), name
+    assert together["first_ratio"] == apart[0]["first_ratio"]
+    weights = [trainer.networks.policy.head.weight for trainer in (one, other)]
+    assert np.array_equal(np.array(weights[0]), np.array(weights[1]))
+
+
 def test_the_policy_that_acts_is_the_one_that_was_optimised() -> None:
     """Without dropout, on the experiences of the update: the same probabilities as in training mode, but for the
     factor 256 / 255 that MLX takes the running variance with."""
@@ -101,6 +123,22 @@ def test_it_learns_what_pays_and_the_learning_rate_falls() -> None:
     assert rates == pytest.approx([1e-2, 1e-2, 9e-3])
     actions = np.array(trainer.networks.act(mx.array(np.stack([e.state for e in unseen])), None)[0])
     assert np.mean(actions == [e.state[0] > 0 for e in unseen]) > 0.8  # 0.5 is chance of the two that pay
+
+
+def test_a_reward_reaches_the_steps_that_led_to_it() -> None:
+    """Two steps: action 0 of the first leads to a prompt whose step pays 1, whatever is chosen there."""
+    trainer = PPOTrainer(SMALL.model_copy(update={"learning_rate": 1e-2, "n_epochs": 8, "dropout": 0.0}))
+    start, paying, other, rng = vector(0), vector(1), vector(2), np.random.default_rng(0)
+    steps, log_prob = [], float(np.log(0.2))
+    for number in range(128):
+        first, second = rng.integers(5, size=2).tolist()
+        middle = paying if first == 0 else other
+        steps += [
+            Experience(start, first, 0.0, middle, False, log_prob, 0.0, episode_id=str(number)),
+            Experience(middle, second, float(first == 0), middle, True, log_prob, 0.0, episode_id=str(number)),
+        ]
+    trainer.update(steps)
+    assert np.exp(np.array(trainer.networks.policy(mx.array(start[None]))))[0, 0] > 0.35
 
 
 def test_a_masked_action_is_never_chosen_and_no_nan_comes_of_it() -> None:

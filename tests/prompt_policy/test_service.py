@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from mlx_parallm.errors import CheckpointError, StoreError
 from mlx_parallm.prompt_policy import service
 from mlx_parallm.prompt_policy.app import PromptPolicyServer
+from mlx_parallm.prompt_policy.embeddings import HashedEmbedder
 from mlx_parallm.prompt_policy.store import ExperienceStore
 from scripts.soak.fuzz_openapi import fuzz, policy_server
 from tests.prompt_policy.helpers import SIZE, SMALL, experience_body, serving, small_config, vector
@@ -63,6 +65,7 @@ def test_the_routes_of_the_specification(tmp_path: Path) -> None:
         ("/load", {"path": "nothing"}, 404, "File not found"),
         ("/feedback", {"id": "nobody", "reward": 1}, 404, "there is no open mutation 'nobody'"),
         ("/feedback", {"id": "nobody"}, 400, "send 'reward', or 'score' from 1 to 5"),
+        ("/feedback", {"id": "nobody", "reward": 1, "next_prompt": "Go on."}, 400, "needs the 'episode_id'"),
         ("/mutate", {"prompt": "\ud800"}, 400, "prompt"),
         ("/mutate", {"prompt": "a", "mutation": "shout"}, 400, "there is no mutation 'shout'"),
         ("/embed", {"input": ["a" * 20_000] * 21}, 400, "'input' has 420000 characters"),
@@ -97,6 +100,20 @@ def test_a_mutation_and_its_reward(tmp_path: Path) -> None:
         assert careful["uncertainty"] > 0.5
         nothing = client.post("/mutate", json={"prompt": "Sort: ba", "mutation": "context-reduction"}).json()
         assert nothing["id"] is None and "would change it" in nothing["change_description"]
+
+
+def test_steps_of_an_episode_are_kept_with_what_they_led_to(tmp_path: Path) -> None:
+    with serving(tmp_path) as client:
+        ids = [client.post("/mutate", json={"prompt": POLITE}).json()["id"] for _ in range(2)]
+        step = {"reward": 0, "episode_id": "e"}
+        assert client.post("/feedback", json={"id": ids[0], **step, "next_prompt": "Sort it."}).status_code == 200
+        assert client.post("/feedback", json={"id": ids[1], **step}).status_code == 200
+    kept = ExperienceStore(tmp_path / "experiences.sqlite", SIZE, 5, open_decisions=9, added=print)
+    first, last = kept.unused()
+    kept.close()
+    assert (first.episode_id, first.done, last.episode_id, last.done) == ("e", False, "e", True)
+    [after] = HashedEmbedder(SIZE).embed(["Sort it."])
+    assert np.array_equal(first.next_state, after) and not np.array_equal(first.state, after)
 
 
 def test_restart_goes_on_where_it_stood(tmp_path: Path) -> None:

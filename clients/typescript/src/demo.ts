@@ -57,7 +57,7 @@ async function full({ port, python, directory }: Options): Promise<void> {
     serverArguments: ['--set', 'prompt_policy.ppo.learning_rate=1e-3'],
   })
   const rl = trainer.getInterface()
-  trainer.setRewardModel((prompt, { mutation_type }) => sampleReward(prompt, mutation_type ?? null) + NOISE * (Math.random() * 2 - 1))
+  trainer.setRewardModel((prompt, { mutationType }) => sampleReward(prompt, mutationType ?? null) + NOISE * (Math.random() * 2 - 1))
   await trainer.start()
   console.log(`the service answers at ${rl.http.baseURL}; the rewards are made up, all else is real`)
   try {
@@ -78,8 +78,8 @@ async function full({ port, python, directory }: Options): Promise<void> {
 async function report(trainer: RLTrainer): Promise<void> {
   const rewards = []
   for (const prompt of SAMPLE_PROMPTS) {
-    const { mutation_type } = await trainer.getInterface().mutate(prompt, { deterministic: true })
-    rewards.push(sampleReward(prompt, mutation_type ?? null))
+    const { mutationType } = await trainer.getInterface().mutate(prompt, { deterministic: true })
+    rewards.push(sampleReward(prompt, mutationType ?? null))
   }
   console.log(`the likeliest mutations get ${shown(mean(rewards))} (best 0.900, by chance 0.400)`)
 }

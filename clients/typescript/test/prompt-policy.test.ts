@@ -11,7 +11,9 @@ import {
   AuthenticationError,
   BadRequestError,
   ConnectionError,
+  type Environment,
   MUTATION_TYPES,
+  type Mutated,
   ParallmError,
   RLInterface,
   RLTrainer,
@@ -83,7 +85,7 @@ test('the service, chosen from and taught', { skip: NO_SERVER }, async (t) => {
   await t.test('rewriting and its reward', async () => {
     const prompt = 'Could you please sort this list and then print it, thank you?'
     const mutated = await rl.mutate(prompt, { mutation: 'context-reduction' })
-    assert.equal(mutated.mutation_type, 'context-reduction')
+    assert.equal(mutated.mutationType, 'context-reduction')
     assert(mutated.prompt.length < prompt.length && mutated.id !== null)
     const { bufferSize } = await rl.feedback(mutated.id, { score: 5 })
     await assert.rejects(rl.feedback(mutated.id, 0.5), { name: /ConflictError|NotFoundError/ })
@@ -98,7 +100,40 @@ test('the service, chosen from and taught', { skip: NO_SERVER }, async (t) => {
     const episode = await rl.trainEpisode([prompt, 'Write a poem.'], 3)
     assert.deepEqual([episode.steps, seen], [3, [prompt, 'Write a poem.', prompt]])
     const stats = await rl.getStats()
-    assert('buffer_size' in stats && stats.buffer_size === bufferSize + 4)
+    assert('bufferSize' in stats && stats.bufferSize === bufferSize + 4)
+  })
+
+  await t.test('an episode whose steps depend on each other', async () => {
+    const prompts: string[] = []
+    const environment: Environment = {
+      reset: () => 'Write a poem.',
+      step({ prompt, mutationType }) {
+        prompts.push(prompt)
+        const last = prompts.length === 3
+        return { reward: last ? 1 : 0, nextPrompt: last ? null : `${prompts.length}. after ${mutationType}: sort it, please` }
+      },
+    }
+    const before = await rl.getStats()
+    const whole = await rl.trainEpisode(environment, 9)
+    assert.deepEqual(whole, { steps: 3, rewarded: 3, totalReward: 1, avgReward: 1 / 3 })
+    assert.match(prompts[1] ?? '', /after (try-catch-style|expansion|constraint-addition|context-reduction|task-decomposition)/)
+    const between = await rl.getStats()
+    assert('totalEpisodes' in before && 'totalEpisodes' in between)
+    assert.equal(between.totalEpisodes, before.totalEpisodes + 1, 'three steps are one episode')
+    prompts.length = 0
+    assert.equal((await rl.trainEpisode(environment, 2)).steps, 2)
+    const after = await rl.getStats()
+    assert('totalEpisodes' in after)
+    assert.deepEqual([after.totalEpisodes, after.bufferSize], [between.totalEpisodes, between.bufferSize + 2], 'it was cut')
+    const again = { reset: () => 'Write a poem.', step: ({ prompt }: Mutated) => ({ reward: 1, nextPrompt: prompt }) }
+    const rewritten = await rl.trainEpisode(again, 99)
+    assert(rewritten.steps > 1 && rewritten.steps < 9, 'until no mutation would change the prompt')
+    const last = await rl.getStats()
+    assert('totalEpisodes' in last)
+    assert.equal(last.totalEpisodes, after.totalEpisodes + 1)
+    const { id } = await rl.mutate('Write a poem.')
+    assert(id !== null)
+    await assert.rejects(rl.feedback(id, { reward: 1, nextPrompt: 'Write it again.' }), { param: 'episode_id' })
   })
 
   await t.test('experiences of fifty clients at once, an update, a checkpoint that comes back', async () => {
@@ -109,8 +144,8 @@ test('the service, chosen from and taught', { skip: NO_SERVER }, async (t) => {
         new RLInterface({ serverPort: port, apiKey: KEY }).storeExperience(experience(place, { episodeId: `e${place % 7}` })),
       ),
     )
-    assert('buffer_size' in before)
-    assert.equal(Math.max(...stored.map(({ bufferSize }) => bufferSize)), before.buffer_size + 50)
+    assert('bufferSize' in before)
+    assert.equal(Math.max(...stored.map(({ bufferSize }) => bufferSize)), before.bufferSize + 50)
     await assert.rejects(rl.storeExperience(experience(0, { action: 9 })), { param: 'action' })
     await assert.rejects(rl.storeExperience(experience(0, { nextState: [] })), { param: 'next_state' })
     const updated = await rl.update()
@@ -132,7 +167,7 @@ test('the service, chosen from and taught', { skip: NO_SERVER }, async (t) => {
   })
 
   await t.test('a trainer', async () => {
-    trainer.setRewardModel((_, { mutation_type }) => (mutation_type === 'expansion' ? 1 : 0))
+    trainer.setRewardModel((_, { mutationType }) => (mutationType === 'expansion' ? 1 : 0))
     const progress: number[] = []
     const stats = await trainer.train(['Write a poem.', 'Sort the list.'], 8, 5, 4, ({ episodes }) => progress.push(episodes))
     assert.deepEqual([stats.episodes, stats.steps, stats.updates], [8, 40, 1])

@@ -114,7 +114,7 @@ test('a training from Node', { skip: NO_SERVER }, async (t) => {
     const { answers, reward, rewards, mutation } = await rl.rollout('Could you please sort: dbca', { columns: { answer: 'abcd' } })
     assert.equal(answers.length, 2)
     assert.equal(reward, ((rewards[0] ?? 0) + (rewards[1] ?? 0)) / 2)
-    assert(mutation.mutation_type === null || mutation.prompt !== 'Could you please sort: dbca')
+    assert(mutation.mutationType === null || mutation.prompt !== 'Could you please sort: dbca')
   })
 
   await t.test('live metrics, control, rollouts, the end', async (t) => {

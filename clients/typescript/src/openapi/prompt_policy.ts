@@ -361,11 +361,16 @@ export interface components {
             allowed?: string[] | null;
             mutation?: string | null;
         };
-        /** @description `reward`, or `score` from 1 to 5, which is the reward (score - 1) / 4. */
+        /**
+         * @description `reward`, or `score` from 1 to 5, which is the reward (score - 1) / 4. Steps that depend on each other have the
+         *     same `episode_id`; `next_prompt` is the prompt that the mutation led to, and without it the episode has ended.
+         */
         PolicyFeedbackBody: {
             id: string;
             reward?: number | null;
             score?: number | null;
+            episode_id?: string | null;
+            next_prompt?: string | null;
         };
         /** @description `stored`: the mean reward was stored as an experience; not where the prompt was left as it is. */
         RolloutAnswer: {

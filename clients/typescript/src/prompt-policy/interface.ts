@@ -1,6 +1,7 @@
 /** `RLInterface`: the prompt policy's service, by the names of its specification. */
 
 import { get, post, type Answer, type Body } from '../api.js'
+import { camel, type Camel } from '../camel.js'
 import {
   APIError,
   AuthenticationError,
@@ -67,24 +68,8 @@ export interface TrainingExperience {
   allowed?: readonly string[]
 }
 
-export interface UpdateResult {
-  policyLoss: number
-  valueLoss: number
-  entropy: number
-  approxKl: number
-  clipFraction: number
-  learningRate: number
-  firstRatio: number
-  experiences: number
-  bufferSize: number
-  updateCount: number
-}
-
-export interface ActionDistribution {
-  probabilities: number[]
-  mutationTypes: string[]
-  uncertainty: number
-}
+export type UpdateResult = Exclude<Camel<Answer<'/update', 'post', paths>>, { message: string }>
+export type ActionDistribution = Camel<Answer<'/get_distribution', 'post', paths>>
 
 export interface Stored {
   stored: boolean
@@ -92,13 +77,34 @@ export interface Stored {
 }
 
 /** A rewritten prompt. `id` is what its reward is sent with; null where the prompt was left as it is. */
-export type Mutated = Answer<'/mutate', 'post', paths>
+export type Mutated = Camel<Answer<'/mutate', 'post', paths>>
 /** A rewritten prompt, what a model answered it, and the rewards. */
-export type RolledOut = Answer<'/rollout', 'post', paths>
-export type RLStats = Answer<'/stats', 'get', paths>
+export type RolledOut = Camel<Answer<'/rollout', 'post', paths>>
+export type RLStats = Camel<Answer<'/stats', 'get', paths>>
 
 /** The reward of a rewriting: higher is better, best between 0 and 1. */
 export type RewardModel = (original: string, mutated: Mutated) => number | Promise<number>
+
+/** A reward, or the score of a person from 1 to 5. */
+export type Feedback = ({ reward: number } | { score: number }) & {
+  /** Steps that depend on each other have the same; without it a step is an episode. */
+  episodeId?: string
+  /** The prompt that the mutation led to; without it the episode has ended. Needs `episodeId`. */
+  nextPrompt?: string
+}
+
+/** A task of several steps: which prompt comes next depends on the mutation that was chosen. */
+export interface Environment {
+  /** Begins an episode: its first prompt. */
+  reset(): string | Promise<string>
+  /** Uses the rewritten prompt: its reward, and the prompt of the next step; null where the episode ends. */
+  step(mutated: Mutated): EnvironmentStep | Promise<EnvironmentStep>
+}
+
+export interface EnvironmentStep {
+  reward: number
+  nextPrompt: string | null
+}
 
 export interface Collected {
   mutated: Mutated
@@ -214,12 +220,17 @@ export class RLInterface {
 
   /** Chooses a mutation and applies it. Send the reward of the new prompt with its `id`: `feedback`. */
   mutate(prompt: string, options: Omit<Body<'/mutate', paths>, 'prompt'> = {}, calls?: CallOptions): Promise<Mutated> {
-    return this.#post('/mutate', { prompt, ...options }, 'refused', calls)
+    return this.#post('/mutate', { prompt, ...options }, 'refused', calls).then(camel)
   }
 
-  /** The reward of a mutation, or the score of a person from 1 to 5. It is on the disk when this returns. */
-  async feedback(id: string, reward: number | { score: number }, calls?: CallOptions): Promise<Stored> {
-    const body = typeof reward === 'number' ? { id, reward } : { id, score: reward.score }
+  /** The reward of a mutation. It is on the disk when this returns. */
+  async feedback(id: string, reward: number | Feedback, calls?: CallOptions): Promise<Stored> {
+    const { episodeId, nextPrompt, ...scored } = typeof reward === 'number' ? { reward } : reward
+    const body = {
+      ...{ id, ...scored },
+      ...(episodeId === undefined ? {} : { episode_id: episodeId }),
+      ...(nextPrompt === undefined ? {} : { next_prompt: nextPrompt }),
+    }
     return toStored(await this.#post('/feedback', body, 'never', calls))
   }
 
@@ -228,9 +239,7 @@ export class RLInterface {
     { allowed, ...calls }: Omit<ActionOptions, 'deterministic'> = {},
   ): Promise<ActionDistribution> {
     const body = { embedding: [...embedding], ...copied('allowed', allowed) }
-    const answer = await this.#post('/get_distribution', body, 'always', calls)
-    const { probabilities, mutation_types: mutationTypes, uncertainty } = answer
-    return { probabilities, mutationTypes, uncertainty }
+    return camel(await this.#post('/get_distribution', body, 'always', calls))
   }
 
   /** The numbers that the policy reads of a prompt, by the service's own embedding. */
@@ -254,20 +263,8 @@ export class RLInterface {
 
   /** Null where there are too few experiences. */
   async update(calls?: CallOptions): Promise<UpdateResult | null> {
-    const answer = await this.#post('/update', undefined, 'never', { timeoutMs: 600_000, ...calls })
-    if ('message' in answer) return null
-    return {
-      policyLoss: answer.policy_loss,
-      valueLoss: answer.value_loss,
-      entropy: answer.entropy,
-      approxKl: answer.approx_kl,
-      clipFraction: answer.clip_fraction,
-      learningRate: answer.learning_rate,
-      firstRatio: answer.first_ratio,
-      experiences: answer.experiences,
-      bufferSize: answer.buffer_size,
-      updateCount: answer.update_count,
-    }
+    const answer = camel(await this.#post('/update', undefined, 'never', { timeoutMs: 600_000, ...calls }))
+    return 'message' in answer ? null : answer
   }
 
   /** Who rewards a rewriting: your task, a model, a person. Without one it is the service's own reward model (`score`). */
@@ -290,25 +287,48 @@ export class RLInterface {
     options: Omit<Body<'/rollout', paths>, 'prompt'> = {},
     calls?: CallOptions,
   ): Promise<RolledOut> {
-    return this.#post('/rollout', { prompt, ...options }, 'never', { timeoutMs: 600_000, ...calls })
+    return this.#post('/rollout', { prompt, ...options }, 'never', { timeoutMs: 600_000, ...calls }).then(camel)
   }
 
-  /** Rewrites `maxSteps` of the prompts, one after another and from the first again, each rewarded on its own. */
-  async trainEpisode(prompts: readonly string[], maxSteps: number, calls?: CallOptions): Promise<EpisodeResult> {
-    if (prompts.length === 0) throw new ParallmError('an episode needs prompts')
-    let totalReward = 0
-    let rewarded = 0
+  /**
+   * At most `maxSteps` steps. Of prompts: one after another and from the first again, each rewarded on its own by the
+   * reward model. Of an environment: each step's prompt follows from the step before, and the policy learns from the
+   * rewards of later steps too; the episode also ends where no mutation would change the prompt.
+   */
+  async trainEpisode(
+    source: readonly string[] | Environment,
+    maxSteps: number,
+    calls?: CallOptions,
+  ): Promise<EpisodeResult> {
+    if ('reset' in source) return this.#playEpisode(source, maxSteps, calls)
+    if (source.length === 0) throw new ParallmError('an episode needs prompts')
+    const rewards: number[] = []
     for (let step = 0; step < maxSteps; step++) {
-      const { reward } = await this.collectExperience(prompts[step % prompts.length] as string, calls)
-      totalReward += reward ?? 0
-      rewarded += reward === null ? 0 : 1
+      const { reward } = await this.collectExperience(source[step % source.length] as string, calls)
+      if (reward !== null) rewards.push(reward)
     }
-    return { steps: maxSteps, rewarded, totalReward, avgReward: rewarded === 0 ? null : totalReward / rewarded }
+    return episodeResult(maxSteps, rewards)
+  }
+
+  async #playEpisode(environment: Environment, maxSteps: number, calls?: CallOptions): Promise<EpisodeResult> {
+    const rewards: number[] = []
+    let mutated: Mutated | null = await this.mutate(await environment.reset(), {}, calls)
+    const episodeId = mutated.id ?? ''
+    while (mutated !== null && mutated.id !== null && rewards.length < maxSteps) {
+      const { reward, nextPrompt }: EnvironmentStep = await environment.step(mutated)
+      const cut = rewards.length + 1 === maxSteps
+      const next: Mutated | null = nextPrompt === null || cut ? null : await this.mutate(nextPrompt, {}, calls)
+      const goesOn = nextPrompt !== null && (cut || next?.id !== null) // else nothing is chosen any more
+      await this.feedback(mutated.id, { reward, episodeId, ...(goesOn ? { nextPrompt } : {}) }, calls)
+      rewards.push(reward)
+      mutated = next
+    }
+    return episodeResult(rewards.length, rewards)
   }
 
   /** Numbers so far, or a `message` before the first experience. */
   getStats(calls?: CallOptions): Promise<RLStats> {
-    return get<'/stats', paths>(this.http, '/stats', {}, calls)
+    return get<'/stats', paths>(this.http, '/stats', {}, calls).then(camel)
   }
 
   // ------------------------------------------------------------------ checkpoints
@@ -351,6 +371,12 @@ function toAction(answer: Answer<'/select_action', 'post', paths>): RLAction {
 
 function toStored({ stored, buffer_size }: Answer<'/feedback', 'post', paths>): Stored {
   return { stored: stored === true, bufferSize: buffer_size }
+}
+
+function episodeResult(steps: number, rewards: readonly number[]): EpisodeResult {
+  const totalReward = rewards.reduce((sum, reward) => sum + reward, 0)
+  const rewarded = rewards.length
+  return { steps, rewarded, totalReward, avgReward: rewarded === 0 ? null : totalReward / rewarded }
 }
 
 function copied(key: 'allowed', values: readonly string[] | undefined): { allowed?: string[] } {

@@ -1,6 +1,13 @@
 /** `RLTrainer`: episodes until the policy has learned. */
 
-import { RLInterface, type EpisodeResult, type RLConfig, type RewardModel, type UpdateResult } from './interface.js'
+import {
+  RLInterface,
+  type Environment,
+  type EpisodeResult,
+  type RLConfig,
+  type RewardModel,
+  type UpdateResult,
+} from './interface.js'
 
 export interface TrainingStats {
   episodes: number
@@ -41,7 +48,7 @@ export class RLTrainer {
 
   /** An update after every `updateInterval` episodes and one at the end, where there are enough experiences. */
   async train(
-    prompts: readonly string[],
+    source: readonly string[] | Environment,
     numEpisodes = 100,
     episodeLength = 5,
     updateInterval = 10,
@@ -49,9 +56,8 @@ export class RLTrainer {
   ): Promise<TrainingStats> {
     const stats: TrainingStats = emptyStats()
     for (let number = 1; number <= numEpisodes; number++) {
-      const first = ((number - 1) * episodeLength) % Math.max(1, prompts.length)
-      const turned = [...prompts.slice(first), ...prompts.slice(0, first)]
-      const episode = await this.#rl.trainEpisode(turned, episodeLength)
+      const from = (number - 1) * episodeLength
+      const episode = await this.#rl.trainEpisode('reset' in source ? source : turned(source, from), episodeLength)
       count(stats, episode)
       if (number % updateInterval === 0 || number === numEpisodes) {
         const result = await this.#rl.update()
@@ -68,6 +74,12 @@ export class RLTrainer {
   stop(): Promise<void> {
     return this.#rl.stopServer()
   }
+}
+
+/** The prompts from this one on, and then those before it. */
+function turned(prompts: readonly string[], from: number): string[] {
+  const first = from % Math.max(1, prompts.length)
+  return [...prompts.slice(first), ...prompts.slice(0, first)]
 }
 
 export function emptyStats(): TrainingStats {
