@@ -127,7 +127,7 @@ def test_it_learns_what_pays_and_the_learning_rate_falls() -> None:
 
 def test_a_reward_reaches_the_steps_that_led_to_it() -> None:
     """Two steps: action 0 of the first leads to a prompt whose step pays 1, whatever is chosen there."""
-    trainer = PPOTrainer(SMALL.model_copy(update={"learning_rate": 1e-2, "n_epochs": 8, "dropout": 0.0}))
+    trainer = PPOTrainer(SMALL.model_copy(update={"learning_rate": 1e-2, "n_epochs": 8, "batch_size": 64}))
     start, paying, other, rng = vector(0), vector(1), vector(2), np.random.default_rng(0)
     steps, log_prob = [], float(np.log(0.2))
     for number in range(128):
