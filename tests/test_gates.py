@@ -24,7 +24,7 @@ LINES: dict[str, int] = {
     "cli": 1560,
     "config": 2_240,
     "dashboard": 1380,
-    "distributed": 880,
+    "distributed": 890,
     "engine": 5190,
     "environments": 5040,
     "execution": 2650,

@@ -41,7 +41,7 @@ def follow(config: Config, ranks: Ranks, stop: threading.Event, serve: Callable[
         stop: asks rank 0 to end the run.
         serve: makes the engine's surroundings, without HTTP.
 
-    Raises RankLostError, ModelError.
+    Raises RankLostError, ModelError, EngineUnavailableError.
     """
     assert isinstance(ranks, JoinedRanks)
     task = ranks.next_task(stop)
@@ -109,6 +109,8 @@ class Follower:
             self._trainer.train_step(task.batch, position=task.position, should_stop=self._stop.is_set)
         self._step = task.batch.step
         self._ranks.check()
+        if self._weights is not None:
+            self._serving.check()
 
     def _publish(self, version: int) -> None:
         agree(self._ranks, self._trainer, compared="weights.")

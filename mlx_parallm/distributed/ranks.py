@@ -210,6 +210,9 @@ class JoinedRanks(Ranks):
         if self.lost:
             return None
         mx.eval(arrays)
+        # While MLX's ring waits for the other ranks it takes a core from them, so it begins when all are ready.
+        if self.exchange(None) is None:
+            return None
         running, gone_at = self._collectives.run(lambda: _sums(arrays, self._group)), None
         while True:
             try:

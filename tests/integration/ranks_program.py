@@ -47,9 +47,10 @@ def dies(ranks: JoinedRanks) -> dict[str, object]:
 
 
 def vanishes(ranks: JoinedRanks) -> dict[str, object]:
-    """Rank 1 gives up its connection to rank 0 only: MLX's collective waits for ever."""
+    """Rank 1 gives up its connection to rank 0 when the collective begins: MLX waits for ever."""
     distributed.GRACE_S = 1.0
     if ranks.rank == 1:
+        ranks.exchange(None)
         for end in (*ranks._watched, *ranks._connections):
             end.close()
         threading.Event().wait()

@@ -215,6 +215,26 @@ def test_a_launch_of_two_trains_as_one_process_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_deterministic_run_of_two_ranks_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    whole, halves = write_config(tmp_path, steps=4, runs=tmp_path / "whole").read_text(), tmp_path / "halves"
+    (tmp_path / "whole.toml").write_text(whole)
+    config = write_config(tmp_path, steps=4, runs=halves)
+    runs = [
+        train_with_ranks(tmp_path / "whole.toml", "--ranks", "2"),
+        train_with_ranks(config, "--ranks", "2", "--set", "rl_training.total_steps=2"),
+        train_with_ranks(config, "--ranks", "2", "--resume", "auto"),
+    ]
+    assert [run.returncode for run in runs] == [0, 0, 0], runs[-1].stderr
+    first, second = (lines_of(directory / "run") for directory in (tmp_path / "whole", halves))
+    assert len(first) == len(second) == 4
+    for ours, theirs in zip(first, second, strict=True):
+        for name in ("loss", "grad_norm", "entropy", "reward_mean", "tokens", "update_norm", "policy_version"):
+            assert ours[name] == theirs[name], (ours["step"], name)
+    adapters = [dict(mx.load(str(run / "run/final/adapters.safetensors"))) for run in (tmp_path / "whole", halves)]
+    assert all(mx.array_equal(array, adapters[1][name]).item() for name, array in adapters[0].items())
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_run_goes_on_without_a_rank_that_was_killed(tmp_path: Path, killed: int) -> None:
     """kill -9 in the middle of a run of two: the other one goes on from the checkpoint, and no group is lost, or
