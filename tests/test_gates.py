@@ -44,7 +44,7 @@ LINES: dict[str, int] = {
     "rollout_store": 1290,
     "server": 6930,
     "system": 1180,
-    "tinker": 4_220,
+    "tinker": 4_300,
     "tools": 2830,
     "traces": 5_390,
     "trl": 1250,

@@ -18,6 +18,7 @@ from mlx_parallm.types import Rollout
 
 TARGETS = "target_tokens"
 MAX_TARGETS = 1024  # of one position
+PAYS_FROM = 2  # datums with the same prompt, on average: its forward pass is one more
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,65 @@ class DatumBatch:
         """A column in the shapes of the datums' targets, [N] or [N, K] each."""
         parts = np.split(column, self.starts[1:-1])
         return [part.reshape(datum.inputs[TARGETS].shape) for part, datum in zip(parts, self.data, strict=True)]
+
+
+@dataclass(frozen=True)
+class PromptSplit:
+    """A batch of answers to few prompts, in two parts: what is trained, and the prompts, which are scored once each.
+
+    Attributes:
+        sequences, loss: the datums from their first position on that changes the loss; those that have one.
+        where: [n] the places of the loss's columns among those of the whole batch.
+        prompts: the distinct beginnings.
+        numbers: of each datum's beginning; -1 = it has none.
+    """
+
+    sequences: tuple[TrainSequence, ...]
+    loss: DatumLoss
+    where: np.ndarray
+    prompts: tuple[TrainSequence, ...]
+    numbers: tuple[int, ...]
+
+    def join(self, trained: np.ndarray, prompts: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """A column of the whole batch from those of the parts. `starts`: the whole batch's."""
+        column = np.empty(starts[-1], np.float32)
+        column[self.where] = trained
+        ends = np.cumsum([0, *(sequence.trained for sequence in self.prompts)])
+        for start, number in zip(starts[:-1], self.numbers, strict=True):
+            if number >= 0:
+                part = prompts[ends[number] : ends[number + 1]]
+                column[start : start + len(part)] = part
+        return column
+
+
+def split_prompts(batch: DatumBatch) -> PromptSplit | None:
+    """None where that would compute no less: prompts that differ, a loss to which each position counts."""
+    kind = batch.loss.kind
+    if not kind.idle or any(sequence.targets_each > 1 for sequence in batch.sequences):
+        return None
+    idle = np.logical_and.reduce([batch.loss.columns[name] == 0 for name in kind.idle])
+    found: dict[tuple[bytes, bytes], int] = {}
+    prompts, trained, where, numbers = list[TrainSequence](), list[TrainSequence](), list[np.ndarray](), list[int]()
+    leading = 0
+    for datum, start, stop in zip(batch.data, batch.starts[:-1], batch.starts[1:], strict=True):
+        busy = np.flatnonzero(~idle[start:stop])
+        length = int(busy[0]) if len(busy) else int(stop - start)
+        targets = datum.inputs[TARGETS][:length]
+        key = (datum.tokens[:length].tobytes(), targets.tobytes())
+        if length and key not in found:
+            found[key] = len(prompts)
+            prompts.append(_sequence(datum, slice(0, length)))
+        numbers.append(found[key] if length else -1)
+        leading += length
+        if len(busy):
+            trained.append(_sequence(datum, slice(length, None)))
+            where.append(np.arange(start + length, stop))
+    if not trained or leading < PAYS_FROM * sum(sequence.trained for sequence in prompts) or not leading:
+        return None
+    places = np.concatenate(where)
+    columns = {name: column[places] for name, column in batch.loss.columns.items()}
+    loss = DatumLoss(kind, batch.loss.settings, columns, batch.loss.datums[places])
+    return PromptSplit(tuple(trained), loss, places, tuple(prompts), tuple(numbers))
 
 
 def read_batch(request: ForwardBackward, limits: DatumLimits) -> DatumBatch:
@@ -121,9 +181,10 @@ def _input(inputs: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     return inputs[name] if name in inputs else np.ones(inputs[TARGETS].shape, np.float32)
 
 
-def _sequence(datum: Datum) -> TrainSequence:
-    targets = datum.inputs[TARGETS].astype(np.int32)
-    tokens = (*datum.tokens.tolist(), 0)
-    count = len(tokens)
-    rollout = Rollout(tokens, (0, *(1,) * (count - 1)), None, (), temperature=1.0, scores={})
+def _sequence(datum: Datum, scored: slice = slice(None)) -> TrainSequence:
+    """The datum up to the end of the positions `scored`, which alone have columns."""
+    start, stop, _ = scored.indices(len(datum.tokens))
+    targets = datum.inputs[TARGETS][:stop].astype(np.int32)
+    tokens = (*datum.tokens[:stop].tolist(), 0)
+    rollout = Rollout(tokens, (*(0,) * (start + 1), *(1,) * (stop - start)), None, (), temperature=1.0, scores={})
     return TrainSequence(rollout, (), fresh=False, targets=targets)

@@ -7,7 +7,7 @@ requests have added up. Requests of different models take turns in the order in 
 import copy
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,18 +21,21 @@ from mlx_parallm.config.training import LoraConfig, RLTrainingConfig
 from mlx_parallm.errors import EngineUnavailableError, RequestError
 from mlx_parallm.losses.types import LossOutputs
 from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.blockwise import Scores
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import linear_layers, linear_shape
 from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.step.algorithms import Algorithm
+from mlx_parallm.rl_training.step.batch import TrainSequence
+from mlx_parallm.rl_training.step.collate import MicroBatch
 from mlx_parallm.rl_training.step.optimizer import AdamWSettings
 from mlx_parallm.rl_training.step.policy import read_tensors
 from mlx_parallm.rl_training.step.prepare import StepTokens
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.system.turns import Turns
-from mlx_parallm.tinker.data import DatumBatch, DatumLimits
+from mlx_parallm.tinker.data import DatumBatch, DatumLimits, split_prompts
 
 T = TypeVar("T")
 LORA_ALPHA = 32.0  # Tinker's API has no alpha; its documentation gives 32 for every rank
@@ -170,9 +173,7 @@ class LearnedModel:
     def forward(self, batch: DatumBatch) -> Output:
         """The loss and the log-probabilities; nothing is differentiated."""
         logprobs, losses = np.zeros(len(batch.loss.datums), np.float32), []
-        rows = range(len(batch.sequences))
-        for micro_batch in self._trainer.collate(batch.sequences, rows, together=1).micro_batches:
-            scores = self._trainer.model.score(micro_batch.token_batch())
+        for micro_batch, scores in self._scored(batch.sequences):
             value, _ = batch.loss.objective(micro_batch)(*scores)
             losses.append(scalar(value))
             logprobs[micro_batch.columns] = np.array(scores[0])
@@ -183,13 +184,14 @@ class LearnedModel:
 
         Raises RequestError: the loss is not finite.
         """
-        trainer, before = self._trainer, self._trainer.gradients
-        unknown = np.full(len(batch.loss.datums), np.nan, np.float32)
+        trainer, before, split = self._trainer, self._trainer.gradients, split_prompts(batch)
+        part, prompts = (batch, None) if split is None else (split, self._scores(split.prompts))
+        unknown = np.full(len(part.loss.datums), np.nan, np.float32)
         trainer.step_tokens = StepTokens({"trainer_logprobs": unknown, "entropies": unknown.copy()})
         added = False
         try:
-            mini_batch = trainer.collate(batch.sequences, range(len(batch.sequences)), together=1)
-            sums = trainer.accumulate(mini_batch, batch.loss)
+            mini_batch = trainer.collate(part.sequences, range(len(part.sequences)), together=1)
+            sums = trainer.accumulate(mini_batch, part.loss)
             assert sums is not None, "nothing asks to stop"
             loss = sums.totals["loss"]
             if not math.isfinite(loss):
@@ -201,8 +203,22 @@ class LearnedModel:
             tokens, trainer.step_tokens = trainer.step_tokens, None
             if not added:
                 trainer.gradients = before
-        logprobs, entropies = (batch.by_datum(tokens.columns[name]) for name in ("trainer_logprobs", "entropies"))
-        return Output(logprobs, loss, entropies)
+        columns = [tokens.columns[name] for name in ("trainer_logprobs", "entropies")]
+        if split is not None and prompts is not None:
+            columns = [split.join(own, of, batch.starts) for own, of in zip(columns, prompts, strict=True)]
+        return Output(batch.by_datum(columns[0]), loss, batch.by_datum(columns[1]))
+
+    def _scored(self, sequences: Sequence[TrainSequence]) -> Iterator[tuple[MicroBatch, Scores]]:
+        """Micro-batches with log-probabilities and entropies of their targets; nothing is differentiated."""
+        for micro_batch in self._trainer.collate(sequences, range(len(sequences)), together=1).micro_batches:
+            yield micro_batch, self._trainer.model.score(micro_batch.token_batch())
+
+    def _scores(self, sequences: Sequence[TrainSequence]) -> np.ndarray:
+        """[2, n]: log-probabilities and entropies of all targets."""
+        columns = np.empty((2, sum(sequence.trained for sequence in sequences)), np.float32)
+        for micro_batch, scores in self._scored(sequences):
+            columns[:, micro_batch.columns] = np.array(scores)
+        return columns
 
     def optim_step(self, settings: AdamWSettings, learning_rate: float) -> Applied:
         """One AdamW update, which uses the gradients up. Raises RequestError: they are not finite; nothing changed."""

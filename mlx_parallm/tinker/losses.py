@@ -38,12 +38,13 @@ REFUSED = {
 @dataclass(frozen=True)
 class LossKind:
     """`inputs`: what each datum must bring, beside target_tokens; `optional`: what it may. `settings`: keys of the
-    configuration and their defaults, None = must be sent."""
+    configuration and their defaults, None = must be sent. `idle`: where these are 0 a position changes nothing."""
 
     function: Callable[[mx.array, Columns, Mapping[str, float]], mx.array]
     inputs: tuple[str, ...]
     optional: tuple[str, ...] = ()
     settings: Mapping[str, float | None] | None = None
+    idle: tuple[str, ...] = ()
 
 
 def cross_entropy(lp: mx.array, columns: Columns, settings: Mapping[str, float]) -> mx.array:
@@ -96,17 +97,18 @@ def _ratio(lp: mx.array, columns: Columns) -> mx.array:
     return mx.exp(mx.where(columns["advantages"] != 0, lp - columns["logprobs"], 0.0))
 
 
-_POLICY = ("logprobs", "advantages")
+_POLICY, _IDLE = ("logprobs", "advantages"), ("advantages",)
 LOSSES: Mapping[str, LossKind] = {
-    "cross_entropy": LossKind(cross_entropy, (), ("weights",)),
-    "importance_sampling": LossKind(importance_sampling, _POLICY),
-    "ppo": LossKind(ppo, _POLICY, settings={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
-    "cispo": LossKind(cispo, _POLICY, settings={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    "cross_entropy": LossKind(cross_entropy, (), ("weights",), idle=("weights",)),
+    "importance_sampling": LossKind(importance_sampling, _POLICY, idle=_IDLE),
+    "ppo": LossKind(ppo, _POLICY, settings={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, idle=_IDLE),
+    "cispo": LossKind(cispo, _POLICY, settings={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, idle=_IDLE),
     "dro": LossKind(dro, _POLICY, settings={"beta": 0.05}),
     "gspo": LossKind(
         gspo,
         (*_POLICY, "sequence_ratio_mask"),
         settings={"clip_low_threshold": None, "clip_high_threshold": None},
+        idle=("advantages", "sequence_ratio_mask"),
     ),
 }
 

@@ -38,11 +38,12 @@ LOOP_CONFIG = """
 base_path = "builtin:tiny"
 [server]
 batch_size = 128
+max_concurrent_requests = 1024
 [rl_training]
 algorithm = "importance_sampling"
 total_steps = {steps}
 learning_rate = 1e-3
-batch_size = 128
+batch_size = {samples}
 token_budget = 8192
 blocks_per_eval = 0
 max_staleness = {staleness}
@@ -55,16 +56,17 @@ seed = {seed}
 rank = 16
 alpha = 32.0
 [rl_training.atropos]
-rollout_batch_size = 128
+rollout_batch_size = {samples}
 max_token_length = 64
 [evaluation]
 problems = 0
 [[environments]]
 kind = "tasks"
 name = "sum"
-group_size = 8
+group_size = {group_size}
 max_tokens = 8
 """
+GROUPS = 16  # of a step
 
 
 def data(seed):
@@ -189,7 +191,8 @@ async def samples(url):
 
 def loop_config(folder, options, seed):
     """The configuration file of `mlx_parallm_train`: the same work as JOB.json below describes for the loop."""
-    text = LOOP_CONFIG.format(folder=folder, seed=seed, steps=options.steps, staleness=options.staleness)
+    values = {"samples": GROUPS * options.group_size, "group_size": options.group_size}
+    text = LOOP_CONFIG.format(folder=folder, seed=seed, steps=options.steps, staleness=options.staleness, **values)
     (folder / "train.toml").write_text(text)
     return folder / "train.toml"
 
@@ -199,8 +202,7 @@ def job(config, steps):
     training, (environment,) = config.rl_training, config.environments
     (source,) = build_sources(config.environments, seed=training.seed)
     tokenizer = load_tokenizer(TINY, config.model)
-    groups = training.atropos.rollout_batch_size // environment.group_size
-    tasks = [[source.task(groups * step + i) for i in range(groups)] for step in range(steps)]
+    tasks = [[source.task(GROUPS * step + i) for i in range(GROUPS)] for step in range(steps)]
     problems = [[{"prompt": tokenizer.render_chat(t.messages), "answer": t.answer} for t in each] for each in tasks]
     adam = {"beta1": training.adam_beta1, "beta2": training.adam_beta2, "eps": training.adam_eps}
     adam |= {"learning_rate": training.learning_rate, "grad_clip_norm": training.max_grad_norm}
@@ -267,6 +269,9 @@ def main():
     parser.add_argument("--seeds", type=int, default=3, help="loop: runs of each side")
     parser.add_argument("--seed", type=int, default=0, help="loop: the first one's")
     parser.add_argument("--steps", type=int, default=40, help="loop")
+    parser.add_argument(
+        "--group-size", type=int, default=8, help=f"loop: samples of each of the {GROUPS} prompts of a step"
+    )
     parser.add_argument("--staleness", type=int, choices=(0, 1), default=0, help="loop: steps that sampling is ahead")
     options = parser.parse_args()
     if options.what == "loop":

@@ -50,14 +50,15 @@ class Recipe:
 
 MATH = "env=arithmetic group_size=8 groups_per_batch=12 learning_rate=5e-4 max_tokens=5 "
 LEARN = "env=arithmetic group_size=8 groups_per_batch=12 learning_rate=1e-3 max_tokens=5 save_every=0 eval_every=0 "
+SAMPLED = "loss_fn=importance_sampling "  # the default until cookbook 0.6, whose own is not published
 STREAM = "stream_minibatch_config.groups_per_batch=12 stream_minibatch_config.num_minibatches=2 "
 ROWS = "learning_rate=2e-3 save_every=0 "
 RECIPES = {
-    "math_rl": Recipe("math_rl", MATH, REWARD, 6, seeded=True),
-    "math_rl async": Recipe("math_rl", MATH + "max_steps_off_policy=2", REWARD, 6, seeded=True),
+    "math_rl": Recipe("math_rl", MATH + SAMPLED, REWARD, 6, seeded=True),
+    "math_rl async": Recipe("math_rl", MATH + SAMPLED + "max_steps_off_policy=2", REWARD, 6, seeded=True),
     "math_rl streaming, ppo": Recipe("math_rl", MATH + STREAM + "loss_fn=ppo", REWARD, 6, seeded=True),
     "math_rl cispo, post KL": Recipe("math_rl", MATH + "compute_post_kl=True loss_fn=cispo", REWARD, 6, seeded=True),
-    "math_rl from chat_sl": Recipe("math_rl", LEARN, REWARD, 30, start="chat_sl", seeded=True),
+    "math_rl from chat_sl": Recipe("math_rl", LEARN + SAMPLED, REWARD, 30, start="chat_sl", seeded=True),
     "guess_number": Recipe(
         "multiplayer_rl.guess_number", "batch_size=2 group_size=4 max_tokens=8 eval_every=0", REWARD, 2
     ),

@@ -16,7 +16,7 @@ from mlx_parallm.models.loading import load_model
 from mlx_parallm.rl_training.step.collate import MicroBatch
 from mlx_parallm.rl_training.step.optimizer import AdamWSettings
 from mlx_parallm.system.turns import Turns
-from mlx_parallm.tinker.data import DatumBatch, read_batch
+from mlx_parallm.tinker.data import DatumBatch, read_batch, split_prompts
 from mlx_parallm.tinker.learner import LearnedModel, LoraChoice, TinkerLearner
 from mlx_parallm.tinker.losses import DatumLoss
 from mlx_parallm.tinker.wire import read_forward_backward
@@ -251,3 +251,43 @@ def test_a_wrong_datum_is_refused_with_what_would_be_right(
     entry = {"tokens": [4, 5, 6], "target_tokens": [5, 6, 7], "weights": [1.0, 1.0, 1.0]}
     with pytest.raises(RequestError, match=f"datum 1: .*{said}"):
         batch(learner, [entry, entry | change])
+
+
+def answers(loss: str, prompt: int, count: int) -> list[dict[str, Any]]:
+    """Answers of 3 to 5 tokens to one prompt; one answer in four has no advantage."""
+    opening, data = RNG.integers(3, 300, prompt), []
+    for i in range(count):
+        tokens = np.concatenate([opening, RNG.integers(3, 300, 3 + i % 3)])
+        own = np.arange(len(tokens) - 1) >= prompt - 1
+        values = own * (i % 4 != 3) * RNG.normal(size=len(own))
+        logprobs = own * RNG.uniform(-7, -5, len(own))
+        inputs = {"weights": values} if loss == "cross_entropy" else {"advantages": values, "logprobs": logprobs}
+        data.append({"tokens": tokens[:-1], "target_tokens": tokens[1:], **inputs})
+    return data
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling"])
+def test_answers_to_one_prompt_are_what_they_are_one_by_one(learner: TinkerLearner, loss: str) -> None:
+    """The prompt is computed once; log-probabilities of every position and the gradients are those of single datums."""
+    data = [*answers(loss, 20, 6), *answers(loss, 9, 5)]
+    together = batch(learner, data, loss)
+    split = split_prompts(together)
+    assert split is not None and len(split.prompts) == 2 + 2  # the answers without an advantage are scored whole
+    assert sum(sequence.trained for sequence in split.sequences) < 0.3 * len(together.loss.datums)
+    one, many = new(learner), new(learner)
+    out = learner.submit("", lambda: many.forward_backward(together)).result()
+    singles = [batch(learner, [entry], loss) for entry in data]
+    assert all(split_prompts(single) is None for single in singles)
+    expected = [learner.submit("", partial(one.forward_backward, single)).result() for single in singles]
+    assert out.loss == pytest.approx(sum(each.loss for each in expected), rel=1e-5)
+    for got, each in zip(out.logprobs, expected, strict=True):
+        np.testing.assert_allclose(got, each.logprobs[0], atol=2e-5)
+    for got, each in zip(out.entropies, expected, strict=True):
+        np.testing.assert_allclose(got, each.entropies[0], atol=2e-5)
+    a, b = ([np.array(g) for g in model._trainer.gradients or []] for model in (many, one))
+    for got, wanted in zip(a, b, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_a_loss_to_which_every_position_counts_is_computed_whole(learner: TinkerLearner) -> None:
+    assert split_prompts(batch(learner, answers("dro", 20, 6), "dro")) is None
