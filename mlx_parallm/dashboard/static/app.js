@@ -1,5 +1,5 @@
 // The page: where it is (the address), what the server has (one stream), and the view of it.
-import { html, render, useEffect, useRef, useState } from "./ui.js";
+import { html, render, useEffect, useKeys, useRef, useState } from "./ui.js";
 import { follow, get, setKey, takeKey } from "./api.js";
 import { merged, readPlace, writePlace } from "./lib.js";
 import { Overview, KEYS } from "./overview.js";
@@ -114,21 +114,16 @@ function App() {
   useEffect(() => { window.scrollTo(0, 0); }, [place.view, place.rest.join()]);
 
   const step = place.view === "step" ? Number(place.rest[0] ?? (last || 1)) : last || 1;
-  useEffect(() => {
-    const keys = (event) => {
-      if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
-      const to = { 1: writePlace("overview"), 2: writePlace("step", [step]), 3: writePlace("search"), 4: runs?.length > 1 && writePlace("compare"), 5: info?.live && writePlace("chat"), 6: writePlace("heldout"), 7: writePlace("timeline"), 8: info?.live && writePlace("controls"), "/": writePlace("search") }[event.key];
-      if (to) {
-        event.preventDefault();
-        go(to);
-        if (event.key === "/") setTimeout(() => document.getElementById("search-text")?.focus(), 50);
-      } else if (event.key === "[" && step > 1) go(writePlace("step", [step - 1], place.view === "step" ? place.query : {}));
-      else if (event.key === "]" && step < last) go(writePlace("step", [step + 1], place.view === "step" ? place.query : {}));
-      else if (event.key === "?") setHelp(!help);
-      else if (event.key === "Escape") setHelp(false);
-    };
-    addEventListener("keydown", keys);
-    return () => removeEventListener("keydown", keys);
+  useKeys((event) => {
+    const to = { 1: writePlace("overview"), 2: writePlace("step", [step]), 3: writePlace("search"), 4: runs?.length > 1 && writePlace("compare"), 5: info?.live && writePlace("chat"), 6: writePlace("heldout"), 7: writePlace("timeline"), 8: info?.live && writePlace("controls"), "/": writePlace("search") }[event.key];
+    if (to) {
+      event.preventDefault();
+      go(to);
+      if (event.key === "/") setTimeout(() => document.getElementById("search-text")?.focus(), 50);
+    } else if (event.key === "[" && step > 1) go(writePlace("step", [step - 1], place.view === "step" ? place.query : {}));
+    else if (event.key === "]" && step < last) go(writePlace("step", [step + 1], place.view === "step" ? place.query : {}));
+    else if (event.key === "?") setHelp(!help);
+    else if (event.key === "Escape") setHelp(false);
   });
 
   if (lost?.failure.status === 401) return html`<${AskKey} />`;

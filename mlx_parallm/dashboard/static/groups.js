@@ -1,5 +1,5 @@
 // Views 2 and 4: the groups of a step, search over all of them, and one group with its answers side by side.
-import { html, useData, useEffect, useState, Problem, Fragment } from "./ui.js";
+import { html, useData, useEffect, useKeys, useState, Problem, Fragment } from "./ui.js";
 import { get } from "./api.js";
 import { parts, searched, short, visible, writePlace } from "./lib.js";
 
@@ -44,18 +44,13 @@ function GroupList({ groups, found, open, selected }) {
 /** Moves a selection with u and i; Enter opens. */
 function useSelection(count, openNumber) {
   const [selected, setSelected] = useState(-1);
-  useEffect(() => {
-    const keys = (event) => {
-      if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
-      const move = { i: 1, u: -1 }[event.key];
-      if (move && count) {
-        const next = Math.max(0, Math.min(count - 1, selected + move));
-        setSelected(next);
-        document.querySelectorAll(".groups a")[next]?.focus();
-      } else if (event.key === "o" && selected >= 0) openNumber(selected);
-    };
-    addEventListener("keydown", keys);
-    return () => removeEventListener("keydown", keys);
+  useKeys((event) => {
+    const move = { i: 1, u: -1 }[event.key];
+    if (move && count) {
+      const next = Math.max(0, Math.min(count - 1, selected + move));
+      setSelected(next);
+      document.querySelectorAll(".groups a")[next]?.focus();
+    } else if (event.key === "o" && selected >= 0) openNumber(selected);
   });
   return selected;
 }
@@ -155,17 +150,12 @@ export function Group({ run, info, words, id, query, go }) {
   const order = query.order ?? "best";
   const [at, setAt] = useState(-1);
   const rollouts = [...(group?.rollouts ?? [])].sort(BY[order] ?? BY.best);
-  useEffect(() => {
-    const keys = (event) => {
-      if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
-      const move = { j: 1, k: -1 }[event.key];
-      if (!move || !rollouts.length) return;
-      const next = Math.max(0, Math.min(rollouts.length - 1, at + move));
-      setAt(next);
-      document.querySelectorAll(".answer")[next]?.focus();
-    };
-    addEventListener("keydown", keys);
-    return () => removeEventListener("keydown", keys);
+  useKeys((event) => {
+    const move = { j: 1, k: -1 }[event.key];
+    if (!move || !rollouts.length) return;
+    const next = Math.max(0, Math.min(rollouts.length - 1, at + move));
+    setAt(next);
+    document.querySelectorAll(".answer")[next]?.focus();
   });
   if (!group) return html`<${Problem} error=${answer.error} />`;
   const rewards = rollouts.map(({ reward }) => reward), low = Math.min(0, ...rewards), high = Math.max(0, ...rewards);

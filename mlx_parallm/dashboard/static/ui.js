@@ -1,6 +1,6 @@
 // Preact, its hooks and htm under one name, and what every view uses.
 import { h, render, Fragment } from "./vendor/preact.mjs";
-import { useEffect, useMemo, useRef, useState } from "./vendor/hooks.mjs";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.mjs";
 import htm from "./vendor/htm.mjs";
 import { get } from "./api.js";
 
@@ -21,6 +21,19 @@ export function useData(name, query, word) {
     return () => abort.abort();
   }, [asked, word]);
   return state.asked === asked ? state : { ...state, error: null, old: true };
+}
+
+/** `act(event)` for each key that is pressed outside of a field. It knows what is drawn from the moment it is drawn: a
+ * plain effect would come a frame later, and lose a key. */
+export function useKeys(act) {
+  useLayoutEffect(() => {
+    const pressed = (event) => {
+      if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
+      act(event);
+    };
+    addEventListener("keydown", pressed);
+    return () => removeEventListener("keydown", pressed);
+  });
 }
 
 export function Problem({ error }) {
