@@ -40,6 +40,9 @@ class ServerConfig(Section):
     """How running requests' keys and values lie in memory. "rectangle": all rows are as long as the longest. "tokens":
     a row holds its own tokens, and a prompt that several rows share is held once. For long contexts; plain attention
     only (docs/models.md)."""
+    async_scheduling: bool | None = None
+    """Start a decode step before the one before it is read: the device does not wait for Python. Default: on a GPU; off
+    on a CPU, which gains nothing, and when deterministic."""
     api_key: SecretStr | None = None
     """Bearer key of every route but /health. Better: the environment variable MLX_PARALLM_API_KEY, or api_key_file."""
     api_key_file: Path | None = None

@@ -2,6 +2,9 @@
 
     step:  schedule (scheduler.py) → run (model_runner.py: moves, prefill chunk, decode) → postprocess (here) → events
 
+With `async_scheduling` the next step of the same rows is started before this one is read, unless what it does depends
+on what this one gives: requests that come or may end by length, prompts to save, grammars, penalties.
+
 The weight lock's read side is held while a step's graph is built, not while it is evaluated; each token carries the
 policy version read there. A request's own failure ends that request. An exception of the batched forward itself is
 raised by `step`; the caller (thread.py) then calls `recover`, which finds the request that caused it and computes the
@@ -24,7 +27,7 @@ from mlx_parallm.engine.cache.prefill import arrays_of
 from mlx_parallm.engine.grammar import Grammars
 from mlx_parallm.engine.live_requests import Counters, Event, LiveRequests, own_failure
 from mlx_parallm.engine.logit_edits import LogitEdits, spellings
-from mlx_parallm.engine.model_runner import ModelRunner, SampledToken
+from mlx_parallm.engine.model_runner import LaunchedStep, ModelRunner, SampledToken
 from mlx_parallm.engine.output_text import OutputText
 from mlx_parallm.engine.scheduler import Scheduler
 from mlx_parallm.engine.scoring import Score, Scorer
@@ -58,6 +61,7 @@ class EngineOptions:
     architecture: str  # for error texts
     processed_alternatives: bool  # see SamplingBatch
     close_objects: bool  # see Grammars
+    async_scheduling: bool = False  # see ModelRunner.launch_after
 
 
 class Engine:
@@ -112,6 +116,7 @@ class Engine:
         self._scores: deque[Score] = deque()
         self._scorer = Scorer(model, self.cache.new_prefill, lora.activate, options.prefill_chunk, options.vocab_size)
         self.holders: Mapping[str, bool] = {}  # who paused admission → whether running sequences are frozen too
+        self._ahead: LaunchedStep | None = None  # started, and not read yet
         self._version = self._revision = self._base_serial = -1  # what was last seen under the read lock
 
     @property
@@ -136,6 +141,20 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Gives every running sequence one token; returns the events."""
+        launched, self._ahead = self._ahead or self._launch(), None
+        if self.options.async_scheduling and self._may_go_ahead(launched):
+            with self.weights.read() as view:
+                self._note_weights(view)
+                following = self._runner.launch_after(launched, view)
+        else:
+            following = None
+        self._read(launched)
+        self._ahead = following
+        self._advance_score()
+        self._after_step()
+        return self._live.drain_events()
+
+    def _launch(self) -> LaunchedStep:
         with self.weights.read() as view:
             self._note_weights(view)
         self.scheduler.beside = self._scores[0].positions if self._scores else 0
@@ -143,13 +162,21 @@ class Engine:
         self._runner.move_rows(plan)
         with self.weights.read() as view:
             self._note_weights(view)
-            launched = self._runner.launch(plan, view)
+            return self._runner.launch(plan, view)
+
+    def _may_go_ahead(self, launched: LaunchedStep) -> bool:
+        """Whether the step after `launched` can be built before that one is read."""
+        return (
+            bool(launched.rows)
+            and self.scheduler.steady
+            and not self._scores
+            and not any(s.matcher or s.edits or len(s.tokens) + 1 >= s.max_tokens for s in launched.rows)
+        )
+
+    def _read(self, launched: LaunchedStep) -> None:
         for sampled in self._runner.collect(launched):
             self._take_token(sampled, launched.version)
-        self.counters.prefill_tokens += plan.prefilled_tokens
-        self._advance_score()
-        self._after_step()
-        return self._live.drain_events()
+        self.counters.prefill_tokens += launched.prefilled_tokens
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError (or a subclass): nothing is queued then."""
@@ -188,6 +215,9 @@ class Engine:
         continue afterwards unchanged."""
         self.holders = {**self.holders, holder: freeze}
         self.scheduler.paused = True
+        if freeze and self._ahead is not None:
+            launched, self._ahead = self._ahead, None
+            self._read(launched)
 
     def resume(self, holder: str) -> None:
         """Ends that holder's pause, if any; the pauses of others stay."""
@@ -196,8 +226,7 @@ class Engine:
 
     def fail_active(self, error: str) -> list[Event]:
         """After `step` raised: fails every sequence that took part, drops keys and values, keeps the queue."""
-        lost = self.scheduler.forget_rows()
-        self._runner.reset()
+        lost = self._forget_rows()
         for sequence in lost:
             sequence.finish("error", error=error)
             self._live.retire(sequence)
@@ -208,8 +237,7 @@ class Engine:
 
         Returns whether the cause was found. Raises what the model raises when it cannot compute anything any more.
         """
-        lost = self.scheduler.forget_rows()
-        self._runner.reset()
+        lost = self._forget_rows()
         for sequence in lost:
             try:
                 self._runner.rebuild(sequence, len(self.scheduler.rows))
@@ -221,6 +249,13 @@ class Engine:
         if not self.scheduler.rows:
             self._runner.try_forward()
         return len(self.scheduler.rows) < len(lost)
+
+    def _forget_rows(self) -> list[Sequence]:
+        """Drops keys, values and the step under way; returns the sequences that had not finished."""
+        self._ahead = None
+        lost = self.scheduler.forget_rows()
+        self._runner.reset()
+        return lost
 
     def begin_logits(self, tokens: tuple[int, ...], adapter: str | None) -> Score:
         """Prepares a text of two or more tokens for `next_logits`, run by `EngineClient.call`. Raises RequestError."""

@@ -3,8 +3,9 @@
 The prefill and the decode step are unmodified mlx-lm forwards over our caches. Only keys and values of a prefill are
 ever evaluated (MLX is lazy), and the last token of each prompt is fed by the decode step, so the head is computed for
 one position a row. `launch` builds the step's graph under the weight lock; `collect` evaluates it outside of the lock
-and reads it: the step's one host sync. Launching step N+1 before N is read would hide the Python of a step (about 2 ms
-of 50 at 32 rows of 29 M parameters on CPU) and cost a wasted row-step per finish; it is not done.
+and reads it: the step's one host sync. `launch_after` builds and starts step N + 1 before N is read, from the tokens
+that N samples: what Python does for a step is then hidden behind a device that computes beside it
+(server.async_scheduling). A row that ends with N has computed N + 1 in vain; nobody reads it.
 
 A step that failed leaves keys and values doubtful. `rebuild` then computes a row again, from its sequence's tokens and
 alone, and tries its next step too: a sequence that raises there is the cause, and fails alone. This costs one prefill a
@@ -12,6 +13,7 @@ row and happens after a failure only.
 """
 
 import copy
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +42,7 @@ class LaunchedStep:
     batch: SamplingBatch | None
     sampled: Sampled | None
     pending: list[mx.array]
+    prefilled_tokens: int = 0  # of prompts that it completes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class ModelRunner:
         self._cache = cache
         self._rows: tuple[Sequence, ...] = ()
         self._batch: SamplingBatch | None = None
+        self._max_row_tokens: int | None = None  # of the last plan
 
     def move_rows(self, plan: SchedulerOutput) -> None:
         """Carries out what needs no weights, before the lock is taken: rows into the prefix cache, then the moves."""
@@ -93,6 +97,7 @@ class ModelRunner:
         for chunk in plan.prefill:
             if chunk.prompts:
                 self._cache.place(chunk.prompts, chunk.first_row)
+        self._max_row_tokens = plan.max_row_tokens
         if plan.rows:
             self._cache.reserve([sequence.cached for sequence in plan.rows], plan.max_row_tokens)
 
@@ -102,17 +107,33 @@ class ModelRunner:
         for chunk in plan.prefill:
             pending += self._prefill(chunk)
         if not plan.rows:
-            return LaunchedStep((), view.policy_version, None, None, pending)
-        self._cache.begin_step([sequence.cached for sequence in plan.rows])
-        order = self._cache.order
-        rows = plan.rows if order is None else tuple([plan.rows[row] for row in order])
-        batch = self._sampling_batch(rows)
+            return LaunchedStep((), view.policy_version, None, None, pending, plan.prefilled_tokens)
+        rows = self._begin(plan.rows, 0)
         tokens = mx.array([sequence.next_token for sequence in rows], dtype=mx.int32)
-        logits = self._decode(rows, tokens)
-        if batch.matchers:
-            mx.async_eval(logits)  # the model computes while the grammars' masks are made
-        sampled = sample(logits, batch, [len(sequence.tokens) for sequence in rows])
-        return LaunchedStep(rows, view.policy_version, batch, sampled, pending + sampled.arrays + self._cache.unread)
+        batch, sampled = self._sample(rows, tokens, 0)
+        pending += sampled.arrays + self._cache.unread
+        return LaunchedStep(rows, view.policy_version, batch, sampled, pending, plan.prefilled_tokens)
+
+    def launch_after(self, step: LaunchedStep, view: WeightsView) -> LaunchedStep:
+        """Starts `step`, then builds and starts the next one of the same rows, fed with the tokens that `step` draws.
+
+        The caller knows that these rows are all rows, that each has room for another token, and that no row's logits
+        depend on a token that was not read (a grammar, penalties).
+        """
+        assert step.sampled is not None
+        mx.async_eval(step.pending)
+        step.pending[:] = step.sampled.arrays  # keys and values that somebody else holds would be copied when written
+        by_row = sorted(step.rows, key=lambda sequence: sequence.row)
+        self._cache.reserve([sequence.cached + 1 for sequence in by_row], self._max_row_tokens)
+        rows = self._begin(by_row, 1)
+        tokens = step.sampled.tokens
+        if rows != step.rows:
+            place = {id(sequence): index for index, sequence in enumerate(step.rows)}
+            tokens = mx.take(tokens, mx.array([place[id(sequence)] for sequence in rows]))
+        batch, sampled = self._sample(rows, tokens, 1)
+        following = LaunchedStep(rows, view.policy_version, batch, sampled, sampled.arrays + self._cache.unread)
+        mx.async_eval(following.pending)
+        return following
 
     def collect(self, step: LaunchedStep) -> list[SampledToken]:
         """Waits for the step and reads it: the one host sync. A row's log-probability is NaN when its logits were."""
@@ -138,6 +159,20 @@ class ModelRunner:
         self._cache.clear()
         self._rows, self._batch = (), None
         self._lora.release()
+
+    def _begin(self, by_row: SequenceOf[Sequence], ahead: int) -> tuple[Sequence, ...]:
+        """Prepares a decode step, `ahead` tokens after what was read. Returns the rows in the order of its batch."""
+        self._cache.begin_step([sequence.cached + ahead for sequence in by_row])
+        order = self._cache.order
+        return tuple(by_row) if order is None else tuple([by_row[row] for row in order])
+
+    def _sample(self, rows: tuple[Sequence, ...], tokens: mx.array, ahead: int) -> tuple[SamplingBatch, Sampled]:
+        """Feeds each row its token, and draws the next one."""
+        batch = self._sampling_batch(rows)
+        logits = self._decode(rows, tokens)
+        if batch.matchers:
+            mx.async_eval(logits)  # the model computes while the grammars' masks are made
+        return batch, sample(logits, batch, [len(sequence.tokens) + ahead for sequence in rows])
 
     def _decode(self, rows: tuple[Sequence, ...], tokens: mx.array) -> mx.array:
         """Feeds each row its next token, tokens [n]; returns logits [n, V]."""

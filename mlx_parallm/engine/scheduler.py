@@ -168,6 +168,15 @@ class Scheduler:
         return bool(self.prefills) or bool(self.rows) or (bool(self.waiting) and not self.paused)
 
     @property
+    def steady(self) -> bool:
+        """True when the next step decodes the same rows, whatever the present one gives, and does nothing else."""
+        return (
+            not self.prefills
+            and (not self.waiting or self.paused or len(self.rows) >= self.max_rows)
+            and not any(s.finished or (s.is_new and self.prefix_cache.max_tokens) for s in self.rows)
+        )
+
+    @property
     def reserved(self) -> int:
         """Positions that the sequences admitted so far can come to hold (prompt + max_tokens each; what they share
         counts once), the prompts being computed, and the text beside them."""

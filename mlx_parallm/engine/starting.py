@@ -16,7 +16,7 @@ from mlx_parallm.models.cpu_kernels import use_fast_rope, use_fast_swiglu
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import check_adapter, linear_shapes, prepare_for_serving
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.system.hardware import kv_cache_bytes, prefix_cache_bytes, wire_memory
+from mlx_parallm.system.hardware import async_scheduling, kv_cache_bytes, prefix_cache_bytes, wire_memory
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.turns import Turns
 from mlx_parallm.weights import SharedWeights
@@ -102,5 +102,6 @@ def engine_options(config: Config, loaded: LoadedModel, processes: int = 1) -> E
         seed=random.SystemRandom().getrandbits(63),
         processed_alternatives=server.logprobs_mode == "processed",
         close_objects=not server.open_objects,
+        async_scheduling=async_scheduling(server.async_scheduling, deterministic=deterministic),
         architecture=str(loaded.config.get("model_type", "this model")),
     )

@@ -85,6 +85,18 @@ def kv_cache_bytes(configured: int | None, *, deterministic: bool, processes: in
     return None if deterministic else memory_present()[0] // (KV_CACHE_SHARE * processes)
 
 
+def async_scheduling(configured: bool | None, *, deterministic: bool) -> bool:
+    """`server.async_scheduling`; where it is None, whether the device computes beside Python. Loads MLX.
+
+    In deterministic mode None means off: which version draws a token would depend on when it was started.
+    """
+    import mlx.core as mx
+
+    if configured is not None:
+        return configured
+    return not deterministic and mx.default_device().type == mx.DeviceType.gpu
+
+
 def wire_memory(model_bytes: int) -> str | None:
     """Lets Metal keep all that it may in memory, as mlx-lm does while it generates: macOS may page weights out
     otherwise, and each step waits for them. Does nothing on other backends and before macOS 15. Loads MLX.

@@ -6,7 +6,8 @@ docs/benchmarks.
 A random Qwen3 (small: 29 M parameters, float32; large: 1.2 B, bfloat16, the default on a GPU) is served and trained by
 the daemon's own parts in one process. Decode and prefill stand beside mlx-lm's own forward and cache on the same
 weights, without a server or an engine, and beside what memory bandwidth allows (a step reads every weight once); both
-sides run in turns. Then a publish under load, a GRPO step, and the peak memory of both beside the preflight's formula.
+sides run in turns. Then decode with the next step started before one is read (server.async_scheduling) beside decode
+without, a publish under load, a GRPO step, and the peak memory of both beside the preflight's formula.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.daemon import Serving
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.rl_training.plan.preflight import Lengths, ModelShape, predict_memory
@@ -80,6 +82,7 @@ def main() -> None:
         trainer, weights = start(serving, config)
         served = Served(serving.url, f"{path}:base")
         forward_rates(served, load_model(config.model).model)
+        say(steps_ahead(serving, served))
         say(publishes(served, trainer, weights))
         mx.clear_cache()
         step(trainer, config, path)
@@ -123,6 +126,22 @@ def forward_rates(served: Served, plain: Any) -> None:
     pairs = in_turns(served.prefill, lambda: plain_prefill(plain))
     ours, theirs = map(statistics.median, zip(*pairs, strict=True))
     say(f"prefill of {LONG} tokens: {ours:.0f} tok/s, mlx-lm alone {theirs:.0f}: {ratio(pairs)}")
+
+
+def steps_ahead(serving: Serving, served: Served) -> str:
+    def rate(ahead: bool, prompts: list[list[int]]) -> float:
+        def change(engine: Engine) -> None:
+            engine.options = replace(engine.options, async_scheduling=ahead)
+
+        serving.client.call(change).result()
+        return served.decode(prompts)
+
+    found = []
+    for clients in CLIENTS:
+        prompts = bench_prompts(clients, PROMPT)
+        pairs = in_turns(lambda p=prompts: rate(True, p), lambda p=prompts: rate(False, p))
+        found.append(f"{clients} at once {ratio(pairs)}")
+    return "decode with server.async_scheduling against without: " + ", ".join(found)
 
 
 def step(trainer: Trainer, config: Config, path: Path) -> None:

@@ -63,7 +63,8 @@ def holds(structure: Structure, text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def served(tiny_tokenizer: Tokenizer) -> Served:
-    return serve(qwen3_model(vocab_size=PADDED), tokenizer=tiny_tokenizer, vocab_size=PADDED)
+    model = qwen3_model(vocab_size=PADDED)
+    return serve(model, tokenizer=tiny_tokenizer, vocab_size=PADDED, async_scheduling=True)  # no step may run ahead
 
 
 def sample(served: Served, structure: Structure, n: int, name: str = "r", **params: Any) -> tuple[Completion, ...]:

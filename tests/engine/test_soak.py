@@ -52,14 +52,17 @@ def soak(served: Served, generator: random.Random, steps: int) -> tuple[dict[str
     return asked, ended
 
 
-@pytest.mark.parametrize("kv_layout", ["rectangle", pytest.param("tokens", marks=pytest.mark.slow)])
-def test_soak(kv_layout):
+@pytest.mark.parametrize(
+    ("kv_layout", "ahead"), [("rectangle", True), pytest.param("tokens", False, marks=pytest.mark.slow)]
+)
+def test_soak(kv_layout, ahead):
     with short_segments():
-        hold_to_the_naive_twin(kv_layout)
+        hold_to_the_naive_twin(kv_layout, ahead)
 
 
-def hold_to_the_naive_twin(kv_layout):
-    served = serve(qwen3_model(), policy="policy", max_rows=6, prefill_chunk=32, kv_layout=kv_layout)
+def hold_to_the_naive_twin(kv_layout, ahead):
+    options = {"max_rows": 6, "prefill_chunk": 32, "kv_layout": kv_layout, "async_scheduling": ahead}
+    served = serve(qwen3_model(), policy="policy", **options)
     served.weights.publish_adapter(random_adapter(served, 0))
     poison = {path: LoraPair(pair.a, pair.b * float("nan"), 1.0) for path, pair in random_adapter(served, 1).items()}
     served.weights.add_adapter("nan", poison)

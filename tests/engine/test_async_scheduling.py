@@ -1,0 +1,107 @@
+"""server.async_scheduling: the next step is started before this one is read, and nothing that a client gets changes."""
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_parallm.config.load import parse_config
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.starting import async_scheduling
+from tests.engine.helpers import collect, qwen3_model, ragged_prompts, request, run, serve, short_segments
+
+PROMPT = [1, 2, 3]
+
+
+def count_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the number of rows of each step that is started ahead."""
+    started: list[int] = []
+    launch_after = engine._runner.launch_after
+
+    def counted(step, view):
+        started.append(len(step.rows))
+        return launch_after(step, view)
+
+    monkeypatch.setattr(engine._runner, "launch_after", counted)
+    return started
+
+
+def load() -> list:
+    """Different lengths, a group, filters, alternatives, a stop string, and rows that no step may run ahead of."""
+    prompts = ragged_prompts(6, longest=40)
+    return [
+        request("short", prompts[0], temperature=0.0, max_tokens=5, ignore_eos=True),
+        request("long", prompts[1], seed=3, max_tokens=40, ignore_eos=True),
+        request("group", prompts[2], n=3, seed=4, max_tokens=25, ignore_eos=True),
+        request("filters", prompts[3], seed=5, top_k=9, top_p=0.9, logprobs=3, max_tokens=30),
+        request("stops", prompts[4], seed=6, stop=("a", "\x01", "\x02"), max_tokens=30),
+    ]
+
+
+@pytest.mark.parametrize("kv_layout", ["rectangle", "tokens"])
+def test_answers_are_those_of_one_step_after_the_other(kv_layout, monkeypatch):
+    outputs = []
+    with short_segments():
+        for ahead in (False, True):
+            served = serve(qwen3_model(), max_rows=7, kv_layout=kv_layout, async_scheduling=ahead)
+            started = count_ahead(served.engine, monkeypatch)
+            outputs.append(run(served.engine, load()))
+            assert bool(started) == ahead and (not ahead or (len(started) > 20 and max(started) > 4))
+            served.engine.check_integrity()
+    one_by_one, ahead = ({name: out.completions for name, out in found.items()} for found in outputs)
+    for name, completions in one_by_one.items():
+        for plain, other in zip(completions, ahead[name], strict=True):
+            assert (plain.token_ids, plain.text, plain.finish_reason) == (
+                other.token_ids,
+                other.text,
+                other.finish_reason,
+            )
+            assert other.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("values", [{"presence_penalty": 1.5}, {"min_tokens": 8}, {"logit_bias": {5: 2.0}}])
+def test_no_step_runs_ahead_of_a_token_that_it_depends_on(values, monkeypatch):
+    served = serve(qwen3_model(), async_scheduling=True)
+    started = count_ahead(served.engine, monkeypatch)
+    plain = request("plain", PROMPT, max_tokens=6, ignore_eos=True)
+    run(
+        served.engine,
+        [request("r", PROMPT, seed=1, max_tokens=8, ignore_eos="min_tokens" not in values, **values), plain],
+    )
+    assert not started
+
+
+def test_a_token_that_was_started_before_a_publish_has_the_version_that_computed_it():
+    served, other = serve(qwen3_model(), policy="policy", async_scheduling=True), qwen3_model(seed=1)
+    served.engine.add(request("r", PROMPT, temperature=0.0, max_tokens=12, ignore_eos=True))
+    for _ in range(4):
+        served.engine.step()
+    served.weights.publish_parameters(dict(tree_flatten(other.parameters())))
+    completion = collect(served.engine)["r"].completions[0]
+    assert completion.policy_versions == (0,) * 5 + (1,) * 7
+    cache, inputs, wanted = make_prompt_cache(served.plain), PROMPT, []
+    for model in [served.plain] * 5 + [other] * 7:
+        wanted.append(int(mx.argmax(model(mx.array([inputs]), cache=cache)[0, -1]).item()))
+        inputs = wanted[-1:]
+    assert list(completion.token_ids) == wanted
+
+
+def test_freezing_reads_what_was_started():
+    served = serve(qwen3_model(), async_scheduling=True)
+    served.engine.add(request("r", PROMPT, stream=True, max_tokens=12, ignore_eos=True))
+    for _ in range(4):
+        served.engine.step()
+    served.engine.pause("trainer", freeze=True)
+    assert [len(sequence.tokens) for sequence in served.engine.scheduler.rows] == [5]
+    assert served.engine._ahead is None and served.engine.take_events() and not served.engine.has_work
+    served.weights.publish_parameters(dict(tree_flatten(qwen3_model(seed=1).parameters())))
+    served.engine.resume("trainer")
+    assert collect(served.engine)["r"].completions[0].policy_versions == (0,) * 5 + (1,) * 7
+
+
+def test_it_is_off_on_a_cpu_and_when_deterministic_unless_it_is_set():
+    assert parse_config({}).server.async_scheduling is None
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    assert async_scheduling(None, deterministic=False) == on_gpu
+    assert not async_scheduling(None, deterministic=True)
+    assert async_scheduling(True, deterministic=True)
