@@ -138,10 +138,8 @@ class Database:
 
     def forget(self, group_ids: Iterable[str]) -> None:
         """Removes groups and their rows, as if they had never come: a deterministic run makes them again."""
-        ids, own = [(group_id,) for group_id in group_ids], "(SELECT sequence FROM groups WHERE group_id = ?)"
         with self.transaction() as connection:
-            connection.executemany(f"DELETE FROM payloads WHERE sequence = {own}", ids)
-            connection.executemany("DELETE FROM groups WHERE group_id = ?", ids)
+            delete_groups(connection, group_ids)
 
     def size_bytes(self, *, used: bool = False) -> int:
         """Bytes of the file without its write-ahead log; `used`: without its free pages too."""
@@ -204,6 +202,13 @@ class Database:
         elif "not a database" in text:
             advice = " (move the file away to start a new one)"
         return StoreError(f"{self.path}: the {self._schema.name} database cannot be {doing}: {text}{advice}")
+
+
+def delete_groups(connection: sqlite3.Connection, group_ids: Iterable[str]) -> None:
+    """In a transaction of the caller's: remove groups and their rows."""
+    ids, own = [(group_id,) for group_id in group_ids], "(SELECT sequence FROM groups WHERE group_id = ?)"
+    connection.executemany(f"DELETE FROM payloads WHERE sequence = {own}", ids)
+    connection.executemany("DELETE FROM groups WHERE group_id = ?", ids)
 
 
 def _read_mode(path: Path) -> str:

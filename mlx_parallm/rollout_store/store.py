@@ -21,7 +21,7 @@ from typing import Any
 
 from mlx_parallm.errors import RolloutRejectedError, StoreError
 from mlx_parallm.rollout_store.checks import OTHER_MODEL
-from mlx_parallm.rollout_store.database import Database
+from mlx_parallm.rollout_store.database import Database, delete_groups
 from mlx_parallm.rollout_store.payload import decode_group, encode_group, encode_reject
 from mlx_parallm.system.files import shortage
 from mlx_parallm.system.log import get_logger
@@ -175,8 +175,7 @@ class RolloutStore:
         for arrival in arrivals:
             arrival.tried = True
         try:
-            if fault := shortage(self.path.parent, self.min_free_bytes):
-                raise StoreError(f"{self.path}: no group is accepted: {fault}; it may be sent again")
+            self._check_room()
             with self._transaction() as connection:
                 new = [_insert(connection, arrival) for arrival in arrivals]
         except StoreError as error:
@@ -185,6 +184,28 @@ class RolloutStore:
             return
         for arrival, is_new in zip(arrivals, new, strict=True):
             arrival.is_new = is_new
+
+    def replace(
+        self, gone: Collection[str], groups: Sequence[RolloutGroup], *, source: str, taken_by: int | None = None
+    ) -> None:
+        """Puts groups in the place of others, in one commit: as `forget`, `add_all` and `take` do it one by one.
+
+        `taken_by`: the step that has trained on the new ones; None = they wait. Raises StoreError: nothing changed.
+        """
+        arrivals = [_Arrival(group, source) for group in groups]
+        if arrivals:
+            self._check_room()
+        with self._transaction() as connection:
+            delete_groups(connection, gone)
+            for arrival in arrivals:
+                _insert(connection, arrival)
+            if taken_by is not None:
+                for group in groups:
+                    _mark(connection, group.group_id, "taken", taken_by, None)
+
+    def _check_room(self) -> None:
+        if fault := shortage(self.path.parent, self.min_free_bytes):
+            raise StoreError(f"{self.path}: no group is accepted: {fault}; it may be sent again")
 
     def reject(self, payload: Any, *, source: str, reason: str) -> None:
         """Keeps in quarantine what cannot be trained on: JSON values, a RolloutGroup, or anything with a repr."""
@@ -201,11 +222,17 @@ class RolloutStore:
 
     def take(self, group_ids: Collection[str], step: int) -> None:
         """Marks groups as consumed by `step`. Raises StoreError, with nothing marked, when one is unknown."""
-        self._mark(group_ids, "taken", step, None)
+        with self._transaction() as connection:
+            for group_id in group_ids:
+                if not _mark(connection, group_id, "taken", step, None):
+                    raise StoreError(f"{self.path}: no group {group_id!r} to mark as taken")
 
     def drop(self, group_ids: Collection[str], step: int, reason: str) -> None:
-        """Marks groups as consumed by `step` without training, and why (no variance, too stale, …)."""
-        self._mark(group_ids, "dropped", step, reason)
+        """Marks groups as consumed by `step` without training, and why (no variance, too stale, …). One that is
+        unknown is left out: there is nothing to mark."""
+        with self._transaction() as connection:
+            for group_id in group_ids:
+                _mark(connection, group_id, "dropped", step, reason)
 
     def drop_waiting(self, source_prefix: str, step: int, reason: str) -> int:
         """Drops every waiting group of the sources that begin so; returns how many."""
@@ -486,21 +513,18 @@ class RolloutStore:
         """Folds the log into the file and wakes who waits. Idempotent; later calls raise StoreError."""
         self.database.close()
 
-    def _mark(self, group_ids: Collection[str], state: str, step: int, reason: str | None) -> None:
-        with self._transaction() as connection:
-            for group_id in group_ids:
-                cursor = connection.execute(
-                    "UPDATE groups SET state = ?, step = ?, reason = ? WHERE group_id = ?",
-                    (state, step, reason, group_id),
-                )
-                if cursor.rowcount != 1:
-                    raise StoreError(f"{self.path}: no group {group_id!r} to mark as {state}")
-
     def _decoded(self, payload: bytes) -> RolloutGroup:
         try:
             return decode_group(payload)
         except (ValueError, KeyError, zlib.error) as error:
             raise StoreError(f"{self.path}: a stored group is damaged: {error}") from error
+
+
+def _mark(connection: sqlite3.Connection, group_id: str, state: str, step: int, reason: str | None) -> bool:
+    """False: there is no such group."""
+    values = (state, step, reason, group_id)
+    sql = "UPDATE groups SET state = ?, step = ?, reason = ? WHERE group_id = ?"
+    return connection.execute(sql, values).rowcount == 1
 
 
 def _insert(connection: sqlite3.Connection, arrival: _Arrival) -> bool:

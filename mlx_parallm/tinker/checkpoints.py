@@ -14,7 +14,7 @@ import json
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -91,10 +91,17 @@ class Checkpoint:
     path: TinkerPath
     directory: Path
     created: float
-    size_bytes: int
     expires: float | None = None
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None  # optimizer steps that the weights had
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its files; 0 where it has just been deleted."""
+        try:
+            return sum(file.stat().st_size for file in self.directory.iterdir())
+        except OSError:
+            return 0
 
     def to_json(self) -> dict[str, Any]:
         """As the API shows it."""
@@ -111,7 +118,7 @@ class Checkpoint:
 
 
 def _read_run(file: Path) -> Run | None:
-    """None: it is damaged; a run more or less must not hide the others."""
+    """None: there is none, or it is damaged; a run more or less must not hide the others."""
     try:
         return Run(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -137,7 +144,8 @@ def iso(seconds: float) -> str:
 
 
 class Checkpoints:
-    """All runs below a directory. Expired checkpoints are removed when somebody looks for them."""
+    """All runs below a directory. Expired checkpoints are not found, and are removed when another one of
+    their run is saved."""
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
         self.root = root.expanduser()
@@ -158,7 +166,7 @@ class Checkpoints:
 
     def run(self, run_id: str) -> Run | None:
         file = self.run_directory(run_id) / RUN_FILE
-        return Run(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+        return _read_run(file)
 
     def runs(self) -> list[Run]:
         """Newest first."""
@@ -194,21 +202,26 @@ class Checkpoints:
             (directory / CHECKPOINT_FILE).write_bytes(_json(facts))
 
         write_directory(target, fill)
+        self._remove_expired(path.run)
         return target
 
     def find(self, path: TinkerPath) -> Checkpoint | None:
-        """None: there is none (any more)."""
+        """None: there is none, its time is over, or it is damaged."""
+        found = self._read(path)
+        return None if found is None or self._over(found) else found
+
+    def _over(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.expires is not None and checkpoint.expires <= self._clock()
+
+    def _read(self, path: TinkerPath) -> Checkpoint | None:
         directory = self._directory(path)
-        file = directory / CHECKPOINT_FILE
-        if not file.is_file():
+        try:
+            facts = json.loads((directory / CHECKPOINT_FILE).read_text(encoding="utf-8"))
+            metadata, step = facts["user_metadata"], facts.get("step")
+            created, expires = float(facts["created"]), facts["expires"]
+            return Checkpoint(path, directory, created, None if expires is None else float(expires), metadata, step)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        facts = json.loads(file.read_text(encoding="utf-8"))
-        if facts["expires"] is not None and facts["expires"] <= self._clock():
-            self.delete(path)
-            return None
-        size = sum(each.stat().st_size for each in directory.iterdir())
-        step = facts.get("step")
-        return Checkpoint(path, directory, facts["created"], size, facts["expires"], facts["user_metadata"], step)
 
     def exists(self, path: TinkerPath) -> bool:
         """Whether there is one, perhaps one whose time is over: a look at one file."""
@@ -223,10 +236,10 @@ class Checkpoints:
 
     def list(self, run_id: str, *kinds: str) -> list[Checkpoint]:
         """Of one run, newest first; of these kinds, or of all."""
-        directory, found = self.run_directory(run_id), []
+        found = []
         for kind in kinds or KINDS:
-            for entry in (directory / kind).glob("*") if (directory / kind).is_dir() else ():
-                if _is_name(entry.name) and (checkpoint := self.find(TinkerPath(run_id, kind, entry.name))):
+            for path in self._paths(run_id, kind):
+                if checkpoint := self.find(path):
                     found.append(checkpoint)
         return sorted(found, key=lambda checkpoint: -checkpoint.created)
 
@@ -236,7 +249,10 @@ class Checkpoints:
         if not directory.is_dir():
             return False
         gone = directory.parent / f".{uuid.uuid4().hex}"  # in one step: no half of it is found
-        directory.rename(gone)
+        try:
+            directory.rename(gone)
+        except FileNotFoundError:  # another one was faster
+            return False
         shutil.rmtree(gone)
         return True
 
@@ -249,6 +265,18 @@ class Checkpoints:
         facts["expires"] = None if ttl_seconds is None else self._clock() + ttl_seconds
         write_atomically(file, _json(facts))
         return True
+
+    def _paths(self, run_id: str, kind: str) -> Iterator[TinkerPath]:
+        """Of what may be checkpoints."""
+        for entry in (self.run_directory(run_id) / kind).glob("*"):
+            if _is_name(entry.name):
+                yield TinkerPath(run_id, kind, entry.name)
+
+    def _remove_expired(self, run_id: str) -> None:
+        for path in [path for kind in KINDS for path in self._paths(run_id, kind)]:
+            found = self._read(path)
+            if found is not None and self._over(found):
+                self.delete(path)
 
     def _directory(self, path: TinkerPath) -> Path:
         return self.run_directory(path.run) / path.kind / path.name

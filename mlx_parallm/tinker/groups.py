@@ -11,7 +11,7 @@ divides them too, but for a scale. It is unknown (NaN) for an answer without oth
 """
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -28,6 +28,7 @@ from mlx_parallm.types import Rollout, RolloutGroup
 ENVIRONMENT = SOURCE = "tinker"
 UNKNOWN = math.nan
 GROUP_ANSWERS = 64  # of a group of samples that wait
+UNUSED = "no step trained on it"
 LIVE_STEPS = 16  # optimizer steps after which a sample is no longer expected to be trained on
 LIVE_BYTES = 32 << 20  # of such samples of a run
 
@@ -318,7 +319,12 @@ class DrawnAnswer:
 
 @dataclass(eq=False)
 class LiveGroup:
-    """Samples of one prompt by the weights of one step."""
+    """Samples of one prompt by the weights of one step.
+
+    Attributes:
+        changed: since it was written.
+        unused: why it is dropped, when it is.
+    """
 
     group_id: str
     prompt: bytes
@@ -326,6 +332,7 @@ class LiveGroup:
     answers: dict[str, DrawnAnswer] = field(default_factory=dict)
     changed: bool = True
     written: bool = False
+    unused: str = UNUSED
 
     def group(self) -> RolloutGroup:
         return RolloutGroup(self.group_id, ENVIRONMENT, tuple(answer.rollout() for answer in self.answers.values()))
@@ -389,26 +396,24 @@ class LiveGroups:
         if not ids:
             self._ends.pop(end, None)
 
-    def take(self, sequence_ids: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-        """Forget samples that were trained on. Return the id of each one's group, and the ids of written groups of
-        which nothing is left."""
-        homes, empty = dict[str, str](), list[str]()
-        for sequence_id in sequence_ids:
-            if sequence_id not in self._home:
-                continue
-            home, end = self._home.pop(sequence_id)
+    def homes(self, sequence_ids: Iterable[str]) -> dict[str, LiveGroup]:
+        """The group of each of these samples that is known."""
+        return {name: self._groups[self._home[name][0]] for name in sequence_ids if name in self._home}
+
+    def left_by(self, sequence_ids: Iterable[str]) -> set[str]:
+        """Ids of their groups that have other samples too."""
+        taken = Counter(group.group_id for group in self.homes(sequence_ids).values())
+        return {group_id for group_id, count in taken.items() if count < len(self._groups[group_id].answers)}
+
+    def take(self, sequence_ids: Iterable[str]) -> None:
+        """Forget samples that were trained on."""
+        for sequence_id, group in self.homes(sequence_ids).items():
+            _, end = self._home.pop(sequence_id)
             self._forget_end(end, sequence_id)
-            group = self._groups[home]
-            homes[sequence_id] = home
             self._bytes -= group.answers.pop(sequence_id).size
             group.changed = True
             if not group.answers:
                 self._remove(group)
-                empty += [home] if group.written else []
-        return homes, empty
-
-    def holds(self, group_id: str) -> bool:
-        return group_id in self._groups
 
     def all(self) -> list[LiveGroup]:
         return list(self._groups.values())

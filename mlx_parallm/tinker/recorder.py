@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -31,6 +32,7 @@ from mlx_parallm.tinker.checkpoints import Checkpoints, Run
 from mlx_parallm.tinker.data import DatumBatch
 from mlx_parallm.tinker.groups import (
     SOURCE,
+    UNUSED,
     DrawnAnswer,
     LiveGroup,
     LiveGroups,
@@ -42,14 +44,13 @@ from mlx_parallm.tinker.groups import (
     trained_answers,
 )
 from mlx_parallm.tinker.learner import LearnedModel, Output
-from mlx_parallm.types import RolloutGroup
 
 FLUSH_S = 1.0  # between two writings of samples that no step has trained on
 MOST_WAITING = 256 << 20  # bytes of what is not written yet, of all runs
 MOST_TOKENS = 50_000  # whose numbers are kept of a step, beside those in the rollouts
 PRUNED_EVERY = 16  # steps
 MOST_SHOWN = 26  # runs
-UNUSED = "no step trained on it"
+MISSED = "a step trained on it, or on others of its group, which could not be written"
 
 log = get_logger("tinker")
 
@@ -194,7 +195,7 @@ class RecordedRun:
         self._store: RolloutStore | None = None
         self._held: RunDirectory | None = None
         self._groups: StepGroups | None = None  # of the step that is being written
-        self._emptied: list[str] = []  # groups of samples that it took as a whole
+        self._taken: list[str] = []  # samples that it trained on
         self._last_step = 0
         self._ended = False
         self._tokens = TokenLog(directory, most_bytes=round(config.logging.tokens_gb * GB))
@@ -251,25 +252,18 @@ class RecordedRun:
         self._recorder.write_soon(self)
 
     def _write_live(self) -> None:
-        """Write the samples that wait: a group that has got more is written anew."""
-        changed = self._live.changed()
-        for group in changed:
-            group.changed = False
-        self._replace([group.group_id for group in changed if group.written], [group.group() for group in changed])
-        for group in changed:
-            group.written = True
+        """Write the samples that wait: a group that has got more is written anew. What fails is tried again."""
+        if changed := self._live.changed():
+            gone = [group.group_id for group in changed if group.written]
+            self._opened().replace(gone, [group.group() for group in changed], source=SOURCE)
+            for group in changed:
+                group.changed, group.written = False, True
         self._drop(self._live.too_old(self._last_step))
 
-    def _replace(self, gone: Sequence[str], groups: Sequence[RolloutGroup]) -> None:
-        if gone:
-            self._opened().database.forget(gone)
-        if groups:
-            self._opened().add_all(groups, source=SOURCE)
-
     def _drop(self, groups: Sequence[LiveGroup]) -> None:
-        written = [group.group_id for group in groups if group.written]
-        if written:
-            self._opened().drop(written, self._last_step, UNUSED)
+        for reason in {group.unused for group in groups if group.written}:
+            written = [group.group_id for group in groups if group.written and group.unused == reason]
+            self._opened().drop(written, self._last_step, reason)
 
     def _form_groups(self, stepped: Stepped) -> None:
         """Put the step's answers into groups by their prompts."""
@@ -278,13 +272,13 @@ class RecordedRun:
         for request in stepped.requests:
             for answer in trained_answers(request.batch, request.output, self._find, self._live.claim):
                 by_prompt.setdefault((request.loss, answer.prompt), []).append(answer)
-        homes, self._emptied = self._live.take(
-            name for answers in by_prompt.values() for answer in answers for name in answer.sequences
-        )
+        self._taken = [name for answers in by_prompt.values() for answer in answers for name in answer.sequences]
+        homes = self._live.homes(self._taken)
+        left = self._live.left_by(self._taken)
         groups, claimed = [], set[str]()
         for (loss, prompt), answers in by_prompt.items():
-            group_id = next((homes[name] for name in answers[0].sequences if name in homes), "")
-            if not group_id or group_id in claimed or self._live.holds(group_id):
+            group_id = next((homes[name].group_id for name in answers[0].sequences if name in homes), "")
+            if not group_id or group_id in claimed or group_id in left:
                 group_id = self._live.new_id(prompt)
             claimed.add(group_id)
             groups.append((group_of(group_id, answers, loss), answers))
@@ -293,9 +287,15 @@ class RecordedRun:
     def _write_groups(self, stepped: Stepped) -> None:
         if self._groups is None or not self._groups.batch.groups:
             return
-        groups, store = self._groups.batch.groups, self._opened()
-        self._replace(self._emptied, groups)
-        store.take(self._groups.batch.group_ids, stepped.step)
+        homes, left = set(self._live.homes(self._taken).values()), self._live.left_by(self._taken)
+        gone = [home.group_id for home in homes if home.written and home.group_id not in left]
+        for home in homes:
+            home.unused = MISSED
+        store = self._opened()
+        store.replace(gone, self._groups.batch.groups, source=SOURCE, taken_by=stepped.step)
+        for home in homes:
+            home.unused = UNUSED
+        self._live.take(self._taken)
         self._recorder.write_soon(self)  # what is left of other groups
         if stepped.step % PRUNED_EVERY == 0:
             kept = self._config.rollouts
@@ -329,14 +329,22 @@ class RecordedRun:
         MetricsFile(self._path / METRICS_FILE).append(complete({"step": stepped.step, "judged_by": "loss"} | values))
 
     def _end(self) -> None:
+        """Each part, whatever another one raises."""
         self._recorder.closed(self)
         self._ended = True
-        self._write_live()
-        self._drop(self._live.all())
-        for file in (self._store, self._tokens, self._held):
-            if file is not None:
-                file.close()
-        self._store = self._held = None
+        with ExitStack() as last_first:
+            for held in (self._held, self._tokens):
+                if held is not None:
+                    last_first.callback(held.close)
+            last_first.callback(self._close_store)
+            last_first.callback(lambda: self._drop(self._live.all()))
+            last_first.callback(self._write_live)
+            self._held = None
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+        self._store = None
 
 
 @dataclass(frozen=True)

@@ -154,10 +154,11 @@ def test_samples_wait_by_prompt_and_weights_until_a_step_takes_them() -> None:
     assert [math.isnan(rollout.reward) for rollout in groups[0].group().rollouts] == [True, True]
     for group in groups:
         group.changed, group.written = False, True
-    homes, empty = live.take(["a", "c", "unknown"])
-    assert homes == {"a": groups[0].group_id, "c": groups[1].group_id} and empty == [groups[1].group_id]
+    names = ["a", "c", "unknown"]
+    assert live.homes(names) == {"a": groups[0], "c": groups[1]} and live.left_by(names) == {groups[0].group_id}
+    live.take(names)
     assert [sorted(group.answers) for group in live.changed()] == [["b"]]
-    assert live.holds(groups[0].group_id) and not live.holds(groups[1].group_id)
+    assert live.all() == [groups[0], groups[2]]
 
 
 def test_a_client_that_sends_no_ids_is_understood_by_its_tokens() -> None:
@@ -177,8 +178,8 @@ def test_a_client_that_sends_no_ids_is_understood_by_its_tokens() -> None:
     assert (found[0].stopped, found[1].stopped, found[0].temperature) == (True, False, 0.7)
     joined = step_groups(9, [(group_of("a", found, "ppo"), found)], weights=5).joined
     assert joined == {"staleness": pytest.approx(9 / 5), "staleness_max": 2}, "four tokens of 3 and one of 4"
-    homes, _ = live.take(name for answer in found for name in answer.sequences)
-    assert set(homes) == {"a", "b", "turn"} and [sorted(group.answers) for group in live.all()] == [["other"]]
+    live.take(name for answer in found for name in answer.sequences)
+    assert [sorted(group.answers) for group in live.all()] == [["other"]]
     row = {"tokens": [7, 8, 9], "target_tokens": [8, 9, 3], "weights": [0.0, 1.0, 1.0]}
     [distilled] = trained_answers(*read([row], "cross_entropy"), {}.get, live.claim)
     assert distilled.sequences == ("other",)
@@ -193,4 +194,4 @@ def test_samples_that_nothing_trains_on_make_room() -> None:
         live.add(drawn(str(number), prompt=number, step=LIVE_STEPS))
     gone = live.too_old(LIVE_STEPS)
     assert gone and sum(len(group.answers) for group in live.all()) < 5
-    assert live.take(["new"]) == ({}, []), "the oldest went"
+    assert live.homes(["new"]) == {}, "the oldest went"

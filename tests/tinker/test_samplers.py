@@ -9,6 +9,8 @@ from typing import Any, cast
 import pytest
 
 from mlx_parallm.engine.served_models import AdapterUses
+from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.tinker.checkpoints import SAMPLER, Checkpoints, Run, TinkerPath
 from mlx_parallm.tinker.samplers import SamplerShelf, SamplerWeights
 from tests.server.serving import RunningServer
 from tests.tinker.serving import API, WireClient, tinker_server
@@ -157,3 +159,39 @@ class BlockedWeights:
 
     def remove_adapter(self, name: str) -> None:
         self.removed.append(name)
+
+
+def test_one_bad_checkpoint_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damaged, expired, or deleted by another thread in between; and who looks deletes nothing."""
+    now = [100.0]
+    checkpoints = Checkpoints(tmp_path, lambda: now[0])
+    checkpoints.begin(Run("r:train:0", "base", {}, 1.0))
+    paths = {name: TinkerPath("r:train:0", SAMPLER, name) for name in ("good", "empty", "list", "old", "bare")}
+    for name, path in paths.items():
+        checkpoints.save(path, lambda directory: None, ttl_seconds=10 if name == "old" else None)
+    directories = {name: tmp_path / "r_train_0" / SAMPLER / name for name in paths}
+    (directories["empty"] / "checkpoint.json").write_text("")
+    (directories["list"] / "checkpoint.json").write_text("[]")
+    (directories["bare"] / "checkpoint.json").write_text("{}")
+    now[0] = 111.0
+    shelf = SamplerShelf(checkpoints, cast(Any, None), ("base",))
+    assert shelf.names() == [str(paths["good"])]
+    for name in ("empty", "list", "bare", "old"):
+        with pytest.raises(ModelNotFoundError):
+            shelf.load(str(paths[name]))
+    assert directories["old"].is_dir()
+    checkpoints.save(TinkerPath("r:train:0", SAMPLER, "next"), lambda directory: None)
+    assert not directories["old"].exists() and directories["good"].exists()
+    [good] = checkpoints.list("r:train:0")[1:]
+    assert good.size_bytes > 0
+    rename = Path.rename
+
+    def second(path: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        path.rename(target)  # another thread's
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", second)
+    assert checkpoints.delete(paths["good"]) is False and good.size_bytes == 0
+    (tmp_path / "r_train_0" / "run.json").write_text("")
+    assert checkpoints.run("r:train:0") is None and checkpoints.runs() == []
