@@ -60,6 +60,8 @@ class Config(Section):
     def _parts_fit(self) -> "Config":
         _check_data(self.data, self.rl_training, len(self.environments))
         check_evaluation(self.evaluation, self.environments, self.rl_training.keep_best)
+        if self.server.async_scheduling and self.rl_training.deterministic:
+            raise ValueError("server.async_scheduling = true does not go with rl_training.deterministic: leave one out")
         return self
 
     def resolve_api_key(self) -> str | None:

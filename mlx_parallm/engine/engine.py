@@ -122,7 +122,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True when there is something to compute or an event to deliver."""
-        return self._live.has_events or (not self.frozen and (self.scheduler.has_work or self._scoring))
+        if self._live.has_events or self._ahead is not None:
+            return True
+        return not self.frozen and (self.scheduler.has_work or self._scoring)
 
     @property
     def frozen(self) -> bool:
@@ -139,10 +141,16 @@ class Engine:
         """True when there is a text to score; while admission is paused, one that has begun."""
         return bool(self._scores) and (not self.scheduler.paused or self._scores[0].done > 0)
 
-    def step(self) -> list[Event]:
-        """Gives every running sequence one token; returns the events."""
+    def step(self, *, ahead: bool = True) -> list[Event]:
+        """Gives every running sequence one token; returns the events. While frozen it reads what was started before.
+
+        `ahead`: the next step may be started too.
+        """
+        self.scheduler.beside = self._scores[0].positions if self._scores else 0
         launched, self._ahead = self._ahead or self._launch(), None
-        if self.options.async_scheduling and self._may_go_ahead(launched):
+        if ahead and self.options.async_scheduling and self._may_go_ahead(launched):
+            self._runner.make_room_after(launched)
+            self.scheduler.pass_step()
             with self.weights.read() as view:
                 self._note_weights(view)
                 following = self._runner.launch_after(launched, view)
@@ -150,14 +158,14 @@ class Engine:
             following = None
         self._read(launched)
         self._ahead = following
-        self._advance_score()
+        if not self.frozen:
+            self._advance_score()
         self._after_step()
         return self._live.drain_events()
 
     def _launch(self) -> LaunchedStep:
         with self.weights.read() as view:
             self._note_weights(view)
-        self.scheduler.beside = self._scores[0].positions if self._scores else 0
         plan = self.scheduler.schedule(self._weights_of, self._version)
         self._runner.move_rows(plan)
         with self.weights.read() as view:
@@ -168,6 +176,7 @@ class Engine:
         """Whether the step after `launched` can be built before that one is read."""
         return (
             bool(launched.rows)
+            and not self.frozen
             and self.scheduler.steady
             and not self._scores
             and not any(s.matcher or s.edits or len(s.tokens) + 1 >= s.max_tokens for s in launched.rows)
@@ -211,13 +220,10 @@ class Engine:
         self.counters.running = len(self.scheduler.active)  # there may be no step soon
 
     def pause(self, holder: str, *, freeze: bool) -> None:
-        """Lets new requests wait until `resume` with the same name. With `freeze` running sequences stop too, and
-        continue afterwards unchanged."""
+        """Lets new requests wait until `resume` with the same name. With `freeze` running sequences stop too (after the
+        token that was started), and continue afterwards unchanged."""
         self.holders = {**self.holders, holder: freeze}
         self.scheduler.paused = True
-        if freeze and self._ahead is not None:
-            launched, self._ahead = self._ahead, None
-            self._read(launched)
 
     def resume(self, holder: str) -> None:
         """Ends that holder's pause, if any; the pauses of others stay."""
@@ -361,10 +367,11 @@ class Engine:
 
     def _take_token(self, sampled: SampledToken, version: int) -> None:
         sequence = sampled.sequence
+        if not math.isfinite(sampled.logprob):
+            self.cache.scrub_row(sequence.row)  # for the next owner, also where this one has gone
         if sequence.finished:  # aborted or orphaned while the step was under way
             return
         if not math.isfinite(sampled.logprob):
-            self.cache.scrub_row(sequence.row)
             return self._end_early(sequence, NOT_FINITE)
         if sequence.edits is not None and sequence.edits.forbids(sampled.token):
             return self._end_early(sequence, ALL_FORBIDDEN)

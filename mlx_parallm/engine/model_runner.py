@@ -114,18 +114,21 @@ class ModelRunner:
         pending += sampled.arrays + self._cache.unread
         return LaunchedStep(rows, view.policy_version, batch, sampled, pending, plan.prefilled_tokens)
 
-    def launch_after(self, step: LaunchedStep, view: WeightsView) -> LaunchedStep:
-        """Starts `step`, then builds and starts the next one of the same rows, fed with the tokens that `step` draws.
-
-        The caller knows that these rows are all rows, that each has room for another token, and that no row's logits
-        depend on a token that was not read (a grammar, penalties).
-        """
+    def make_room_after(self, step: LaunchedStep) -> None:
+        """Starts `step`, and gives its rows room for another token. Needs no weights; may wait for the device."""
         assert step.sampled is not None
         mx.async_eval(step.pending)
         step.pending[:] = step.sampled.arrays  # keys and values that somebody else holds would be copied when written
-        by_row = sorted(step.rows, key=lambda sequence: sequence.row)
-        self._cache.reserve([sequence.cached + 1 for sequence in by_row], self._max_row_tokens)
-        rows = self._begin(by_row, 1)
+        self._cache.reserve([sequence.cached + 1 for sequence in _by_row(step)], self._max_row_tokens)
+
+    def launch_after(self, step: LaunchedStep, view: WeightsView) -> LaunchedStep:
+        """Builds and starts the step after `step`, of the same rows, fed with the tokens that `step` draws.
+
+        `make_room_after` was called. The caller knows that these rows are all rows, that none ends by its length, and
+        that no row's logits depend on a token that was not read (a grammar, penalties).
+        """
+        assert step.sampled is not None
+        rows = self._begin(_by_row(step), 1)
         tokens = step.sampled.tokens
         if rows != step.rows:
             place = {id(sequence): index for index, sequence in enumerate(step.rows)}
@@ -240,3 +243,7 @@ class ModelRunner:
             self._batch = SamplingBatch(rows, processed_alternatives=self._processed_alternatives)
             self._rows = rows
         return self._batch
+
+
+def _by_row(step: LaunchedStep) -> list[Sequence]:
+    return sorted(step.rows, key=lambda sequence: sequence.row)

@@ -156,6 +156,7 @@ class Scheduler:
         self.paused = False
         self.beside = 0  # positions of a text that is scored, which has a cache of its own
         self._step = 0
+        self._blocked: Sequence | None = None  # waits until a row ends
 
     @property
     def active(self) -> list[Sequence]:
@@ -172,7 +173,7 @@ class Scheduler:
         """True when the next step decodes the same rows, whatever the present one gives, and does nothing else."""
         return (
             not self.prefills
-            and (not self.waiting or self.paused or len(self.rows) >= self.max_rows)
+            and (not self.waiting or self.paused or len(self.rows) >= self.max_rows or self.waiting[0] is self._blocked)
             and not any(s.finished or (s.is_new and self.prefix_cache.max_tokens) for s in self.rows)
         )
 
@@ -220,7 +221,8 @@ class Scheduler:
             weights_of: identifies the weights that compute a sequence now; equal for equal weights only.
             version: the policy version, noted as `prompt_version` of admitted sequences.
         """
-        self._step += 1
+        self.pass_step()
+        self._blocked = None
         saves = self._saves(weights_of)
         moves = self._compact()
         kept = len(self.rows)
@@ -231,6 +233,10 @@ class Scheduler:
         chunks = self._next_chunks()
         prefilled = sum(row.computed_tokens for chunk in chunks if chunk.prompts for row in chunk.prefill.rows)
         return SchedulerOutput(tuple(saves), tuple(moves), kept, tuple(chunks), tuple(self.rows), limit, prefilled)
+
+    def pass_step(self) -> None:
+        """Counts a step, also one that needs no plan: who waits grows older."""
+        self._step += 1
 
     def _saves(self, weights_of: Callable[[Sequence], Hashable]) -> list[PrefixSave]:
         """Puts new rows' prompts and finished rows' texts into the prefix cache, unless their weights have changed, or
@@ -290,6 +296,7 @@ class Scheduler:
             row = self._row_of(key, sequence.prompt)
             prompts = self._prompt_tokens + (len(sequence.prompt) - 1 if row is None else 0)
             if (active or self.beside) and not self._fits(sequence, row, prompts):
+                self._blocked = None if self.prefills or self.beside else sequence
                 break
             if row is None:
                 row = self._new_row(key, sequence)

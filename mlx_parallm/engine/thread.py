@@ -141,7 +141,7 @@ class EngineThread:
 
     def _step(self, engine: Engine) -> None:
         try:
-            events = engine.step()
+            events = engine.step(ahead=not self._turns.engine_rests)
             self._failed_steps = 0
         except Exception as error:  # boundary: a failed forward ends its requests, not the engine
             get_logger(__name__).exception("engine_step_failed")

@@ -28,6 +28,11 @@ class Turns:
         self._trainer_idle.set()
         self._resumed = perf_counter()
 
+    @property
+    def engine_rests(self) -> bool:
+        """True while the engine rests after each of its steps: then none may run during a rest."""
+        return self._priority == "train" and not self._trainer_idle.is_set()
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Enclose a step of the engine."""

@@ -7,7 +7,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.starting import async_scheduling
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.system.hardware import async_scheduling
+from mlx_parallm.system.turns import Turns
 from tests.engine.helpers import collect, qwen3_model, ragged_prompts, request, run, serve, short_segments
 
 PROMPT = [1, 2, 3]
@@ -92,8 +94,10 @@ def test_freezing_reads_what_was_started():
     for _ in range(4):
         served.engine.step()
     served.engine.pause("trainer", freeze=True)
+    assert served.engine.has_work
+    served.engine.step()
     assert [len(sequence.tokens) for sequence in served.engine.scheduler.rows] == [5]
-    assert served.engine._ahead is None and served.engine.take_events() and not served.engine.has_work
+    assert not served.engine.has_work
     served.weights.publish_parameters(dict(tree_flatten(qwen3_model(seed=1).parameters())))
     served.engine.resume("trainer")
     assert collect(served.engine)["r"].completions[0].policy_versions == (0,) * 5 + (1,) * 7
@@ -104,4 +108,86 @@ def test_it_is_off_on_a_cpu_and_when_deterministic_unless_it_is_set():
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     assert async_scheduling(None, deterministic=False) == on_gpu
     assert not async_scheduling(None, deterministic=True)
-    assert async_scheduling(True, deterministic=True)
+    assert async_scheduling(True, deterministic=False)
+    with pytest.raises(ConfigError, match="leave one out"):
+        parse_config({"server": {"async_scheduling": True}, "rl_training": {"deterministic": True, "max_staleness": 0}})
+
+
+@pytest.mark.parametrize("kv_layout", ["rectangle", "tokens"])
+def test_a_row_that_was_aborted_with_nan_on_its_way_spoils_no_other(kv_layout):
+    served = serve(qwen3_model(), policy="policy", kv_layout=kv_layout, prefix_cache_bytes=0, async_scheduling=True)
+    good = dict(tree_flatten(served.plain.parameters()))
+    served.engine.add(request("r", PROMPT, max_tokens=50, ignore_eos=True))
+    for _ in range(4):
+        served.engine.step()
+    served.weights.publish_parameters({path: array * float("nan") for path, array in good.items()})
+    served.engine.step()
+    served.engine.abort("r")
+    served.weights.publish_parameters(good)
+    served.engine.step()
+    served.engine.add(request("next", [5, 6], max_tokens=4, ignore_eos=True))
+    served.engine.step()  # its row is the aborted one's; beside a longer one it is masked where that one has written
+    found = run(served.engine, [request("longer", range(30), max_tokens=4, ignore_eos=True)])
+    assert [found[name].completions[0].error for name in ("next", "longer")] == [None, None]
+
+
+def test_a_scored_text_waits_for_room_also_while_steps_run_ahead():
+    bound = 200 * serve(qwen3_model()).engine.cache.token_bytes()
+    served = serve(qwen3_model(), kv_cache_bytes=bound, async_scheduling=True)
+    served.engine.add(request("r", PROMPT, max_tokens=150, ignore_eos=True))
+    for _ in range(4):
+        served.engine.step()
+    served.engine.add(request("text", list(range(80)), prompt_logprobs=1, max_tokens=0))
+    served.engine.step()
+    assert served.engine._scores[0].done == 0 and served.engine.scheduler.reserved > 200
+
+
+def test_requests_grow_older_while_steps_run_ahead(monkeypatch):
+    served = serve(qwen3_model(), max_rows=1, async_scheduling=True)
+    started = count_ahead(served.engine, monkeypatch)
+    served.engine.add(request("r", PROMPT, max_tokens=50, ignore_eos=True))
+    served.engine.add(request("waits", PROMPT, max_tokens=5))
+    for _ in range(30):
+        served.engine.step()
+    assert len(started) > 20 and served.engine.scheduler._step == 30 + 1
+
+
+def test_a_request_that_waits_for_memory_does_not_stop_it(monkeypatch):
+    bound = 200 * serve(qwen3_model()).engine.cache.token_bytes()
+    served = serve(qwen3_model(), kv_cache_bytes=bound, async_scheduling=True)
+    started = count_ahead(served.engine, monkeypatch)
+    served.engine.add(request("r", PROMPT, max_tokens=150, ignore_eos=True))
+    served.engine.add(request("waits", PROMPT, max_tokens=150, ignore_eos=True))
+    for _ in range(20):
+        served.engine.step()
+    assert len(served.engine.scheduler.waiting) == 1 and len(started) > 10
+    assert len(collect(served.engine)) == 2
+
+
+def test_the_engine_does_not_go_ahead_of_its_rest():
+    """serve_priority = "train": after a step the device is the trainer's alone."""
+    turns = Turns("train")
+    assert not turns.engine_rests
+    with turns.training():
+        assert turns.engine_rests and not Turns("balanced").engine_rests
+    served = serve(qwen3_model(), async_scheduling=True)
+    served.engine.add(request("r", PROMPT, max_tokens=50, ignore_eos=True))
+    for _ in range(4):
+        served.engine.step(ahead=False)
+    assert served.engine._ahead is None
+
+
+def test_a_failure_of_a_step_that_was_started_ahead_loses_no_token(monkeypatch):
+    served, twin = serve(qwen3_model(), async_scheduling=True), serve(qwen3_model())
+    plain = request("r", PROMPT, seed=1, max_tokens=20, ignore_eos=True)
+    served.engine.add(plain)
+    for _ in range(5):
+        served.engine.step()
+    collected = served.engine._runner.collect
+    monkeypatch.setattr(served.engine._runner, "collect", lambda step: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        served.engine.step()
+    monkeypatch.setattr(served.engine._runner, "collect", collected)
+    assert not served.engine.recover() and served.engine._ahead is None
+    found, wanted = collect(served.engine)["r"], run(twin.engine, [plain])["r"]
+    assert found.completions[0].token_ids == wanted.completions[0].token_ids

@@ -53,7 +53,7 @@ def soak(served: Served, generator: random.Random, steps: int) -> tuple[dict[str
 
 
 @pytest.mark.parametrize(
-    ("kv_layout", "ahead"), [("rectangle", True), pytest.param("tokens", False, marks=pytest.mark.slow)]
+    ("kv_layout", "ahead"), [("rectangle", True), pytest.param("tokens", True, marks=pytest.mark.slow)]
 )
 def test_soak(kv_layout, ahead):
     with short_segments():
