@@ -21,7 +21,7 @@ TINY_MODULE_LINES = 80
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
     "(root)": 1430,
-    "cli": 1560,
+    "cli": 1620,
     "config": 2_250,
     "dashboard": 1380,
     "distributed": 890,

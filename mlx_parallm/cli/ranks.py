@@ -2,13 +2,15 @@
 
     LocalRanks.run    starts `mlx_parallm train` N times with the two variables that `mlx.launch` sets, waits, decides
     a thread          passes SIGINT, SIGTERM and SIGHUP on to every rank
+    end_with_parent   in a rank: asks it to stop when the parent has died
 
 `mlx.launch` itself is not called: its threads poll without a pause (up to a core), it wants a fixed port, it ends with
 exit code 0 whatever the ranks end with, and rank 0 has no terminal there.
 
 When a rank ends with an error or dies of a signal, all others are asked to stop: those that have joined save, those
-that wait for it end at once. With `on_rank_lost = "continue"` the death of a rank is answered by a new start with as
-many ranks fewer, from the newest checkpoint; rank 0 saves one when it notices.
+that wait for it end at once. Ranks that the user has stopped are not asked again, for a second signal ends them at
+once. With `on_rank_lost = "continue"` the death of a rank is answered by a new start with as many ranks fewer, from the
+newest checkpoint; rank 0 saves one when it notices.
 """
 
 import contextlib
@@ -26,14 +28,21 @@ from pathlib import Path
 
 from mlx_parallm.cli.supervisor import REASONS, newest_checkpoint, resume_again, same_run, signals_to_pass_on
 from mlx_parallm.config.load import Config
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.system.hardware import detect, launched_rank
 from mlx_parallm.system.log import RunLog, configure_logging, get_logger
 from mlx_parallm.system.redaction import Redactor, environment_secrets
 from mlx_parallm.system.signals import SHUTDOWN_SIGNALS, block_shutdown_signals
 
-CHILD = "from mlx_parallm.cli import train; raise SystemExit(train())"
+CHILD = """
+from mlx_parallm.cli import train
+from mlx_parallm.cli.ranks import end_with_parent
+end_with_parent()
+raise SystemExit(train())
+"""
 HOSTFILE, RANK = "MLX_HOSTFILE", "MLX_RANK"
+PARENT = "MLX_PARALLM_PARENT"  # file descriptor of a pipe that the parent alone can write to
+LATE_S = 60.0  # after the end of a rank: who has not ended yet is named
 
 log = get_logger("ranks")
 
@@ -81,11 +90,15 @@ class LocalRanks:
         self._first, self._continues, self._command = resume, continues, list(command)
         self._run_log = run_log or RunLog()
         self._children: list[subprocess.Popen[bytes]] = []
+        self._alive = os.pipe()  # nothing is written: it closes when this process ends, however that is
         self._asked = 0  # the last signal that was sent to us
         self._stopping = threading.Event()
 
     def run(self) -> int:
-        """Returns the exit code: 0, that of a rank that failed, or 128 + the signal that ended it."""
+        """Returns the exit code: 0, that of a rank that failed, or 128 + the signal that ended it.
+
+        Raises RankLostError: a rank cannot be started.
+        """
         block_shutdown_signals()
         threading.Thread(target=self._pass_on, name="signals", daemon=True).start()
         at_start, resume = newest_checkpoint(self._directory), list[str]()
@@ -109,26 +122,46 @@ class LocalRanks:
         codes: dict[int, int] = {}
         ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         with tempfile.TemporaryDirectory(prefix="mlx_parallm_ranks_") as scratch:
-            environment = dict(os.environ)
+            environment = os.environ | {PARENT: str(self._alive[0])}
             if self._count > 1:
                 hosts = Path(scratch, "hosts.json")
                 hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(self._count)]))
                 environment[HOSTFILE] = str(hosts)
             command = [*self._command, *self._arguments, "--ranks", "1", *resume]
             for rank in range(self._count):
-                own = environment | ({RANK: str(rank)} if self._count > 1 else {})
-                child = subprocess.Popen(command, env=own)
-                self._children.append(child)
-                threading.Thread(target=lambda n=rank, c=child: ended.put((n, c.wait())), daemon=True).start()
+                self._start(rank, command, environment, ended)
             if self._stopping.is_set():  # a signal that came while they were being started
                 self._send(self._asked)
             while len(codes) < self._count:
-                rank, code = ended.get()
-                if code and not any(codes.values()):
+                try:
+                    rank, code = ended.get(timeout=LATE_S if codes else None)
+                except queue.Empty:
+                    late = [rank for rank in range(self._count) if rank not in codes]
+                    log.warning("waiting: other ranks have ended, these have not", ranks=late)
+                    continue
+                if code and not any(codes.values()) and not self._stopping.is_set():
                     self._send(signal.SIGTERM)
                 codes[rank] = code
         self._children.clear()
         return [codes[rank] for rank in range(self._count)]
+
+    def _start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: dict[str, str],
+        ended: "queue.SimpleQueue[tuple[int, int]]",
+    ) -> None:
+        own = environment | ({RANK: str(rank)} if self._count > 1 else {})
+        try:
+            child = subprocess.Popen(command, env=own, pass_fds=self._alive[:1])
+            self._children.append(child)
+            threading.Thread(target=lambda: ended.put((rank, child.wait())), daemon=True).start()
+        except (OSError, RuntimeError) as error:  # too many processes, or threads
+            self._send(signal.SIGTERM)
+            for child in self._children:
+                child.wait()
+            raise RankLostError(f"rank {rank} of {self._count} cannot be started: {error}") from error
 
     def _send(self, number: int) -> None:
         for child in list(self._children):
@@ -150,6 +183,18 @@ class LocalRanks:
             if self._directory.is_dir():
                 self._run_log.open(self._directory)
             (log.warning if left else log.error)(event, plan=plan)
+
+
+def end_with_parent() -> None:
+    """In a rank: send SIGTERM to this process, which asks it to stop, when its parent has died without a word."""
+    alive = int(os.environ.pop(PARENT))
+    os.set_inheritable(alive, False)
+
+    def wait() -> None:
+        os.read(alive, 1)  # returns at the end of the parent
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def _free_ports(count: int) -> list[int]:

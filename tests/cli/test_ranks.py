@@ -1,16 +1,19 @@
 """The parent of `--ranks N`, with children that are a few lines of Python. tests/integration has real ranks."""
 
+import errno
 import json
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlx_parallm import cli
 from mlx_parallm.cli import ranks
+from mlx_parallm.errors import RankLostError
 from mlx_parallm.system.log import configure_logging
 from tests.signals_reset import default_signals
 
@@ -24,13 +27,27 @@ asked = []
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda number, frame: asked.append(signal.Signals(number).name))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
-(here / f"new.{start}.{rank}").write_text(json.dumps([sys.argv[2:], hosts]))
+(here / f"new.{start}.{rank}").write_text(json.dumps([sys.argv[2:], hosts, os.getpid()]))
 (here / f"new.{start}.{rank}").rename(here / f"{start}.{rank}")
 deed = json.loads((here / "deeds").read_text())[f"{start}.{rank}"]
-if deed == "waits":
+def is_there(process):
+    try:
+        return os.kill(process, 0) is None
+    except ProcessLookupError:
+        return False
+if deed in ("waits", "fails", "outlives"):
     while not asked:
         time.sleep(0.01)
-    (here / f"asked.{rank}").write_text(" ".join(asked))
+    if deed == "outlives":
+        while not (here / "asked.1").exists() or is_there(json.loads((here / f"{start}.1").read_text())[2]):
+            time.sleep(0.01)
+        time.sleep(0.3)  # for what the parent may send then
+    (here / f"new.asked.{rank}").write_text(" ".join(asked))
+    (here / f"new.asked.{rank}").rename(here / f"asked.{rank}")
+    sys.exit(2 if deed == "fails" else 0)
+elif deed == "held":
+    while not (here / "go").exists():
+        time.sleep(0.01)
 elif deed == "dies":
     while not (here / f"{start}.0").exists():
         time.sleep(0.01)
@@ -44,33 +61,41 @@ from mlx_parallm.system.log import configure_logging
 from mlx_parallm.cli.ranks import LocalRanks
 here = pathlib.Path(sys.argv[1])
 configure_logging()
-command = [sys.executable, "-S", "-c", (here / "child.py").read_text(), str(here)]
-parent = LocalRanks(["--config", "x"], here / "run", int(sys.argv[2]), continues=len(sys.argv) > 3, command=command)
+child = (here / "child.py").read_text()
+if "watches" in sys.argv:
+    child = "from mlx_parallm.cli.ranks import end_with_parent; end_with_parent()" + child
+command = [sys.executable, *([] if "watches" in sys.argv else ["-S"]), "-c", child, str(here)]
+continues, count = "continues" in sys.argv, int(sys.argv[2])
+parent = LocalRanks(["--config", "x"], here / "run", count, continues=continues, command=command)
 assert "mlx.core" not in sys.modules
 sys.exit(parent.run())
 """
 
 
-def start(here: Path, count: int, deeds: dict[str, object], *, continues: bool = False) -> subprocess.Popen[str]:
+def write(here: Path, deeds: dict[str, object]) -> None:
     here.mkdir(exist_ok=True)
     (here / "deeds").write_text(json.dumps(deeds))
     (here / "child.py").write_text(CHILD)
-    command = [sys.executable, "-c", PARENT, str(here), str(count), *(["continues"] if continues else [])]
+
+
+def start(here: Path, count: int, deeds: dict[str, object], *flags: str) -> subprocess.Popen[str]:
+    write(here, deeds)
+    command = [sys.executable, "-c", PARENT, str(here), str(count), *flags]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals)
 
 
 def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on_without_it(tmp_path: Path) -> None:
     deeds = {"1.0": "waits", "1.1": "dies", "1.2": "waits"}
     stops = start(tmp_path / "stops", 3, deeds)
-    goes_on = start(tmp_path / "goes on", 2, deeds | {"2.None": 0}, continues=True)
+    goes_on = start(tmp_path / "goes on", 2, deeds | {"2.None": 0}, "continues")
     _, said = stops.communicate(timeout=30)
     assert stops.returncode == 128 + signal.SIGKILL, said
     assert "rank 1 of 3 died of SIGKILL (killed, as by the system when memory runs out)" in said
     assert "start again with --resume auto" in said
     here = tmp_path / "stops"
     started = [json.loads((here / f"1.{rank}").read_text()) for rank in range(3)]
-    assert [arguments for arguments, _ in started] == [["--config", "x", "--ranks", "1"]] * 3
-    assert all(hosts == started[0][1] for _, hosts in started)
+    assert [arguments for arguments, _, _ in started] == [["--config", "x", "--ranks", "1"]] * 3
+    assert all(hosts == started[0][1] for _, hosts, _ in started)
     assert len({host for [host] in started[0][1]}) == 3, "an address for each"
     assert [(here / f"asked.{rank}").read_text() for rank in (0, 2)] == ["SIGTERM"] * 2
     assert not list(here.glob("2.*"))
@@ -78,24 +103,75 @@ def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on_without_it(tmp_pat
     _, said = goes_on.communicate(timeout=30)
     assert goes_on.returncode == 0, said
     assert "starting again with 1 from the beginning: there is no checkpoint yet" in said
-    arguments, hosts = json.loads((tmp_path / "goes on/2.None").read_text())
+    arguments, hosts, _ = json.loads((tmp_path / "goes on/2.None").read_text())
     assert arguments == ["--config", "x", "--ranks", "1", "--resume", "auto"]
     assert hosts is None, "one rank is a process without MLX's ring"
 
 
-def test_a_signal_reaches_every_rank_and_an_error_ends_all(tmp_path: Path) -> None:
-    """Neither is the loss of a rank."""
-    asked = start(tmp_path / "asked", 2, {"1.0": "waits", "1.1": "waits"}, continues=True)
-    failed = start(tmp_path / "failed", 2, {"1.0": 2, "1.1": "waits"}, continues=True)
+def until_there(*files: Path) -> None:
     deadline = time.monotonic() + 30
-    while len(list((tmp_path / "asked").glob("1.*"))) < 2 and time.monotonic() < deadline:
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, files
         time.sleep(0.01)
+
+
+def test_a_signal_reaches_every_rank_and_an_error_ends_all(tmp_path: Path) -> None:
+    """Neither is the loss of a rank. A rank that fails after the user's signal brings the others no second one, which
+    would end them at once."""
+    asked = start(tmp_path / "asked", 2, {"1.0": "outlives", "1.1": "fails"}, "continues")
+    failed = start(tmp_path / "failed", 2, {"1.0": 2, "1.1": "waits"}, "continues")
+    until_there(tmp_path / "asked/1.0", tmp_path / "asked/1.1")
     asked.send_signal(signal.SIGINT)
-    assert (asked.wait(30), failed.wait(30)) == (0, 2)
+    assert (asked.wait(30), failed.wait(30)) == (2, 2)
     assert [(tmp_path / f"asked/asked.{rank}").read_text() for rank in range(2)] == ["SIGINT"] * 2
     assert not list(tmp_path.glob("*/2.*"))
     for parent in (asked, failed):
         parent.communicate()
+
+
+def test_ranks_whose_parent_was_killed_are_asked_to_stop(tmp_path: Path) -> None:
+    parent = start(tmp_path, 2, {"1.0": "waits", "1.1": "waits"}, "watches")
+    until_there(tmp_path / "1.0", tmp_path / "1.1")
+    parent.kill()
+    until_there(tmp_path / "asked.0", tmp_path / "asked.1")
+    parent.communicate()
+    assert [(tmp_path / f"asked.{rank}").read_text() for rank in range(2)] == ["SIGTERM"] * 2
+
+
+def stub_ranks(here: Path, deeds: dict[str, object]) -> ranks.LocalRanks:
+    write(here, deeds)
+    return ranks.LocalRanks([], here / "run", 2, command=[sys.executable, "-S", "-c", CHILD, str(here)])
+
+
+def test_a_rank_that_cannot_be_started_leaves_no_other_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    popen, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
+
+    def start_one(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if started:
+            until_there(tmp_path / "1.0")  # its handlers are there
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(popen(*args, **options))
+        return started[0]
+
+    parent = stub_ranks(tmp_path, {"1.0": "waits"})
+    monkeypatch.setattr(subprocess, "Popen", start_one)
+    with pytest.raises(RankLostError, match=r"rank 1 of 2 cannot be started: .*temporarily unavailable"):
+        parent._run_once([])
+    assert started[0].returncode == 0
+    assert (tmp_path / "asked.0").read_text() == "SIGTERM"
+
+
+def test_a_rank_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[object] = []
+
+    def warn(event: str, **values: object) -> None:
+        named.append(values["ranks"])
+        (tmp_path / "go").touch()
+
+    monkeypatch.setattr(ranks, "LATE_S", 0.1)
+    monkeypatch.setattr(ranks.log, "warning", warn)
+    assert stub_ranks(tmp_path, {"1.0": 0, "1.1": "held"})._run_once([]) == [0, 0]
+    assert named[0] == [1]
 
 
 @pytest.mark.parametrize(
