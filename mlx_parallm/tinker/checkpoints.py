@@ -93,7 +93,7 @@ class Checkpoint:
     created: float
     expires: float | None = None
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
-    step: int | None = None  # optimizer steps that the weights had
+    weights: tuple[int, int] | None = None  # optimizer steps, and how often a checkpoint was loaded before
 
     @property
     def size_bytes(self) -> int:
@@ -182,7 +182,7 @@ class Checkpoints:
         ttl_seconds: int | None = None,
         user_metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
-        step: int | None = None,
+        weights: tuple[int, int] | None = None,
     ) -> Path:
         """Write a checkpoint. Raises RequestError: there is one of that name, and it is not to be overwritten."""
         target = self._directory(path)
@@ -194,7 +194,8 @@ class Checkpoints:
             "created": now,
             "expires": None if ttl_seconds is None else now + ttl_seconds,
             "user_metadata": dict(user_metadata or {}),
-            "step": step,
+            "step": None if weights is None else weights[0],
+            "generation": 0 if weights is None else weights[1],
         }
 
         def fill(directory: Path) -> None:
@@ -218,8 +219,9 @@ class Checkpoints:
         try:
             facts = json.loads((directory / CHECKPOINT_FILE).read_text(encoding="utf-8"))
             metadata, step = facts["user_metadata"], facts.get("step")
+            weights = None if step is None else (int(step), int(facts.get("generation", 0)))
             created, expires = float(facts["created"]), facts["expires"]
-            return Checkpoint(path, directory, created, None if expires is None else float(expires), metadata, step)
+            return Checkpoint(path, directory, created, None if expires is None else float(expires), metadata, weights)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 

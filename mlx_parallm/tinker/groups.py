@@ -13,7 +13,7 @@ divides them too, but for a scale. It is unknown (NaN) for an answer without oth
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -30,7 +30,8 @@ UNKNOWN = math.nan
 GROUP_ANSWERS = 64  # of a group of samples that wait
 UNUSED = "no step trained on it"
 LIVE_STEPS = 16  # optimizer steps after which a sample is no longer expected to be trained on
-LIVE_BYTES = 32 << 20  # of such samples of a run
+LIVE_BYTES = 32 << 20  # of such samples of a run, with their tokens
+KNOWN_SAMPLES = 1 << 17  # of a run, whose place in the store is known without their tokens
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class SampleRecord:
     temperature: float
     logprobs: np.ndarray
     stopped: bool = True
+    generation: int = 0  # of the weights: how often a checkpoint was loaded before
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class TrainedAnswer:
         sampled: bool, False at token 0.
         logprobs: the sampler's, 0 where not sampled; None: the client sent none.
         advantages: 0 where the loss has none.
+        versions: the step of the weights that sampled a token, -1 = unknown.
+        generations: how often a checkpoint was loaded before: versions are counted anew in each.
         sequences: ids of its samples, in their order.
     """
 
@@ -62,6 +66,7 @@ class TrainedAnswer:
     trainer_logprobs: np.ndarray
     entropies: np.ndarray
     versions: np.ndarray
+    generations: np.ndarray
     sequences: tuple[str, ...]
     temperature: float
     stopped: bool | None
@@ -113,6 +118,7 @@ class SampledPart:
     step: int = -1
     temperature: float = 1.0
     stopped: bool | None = None
+    generation: int = 0
 
 
 def _parts(datum: Datum, find: Callable[[str], SampleRecord | None]) -> list[SampledPart]:
@@ -122,7 +128,7 @@ def _parts(datum: Datum, find: Callable[[str], SampleRecord | None]) -> list[Sam
         start, place = place, place + span.length
         if span.sequence_id:
             record = find(span.sequence_id)
-            known = () if record is None else (record.step, record.temperature, record.stopped)
+            known = () if record is None else (record.step, record.temperature, record.stopped, record.generation)
             parts.append(SampledPart(span.sequence_id, start, place, *known))
     return parts
 
@@ -142,8 +148,10 @@ def _answer(
     """None: nothing of it was sampled, as far as is known."""
     tokens = _tokens(datum)
     sampled, versions = np.zeros(len(tokens), bool), np.full(len(tokens), -1, np.int64)
+    generations = np.zeros(len(tokens), np.int64)
     for part in parts:
-        sampled[part.start : part.end], versions[part.start : part.end] = True, part.step
+        where = slice(part.start, part.end)
+        sampled[where], versions[where], generations[where] = True, part.step, part.generation
     advantages, logprobs = inputs.get("advantages"), inputs.get("logprobs")
     if not any(span.sequence_id for span in datum.spans) and advantages is not None and logprobs is not None:
         sampled[1:] |= (advantages != 0) | (logprobs != 0)  # clients pad both with 0 on the prompt
@@ -158,6 +166,7 @@ def _answer(
         _shifted(trainer_logprobs, sampled),
         _shifted(entropies, sampled),
         versions,
+        generations,
         tuple(dict.fromkeys(part.sequence_id for part in parts)),
         parts[-1].temperature if parts else 1.0,
         parts[-1].stopped if parts else None,
@@ -234,9 +243,9 @@ class StepGroups:
 
 
 def step_groups(
-    step: int, groups: Sequence[tuple[RolloutGroup, Sequence[TrainedAnswer]]], *, weights: int
+    step: int, groups: Sequence[tuple[RolloutGroup, Sequence[TrainedAnswer]]], *, weights: int, generation: int = 0
 ) -> StepGroups:
-    """`weights`: the optimizer steps of the weights that learned."""
+    """`weights`: the optimizer steps of the weights that learned; `generation`: theirs."""
     collector = StatisticsCollector()
     sequences, answers = list[TrainSequence](), list[TrainedAnswer]()
     for group, own in groups:
@@ -261,17 +270,18 @@ def step_groups(
     }
     statistics = collector.result() if groups else BatchStatistics()
     batch = TrainBatch(step, tuple(group for group, _ in groups), tuple(sequences), statistics)
-    return StepGroups(batch, StepTokens(columns), _joined(answers, weights))
+    return StepGroups(batch, StepTokens(columns), _joined(answers, weights, generation))
 
 
-def _joined(answers: Sequence[TrainedAnswer], weights: int) -> dict[str, float]:
+def _joined(answers: Sequence[TrainedAnswer], weights: int, generation: int) -> dict[str, float]:
     """How old the samples are, and how far sampler and learner differ where the weights are the same (`run_log.py`);
-    without what is not known."""
+    without what is not known, or was sampled before a checkpoint was loaded."""
     ages, gaps = [np.zeros(0)], [np.zeros(0)]
     for answer in answers:
-        ages.append(weights - answer.versions[answer.sampled & (answer.versions >= 0)])
+        known = answer.sampled & (answer.versions >= 0) & (answer.generations == generation)
+        ages.append(weights - answer.versions[known])
         if answer.logprobs is not None and answer.temperature == 1.0:
-            same = answer.sampled & (answer.versions == weights)
+            same = known & (answer.versions == weights)
             gaps.append(np.abs(answer.trainer_logprobs[same] - answer.logprobs[same]))
     numbers: dict[str, float] = {}
     for name, most, parts in (
@@ -298,11 +308,17 @@ class DrawnAnswer:
     temperature: float
     step: int
     stopped: bool
+    generation: int = 0
 
     @property
     def size(self) -> int:
         """About as many bytes in memory."""
-        return 400 + 8 * len(self.prompt) + 40 * len(self.tokens)
+        return self.own_size + 8 * len(self.prompt)
+
+    @property
+    def own_size(self) -> int:
+        """Without the prompt."""
+        return 400 + 40 * len(self.tokens)
 
     def rollout(self) -> Rollout:
         before = len(self.prompt)
@@ -319,23 +335,48 @@ class DrawnAnswer:
 
 @dataclass(eq=False)
 class LiveGroup:
-    """Samples of one prompt by the weights of one step.
+    """Samples of one prompt by the same weights.
 
     Attributes:
+        weights: their step and generation.
+        line: of the run's metrics, when it was made; one that is `LIVE_STEPS` older is dropped.
+        names: sequence ids of its samples that no step has trained on.
+        answers: the same with their tokens; empty once those are forgotten.
+        written: sequence ids of what is in the store, in that order.
         changed: since it was written.
+        dropped: it is marked so in the store.
         unused: why it is dropped, when it is.
     """
 
     group_id: str
     prompt: bytes
-    step: int
+    weights: tuple[int, int]
+    line: int
+    names: set[str] = field(default_factory=set)
     answers: dict[str, DrawnAnswer] = field(default_factory=dict)
+    written: tuple[str, ...] = ()
     changed: bool = True
-    written: bool = False
+    dropped: bool = False
     unused: str = UNUSED
+
+    @property
+    def size(self) -> int:
+        """About as many bytes of tokens in memory: the answers share one prompt."""
+        return sum(answer.own_size for answer in self.answers.values()) + 2 * len(self.prompt) * bool(self.answers)
 
     def group(self) -> RolloutGroup:
         return RolloutGroup(self.group_id, ENVIRONMENT, tuple(answer.rollout() for answer in self.answers.values()))
+
+    def left_of(self, stored: RolloutGroup) -> RolloutGroup:
+        """The stored group without the samples that a step has trained on since."""
+        kept = zip(self.written, stored.rollouts, strict=True)
+        return replace(stored, rollouts=tuple(rollout for name, rollout in kept if name in self.names))
+
+    def noted(self, stored: RolloutGroup | None) -> None:
+        """It is written so."""
+        names = self.answers or [name for name in self.written if name in self.names]
+        self.written = tuple(names) if stored is not None else ()
+        self.changed = self.dropped = False
 
 
 _FACTORS = np.random.default_rng(0).integers(1, 1 << 63, 1 << 12, np.uint64) * np.uint64(2) + np.uint64(1)
@@ -348,45 +389,67 @@ def prefix_hashes(tokens: np.ndarray) -> np.ndarray:
     return hashes
 
 
-class LiveGroups:
-    """The samples of a run that no step has trained on yet."""
+@dataclass(frozen=True)
+class _Known:
+    """A sample: its group, the hash of prompt and answer, and its place in a text."""
 
-    def __init__(self, most_bytes: int = LIVE_BYTES) -> None:
+    group: LiveGroup
+    end: int
+    part: SampledPart
+
+
+class LiveGroups:
+    """The samples of a run that no step has trained on yet.
+
+    The tokens of the oldest are forgotten before they take more than `most_bytes`. What is known beside them stays for
+    the newest `most_samples`, dropped ones too: a step may still train on them.
+    """
+
+    def __init__(self, most_bytes: int = LIVE_BYTES, most_samples: int = KNOWN_SAMPLES) -> None:
         self._groups: OrderedDict[str, LiveGroup] = OrderedDict()  # by id, the oldest first
         self._open: dict[bytes, LiveGroup] = {}  # the newest one of each prompt
-        self._home: dict[str, tuple[str, int]] = {}  # sequence id → group's, and the hash of prompt and answer
-        self._ends: dict[int, list[str]] = {}  # such a hash → sequence ids
-        self._most, self._bytes, self._count = most_bytes, 0, 0
+        self._known: dict[str, _Known] = {}  # by sequence id
+        self._ends: dict[int, list[str]] = {}  # hash of prompt and answer → sequence ids
+        self._most, self._most_samples, self._bytes, self._count = most_bytes, most_samples, 0, 0
 
     def new_id(self, prompt: bytes) -> str:
         self._count += 1
         return f"{blake2b(prompt, digest_size=6).hexdigest()}-{self._count}"
 
-    def add(self, drawn: DrawnAnswer) -> None:
-        prompt = np.array(drawn.prompt, np.int32).tobytes()
+    def add(self, drawn: DrawnAnswer, line: int) -> None:
+        """`line`: the last one of the run's metrics."""
+        prompt, weights = np.array(drawn.prompt, np.int32).tobytes(), (drawn.step, drawn.generation)
         group = self._open.get(prompt)
-        if group is None or group.step != drawn.step or len(group.answers) >= GROUP_ANSWERS:
-            group = self._open[prompt] = LiveGroup(self.new_id(prompt), prompt, drawn.step)
+        if group is None or group.weights != weights or len(group.names) >= GROUP_ANSWERS:
+            group = self._open[prompt] = LiveGroup(self.new_id(prompt), prompt, weights, line)
             self._groups[group.group_id] = group
-        group.answers[drawn.sequence_id] = drawn
+        shared = next((answer.prompt for answer in group.answers.values()), drawn.prompt)
+        before = group.size
+        group.answers[drawn.sequence_id] = replace(drawn, prompt=shared)
+        group.names.add(drawn.sequence_id)
         group.changed = True
+        self._bytes += group.size - before
+        start, stop = len(drawn.prompt), len(drawn.prompt) + len(drawn.tokens)
         end = int(prefix_hashes(np.array((*drawn.prompt, *drawn.tokens), np.int32))[-1])
-        self._home[drawn.sequence_id] = group.group_id, end
+        facts = (drawn.step, drawn.temperature, drawn.stopped, drawn.generation)
+        self._known[drawn.sequence_id] = _Known(group, end, SampledPart(drawn.sequence_id, start, stop, *facts))
         self._ends.setdefault(end, []).append(drawn.sequence_id)
-        self._bytes += drawn.size
 
     def claim(self, tokens: np.ndarray) -> list[SampledPart]:
-        """The samples that end in these tokens with all that stands before them; each is found once."""
-        parts = list[SampledPart]()
-        for end in prefix_hashes(tokens).tolist() if self._ends else ():
-            if ids := self._ends.get(end):
-                home, _ = self._home[ids[0]]
-                drawn = self._groups[home].answers[ids[0]]
-                start = len(drawn.prompt)
-                stop = start + len(drawn.tokens)
-                if stop <= len(tokens) and tokens[start:stop].tolist() == list(drawn.tokens):
-                    parts.append(SampledPart(ids[0], start, stop, drawn.step, drawn.temperature, drawn.stopped))
-                    self._forget_end(end, ids[0])
+        """The samples that end in these tokens with all that stands before them; each is found once.
+
+        Of two that overlap it is the longer one.
+        """
+        parts, before = list[SampledPart](), len(tokens)
+        found = enumerate(prefix_hashes(tokens).tolist() if self._ends else (), 1)
+        for stop, end in [pair for pair in found if pair[1] in self._ends][::-1]:
+            here = [self._known[name].part for name in self._ends.get(end, ())]
+            fitting = [part for part in here if part.end == stop <= before]
+            if fitting:
+                part = min(fitting, key=lambda part: part.start)
+                parts.insert(0, part)
+                before = part.start
+                self._forget_end(end, part.sequence_id)
         return parts
 
     def _forget_end(self, end: int, sequence_id: str) -> None:
@@ -398,44 +461,64 @@ class LiveGroups:
 
     def homes(self, sequence_ids: Iterable[str]) -> dict[str, LiveGroup]:
         """The group of each of these samples that is known."""
-        return {name: self._groups[self._home[name][0]] for name in sequence_ids if name in self._home}
+        return {name: self._known[name].group for name in sequence_ids if name in self._known}
 
     def left_by(self, sequence_ids: Iterable[str]) -> set[str]:
         """Ids of their groups that have other samples too."""
-        taken = Counter(group.group_id for group in self.homes(sequence_ids).values())
-        return {group_id for group_id, count in taken.items() if count < len(self._groups[group_id].answers)}
+        homes = self.homes(sequence_ids).values()
+        return {group.group_id for group, taken in Counter(homes).items() if taken < len(group.names)}
 
     def take(self, sequence_ids: Iterable[str]) -> None:
         """Forget samples that were trained on."""
         for sequence_id, group in self.homes(sequence_ids).items():
-            _, end = self._home.pop(sequence_id)
-            self._forget_end(end, sequence_id)
-            self._bytes -= group.answers.pop(sequence_id).size
+            self._forget_end(self._known.pop(sequence_id).end, sequence_id)
+            before = group.size
+            group.names.remove(sequence_id)
+            group.answers.pop(sequence_id, None)
+            self._bytes += group.size - before
             group.changed = True
-            if not group.answers:
+            if not group.names:
                 self._remove(group)
 
-    def all(self) -> list[LiveGroup]:
-        return list(self._groups.values())
+    def waiting(self) -> list[LiveGroup]:
+        """All but those that are dropped."""
+        return [group for group in self._groups.values() if not group.dropped]
 
     def changed(self) -> list[LiveGroup]:
-        return [group for group in self._groups.values() if group.changed]
+        """Those to write."""
+        return [group for group in self._groups.values() if group.changed and (group.answers or group.written)]
 
-    def too_old(self, step: int) -> list[LiveGroup]:
-        """Forget those that nothing will train on any more, or that there is no room for."""
-        gone = [group for group in self._groups.values() if group.step < step - LIVE_STEPS]
-        for group in gone:
-            self._remove(group)
-        while self._bytes > self._most:
+    def too_old(self, line: int) -> list[LiveGroup]:
+        """Those that hardly a step will train on any more."""
+        return [group for group in self.waiting() if group.line < line - LIVE_STEPS]
+
+    def dropped(self, groups: Iterable[LiveGroup]) -> None:
+        """They are marked so."""
+        for group in groups:
+            group.dropped = True
+            self._forget_tokens(group)
+
+    def make_room(self) -> list[LiveGroup]:
+        """Forget the tokens of the oldest samples, and all of those that are too many; return these."""
+        if self._bytes > self._most:
+            for group in [group for group in self._groups.values() if group.answers]:
+                self._forget_tokens(group)
+                if self._bytes <= self._most:
+                    break
+        gone = list[LiveGroup]()
+        while len(self._known) > self._most_samples:
             gone.append(next(iter(self._groups.values())))
             self._remove(gone[-1])
-        return gone
+        return [group for group in gone if not group.dropped]
+
+    def _forget_tokens(self, group: LiveGroup) -> None:
+        self._bytes -= group.size
+        group.answers = {}
+        if self._open.get(group.prompt) is group:
+            del self._open[group.prompt]
 
     def _remove(self, group: LiveGroup) -> None:
         del self._groups[group.group_id]
-        if self._open.get(group.prompt) is group:
-            del self._open[group.prompt]
-        for sequence_id, answer in group.answers.items():
-            _, end = self._home.pop(sequence_id)
-            self._forget_end(end, sequence_id)
-            self._bytes -= answer.size
+        self._forget_tokens(group)
+        for sequence_id in group.names:
+            self._forget_end(self._known.pop(sequence_id).end, sequence_id)

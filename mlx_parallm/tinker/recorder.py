@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 
 from mlx_parallm.config.load import Config
+from mlx_parallm.errors import StoreError
 from mlx_parallm.rl_training.events import RunEvents, SpanEnded, StepFinished
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
 from mlx_parallm.rl_training.monitor.spans import SpanLog
@@ -44,6 +45,7 @@ from mlx_parallm.tinker.groups import (
     trained_answers,
 )
 from mlx_parallm.tinker.learner import LearnedModel, Output
+from mlx_parallm.types import RolloutGroup
 
 FLUSH_S = 1.0  # between two writings of samples that no step has trained on
 MOST_WAITING = 256 << 20  # bytes of what is not written yet, of all runs
@@ -78,7 +80,7 @@ class Stepped:
     """An optimizer step is made.
 
     Attributes:
-        weights: steps of the weights that it started from.
+        weights, generation: steps of the weights that it started from, and how often a checkpoint was loaded.
         values: of its line.
         trained: Unix times of its passes.
         size: of the requests, in bytes.
@@ -90,6 +92,7 @@ class Stepped:
     requests: tuple[TrainedRequest, ...]
     trained: tuple[tuple[float, float], ...]
     size: int = 0
+    generation: int = 0
 
 
 class RunRecorder:
@@ -247,23 +250,38 @@ class RecordedRun:
         if self._ended:
             return
         for answer in drawn.answers:
-            self._live.add(answer)
+            self._live.add(answer, self._last_step)
         self._spans.add("rl.sample", (drawn.began, drawn.ended))
         self._recorder.write_soon(self)
 
     def _write_live(self) -> None:
         """Write the samples that wait: a group that has got more is written anew. What fails is tried again."""
-        if changed := self._live.changed():
-            gone = [group.group_id for group in changed if group.written]
-            self._opened().replace(gone, [group.group() for group in changed], source=SOURCE)
-            for group in changed:
-                group.changed, group.written = False, True
-        self._drop(self._live.too_old(self._last_step))
+        try:
+            if changed := self._live.changed():
+                groups = [self._as_written(group) for group in changed]
+                gone = [group.group_id for group in changed if group.written]
+                self._opened().replace(gone, [group for group in groups if group is not None], source=SOURCE)
+                for group, written in zip(changed, groups, strict=True):
+                    group.noted(written)
+            self._drop(self._live.too_old(self._last_step))
+        finally:
+            self._drop(self._live.make_room())
+
+    def _as_written(self, group: LiveGroup) -> RolloutGroup | None:
+        """None: its tokens are forgotten here, and pruned in the store."""
+        if group.answers:
+            return group.group()
+        try:
+            [stored] = self._opened().groups([group.group_id])
+        except StoreError:
+            return None
+        return group.left_of(stored)
 
     def _drop(self, groups: Sequence[LiveGroup]) -> None:
         for reason in {group.unused for group in groups if group.written}:
             written = [group.group_id for group in groups if group.written and group.unused == reason]
             self._opened().drop(written, self._last_step, reason)
+        self._live.dropped(groups)
 
     def _form_groups(self, stepped: Stepped) -> None:
         """Put the step's answers into groups by their prompts."""
@@ -282,7 +300,7 @@ class RecordedRun:
                 group_id = self._live.new_id(prompt)
             claimed.add(group_id)
             groups.append((group_of(group_id, answers, loss), answers))
-        self._groups = step_groups(stepped.step, groups, weights=stepped.weights)
+        self._groups = step_groups(stepped.step, groups, weights=stepped.weights, generation=stepped.generation)
 
     def _write_groups(self, stepped: Stepped) -> None:
         if self._groups is None or not self._groups.batch.groups:
@@ -337,7 +355,7 @@ class RecordedRun:
                 if held is not None:
                     last_first.callback(held.close)
             last_first.callback(self._close_store)
-            last_first.callback(lambda: self._drop(self._live.all()))
+            last_first.callback(lambda: self._drop(self._live.waiting()))
             last_first.callback(self._write_live)
             self._held = None
 

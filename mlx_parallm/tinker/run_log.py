@@ -3,7 +3,8 @@
 The SDK says for each target which token of which sample it is (provenance spans). The samples are remembered here with
 their log-probabilities and the step of the weights that drew them, so every forward_backward can answer
 
-    staleness:mean, :max       optimizer steps between the weights that sampled a token and those that learn from it
+    staleness:mean, :max       optimizer steps between the weights that sampled a token and those that learn from it;
+                               not known of samples from before a checkpoint was loaded
     sampler_gap:mean, :max     |learner - sampler| in nats over the tokens that the present weights sampled at
                                temperature 1: the same number computed twice
     ratio:mean, clip_fraction:mean, trained_tokens:sum, tokens:sum
@@ -78,6 +79,7 @@ class TinkerRunLog:
         self.recorded, self._run = recorded, run
         self._since = _Since()
         self._step = step  # of the last line
+        self.generation = 0  # of the weights: how often a checkpoint was loaded
         self._loaded = ""  # the checkpoint that the model went back to since then
 
     def note(
@@ -137,12 +139,14 @@ class TinkerRunLog:
                 total = max(found) if reduction == "max" else math.fsum(found)
                 values[key] = total / len(found) if reduction == "mean" else total
         times, size = (*since.times, (began, now)), min(since.kept_bytes, KEPT_BYTES)
-        self.recorded.stepped(Stepped(self._step, applied.step - 1, values, tuple(since.kept), times, size))
+        kept, generation = tuple(since.kept), self.generation
+        self.recorded.stepped(Stepped(self._step, applied.step - 1, values, kept, times, size, generation))
         return {"grad_norm:mean": applied.grad_norm, "step:max": float(applied.step)}
 
     def loaded(self, path: str) -> None:
         """The model has gone back, or forward, to a checkpoint; its gradients are dropped."""
         self._since, self._loaded = _Since(), path
+        self.generation += 1
 
     def dropped(self) -> None:
         """The gradients were dropped: the next line is not about them."""
@@ -171,6 +175,8 @@ class TinkerRunLog:
         for datum, logprobs in zip(batch.data, output.logprobs, strict=True):
             if logprobs.ndim == 1:
                 for where, sampled, record in _sampled(datum, self._run, records):
+                    if record.generation != self.generation:
+                        continue
                     ages.append(np.full(len(sampled), step - record.step))
                     if record.step == step and record.temperature == 1.0:
                         gaps.append(np.abs(logprobs[where] - sampled))

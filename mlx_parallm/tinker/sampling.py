@@ -129,7 +129,7 @@ class Sampling:
                 promises.resolve(promise, failure("the server failed on this sample", category="server"))
 
     async def _answer(self, promise: Promise, request: Request, body: SampleBody, sampler: Sampler) -> PromiseResult:
-        service, step, began = self._service, sampler.step(), time.time()
+        service, weights, began = self._service, sampler.weights(), time.time()
         if sampler.directory is not None and sampler.adapter is not None and sampler.run is not None:
             await asyncio.to_thread(service.samplers.load, sampler.adapter, sampler.run, sampler.directory)
         else:
@@ -139,22 +139,30 @@ class Sampling:
         for completion in output.completions:
             if completion.finish_reason not in ("stop", "length"):
                 return failure(completion.error or "the sample was aborted", category="server")
-        if sampler.run is not None and step is not None:
-            self._record(sampler.run, step, promise.sequence_ids, output, request.params.temperature, began)
+        if sampler.run is not None and weights is not None:
+            self._record(sampler.run, weights, promise.sequence_ids, output, request.params.temperature, began)
         # Rows of likely tokens are slow to write: 0.1 s for 8,192 tokens with 20 each.
         tokens = sum(len(each.token_ids) for each in output.completions)
         large = body.topk_sample_logprobs or body.topk_prompt_logprobs or tokens > WRITTEN_AT_ONCE
         return protobuf_result(await asyncio.to_thread(_written, body, output) if large else _written(body, output))
 
     def _record(
-        self, run: str, step: int, names: Sequence[str], output: RequestOutput, temperature: float, began: float
+        self,
+        run: str,
+        weights: tuple[int, int],
+        names: Sequence[str],
+        output: RequestOutput,
+        temperature: float,
+        began: float,
     ) -> None:
         """Remember the samples, and let those of a model that is still trained be shown."""
         prompt, drawn = output.prompt_token_ids, list[DrawnAnswer]()
+        step, generation = weights
         for name, completion in zip(names, output.completions, strict=True):
             tokens, logprobs, stopped = completion.token_ids, completion.logprobs, completion.finish_reason == "stop"
-            self._service.records.add(name, SampleRecord(run, step, temperature, _array(logprobs), stopped))
-            drawn.append(DrawnAnswer(name, prompt, tokens, logprobs, temperature, step, stopped))
+            record = SampleRecord(run, step, temperature, _array(logprobs), stopped, generation)
+            self._service.records.add(name, record)
+            drawn.append(DrawnAnswer(name, prompt, tokens, logprobs, temperature, step, stopped, generation))
         if (model := self._service.models.get(run)) is not None:
             model.log.recorded.drawn(Drawn(tuple(drawn), began, time.time()))
 

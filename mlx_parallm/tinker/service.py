@@ -90,7 +90,7 @@ class Completions:
 
 @dataclass
 class Sampler:
-    """A sampling session. `adapter`: None = the base. `step`: of the model, when its weights were saved."""
+    """A sampling session. `adapter`: None = the base. `weights`: of the model, when they were saved."""
 
     sampler_id: str
     base_model: str
@@ -98,7 +98,7 @@ class Sampler:
     adapter: str | None = None
     run: str | None = None
     directory: Path | None = None  # of a named checkpoint
-    step: Callable[[], int | None] = lambda: None
+    weights: Callable[[], tuple[int, int] | None] = lambda: None
     completions: dict[int, Completions] = field(default_factory=lambda: defaultdict(Completions))  # by copied client
 
 
@@ -120,7 +120,12 @@ class TrainedModel:
         self.known: OrderedDict[int, tuple[str, bytes, Promise]] = OrderedDict()  # kind, content, answer
         self.last_request = time.time()
         self.live = 0  # sets of weights that were saved without a name
-        self.inflight_step = 0  # of the weights that inflight samplers draw with
+        self.inflight = (0, 0)  # the weights that inflight samplers draw with
+
+    @property
+    def weights(self) -> tuple[int, int]:
+        """Their optimizer steps, and how often a checkpoint was loaded."""
+        return self.learned.step, self.log.generation
 
     def missing(self, seq_id: int) -> str:
         """Why request `seq_id` has not begun."""
@@ -488,15 +493,15 @@ class TinkerService:
         loop = asyncio.get_running_loop()
 
         def work(model: TrainedModel) -> PromiseResult:
-            learned, step = model.learned, model.learned.step
+            weights = model.weights
             model.live += 1
             inflight = body.kind == "inflight"
             adapter = f"tinker://{body.model_id}/{INFLIGHT if inflight else f'live/{model.live}'}"
-            self.samplers.put(adapter, body.model_id, learned.adapter())
+            self.samplers.put(adapter, body.model_id, model.learned.adapter())
             sampler = Sampler(sampler_id, self.base_model, adapter=adapter, run=body.model_id)
             if inflight:
-                model.inflight_step = step
-            sampler.step = (lambda: model.inflight_step) if inflight else (lambda: step)
+                model.inflight = weights
+            sampler.weights = (lambda: model.inflight) if inflight else (lambda: weights)
             loop.call_soon_threadsafe(self.add_sampler, session, sampler)
             answer = {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler_id}
             return json_result(answer)
@@ -521,7 +526,7 @@ class TinkerService:
             ttl_seconds=body.ttl_seconds,
             user_metadata=body.user_metadata,
             overwrite=body.overwrite,
-            step=model.learned.step,
+            weights=model.weights,
         )
 
     def _load_into(self, model_id: str, body: LoadWeightsBody) -> Promise:
@@ -571,7 +576,7 @@ class TinkerService:
             self._check_made_from(described, model_path)
         self.samplers.load(model_path, run, checkpoint.directory)
         sampler = Sampler(sampler_id, self.base_model, model_path, model_path, run, checkpoint.directory)
-        sampler.step = lambda: checkpoint.step
+        sampler.weights = lambda: checkpoint.weights
         return sampler
 
 

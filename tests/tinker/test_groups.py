@@ -1,6 +1,7 @@
 """Groups of answers from the datums of a step, and rewards from their advantages, against numbers worked by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,8 @@ def test_sampler_and_learner_are_compared_on_the_same_weights_at_temperature_1()
     numbers = step_groups(5, [(group_of("a", found, "ppo"), found)], weights=4).numbers()
     assert (numbers["logprob_diff_mean"], numbers["logprob_diff_max"]) == (1.0, 1.5), "-1 and -2 against -0.5"
     assert numbers["staleness"] == pytest.approx(1 / 3)
+    later = step_groups(5, [(group_of("a", found, "ppo"), found)], weights=4, generation=1)
+    assert later.joined == {}, "a checkpoint was loaded since: step 4 is another one"
 
 
 def drawn(name: str, prompt: int = 1, step: int = 0, size: int = 1) -> DrawnAnswer:
@@ -148,26 +151,28 @@ def drawn(name: str, prompt: int = 1, step: int = 0, size: int = 1) -> DrawnAnsw
 def test_samples_wait_by_prompt_and_weights_until_a_step_takes_them() -> None:
     live = LiveGroups()
     for sample in (drawn("a"), drawn("b"), drawn("c", prompt=2), drawn("d", step=1)):
-        live.add(sample)
-    groups = live.all()
+        live.add(sample, 0)
+    groups = live.waiting()
     assert [sorted(group.answers) for group in groups] == [["a", "b"], ["c"], ["d"]]
     assert [math.isnan(rollout.reward) for rollout in groups[0].group().rollouts] == [True, True]
     for group in groups:
-        group.changed, group.written = False, True
+        group.noted(group.group())
     names = ["a", "c", "unknown"]
     assert live.homes(names) == {"a": groups[0], "c": groups[1]} and live.left_by(names) == {groups[0].group_id}
     live.take(names)
     assert [sorted(group.answers) for group in live.changed()] == [["b"]]
-    assert live.all() == [groups[0], groups[2]]
+    assert live.waiting() == [groups[0], groups[2]]
+    live.add(replace(drawn("e", step=1), generation=1), 0)
+    assert [sorted(group.answers) for group in live.waiting()] == [["b"], ["d"], ["e"]], "other weights of that step"
 
 
 def test_a_client_that_sends_no_ids_is_understood_by_its_tokens() -> None:
     """Two equal samples and two turns: each is found once, with its weights and how it ended."""
     live = LiveGroups()
     for name in ("a", "b"):
-        live.add(DrawnAnswer(name, (7, 8), (9, 2), (-0.5, 0.0), 0.7, 3, stopped=True))
-    live.add(DrawnAnswer("turn", (7, 8, 9, 2, 20), (10,), (-0.5,), 0.7, 4, stopped=False))
-    live.add(DrawnAnswer("other", (7, 8), (9, 3), (-0.5, -0.5), 1.0, 3, stopped=True))
+        live.add(DrawnAnswer(name, (7, 8), (9, 2), (-0.5, 0.0), 0.7, 3, stopped=True), 0)
+    live.add(DrawnAnswer("turn", (7, 8, 9, 2, 20), (10,), (-0.5,), 0.7, 4, stopped=False), 0)
+    live.add(DrawnAnswer("other", (7, 8), (9, 3), (-0.5, -0.5), 1.0, 3, stopped=True), 0)
     certain = policy([7, 8], [9, 2], 0.0) | {"logprobs": [0.0, -0.5, 0.0]}
     turns = policy([7, 8], [9, 2, 20, 10], 0.5) | {"advantages": [0.0, 0.5, 0.5, 0.0, 0.5]}
     turns["logprobs"] = [0.0, -0.5, -0.5, 0.0, -0.5]
@@ -179,19 +184,43 @@ def test_a_client_that_sends_no_ids_is_understood_by_its_tokens() -> None:
     joined = step_groups(9, [(group_of("a", found, "ppo"), found)], weights=5).joined
     assert joined == {"staleness": pytest.approx(9 / 5), "staleness_max": 2}, "four tokens of 3 and one of 4"
     live.take(name for answer in found for name in answer.sequences)
-    assert [sorted(group.answers) for group in live.all()] == [["other"]]
+    assert [sorted(group.answers) for group in live.waiting()] == [["other"]]
     row = {"tokens": [7, 8, 9], "target_tokens": [8, 9, 3], "weights": [0.0, 1.0, 1.0]}
     [distilled] = trained_answers(*read([row], "cross_entropy"), {}.get, live.claim)
     assert distilled.sequences == ("other",)
 
 
-def test_samples_that_nothing_trains_on_make_room() -> None:
-    live = LiveGroups(most_bytes=2000)
-    live.add(drawn("old"))
-    live.add(drawn("new", step=LIVE_STEPS))
-    assert [sorted(group.answers) for group in live.too_old(LIVE_STEPS + 1)] == [["old"]]
+def test_an_answer_is_the_longest_sample_that_it_holds() -> None:
+    """One sample is the beginning of another one: each datum is its own sample."""
+    live = LiveGroups()
+    for name, tokens in (("short", (9,)), ("long", (9, 2)), ("next", (10,))):
+        prompt = (7, 9, 2) if name == "next" else (7,)
+        live.add(DrawnAnswer(name, prompt, tokens, (-0.5,) * len(tokens), 1.0, 0, stopped=True), 0)
+    found = trained_answers(*read([policy([7], [9, 2, 10], 0.5), policy([7], [9], 0.5)]), {}.get, live.claim)
+    assert [answer.sequences for answer in found] == [("long", "next"), ("short",)]
+
+
+def test_old_samples_give_their_tokens_back_and_are_known_on() -> None:
+    live = LiveGroups(most_bytes=2000, most_samples=6)
+    live.add(drawn("old"), 0)
+    assert live.too_old(LIVE_STEPS) == []
+    [old] = live.too_old(LIVE_STEPS + 1)
+    live.dropped([old])
+    assert live.waiting() == [] and live.too_old(99) == [] and set(live.homes(["old"])) == {"old"}
     for number in range(5):
-        live.add(drawn(str(number), prompt=number, step=LIVE_STEPS))
-    gone = live.too_old(LIVE_STEPS)
-    assert gone and sum(len(group.answers) for group in live.all()) < 5
-    assert live.homes(["new"]) == {}, "the oldest went"
+        live.add(drawn(str(number), prompt=number, size=1), LIVE_STEPS)
+    assert live.make_room() == []
+    kept = [sorted(group.answers) for group in live.waiting()]
+    assert kept == [[], ["1"], ["2"], ["3"], ["4"]], "five of about 440 bytes do not fit into 2000"
+    assert [part.sequence_id for part in live.claim(np.array([0, 5], np.int32))] == ["0"]
+    live.add(drawn("more", prompt=0), LIVE_STEPS)
+    assert live.make_room() == [] and live.homes(["old", "0"]).keys() == {"0"}, "the oldest went, which was dropped"
+
+
+def test_a_prompt_that_samples_share_is_counted_and_held_once() -> None:
+    live = LiveGroups(most_bytes=20_000)
+    for number in range(8):
+        live.add(DrawnAnswer(str(number), tuple(range(1000)), (5,), (-0.5,), 1.0, 0, stopped=True), 0)
+    assert live.make_room() == []
+    [group] = live.waiting()
+    assert len(group.answers) == 8 and len({id(answer.prompt) for answer in group.answers.values()}) == 1

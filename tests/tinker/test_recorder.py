@@ -3,8 +3,10 @@
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,8 +21,10 @@ from mlx_parallm.rl_training.run_directory import RunDirectory
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.tinker import recorder
 from mlx_parallm.tinker.checkpoints import Checkpoints
-from mlx_parallm.tinker.groups import DrawnAnswer
+from mlx_parallm.tinker.groups import LIVE_STEPS, DrawnAnswer, LiveGroups
+from mlx_parallm.tinker.learner import Applied
 from mlx_parallm.tinker.recorder import Drawn, RecordedRun, RunRecorder, Stepped, TrainedRequest
+from mlx_parallm.tinker.run_log import TinkerRunLog
 from mlx_parallm.tools.rollouts import Answers, Wanted
 from tests.server.serving import until
 from tests.tinker.serving import WireClient, tinker_server
@@ -255,6 +259,44 @@ def test_a_disk_that_gets_short_keeps_what_is_written(recorded: Recorded, monkey
     store = RolloutStore(recorded.directory / "rollouts.sqlite", read_only=True)
     assert store.drop_reasons() == {recorder.MISSED: 1, recorder.UNUSED: 2}
     store.close()
+
+
+def test_a_sample_is_in_the_store_once_however_long_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are forgotten here long before a step trains on it, or it was dropped before that."""
+    monkeypatch.setattr(recorder, "LiveGroups", partial(LiveGroups, most_bytes=1500))
+    recorded = Recorded(tmp_path / "run")
+    recorded.sample("a", "b", "c")
+    for number in range(2, 7):
+        recorded.sample(str(number), prompt=number)
+    assert recorded.rows() == [("waiting", 3)] + [("waiting", 1)] * 5
+    recorded.train(1, 6)
+    assert sorted(recorded.rows()) == [("taken", 1)] + [("waiting", 1)] * 5 + [("waiting", 2)]
+    recorded.train(1 + LIVE_STEPS, 5, prompt=2)
+    recorded.sample("last", prompt=8)
+    assert sorted(recorded.rows()) == [("dropped", 1)] * 4 + [("dropped", 2)] + [("taken", 1)] * 2 + [("waiting", 1)]
+    recorded.train(2 + LIVE_STEPS, 5)
+    recorded.train(3 + LIVE_STEPS, 5, prompt=3)
+    assert sorted(recorded.rows()) == [("dropped", 1)] * 4 + [("taken", 1)] * 4 + [("waiting", 1)]
+    recorded.recorder.close()
+
+
+def test_samples_of_an_earlier_checkpoint_are_not_old(recorded: Recorded) -> None:
+    """The lines are numbered upwards when a client goes back to step 0; its samples are of now."""
+    recorded.train(100, 90, prompt=9)
+    recorded.sample("a", step=0)
+    recorded.sample("b", prompt=2, step=0)
+    assert recorded.rows() == [("taken", 1), ("waiting", 1), ("waiting", 1)]
+    recorded.train(101, 5)
+    assert sorted(recorded.rows()) == [("taken", 1), ("taken", 1), ("waiting", 1)]
+
+
+def test_a_step_says_how_often_a_checkpoint_was_loaded_before() -> None:
+    steps = list[Stepped]()
+    run_log = TinkerRunLog(cast(Any, SimpleNamespace(stepped=steps.append)), "run", 0)
+    run_log.applied(Applied(1, 0.5), 1e-3, 0.0)
+    run_log.loaded("tinker://run/weights/a")
+    run_log.applied(Applied(1, 0.5), 1e-3, 0.0)
+    assert [(step.step, step.weights, step.generation) for step in steps] == [(1, 0, 0), (2, 0, 1)]
 
 
 def test_the_files_are_closed_at_the_end_whatever_fails(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
