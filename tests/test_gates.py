@@ -24,7 +24,7 @@ LINES: dict[str, int] = {
     "cli": 1620,
     "config": 2_250,
     "dashboard": 1380,
-    "distributed": 890,
+    "distributed": 960,
     "engine": 5300,
     "environments": 5040,
     "execution": 2650,

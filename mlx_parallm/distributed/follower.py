@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from mlx_parallm.config.load import Config
 from mlx_parallm.distributed.fingerprint import model_fingerprint
 from mlx_parallm.distributed.players import PlayedHere
-from mlx_parallm.distributed.ranks import BeginRun, JoinedRanks, Publish, agree, plays
+from mlx_parallm.distributed.ranks import EXIT_LOST, BeginRun, JoinedRanks, Publish, agree, plays
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.episode_tools import open_tools
@@ -25,9 +25,10 @@ from mlx_parallm.rl_training.commands import CHANGEABLE
 from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.sources import POLICY, policy_inference
 from mlx_parallm.rl_training.step.ranks import Ranks, RankTask
-from mlx_parallm.rl_training.train import PolicyServer, open_serving
+from mlx_parallm.rl_training.train import END_S, PolicyServer, open_serving
 from mlx_parallm.rl_training.weight_updater import drained, publish
 from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.signals import EndLimit
 from mlx_parallm.weights import SharedWeights
 
 log = get_logger("ranks")
@@ -50,11 +51,17 @@ def follow(config: Config, ranks: Ranks, stop: threading.Event, serve: Callable[
     with ExitStack() as closing:
         rank, error = None, ""
         try:
+            ranks.follow_settings(task.config)
             rank = Follower(task, config, ranks, stop, serve, closing)
         except ParallmError as found:
             error = str(found)
         if not any(ranks.exchange(error) or [True]) and rank is not None:
-            rank.run()
+            code = EXIT_LOST
+            try:
+                rank.run()
+                code = 0
+            finally:
+                rank.end_soon(code)
 
 
 class Follower:
@@ -94,7 +101,7 @@ class Follower:
         self._loaded = self._serving.load(quantize=self._quantize)
         training, turns = self._config.rl_training, self._serving.turns
         self._trainer = build_trainer(self._loaded, training, ranks=self._ranks, between_blocks=turns.after_evaluation)
-        while (task := self._ranks.next_task(self._stop)) is not None:
+        while (task := self._ranks.next_task(self._stop, self._check)) is not None:
             if isinstance(task, Publish):
                 self._publish(task.version)
             elif isinstance(task, RankTask):
@@ -109,8 +116,23 @@ class Follower:
             self._trainer.train_step(task.batch, position=task.position, should_stop=self._stop.is_set)
         self._step = task.batch.step
         self._ranks.check()
+        self._check()
+
+    def _check(self) -> None:
+        """Raises EngineUnavailableError: the engine has died. Nobody on rank 0 sees that: all its groups would fail."""
         if self._weights is not None:
             self._serving.check()
+
+    def _served_tokens(self) -> int:
+        self._check()
+        return self._serving.client.stats().generation_tokens
+
+    def end_soon(self, exit_code: int) -> None:
+        """The run has ended, or this rank's part in it: what is left to do may not take long. Foreign threads may block
+        the end of the process for ever, and the parent of `--ranks` waits for it. `exit_code`: if it takes longer."""
+        seconds, why = END_S + self._config.server.drain_timeout_s, "does a reward function or environment not return?"
+        rank = self._ranks.rank
+        EndLimit(exit_code).start(seconds, lambda: log.warning("ended at once", rank=rank, reason=why, seconds=seconds))
 
     def _publish(self, version: int) -> None:
         agree(self._ranks, self._trainer, compared="weights.")
@@ -146,9 +168,14 @@ class Follower:
             self._sources,
             EpisodeRunner(policy),
             fixed_order=training.deterministic,
-            served_tokens=lambda: client.stats().generation_tokens,
+            served_tokens=self._served_tokens,
         )
-        self._closing.callback(played.close)
+
+        def close() -> None:
+            if blocked := played.close():
+                log.warning("environments block their threads", rank=self._ranks.rank, environments=blocked)
+
+        self._closing.callback(close)
 
     def _progress(self) -> TrainingProgress:
         return TrainingProgress(self._step, self._config.rl_training.total_steps)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.runner import (
@@ -85,7 +86,7 @@ class PlayedGroup:
 
 @dataclass(frozen=True)
 class Broken:
-    """A bug in this package, on that rank."""
+    """That rank can play no more: its engine has died, or a bug in this package."""
 
     error: str
 
@@ -96,8 +97,17 @@ def hang_up(connection: Connection) -> None:
         end.shutdown(socket.SHUT_RDWR)
 
 
+def _received(connection: Connection) -> Any:
+    """The next message; None: the other end is gone."""
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        return None
+
+
 class RankPlayer:
-    """On rank 0: the player that another rank is. Single use."""
+    """On rank 0: the player that another rank is. Single use. Until `stop`, whatever keeps that rank from playing is an
+    error of the run: groups are delivered in order, so the others would wait for its groups for ever."""
 
     def __init__(self, connection: Connection, rank: int, on_results: OnResults, on_error: OnError) -> None:
         self.served_tokens = 0
@@ -105,6 +115,7 @@ class RankPlayer:
         self._on_results, self._on_error = on_results, on_error
         self._lock = threading.Lock()  # guards sending, and what follows
         self._plans: dict[str, GroupPlan] = {}  # in flight there, by group id
+        self._stopped = False
         threading.Thread(target=self._read, name=f"rollouts of rank {rank}", daemon=True).start()
 
     def play(self, plans: Sequence[GroupPlan]) -> None:
@@ -117,30 +128,46 @@ class RankPlayer:
 
     def stop(self, timeout_s: float = 0.0) -> Sequence[str]:
         """Does not wait: the end of the run ends that rank too."""
+        self._stopped = True
         self._send(StopPlaying())
         return ()
 
     def _send(self, message: object) -> None:
-        with self._lock, contextlib.suppress(OSError):  # the rank is lost: the training loop notices, and says so
+        with self._lock, contextlib.suppress(OSError):  # the connection is closed: `_read` says so
             self._connection.send(message)
 
     def _read(self) -> None:
-        with self._connection, contextlib.suppress(EOFError, OSError):
-            while True:
-                message = self._connection.recv()
-                if isinstance(message, Broken):
-                    self._on_error(EnvironmentFailedError(f"rank {self._rank}: {message.error}"))
-                    continue
-                self.served_tokens = message.served_tokens
-                with self._lock:
-                    plan = self._plans.pop(message.group.group_id)
-                group = replace(message.group, metadata={**message.group.metadata, "rank": self._rank})
-                result = GroupResult(plan, group, (), None, message.failure, message.may_pass, message.times)
-                self._on_results([result])
+        with self._connection:
+            try:
+                while (message := _received(self._connection)) is not None:
+                    self._take(message)
+                self._fail("the connection for its groups is closed")
+            except Exception as error:  # noqa: BLE001  boundary of the thread: nobody else would see it
+                self._fail(describe(error))
+
+    def _take(self, message: PlayedGroup | Broken) -> None:
+        if isinstance(message, Broken):
+            self._fail(message.error)
+            return
+        self.served_tokens = message.served_tokens
+        with self._lock:
+            plan = self._plans.pop(message.group.group_id)
+        group = replace(message.group, metadata={**message.group.metadata, "rank": self._rank})
+        result = GroupResult(plan, group, (), None, message.failure, message.may_pass, message.times)
+        self._on_results([result])
+
+    def _fail(self, why: str) -> None:
+        if not self._stopped:
+            self._on_error(EnvironmentFailedError(f"rank {self._rank}: {why}"))
 
 
 class PlayedHere:
-    """On the other ranks: plays what rank 0 sends, until it says stop or the connection ends."""
+    """On the other ranks: plays what rank 0 sends, until it says stop or the connection ends.
+
+    Args:
+        served_tokens: sampled by this rank's engine so far. What it raises, as when the engine has died, ends the run:
+            groups that failed for that reason say nothing about their tasks.
+    """
 
     def __init__(
         self,
@@ -164,19 +191,25 @@ class PlayedHere:
         self._thread = threading.Thread(target=self._read, name="rollouts for rank 0", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        self._player.stop(STOP_S)
+    def close(self) -> list[str]:
+        """Cancel what is played; return the environments that still block their threads after STOP_S."""
+        return self._player.stop(STOP_S)
 
     def _read(self) -> None:
-        with self._connection, contextlib.suppress(EOFError, OSError):
-            while True:
-                message = self._connection.recv()
-                if isinstance(message, Play):
-                    self._player.play([order.plan(self._sources[order.environment]) for order in message.orders])
-                elif isinstance(message, UseTemperature):
-                    self._player.use_temperature(message.temperature)
-                else:
-                    self._player.stop()
+        with self._connection:
+            try:
+                while (message := _received(self._connection)) is not None:
+                    self._take(message)
+            except Exception as error:  # noqa: BLE001  boundary of the thread: rank 0 would wait for ever
+                self._send(Broken(describe(error)))
+
+    def _take(self, message: Play | UseTemperature | StopPlaying) -> None:
+        if isinstance(message, Play):
+            self._player.play([order.plan(self._sources[order.environment]) for order in message.orders])
+        elif isinstance(message, UseTemperature):
+            self._player.use_temperature(message.temperature)
+        else:
+            self._player.stop()
 
     def _send_results(self, results: Sequence[GroupResult]) -> None:
         tokens = self._served_tokens()

@@ -139,6 +139,7 @@ class JoinedRanks(Ranks):
         self._group, self._collectives = group, collectives
         self._players: list[RankPlayer] = []
         self._plays = False
+        self._then = "then start all ranks again with --resume auto"
         # Rank 0: to ranks 1, 2, …; others: to rank 0. The second is for the threads that play groups.
         self._connections, self.rollouts = self._connect()
         self._watched = [_watched(connection) for connection in self._connections]
@@ -147,7 +148,7 @@ class JoinedRanks(Ranks):
     # ------------------------------------------------------------------ a run
 
     def begin(self, config: Config) -> None:
-        self._plays = plays(config)
+        self.follow_settings(config)
         path = resolve_model_path(config.model.base_path, config.model.revision)
         # Nobody asks the other ranks over HTTP, so they need no key.
         server = config.server.model_copy(update={"api_key": None, "api_key_file": None})
@@ -157,6 +158,12 @@ class JoinedRanks(Ranks):
         for rank, error in enumerate(errors or ()):
             if error:
                 raise ConfigError(f"rank {rank}: {error}")
+
+    def follow_settings(self, config: Config) -> None:
+        """Take what rank 0's configuration says about the ranks."""
+        self._plays = plays(config)
+        if config.rl_training.on_rank_lost == "continue":
+            self._then = "if it was killed, the others are started again (rl_training.on_rank_lost)"
 
     def publish(self, version: int, trainer: HasArrays) -> None:
         if self.rank == 0 and self._plays:
@@ -237,12 +244,14 @@ class JoinedRanks(Ranks):
         except OSError as error:
             self._lose(error)
 
-    def next_task(self, stop: threading.Event | None = None) -> Any:
+    def next_task(self, stop: threading.Event | None = None, check: Callable[[], None] = lambda: None) -> Any:
         """On the other ranks: the next message of rank 0; None when it has ended the run. Once `stop` is set, rank 0 is
-        asked to end it. Raises RankLostError: rank 0 is gone."""
+        asked to end it. Raises RankLostError: rank 0 is gone; and what `check` raises, which is called every WATCH_S.
+        """
         [connection], requested = self._connections, False
         try:
             while not connection.poll(WATCH_S):
+                check()
                 if stop is not None and stop.is_set() and not requested:
                     connection.send(STOP_REQUEST)
                     requested = True
@@ -282,10 +291,7 @@ class JoinedRanks(Ranks):
         gone = self._gone()
         who = " and ".join(f"rank {other}" for other in gone) or "a rank"
         reason = str(why) or "its connection is closed"
-        self.lost = (
-            f"{who} of {self.size} is gone ({reason}): read its last messages, then start all ranks again with --resume"
-            " auto"
-        )
+        self.lost = f"{who} of {self.size} is gone ({reason}): read its last messages, {self._then}"
         log.error("a rank is lost", rank=self.rank, gone=gone, why=str(why))
 
     def _stop_requested(self) -> bool:

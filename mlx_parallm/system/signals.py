@@ -63,12 +63,14 @@ class EndLimit:
     exit_code: ClassVar[int] = 0
     """Of a process that has done its work. A supervisor's child has another one (`cli/supervisor.py`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, exit_code: int | None = None) -> None:
+        """`exit_code`: of this limit alone."""
+        self._exit_code = exit_code
         self._cancelled = threading.Event()
         self._started = False
 
     def start(self, seconds: float, on_end: Callable[[], None] = lambda: None) -> None:
-        """Call `on_end` and end the process with `exit_code` after so many seconds, unless `cancel` comes first."""
+        """Call `on_end` and end the process with its exit code after so many seconds, unless `cancel` comes first."""
         if self._started:
             return
         self._started = True
@@ -77,7 +79,7 @@ class EndLimit:
             if not self._cancelled.wait(seconds):
                 threading.Thread(target=on_end, daemon=True).start()
                 self._cancelled.wait(LAST_WORDS_S)  # no longer, whatever it does
-                os._exit(self.exit_code)
+                os._exit(self.exit_code if self._exit_code is None else self._exit_code)
 
         threading.Thread(target=wait, name="end-limit", daemon=True).start()
 

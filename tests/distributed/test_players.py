@@ -1,5 +1,6 @@
 """Groups that other ranks play: real connections, scripted engines. tests/integration has real ranks."""
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,13 +12,22 @@ import pytest
 
 from mlx_parallm.config.environment import EnvironmentConfig
 from mlx_parallm.distributed.fingerprint import model_fingerprint
-from mlx_parallm.distributed.players import PlayedHere, RankPlayer, hang_up
+from mlx_parallm.distributed.players import (
+    Broken,
+    GroupOrder,
+    Play,
+    PlayedGroup,
+    PlayedHere,
+    RankPlayer,
+    StopPlaying,
+    hang_up,
+)
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.manager import RolloutConfig, RolloutManager
 from mlx_parallm.environments.registry import build_sources
-from mlx_parallm.environments.runner import EpisodeRunner
-from mlx_parallm.errors import EnvironmentFailedError
+from mlx_parallm.environments.runner import EpisodeRunner, GroupResult
+from mlx_parallm.errors import EngineUnavailableError, EnvironmentFailedError
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.types import Request, RolloutGroup
 from tests.environments.managing import Inbox, until
@@ -34,8 +44,16 @@ class Run:
     """A manager on rank 0, and the ranks that play for it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, answer: Answer, *, ranks: int = 3, fixed_order: bool = False, gate: object = None
+        self,
+        tokenizer: Tokenizer,
+        answer: Answer,
+        *,
+        ranks: int = 3,
+        fixed_order: bool = False,
+        gate: object = None,
+        served: Callable[[int], int] = lambda rank: 1000 * rank,
     ) -> None:
+        self._served = served
         self.inbox, self._closing = Inbox(), ExitStack()
         self.clients = [ScriptedClient(tokenizer, answer, gate=gate) for _ in range(ranks)]  # type: ignore[arg-type]
         for client, version in zip(self.clients, VERSIONS, strict=False):
@@ -62,7 +80,7 @@ class Run:
             tasks("sum", "sort"),
             EpisodeRunner(policy),
             fixed_order=fixed_order,
-            served_tokens=lambda: 1000 * rank,
+            served_tokens=lambda: self._served(rank),
         )
         self._closing.callback(played.close)
         self._closing.callback(hang_up, own)
@@ -174,6 +192,66 @@ def test_a_bug_on_another_rank_ends_the_run(tiny_tokenizer: Tokenizer, monkeypat
         until(lambda: run.manager.health() is not None)
         with pytest.raises(EnvironmentFailedError, match="rank 1: RuntimeError: a bug"):
             run.manager.check()
+
+
+def test_a_rank_whose_engine_has_died_ends_the_run(tiny_tokenizer: Tokenizer) -> None:
+    """Its groups have failed at once, so it would get all others too, as the one with the fewest in flight."""
+
+    def dead(rank: int) -> int:
+        raise EngineUnavailableError("the engine thread has ended")
+
+    def answer(request: Request, choice: int) -> Exception:
+        return EngineUnavailableError("the engine thread has ended")
+
+    with Run(tiny_tokenizer, answer, ranks=2, served=dead) as run:
+        run.manager._players[1].play([run.manager._queues[0].start(())])
+        until(lambda: run.manager.health() is not None)
+        with pytest.raises(EnvironmentFailedError, match="rank 1: the engine thread has ended"):
+            run.manager.check()
+        assert not run.inbox.failures
+
+
+class Other:
+    """A `RankPlayer`, whose other end the test has."""
+
+    def __init__(self) -> None:
+        own, self.end = Pipe()
+        self.errors, self.results = list[str](), list[GroupResult]()
+        self.player = RankPlayer(own, 2, self.results.extend, lambda error: self.errors.append(str(error)))
+
+    def ended(self) -> None:
+        with pytest.raises(EOFError):
+            self.end.recv()
+
+
+def test_a_rank_whose_groups_cannot_come_is_an_error() -> None:
+    unknown = PlayedGroup(RolloutGroup("sum-0-7", "sum", ()), None, False, {}, 5)
+    for message, error in (
+        (pickle.dumps(unknown), "rank 2: KeyError: 'sum-0-7'"),
+        (b"no message", "rank 2: UnpicklingError: "),
+    ):
+        other = Other()
+        other.end.send_bytes(message)
+        other.ended()
+        until(lambda other=other: bool(other.errors))
+        assert other.errors[0].startswith(error)
+    closed, stopped = Other(), Other()
+    closed.end.close()
+    until(lambda: bool(closed.errors))
+    assert closed.errors == ["rank 2: the connection for its groups is closed"]
+    stopped.player.stop()
+    assert stopped.end.recv() == StopPlaying()
+    stopped.end.send(unknown)
+    stopped.ended()
+    assert not stopped.errors, "at the end of a run it is none"
+
+
+def test_an_order_that_a_rank_cannot_carry_out_is_an_error(tiny_tokenizer: Tokenizer) -> None:
+    own, others = Pipe()
+    policy = EpisodePolicy(ScriptedClient(tiny_tokenizer, by_seed), tiny_tokenizer, temperature=1, max_token_length=9)
+    PlayedHere(others, tasks("sum"), EpisodeRunner(policy), fixed_order=False, served_tokens=lambda: 0)
+    own.send(Play((GroupOrder("sort", "sort-0-0", 0, 4, 0, 0, None),)))
+    assert own.recv() == Broken("KeyError: 'sort'")
 
 
 @pytest.fixture
