@@ -30,12 +30,12 @@ def test_a_clients_work_ends_within_a_step_of_its_hang_up(
     def slow_down(engine):
         step = engine.step
 
-        def slow_step():
+        def slow_step(**options):
             stepped.append(len(engine.scheduler.active))
             if len(stepped) == 4:
                 begun.set()
             time.sleep(0.1)
-            return step()
+            return step(**options)
 
         engine.step = slow_step
 
@@ -98,10 +98,10 @@ from mlx_parallm.cli import {command}
 
 step = Engine.step
 
-def dying(engine):
+def dying(engine, **options):
     if engine.counters.steps >= {steps}:
         raise SystemExit("killed by the test")  # no Exception: nothing in the engine catches it
-    return step(engine)
+    return step(engine, **options)
 
 Engine.step = dying
 sys.argv = {argv!r}
