@@ -222,7 +222,7 @@ class SharedWeights:
         """Return the call that reads the version, or the adapter of the shelf, from disk, for a thread that may wait;
         None = nothing to read."""
         version, shelf = self._version_of(name), self.shelf
-        if version is None and shelf is not None and name not in self._slots and shelf.holds(name):
+        if version is None and shelf is not None and shelf.holds(name):  # in the table too: it may be on its way out
             return lambda: shelf.load(name)
         if version is None or self.history.in_memory(version):
             return None

@@ -135,8 +135,9 @@ class ServedModels:
         return ServedModel(name, name, self.base_id, self.base_id, self._version())
 
     def taken_by_server(self, name: str) -> bool:
-        """Names that no adapter can be given: they mean the base, the policy, or a version."""
-        return name in (*self._aliases, self.base_id + BASE_SUFFIX, self._policy_adapter) or "@" in name
+        """Names that no adapter can be given: they mean the base, the policy, a version, or what lies on a shelf."""
+        own = (*self._aliases, self.base_id + BASE_SUFFIX, self._policy_adapter)
+        return name in own or "@" in name or "://" in name
 
     def _pinned(self, name: str, models: tuple[ServedModel, ...]) -> ServedModel:
         requested, _, version = name.rpartition("@")

@@ -150,6 +150,7 @@ class Checkpoints:
     def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
         self.root = root.expanduser()
         self._clock = clock
+        self.removed: Callable[[str], None] = lambda name: None  # hears of each path that is no longer what it was
 
     def run_directory(self, run_id: str) -> Path:
         """Raises RequestError: no run's id."""
@@ -202,7 +203,10 @@ class Checkpoints:
             write(directory)
             (directory / CHECKPOINT_FILE).write_bytes(_json(facts))
 
+        replaces = target.exists()
         write_directory(target, fill)
+        if replaces:
+            self.removed(str(path))
         self._remove_expired(path.run)
         return target
 
@@ -255,6 +259,7 @@ class Checkpoints:
             directory.rename(gone)
         except FileNotFoundError:  # another one was faster
             return False
+        self.removed(str(path))
         shutil.rmtree(gone)
         return True
 

@@ -184,7 +184,8 @@ class LearnedModel:
 
         Raises RequestError: the loss is not finite.
         """
-        trainer, before, split = self._trainer, self._trainer.gradients, split_prompts(batch)
+        trainer, before = self._trainer, self._trainer.gradients
+        split = split_prompts(batch) if trainer.model.shares_prompts else None
         part, prompts = (batch, None) if split is None else (split, self._scores(split.prompts))
         unknown = np.full(len(part.loss.datums), np.nan, np.float32)
         trainer.step_tokens = StepTokens({"trainer_logprobs": unknown, "entropies": unknown.copy()})

@@ -61,6 +61,7 @@ class TinkerPart:
             kept=tinker.kept_samplers,
             total=tinker.kept_samplers * tinker.max_models,
         )
+        checkpoints.removed = samplers.drop
         weights.shelf = SamplerShelf(checkpoints, samplers, names)
         self._recorder = RunRecorder(self._config, checkpoints)
         service = TinkerService(

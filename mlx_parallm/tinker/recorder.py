@@ -133,7 +133,8 @@ class RunRecorder:
         """Do it after what was posted before; `size`: bytes that it holds. False: there is no room for it."""
         with self._lock:
             fits = not size or self._waiting + size <= MOST_WAITING
-            warn, self._full = not fits and not self._full, not fits
+            warn = not fits and not self._full
+            self._full = not fits if size else self._full  # a line always fits
             self._waiting += size if fits else 0
         if fits:
             self._work.put((work, size))

@@ -95,7 +95,6 @@ def _checkpoint_routes(router: APIRouter, service: Service) -> None:
             path = read_path(str(TinkerPath(run_id, kind, name)))
             if not service().checkpoints.delete(path):
                 raise _missing(path)
-            service().samplers.drop(str(path))
 
         await asyncio.to_thread(remove)
         return Response(status_code=204)

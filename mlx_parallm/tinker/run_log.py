@@ -15,7 +15,7 @@ and each optimizer step has a line of `metrics.jsonl` in the run's directory, wh
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +38,21 @@ LINE_KEYS = {  # of an answer's metrics: what a line of metrics.jsonl calls them
     "staleness:max": "staleness_max",
     "sampler_gap:mean": "logprob_diff_mean",
     "sampler_gap:max": "logprob_diff_max",
+}
+
+
+def _mean(found: Sequence[tuple[float, float]]) -> float:
+    """Weighted by the trained tokens of each request; where none is trained, of the requests."""
+    tokens = math.fsum(weight for _, weight in found)
+    if not tokens:
+        return math.fsum(value for value, _ in found) / len(found)
+    return math.fsum(value * weight for value, weight in found) / tokens
+
+
+_REDUCED: dict[str, Callable[[Sequence[tuple[float, float]]], float]] = {
+    "mean": _mean,
+    "max": lambda found: max(value for value, _ in found),
+    "sum": lambda found: math.fsum(value for value, _ in found),
 }
 
 
@@ -69,7 +84,7 @@ class _Since:
     kept: list[TrainedRequest] = field(default_factory=list)
     kept_bytes: int = 0
     times: list[tuple[float, float]] = field(default_factory=list)  # of each request: begin and end
-    numbers: dict[str, list[float]] = field(default_factory=dict)
+    numbers: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # of each request, and its tokens
 
 
 class TinkerRunLog:
@@ -104,7 +119,7 @@ class TinkerRunLog:
             since.datums, since.tokens = since.datums + len(batch.data), since.tokens + batch.tokens
             since.times.append((began, time.time()))
             for name, value in metrics.items():
-                since.numbers.setdefault(name, []).append(value)
+                since.numbers.setdefault(name, []).append((value, metrics["trained_tokens:sum"]))
             since.kept_bytes += request.size
             if since.kept_bytes <= KEPT_BYTES:
                 since.kept.append(TrainedRequest(request.loss, batch, output))
@@ -135,9 +150,8 @@ class TinkerRunLog:
             values["rolled_back_to"], self._loaded = self._loaded, ""
         for name, key in LINE_KEYS.items():
             if found := since.numbers.get(name):
-                _, _, reduction = name.partition(":")
-                total = max(found) if reduction == "max" else math.fsum(found)
-                values[key] = total / len(found) if reduction == "mean" else total
+                _, _, reduction = name.partition(":")  # as chunks of a call are put together
+                values[key] = _REDUCED[reduction](found)
         times, size = (*since.times, (began, now)), min(since.kept_bytes, KEPT_BYTES)
         kept, generation = tuple(since.kept), self.generation
         self.recorded.stepped(Stepped(self._step, applied.step - 1, values, kept, times, size, generation))

@@ -9,6 +9,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mlx_parallm.engine.served_models import AdapterUses
@@ -38,6 +39,7 @@ class SamplerWeights:
     ) -> None:
         self._weights, self._shapes, self._uses, self._kept, self._total = weights, shapes, uses, kept, total
         self._runs: dict[str, str] = {}  # name → run
+        self._turns: dict[str, threading.Lock] = {}  # names that are read now
         self._changing = threading.Lock()  # held while arrays are computed and weights change
         self._lock = threading.Lock()  # of the names: the server's event loop takes it, so it is held for moments
 
@@ -56,19 +58,29 @@ class SamplerWeights:
 
     def load(self, name: str, run: str, directory: Path) -> None:
         """Read a named checkpoint unless it is there. Raises AdapterError."""
-        if name in self._runs:
-            return
+        with self._lock:  # a name that is on its way out is not there any more
+            if name in self._runs:
+                return
+            turn = self._turns.setdefault(name, threading.Lock())
 
         def read() -> None:
             layers = load_adapter(directory).layers
             check_adapter(self._shapes, layers, name)
             self.put(name, run, layers)
 
-        in_mlx_thread(read)
+        with turn:
+            try:
+                if name not in self._runs:  # nobody has read it meanwhile
+                    in_mlx_thread(read)
+            finally:
+                with self._lock:
+                    self._turns.pop(name, None)
 
     def check(self, name: str | None) -> None:
         """Raises RefusedError, 410: the weights are gone."""
-        if name is not None and name not in self._runs:  # None: the base
+        with self._lock:
+            known = name is None or name in self._runs  # None: the base
+        if not known:
             raise RefusedError(
                 f"the sampling client's weights ({name}) are no longer in memory: tinker.kept_samplers ="
                 f" {self._kept} sets of a model are kept; make a new sampling client, or save the weights by name",
@@ -92,7 +104,8 @@ class SamplerWeights:
             self.drop(name)
 
     def _remove(self, name: str) -> None:
-        self._weights.remove_adapter(name)
+        with suppress(AdapterError):  # somebody else took it away
+            self._weights.remove_adapter(name)
         self._uses.forget(name)
 
     def _too_many(self, put: str) -> list[str]:
@@ -138,6 +151,7 @@ class SamplerShelf:
         path = read_path(name)
         found, run = self._checkpoints.find(path), self._checkpoints.run(path.run)
         if found is None:
+            self._samplers.drop(name)
             raise ModelNotFoundError(name, self.names(), "the checkpoint was deleted, or its time is over")
         if run is not None and run.base_model not in self._names:
             raise ModelNotFoundError(name, self.names(), f"it was trained on the base model {run.base_model!r}")

@@ -130,11 +130,12 @@ class Sampling:
 
     async def _answer(self, promise: Promise, request: Request, body: SampleBody, sampler: Sampler) -> PromiseResult:
         service, weights, began = self._service, sampler.weights(), time.time()
-        if sampler.directory is not None and sampler.adapter is not None and sampler.run is not None:
-            await asyncio.to_thread(service.samplers.load, sampler.adapter, sampler.run, sampler.directory)
-        else:
-            service.samplers.check(sampler.adapter)
-        output = await service.engine.generate(request)
+        with service.engine.uses.holding([sampler.adapter]):  # from here on, or others may take its place
+            if sampler.directory is not None:
+                await asyncio.to_thread(_load, service, sampler)
+            else:
+                service.samplers.check(sampler.adapter)
+            output = await service.engine.generate(request)
         await self._pace.turn()
         for completion in output.completions:
             if completion.finish_reason not in ("stop", "length"):
@@ -165,6 +166,17 @@ class Sampling:
             drawn.append(DrawnAnswer(name, prompt, tokens, logprobs, temperature, step, stopped, generation))
         if (model := self._service.models.get(run)) is not None:
             model.log.recorded.drawn(Drawn(tuple(drawn), began, time.time()))
+
+
+def _load(service: TinkerService, sampler: Sampler) -> None:
+    """Have a named checkpoint in memory. Raises RequestError: it was deleted, or its time is over; AdapterError."""
+    assert sampler.adapter is not None and sampler.run is not None, "it has a directory"
+    try:
+        found = service.checkpoints.require(sampler.adapter)
+    except RequestError:
+        service.samplers.drop(sampler.adapter)
+        raise
+    service.samplers.load(sampler.adapter, sampler.run, found.directory)
 
 
 async def _news(line: Completions, seconds: float) -> None:

@@ -204,7 +204,9 @@ def test_what_does_not_fit_names_the_layer_and_leaves_the_old_one(served: Served
     assert served.weights.adapters()["fit"] is held
 
 
-@pytest.mark.parametrize("name", ["", "policy", "default", "tiny", "builtin:tiny", "builtin:tiny:base", "a@3"])
+@pytest.mark.parametrize(
+    "name", ["", "policy", "default", "tiny", "builtin:tiny", "builtin:tiny:base", "a@3", "tinker://a/live/1"]
+)
 def test_names_of_the_server_are_not_given_away(served: Served, name: str) -> None:
     path = served.save("named", 51)
     for answer in (served.load(name, path), served.post("/v1/unload_lora_adapter", lora_name=name)):

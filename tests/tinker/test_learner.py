@@ -289,5 +289,19 @@ def test_answers_to_one_prompt_are_what_they_are_one_by_one(learner: TinkerLearn
         np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
+def test_prompts_are_computed_apart_only_where_rows_share_them(
+    learner: TinkerLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, apart = batch(learner, answers("ppo", 20, 6), "ppo"), list[int]()
+    scores = LearnedModel._scores
+    monkeypatch.setattr(LearnedModel, "_scores", lambda model, rows: apart.append(len(rows)) or scores(model, rows))
+    shared, whole = new(learner), new(learner)
+    whole._trainer.model.unshared = "as on the fallback path"
+    outputs = [learner.submit("", partial(each.forward_backward, together)).result() for each in (shared, whole)]
+    assert len(apart) == 1, "of the first alone"
+    for got, wanted in zip(outputs[1].logprobs, outputs[0].logprobs, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=2e-5)
+
+
 def test_a_loss_to_which_every_position_counts_is_computed_whole(learner: TinkerLearner) -> None:
     assert split_prompts(batch(learner, answers("dro", 20, 6), "dro")) is None

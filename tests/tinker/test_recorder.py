@@ -1,6 +1,7 @@
 """The files of a run that a client trains, written beside its requests, as the readers of a training run read them."""
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -21,13 +22,15 @@ from mlx_parallm.rl_training.run_directory import RunDirectory
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.tinker import recorder
 from mlx_parallm.tinker.checkpoints import Checkpoints
+from mlx_parallm.tinker.data import DatumLimits, read_batch
 from mlx_parallm.tinker.groups import LIVE_STEPS, DrawnAnswer, LiveGroups
-from mlx_parallm.tinker.learner import Applied
+from mlx_parallm.tinker.learner import Applied, Output
 from mlx_parallm.tinker.recorder import Drawn, RecordedRun, RunRecorder, Stepped, TrainedRequest
-from mlx_parallm.tinker.run_log import TinkerRunLog
+from mlx_parallm.tinker.run_log import SampleRecords, TinkerRunLog
+from mlx_parallm.tinker.wire import read_forward_backward
 from mlx_parallm.tools.rollouts import Answers, Wanted
 from tests.server.serving import until
-from tests.tinker.serving import WireClient, tinker_server
+from tests.tinker.serving import WireClient, request_of, tinker_server
 from tests.tinker.test_groups import policy, read
 
 PROMPT = [1, 40, 41, 42]
@@ -310,3 +313,32 @@ def test_the_files_are_closed_at_the_end_whatever_fails(recorded: Recorded, monk
     assert not RunDirectory.in_use(recorded.directory)
     assert not (recorded.directory / "rollouts.sqlite-wal").exists(), "the database is closed"
     assert recorded.rows() == [("dropped", 1)]
+
+
+def test_a_step_that_the_disk_is_too_slow_for_has_a_line_and_one_warning(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned = list[str]()
+    monkeypatch.setattr(recorder.log, "warning", lambda text: warned.append(text))
+    monkeypatch.setattr(recorder, "MOST_WAITING", 10)
+    batch, output = read([policy([1], [5, 2], 0.5)])
+    for step in (1, 2):
+        recorded.run.stepped(Stepped(step, 0, {"loss": 0.5}, (TrainedRequest("ppo", batch, output),), (), 11))
+    recorded.settle()
+    found = MetricsFile(recorded.directory / METRICS_FILE).last(9)
+    assert [(line["step"], line["loss"], line["groups"]) for line in found] == [(1, 0.5, None), (2, 0.5, None)]
+    assert len(warned) == 1 and not (recorded.directory / "rollouts.sqlite").exists()
+
+
+def test_a_lines_means_are_over_tokens() -> None:
+    """One token of ratio 1/e and three of ratio 1, sent in two requests."""
+    steps = list[Stepped]()
+    run_log = TinkerRunLog(cast(Any, SimpleNamespace(stepped=steps.append)), "run", 0)
+    for tokens, logprob in (([9], -1.5), ([9, 2, 3], -0.5)):
+        entry = policy([1], tokens, 0.5)
+        request = read_forward_backward(request_of([entry], "importance_sampling"))
+        batch = read_batch(request, DatumLimits(64, 300))
+        output = Output([np.full(len(tokens), logprob, np.float32)], 0.0)
+        run_log.note(request, batch, output, 0, SampleRecords(), 0.0)
+    run_log.applied(Applied(1, 0.5), 1e-3, 0.0)
+    assert steps[0].values["ratio_mean"] == pytest.approx((math.exp(-1) + 3) / 4)

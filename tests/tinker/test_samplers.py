@@ -2,15 +2,16 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from mlx_parallm.engine.served_models import AdapterUses
-from mlx_parallm.errors import ModelNotFoundError
-from mlx_parallm.tinker.checkpoints import SAMPLER, Checkpoints, Run, TinkerPath
+from mlx_parallm.errors import AdapterError, ModelNotFoundError, RefusedError
+from mlx_parallm.tinker.checkpoints import SAMPLER, TRAINING, Checkpoints, Run, TinkerPath
 from mlx_parallm.tinker.samplers import SamplerShelf, SamplerWeights
 from tests.server.serving import RunningServer
 from tests.tinker.serving import API, WireClient, tinker_server
@@ -78,9 +79,10 @@ def test_named_weights_are_read_from_disk_when_v1_asks_for_them(
     directory = root / "runs" / model.replace(":", "_") / "sampler_weights"
     (directory / "at@1" / "adapters.safetensors").write_bytes(b"damaged")
     assert text(restarted, names[1], 404)["code"] == "model_not_found"
-    file = directory / "at@1" / "checkpoint.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"expires": 1.0}))
-    assert "its time is over" in text(restarted, names[1], 404)["message"]
+    for number in (1, 3):  # one that is not in memory, and one that is
+        file = directory / f"at@{number}" / "checkpoint.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"expires": 1.0}))
+        assert "its time is over" in text(restarted, names[number], 404)["message"]
 
 
 def test_the_key_comes_as_the_sdk_sends_it(restarted: RunningServer) -> None:
@@ -146,18 +148,119 @@ def test_what_a_request_uses_is_kept_and_the_least_used_goes() -> None:
     assert weights.removed == ["b", "d", "a"]
 
 
+def free_weights() -> "BlockedWeights":
+    go = threading.Event()
+    go.set()
+    return BlockedWeights(threading.Event(), go)
+
+
+def test_what_goes_is_gone_for_who_asks_meanwhile() -> None:
+    """A request that comes between the choice and the removal is not told that its weights are there."""
+    uses, answers = AdapterUses(), list[str]()
+    samplers = SamplerWeights(cast(Any, free_weights()), {}, uses, kept=1, total=9)
+    asked, choose = threading.Event(), uses.least_recent
+
+    def ask() -> None:
+        with uses.holding(["a"]):
+            try:
+                samplers.check("a")
+                answers.append("there")
+            except RefusedError:
+                answers.append("gone")
+        asked.set()
+
+    def chosen(names: Iterable[str]) -> str | None:
+        name = choose(names)
+        threading.Thread(target=ask).start()
+        asked.wait(0.05)
+        return name
+
+    samplers.put("a", "run", {})
+    uses.least_recent = chosen  # type: ignore[method-assign]
+    samplers.put("b", "run", {})
+    assert asked.wait(10) and answers == ["gone"]
+
+
+def test_an_adapter_that_is_gone_already_fails_nobody() -> None:
+    weights = free_weights()
+    samplers = SamplerWeights(cast(Any, weights), {}, AdapterUses(), kept=1, total=9)
+    samplers.put("a", "run", {})
+    weights.absent = "a"
+    samplers.put("b", "run", {})
+    samplers.put("c", "run", {})
+    assert weights.removed == ["b"]
+
+
+def test_a_checkpoint_is_read_once_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, all_ask = free_weights(), threading.Barrier(4)
+    samplers = SamplerWeights(cast(Any, weights), {}, AdapterUses(), kept=3, total=9)
+    monkeypatch.setattr("mlx_parallm.tinker.samplers.load_adapter", lambda directory: SimpleNamespace(layers={}))
+    monkeypatch.setattr("mlx_parallm.tinker.samplers.check_adapter", lambda *args: threading.Event().wait(0.02))
+
+    def ask() -> None:
+        all_ask.wait(10)
+        samplers.load("a", "run", tmp_path)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert weights.added == 1
+
+
+def test_weights_in_memory_go_with_their_checkpoint(tmp_path: Path) -> None:
+    """One that is deleted, overwritten, or whose time is over is not drawn with any more."""
+    now, weights = [100.0], free_weights()
+    checkpoints = Checkpoints(tmp_path, lambda: now[0])
+    samplers = SamplerWeights(cast(Any, weights), {}, AdapterUses(), kept=9, total=9)
+    checkpoints.removed = samplers.drop
+    checkpoints.begin(Run("r:train:0", "base", {}, 1.0))
+    paths = [TinkerPath("r:train:0", kind, kind) for kind in (TRAINING, SAMPLER)]
+    late = TinkerPath("r:train:0", SAMPLER, "late")
+    for path in (*paths, late):
+        checkpoints.save(path, lambda directory: None, ttl_seconds=10 if path is late else None)
+        samplers.put(str(path), "r:train:0", {})
+    assert weights.removed == []
+    checkpoints.save(paths[0], lambda directory: None, overwrite=True)
+    checkpoints.delete(paths[1])
+    now[0] = 111.0
+    with pytest.raises(ModelNotFoundError, match="its time is over"):
+        SamplerShelf(checkpoints, samplers, ("base",)).load(str(late))
+    assert weights.removed == [*map(str, paths), str(late)]
+
+
+def test_what_a_sample_is_drawn_with_is_held_before_it_is_looked_for(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, held = WireClient(server.http()), list[bool]()
+    sampler = client.live_sampler(client.create_model(), 1, 0)
+
+    def check(samplers: SamplerWeights, name: str) -> None:
+        held.append(samplers._uses.least_recent([name]) is None)
+
+    monkeypatch.setattr(SamplerWeights, "check", check)
+    client.samples(client.sample(sampler, 0, TOKENS, params={"max_tokens": 1}))
+    assert held == [True]
+
+
 class BlockedWeights:
     """Changes its weights once it may."""
 
     def __init__(self, begun: threading.Event, go: threading.Event) -> None:
         self._begun, self._go = begun, go
         self.removed: list[str] = []
+        self.added = 0
+        self.absent = ""
 
     def add_adapter(self, name: str, layers: object) -> None:
+        self.added += 1
         self._begun.set()
         self._go.wait(10)
 
     def remove_adapter(self, name: str) -> None:
+        if name == self.absent:
+            raise AdapterError(f"no adapter {name!r}")
         self.removed.append(name)
 
 
@@ -174,7 +277,8 @@ def test_one_bad_checkpoint_hides_no_other(tmp_path: Path, monkeypatch: pytest.M
     (directories["list"] / "checkpoint.json").write_text("[]")
     (directories["bare"] / "checkpoint.json").write_text("{}")
     now[0] = 111.0
-    shelf = SamplerShelf(checkpoints, cast(Any, None), ("base",))
+    samplers = SamplerWeights(cast(Any, free_weights()), {}, AdapterUses(), kept=1, total=9)
+    shelf = SamplerShelf(checkpoints, samplers, ("base",))
     assert shelf.names() == [str(paths["good"])]
     for name in ("empty", "list", "bare", "old"):
         with pytest.raises(ModelNotFoundError):
