@@ -29,6 +29,7 @@ for number in (signal.SIGTERM, signal.SIGINT):
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
 (here / f"new.{start}.{rank}").write_text(json.dumps([sys.argv[2:], hosts, os.getpid()]))
 (here / f"new.{start}.{rank}").rename(here / f"{start}.{rank}")
+# It waits for files of other processes and for signals: it can only look.
 deed = json.loads((here / "deeds").read_text())[f"{start}.{rank}"]
 def is_there(process):
     try:
@@ -109,6 +110,7 @@ def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on_without_it(tmp_pat
 
 
 def until_there(*files: Path) -> None:
+    """Files of other processes, which say so by nothing else."""
     deadline = time.monotonic() + 30
     while not all(file.exists() for file in files):
         assert time.monotonic() < deadline, files

@@ -19,6 +19,8 @@ from mlx_parallm.weights import SharedWeights
 from tests.server.serving import RunningServer, running_server
 
 API = "/api/v1"
+TOKENS = [1, 40, 41, 42, 43, 44]
+DATUM = {"tokens": TOKENS, "target_tokens": [40, 41, 42, 43, 44, 2], "weights": [0, 0, 1, 1, 1, 1]}
 JSON_BODY = {"Content-Type": "application/json"}
 CONFIG = """
 [tinker]

@@ -24,10 +24,8 @@ from mlx_parallm.tinker.run_log import SampleRecord, SampleRecords
 from mlx_parallm.tinker.service import FORGOTTEN_AFTER_S, TinkerService
 from mlx_parallm.tinker.wire import write_samples
 from tests.server.serving import RunningServer
-from tests.tinker.serving import API, JSON_BODY, WireClient, logprobs_of, request_of, tinker_server
+from tests.tinker.serving import API, DATUM, JSON_BODY, TOKENS, WireClient, logprobs_of, request_of, tinker_server
 
-TOKENS = [1, 40, 41, 42, 43, 44]
-DATUM = {"tokens": TOKENS, "target_tokens": [40, 41, 42, 43, 44, 2], "weights": [0, 0, 1, 1, 1, 1]}
 MEAN_AGE = "staleness:mean"
 
 

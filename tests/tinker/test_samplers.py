@@ -14,11 +14,9 @@ from mlx_parallm.errors import AdapterError, ModelNotFoundError, RefusedError
 from mlx_parallm.tinker.checkpoints import SAMPLER, TRAINING, Checkpoints, Run, TinkerPath
 from mlx_parallm.tinker.samplers import SamplerShelf, SamplerWeights
 from tests.server.serving import RunningServer
-from tests.tinker.serving import API, WireClient, tinker_server
+from tests.tinker.serving import API, DATUM, TOKENS, WireClient, tinker_server
 
 KEY = "tml-of-this-server"
-TOKENS = [1, 40, 41, 42, 43, 44]
-DATUM = {"tokens": TOKENS, "target_tokens": [40, 41, 42, 43, 44, 2], "weights": [0, 0, 1, 1, 1, 1]}
 
 
 @pytest.fixture(scope="module")
