@@ -157,7 +157,10 @@ def run_server(config: Config, adapters: Mapping[str, str], *, page: RunsPage | 
         gc.collect()
         gc.freeze()
         models = [model.id for model in serving.client.models()]
-        log.info("serving", url=f"{serving.url}/v1", models=models, pages=serving.page_urls(with_key=False))
+        pages = serving.page_urls(with_key=False)
+        log.info(
+            "serving", url=f"{serving.url}/v1", models=models, kv_layout=serving.client.stats().kv_layout, pages=pages
+        )
         while not stop.wait(ENGINE_CHECK_S):
             serving.check()
         log.info("stopping")

@@ -205,9 +205,11 @@ class EngineStats:
     error: str | None = None
     prefix_cache_query_tokens: int = 0  # tokens of the prompts looked up in the prefix cache …
     prefix_cache_hit_tokens: int = 0  # … and how many of them it held
-    kv_tokens: int | None = None  # positions of the running sequences, shared ones counted in each; None: a rectangle
-    kv_bytes: int | None = None  # memory of their keys and values
-    kv_bytes_shared: int | None = None  # what they would hold besides without sharing prompts
+    kv_tokens: int = 0  # positions of the running sequences, shared ones counted in each
+    kv_bytes: int = 0  # memory of their keys and values
+    kv_bytes_shared: int = 0  # what they would hold besides without sharing prompts
+    kv_layout: str = ""  # "tokens", "rectangle" or "rows" (engine/cache/batch.py)
+    step_seconds: Mapping[str, float] = field(default_factory=dict)  # of all steps, by part (live_requests.STEP_PARTS)
     holders: tuple[str, ...] = ()  # who has paused admission
 
 

@@ -94,7 +94,7 @@ def try_one(name: str) -> dict[str, Any]:
         return {"kernels": kernels_called(name)}
     import mlx.core as mx
 
-    from mlx_parallm.engine.cache.batch import choose_cache, why_not_batched
+    from mlx_parallm.engine.cache.batch import choose_cache, why_not_batched, why_not_by_tokens
     from mlx_parallm.errors import ModelError
 
     found: dict[str, Any] = {}
@@ -112,10 +112,7 @@ def try_one(name: str) -> dict[str, Any]:
         found["serves"] = ""
     except ModelError as error:
         found["serves"] = str(error).partition("served: ")[2]
-    try:
-        found["by_tokens"] = choose_cache(model, name, 2, 64, by_tokens=True).shares
-    except ModelError:
-        found["by_tokens"] = False
+    found["by_tokens"] = not why_not_by_tokens(model)
     try:
         found |= gradients(model)
     except Exception as error:  # noqa: BLE001
@@ -348,7 +345,8 @@ ROWS = (
     ("together", "one forward for all; prefixes of prompts are shared and kept."),
     (
         "together; tokens",
-        'the same, and `server.kv_layout = "tokens"` can be set ([serving.md](serving.md#how-much-at-once)).',
+        "the same; keys and values lie by tokens, and what rows share is held once "
+        "([serving.md](serving.md#how-much-at-once)).",
     ),
     ("together, no prefixes", "the same, but a recurrent state belongs to the whole text: prompts are computed anew."),
     ("one by one", "mlx-lm's own forward takes one sequence: right, and no faster than one request at a time."),
@@ -358,10 +356,10 @@ ROWS = (
 def rows_of(row: dict[str, Any]) -> str:
     if row.get("serves") != "":
         return ""
-    if row["alone"]:
-        return "one by one"
     if row["by_tokens"]:
         return "together; tokens"
+    if row["alone"]:
+        return "one by one"
     return "together" if row["rewindable"] else "together, no prefixes"
 
 

@@ -36,10 +36,10 @@ class ServerConfig(Section):
     prefix_cache_bytes: int | None = Field(None, ge=0)
     """Memory for keys and values of prefixes that later requests may share; 0 = off. Default: 5 % of the memory; 0 when
     deterministic."""
-    kv_layout: Literal["rectangle", "tokens"] = "rectangle"
-    """How running requests' keys and values lie in memory. "rectangle": all rows are as long as the longest. "tokens":
-    a row holds its own tokens, and a prompt that several rows share is held once. For long contexts; plain attention
-    only (docs/models.md)."""
+    kv_layout: Literal["auto", "rectangle"] = "auto"
+    """How running requests' keys and values lie in memory. "auto": by tokens where the architecture has plain attention
+    (docs/models.md): a row holds its own tokens, and a prompt that several rows share is held once; else as
+    "rectangle": all rows are as long as the longest."""
     async_scheduling: bool | None = None
     """Start a decode step before the one before it is read: the device does not wait for Python. Default: on a GPU; off
     on a CPU, which gains nothing, and when deterministic."""

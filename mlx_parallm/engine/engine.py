@@ -14,6 +14,7 @@ others' rows again, or `fail_active`, after which the engine goes on with an emp
 import gc
 import math
 import random
+import time
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class EngineOptions:
     max_rows: int  # sequences decoded together
     prefill_chunk: int  # prompt tokens between two decode steps
     kv_cache_bytes: int | None  # keys and values of running sequences; None = unbounded
-    kv_layout: str  # "rectangle" or "tokens", see cache/batch.py
+    by_tokens: bool  # keys and values lie by tokens where the architecture allows it, see cache/batch.py
     prefix_cache_bytes: int  # keys and values kept for later requests; 0 = none
     default_max_tokens: int | None  # of requests without a limit; None = all the room there is
     seed: int  # of requests without one
@@ -87,7 +88,7 @@ class Engine:
             options.architecture,
             options.max_rows,
             options.max_model_len,
-            by_tokens=options.kv_layout == "tokens",
+            by_tokens=options.by_tokens,
         )
         token_bytes = self._token_bytes = self.cache.token_bytes()
         bound = None if options.kv_cache_bytes is None or not token_bytes else options.kv_cache_bytes // token_bytes
@@ -117,6 +118,7 @@ class Engine:
         self._scorer = Scorer(model, self.cache.new_prefill, lora.activate, options.prefill_chunk, options.vocab_size)
         self.holders: Mapping[str, bool] = {}  # who paused admission → whether running sequences are frozen too
         self._ahead: LaunchedStep | None = None  # started, and not read yet
+        self._lap_began = 0.0
         self._version = self._revision = self._base_serial = -1  # what was last seen under the read lock
 
     @property
@@ -147,30 +149,46 @@ class Engine:
         `ahead`: the next step may be started too.
         """
         self.scheduler.beside = self._scores[0].positions if self._scores else 0
+        self._lap()
         launched, self._ahead = self._ahead or self._launch(), None
         if ahead and self.options.async_scheduling and self._may_go_ahead(launched):
             self._runner.make_room_after(launched)
             self.scheduler.pass_step()
+            self._lap("schedule")
             with self.weights.read() as view:
                 self._note_weights(view)
                 following = self._runner.launch_after(launched, view)
+            self._lap("build")
         else:
             following = None
         self._read(launched)
         self._ahead = following
         if not self.frozen:
             self._advance_score()
+            self._lap("score")
         self._after_step()
-        return self._live.drain_events()
+        events = self._live.drain_events()
+        self._lap("read")
+        return events
 
     def _launch(self) -> LaunchedStep:
         with self.weights.read() as view:
             self._note_weights(view)
         plan = self.scheduler.schedule(self._weights_of, self._version)
         self._runner.move_rows(plan)
+        self._lap("schedule")
         with self.weights.read() as view:
             self._note_weights(view)
-            return self._runner.launch(plan, view)
+            launched = self._runner.launch(plan, view)
+        self._lap("build")
+        return launched
+
+    def _lap(self, part: str = "") -> None:
+        """Notes the time since the last call as `part` of the steps; without one it only starts the clock."""
+        now = time.perf_counter()
+        if part:
+            self.counters.step_seconds[part] += now - self._lap_began
+        self._lap_began = now
 
     def _may_go_ahead(self, launched: LaunchedStep) -> bool:
         """Whether the step after `launched` can be built before that one is read."""
@@ -183,9 +201,12 @@ class Engine:
         )
 
     def _read(self, launched: LaunchedStep) -> None:
-        for sampled in self._runner.collect(launched):
+        found = self._runner.collect(launched)
+        self._lap("compute")
+        for sampled in found:
             self._take_token(sampled, launched.version)
         self.counters.prefill_tokens += launched.prefilled_tokens
+        self._lap("read")
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError (or a subclass): nothing is queued then."""
@@ -440,8 +461,6 @@ class Engine:
         self.scheduler.remove_finished_from_queue()
 
     def _note_memory(self) -> None:
-        if not self.cache.shares:
-            return
         self.counters.kv_tokens = sum([sequence.cached for sequence in self.scheduler.rows])
         self.counters.kv_bytes = self.cache.nbytes
         self.counters.kv_bytes_shared = self.cache.saved_positions * self._token_bytes

@@ -5,7 +5,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.errors import ParallmError
@@ -38,6 +38,14 @@ class Failed:
 
 Event = StreamDelta | Finished | Failed
 
+STEP_PARTS = {
+    "schedule": "choosing its rows and prompts, making room for them, moving rows",
+    "build": "waiting for the weight lock, and building the graph in Python",
+    "compute": "waiting for the device",
+    "read": "texts, stop strings and events of the new tokens",
+    "score": "a prompt that is scored or embedded beside it",
+}
+
 
 @dataclass
 class Counters:
@@ -49,9 +57,10 @@ class Counters:
     requests_failed: int = 0
     requests_aborted: int = 0
     running: int = 0  # sequences that hold a row or were promised one
-    kv_tokens: int | None = None  # positions of all rows, shared ones counted in each; None: a rectangle
-    kv_bytes: int | None = None  # memory of keys and values, room for more included
-    kv_bytes_shared: int | None = None  # what rows would hold besides, if each had a copy of what it shares
+    kv_tokens: int = 0  # positions of all rows, shared ones counted in each
+    kv_bytes: int = 0  # memory of keys and values, room for more included
+    kv_bytes_shared: int = 0  # what rows would hold besides, if each had a copy of what it shares
+    step_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0))
 
 
 @dataclass

@@ -94,7 +94,7 @@ def engine_options(config: Config, loaded: LoadedModel, processes: int = 1) -> E
         max_rows=server.batch_size,
         prefill_chunk=server.prefill_chunk,
         kv_cache_bytes=kv_cache_bytes(server.kv_cache_bytes, deterministic=deterministic, processes=processes),
-        kv_layout=server.kv_layout,
+        by_tokens=server.kv_layout == "auto",
         prefix_cache_bytes=prefix_cache_bytes(
             server.prefix_cache_bytes, deterministic=deterministic, processes=processes
         ),

@@ -105,7 +105,8 @@ class EngineThread:
             prefix_cache_query_tokens=prefix_cache.query_tokens,
             prefix_cache_hit_tokens=prefix_cache.hit_tokens,
             holders=tuple(engine.holders),
-            **vars(engine.counters),
+            kv_layout=engine.cache.layout,
+            **vars(engine.counters) | {"step_seconds": {**engine.counters.step_seconds}},
         )
 
     def _main(self) -> None:

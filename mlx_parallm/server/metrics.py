@@ -4,7 +4,7 @@ generation pays nothing; HTTP times and publishes are observed as they happen. E
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mlx_parallm.types import EngineStats
@@ -109,8 +109,12 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"{PREFIX}_{name}", meaning, value=getattr(stats, name))
         yield CounterMetricFamily(f"{PREFIX}_engine_steps", "Engine steps", value=stats.steps)
         for name, meaning in _MEMORY.items():
-            if (value := getattr(stats, name)) is not None:  # server.kv_layout = "tokens"
-                yield GaugeMetricFamily(f"{PREFIX}_{name}", meaning, value=value)
+            yield GaugeMetricFamily(f"{PREFIX}_{name}", meaning, value=getattr(stats, name))
+        seconds = CounterMetricFamily(f"{PREFIX}_step_seconds", "Time of all engine steps, by part", labels=["part"])
+        for part, spent in stats.step_seconds.items():
+            seconds.add_metric([part], spent)
+        yield seconds
+        yield InfoMetricFamily(f"{PREFIX}_engine", "How it was started", value={"kv_layout": stats.kv_layout})
         yield GaugeMetricFamily(f"{PREFIX}_requests_running", "Sequences being generated", value=stats.running)
         yield GaugeMetricFamily(f"{PREFIX}_requests_waiting", "Sequences waiting for a slot", value=stats.waiting)
         yield GaugeMetricFamily(f"{PREFIX}_policy_version", "Version of the served policy", value=stats.policy_version)

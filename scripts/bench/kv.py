@@ -50,7 +50,7 @@ def make_engine(directory: Path, layout: str) -> Engine:
     config = parse_config({"model": {"base_path": str(directory)}}).model
     loaded = load_model(config)
     weights = SharedWeights(loaded.model, keep_versions=1)
-    options = replace(engine_options(Config(), loaded), max_rows=64, prefix_cache_bytes=0, kv_layout=layout)
+    options = replace(engine_options(Config(), loaded), max_rows=64, prefix_cache_bytes=0, by_tokens=layout == "auto")
     use_fast_swiglu(loaded.model)
     use_fast_rope(loaded.model)
     lora = prepare_for_serving(loaded.model)
@@ -158,7 +158,10 @@ def engine_table(directory: Path, rounds: int, console: Console, layout: str) ->
 
 @contextmanager
 def our_server(directory: Path, layout: str) -> Iterator[str]:
-    tree = {"server": {"port": 0, "batch_size": 64, "kv_layout": layout}, "model": {"base_path": str(directory)}}
+    tree = {
+        "server": {"port": 0, "batch_size": 64, "kv_layout": layout},
+        "model": {"base_path": str(directory)},
+    }
     serving = Serving(parse_config(tree))
     try:
         serving.listen()
@@ -209,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=("engine", "mixed", "servers"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layout", choices=("rectangle", "tokens"), default="tokens", help="server.kv_layout")
+    parser.add_argument("--layout", choices=("auto", "rectangle"), default="auto", help="server.kv_layout")
     arguments = parser.parse_args()
     configure_logging(level="error")
     console = Console(width=120)

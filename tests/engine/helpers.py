@@ -77,7 +77,7 @@ def engine_options(**changes: Any) -> EngineOptions:
         max_rows=64,
         prefill_chunk=256,
         kv_cache_bytes=None,
-        kv_layout="rectangle",
+        by_tokens=True,
         prefix_cache_bytes=1 << 26,
         default_max_tokens=None,
         seed=0,

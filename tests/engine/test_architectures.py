@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
 from mlx_parallm.engine.cache.batch import BatchCache, RowCaches, why_not_batched
+from mlx_parallm.engine.cache.tokens import TokenCache
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.logprobs import token_logprobs
 from tests.engine.helpers import (
@@ -24,6 +25,7 @@ from tests.engine.helpers import (
     request,
     run,
     serve,
+    short_segments,
 )
 from tests.tiny_models import EXPERTS, QWEN3, make_model
 
@@ -185,7 +187,8 @@ ROW_BY_ROW: dict[str, tuple[dict[str, Any], str]] = {
         "ChunkedKVCache",
     ),
 }
-FAST = ("qwen3_moe", "gemma3_text", "mamba2", "dynamic")
+FAST = ("qwen3_moe", "gpt2", "gemma3_text", "mamba2", "dynamic")
+BY_TOKENS = ("qwen2", "sliding_llama", "gemma", "phi3", "qwen3_moe", "mixtral", "yarn", "gpt2")
 KINDS = ("gemma3_text", "falcon_h1", "dynamic")  # a window, states beside attention, row by row
 
 
@@ -200,11 +203,19 @@ def model_of(name: str, *, seed: int = 0):
 
 
 def expected_of(name: str) -> type:
-    return RowCaches if name in ROW_BY_ROW else BatchCache
+    if name in ROW_BY_ROW:
+        return RowCaches
+    return TokenCache if name in BY_TOKENS else BatchCache
+
+
+@pytest.fixture
+def small():
+    with short_segments():
+        yield
 
 
 @pytest.mark.parametrize("name", slow_but([*BATCHED, *ROW_BY_ROW], FAST))
-def test_batched_equals_its_own_forward(name):
+def test_batched_equals_its_own_forward(name, small):
     """16 ragged prompts over 6 rows, so rows change hands; ends at different times, one abort, 4 choices of one prompt.
     The last prompts are one token long: their rows hold what another sequence left."""
     served = serve(model_of(name), max_rows=6, prefill_chunk=32)
@@ -377,7 +388,7 @@ def test_a_model_that_forgets_the_mask_is_not_batched():
         lambda forward, self, x, mask, cache: forward(self, x, "causal" if x.shape[1] > 1 else None, cache),
     )
     assert why_not_batched(model) == "it does not give what its own forward gives"
-    assert type(serve(model).engine.cache) is RowCaches
+    assert type(serve(model, by_tokens=False).engine.cache) is RowCaches
 
 
 def test_a_model_that_cannot_even_go_on_alone_is_refused_by_name():

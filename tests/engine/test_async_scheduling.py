@@ -40,12 +40,12 @@ def load() -> list:
     ]
 
 
-@pytest.mark.parametrize("kv_layout", ["rectangle", "tokens"])
-def test_answers_are_those_of_one_step_after_the_other(kv_layout, monkeypatch):
+@pytest.mark.parametrize("by_tokens", [True, False])
+def test_answers_are_those_of_one_step_after_the_other(by_tokens, monkeypatch):
     outputs = []
     with short_segments():
         for ahead in (False, True):
-            served = serve(qwen3_model(), max_rows=7, kv_layout=kv_layout, async_scheduling=ahead)
+            served = serve(qwen3_model(), max_rows=7, by_tokens=by_tokens, async_scheduling=ahead)
             started = count_ahead(served.engine, monkeypatch)
             outputs.append(run(served.engine, load()))
             assert bool(started) == ahead and (not ahead or (len(started) > 20 and max(started) > 4))
@@ -113,9 +113,9 @@ def test_it_is_off_on_a_cpu_and_when_deterministic_unless_it_is_set():
         parse_config({"server": {"async_scheduling": True}, "rl_training": {"deterministic": True, "max_staleness": 0}})
 
 
-@pytest.mark.parametrize("kv_layout", ["rectangle", "tokens"])
-def test_a_row_that_was_aborted_with_nan_on_its_way_spoils_no_other(kv_layout):
-    served = serve(qwen3_model(), policy="policy", kv_layout=kv_layout, prefix_cache_bytes=0, async_scheduling=True)
+@pytest.mark.parametrize("by_tokens", [True, False])
+def test_a_row_that_was_aborted_with_nan_on_its_way_spoils_no_other(by_tokens):
+    served = serve(qwen3_model(), policy="policy", by_tokens=by_tokens, prefix_cache_bytes=0, async_scheduling=True)
     good = dict(tree_flatten(served.plain.parameters()))
     served.engine.add(request("r", PROMPT, max_tokens=50, ignore_eos=True))
     for _ in range(4):

@@ -52,16 +52,14 @@ def soak(served: Served, generator: random.Random, steps: int) -> tuple[dict[str
     return asked, ended
 
 
-@pytest.mark.parametrize(
-    ("kv_layout", "ahead"), [("rectangle", True), pytest.param("tokens", True, marks=pytest.mark.slow)]
-)
-def test_soak(kv_layout, ahead):
+@pytest.mark.parametrize(("by_tokens", "ahead"), [(True, True), pytest.param(False, True, marks=pytest.mark.slow)])
+def test_soak(by_tokens, ahead):
     with short_segments():
-        hold_to_the_naive_twin(kv_layout, ahead)
+        hold_to_the_naive_twin(by_tokens, ahead)
 
 
-def hold_to_the_naive_twin(kv_layout, ahead):
-    options = {"max_rows": 6, "prefill_chunk": 32, "kv_layout": kv_layout, "async_scheduling": ahead}
+def hold_to_the_naive_twin(by_tokens, ahead):
+    options = {"max_rows": 6, "prefill_chunk": 32, "by_tokens": by_tokens, "async_scheduling": ahead}
     served = serve(qwen3_model(), policy="policy", **options)
     served.weights.publish_adapter(random_adapter(served, 0))
     poison = {path: LoraPair(pair.a, pair.b * float("nan"), 1.0) for path, pair in random_adapter(served, 1).items()}

@@ -6,6 +6,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
+from mlx_parallm.engine.cache.tokens import TokenCache
 from mlx_parallm.models.adapters.adapter import LoraPair
 from tests.engine.helpers import (
     EOS,
@@ -89,8 +90,9 @@ def test_a_prefix_is_not_shared_across_a_publish():
     assert outputs["old"].completions[0].token_ids != alone.completions[0].token_ids
 
 
-def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind():
-    served = serve(qwen3_model(), max_rows=4)
+@pytest.mark.parametrize("by_tokens", [True, False])
+def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind(by_tokens):
+    served = serve(qwen3_model(), max_rows=4, by_tokens=by_tokens)
     poison = {path: LoraPair(pair.a, pair.b * mx.nan, pair.scale) for path, pair in random_adapter(served, 1).items()}
     served.weights.add_adapter("nan", poison)
     prompts = ragged_prompts(12, shortest=5, longest=40)
@@ -106,18 +108,29 @@ def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind():
         else:
             assert list(completion.token_ids) == naive_greedy(served.plain, prompts[i], 9)
     assert served.engine.counters.requests_failed == 4
-    assert not any(mx.isnan(array).any().item() for array in served.engine.cache.state)
+    arrays = arrays_of_rows(served.engine.cache)
+    assert arrays and not any(mx.isnan(array).any().item() for array in arrays)
 
 
-def test_a_failed_step_fails_who_took_part_and_the_engine_goes_on():
-    served = serve(qwen3_model(), max_rows=1)
+def arrays_of_rows(cache):
+    parts = cache._pools.values() if isinstance(cache, TokenCache) else [cache]
+    return [array for part in parts for array in part.state]
+
+
+@pytest.mark.parametrize("by_tokens", [True, False])
+def test_a_failed_step_fails_who_took_part_and_the_engine_goes_on(by_tokens):
+    served = serve(qwen3_model(), max_rows=1, by_tokens=by_tokens)
     served.engine.add(request("hit", [1, 2, 3], max_tokens=50))
     served.engine.add(request("queued", [4, 5, 6], temperature=0.0, max_tokens=7))
     served.engine.step()
     served.engine.step()
     assert served.engine.scheduler.prefix_cache.tokens > 0
-    layer = served.engine.cache.layers[0]
-    layer.keys = layer.keys[:, :, :, :3]  # the next write does not fit
+    cache = served.engine.cache
+    if by_tokens:
+        [pool] = cache.step_pools
+        pool.keys[0] = pool.keys[0][:, :, :, :3]  # the next write does not fit
+    else:
+        cache.layers[0].keys = cache.layers[0].keys[:, :, :, :3]
     with pytest.raises(ValueError, match=r".*"):
         for _ in range(3):
             served.engine.step()

@@ -35,15 +35,15 @@ def sample(requests: list[Request], thread: EngineThread) -> list[RequestOutput]
 
 
 @pytest.mark.parametrize(
-    ("blocks_per_eval", "dora", "kv_layout"),
-    [(0, False, "rectangle"), (1, False, "rectangle"), (1, True, "rectangle"), (1, False, "tokens")],
+    ("blocks_per_eval", "dora", "by_tokens"),
+    [(0, False, True), (1, False, True), (1, True, True), (1, False, False)],
 )
-def test_64_ragged_sequences_agree_to_1e_4(blocks_per_eval: int, dora: bool, kv_layout: str) -> None:
+def test_64_ragged_sequences_agree_to_1e_4(blocks_per_eval: int, dora: bool, by_tokens: bool) -> None:
     with short_segments():
-        agree(blocks_per_eval, dora, kv_layout)
+        agree(blocks_per_eval, dora, by_tokens)
 
 
-def agree(blocks_per_eval: int, dora: bool, kv_layout: str) -> None:
+def agree(blocks_per_eval: int, dora: bool, by_tokens: bool) -> None:
     loaded = load_model(ModelConfig())
     values = {"blocks_per_eval": blocks_per_eval, "batch_size": SEQUENCES, "token_budget": 1024}
     training = parse_config({"rl_training": values | {"lora": {"use_dora": dora}}}).rl_training
@@ -61,7 +61,7 @@ def agree(blocks_per_eval: int, dora: bool, kv_layout: str) -> None:
     lora = prepare_for_serving(loaded.model)
     tokenizer = load_tokenizer(loaded.path, ModelConfig())
     options = engine_options(
-        max_model_len=256, vocab_size=loaded.vocab_size, max_rows=24, prefill_chunk=64, kv_layout=kv_layout
+        max_model_len=256, vocab_size=loaded.vocab_size, max_rows=24, prefill_chunk=64, by_tokens=by_tokens
     )
     names = ServedModels("m", adapter_versions=dict, version=lambda: 0, policy_adapter="policy")
     thread = EngineThread(lambda: Engine(loaded.model, tokenizer, weights, lora, options), names)

@@ -10,7 +10,7 @@ import pytest
 from openai import NotFoundError
 from prometheus_client import CollectorRegistry, generate_latest
 
-from mlx_parallm.engine.live_requests import Counters
+from mlx_parallm.engine.live_requests import STEP_PARTS, Counters
 from mlx_parallm.server.metrics import _EngineCollector
 from mlx_parallm.types import EngineStats
 from tests.server.serving import until
@@ -50,15 +50,18 @@ def test_a_hangup_frees_the_slot(server, stream):
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def test_metrics_of_the_layout_by_tokens():
-    """The rectangle, the default, has none of them."""
+def test_metrics_of_memory_and_of_a_steps_parts():
     registry = CollectorRegistry()
     stats = EngineStats(alive=True, ready=True, last_step_time=0.0, waiting=0, policy_version=0, **vars(Counters()))
     registry.register(_EngineCollector(lambda: stats))
-    assert "kv_" not in generate_latest(registry).decode()
-    stats = replace(stats, kv_tokens=7, kv_bytes=1024, kv_bytes_shared=512)
-    found = {line for line in generate_latest(registry).decode().splitlines() if line.startswith("mlx_parallm_kv")}
-    assert found == {"mlx_parallm_kv_tokens 7.0", "mlx_parallm_kv_bytes 1024.0", "mlx_parallm_kv_bytes_shared 512.0"}
+    assert "mlx_parallm_kv_tokens 0.0" in generate_latest(registry).decode()
+    parts = {"schedule": 0.5, "build": 0.25, "compute": 4.0, "read": 0.125, "score": 0.0}
+    assert parts.keys() == STEP_PARTS.keys()
+    stats = replace(stats, kv_tokens=7, kv_bytes=1024, kv_bytes_shared=512, kv_layout="tokens", step_seconds=parts)
+    found = generate_latest(registry).decode().splitlines()
+    wanted = [f'mlx_parallm_step_seconds_total{{part="{part}"}} {seconds}' for part, seconds in parts.items()]
+    wanted += ["mlx_parallm_kv_tokens 7.0", "mlx_parallm_kv_bytes 1024.0", "mlx_parallm_kv_bytes_shared 512.0"]
+    assert {*wanted, 'mlx_parallm_engine_info{kv_layout="tokens"} 1.0'} <= {*found}
 
 
 def test_metrics_count_what_was_done(server):

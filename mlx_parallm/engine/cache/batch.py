@@ -1,7 +1,7 @@
 """The cache of any mlx-lm architecture, behind one face: `ModelRunner` and `Engine` know `RunningCache` only.
 
-    TokenCache   one forward decodes all rows, over keys and values by what is held (tokens.py). Plain attention only,
-                 and only with server.kv_layout = "tokens".
+    TokenCache   one forward decodes all rows, over keys and values by what is held (tokens.py). Plain attention only;
+                 not with server.kv_layout = "rectangle".
     BatchCache   one forward decodes all rows. Each layer keeps keys and values of all positions (`rectangle.SlotCache`;
                  a sliding window is a mask over them, so prefixes can be shared), a recurrent state of fixed size a row
                  (mlx-lm's ArraysCache, dense rows as in SlotCache), or several of these (CacheList).
@@ -43,6 +43,10 @@ class RunningCache(Protocol):
 
     This is all that engine and runner use of a cache, so its memory may be laid out in any way.
     """
+
+    @property
+    def layout(self) -> str:
+        """Its name in the log and in /metrics."""
 
     @property
     def rewindable(self) -> bool:
@@ -123,6 +127,7 @@ class BatchCache(SlotCache):
         CannotBatchError: a layer needs a cache of another kind.
     """
 
+    layout = "rectangle"
     shares = False
     order = None
     saved_positions = 0
@@ -227,6 +232,7 @@ class BatchCache(SlotCache):
 class RowCaches:
     """mlx-lm's own caches, one set a row. `rows` of the step being built decode one after the other."""
 
+    layout = "rows"
     rewindable = shares = False
     order = None
     saved_positions = 0
@@ -302,20 +308,15 @@ class RowCaches:
 
 
 def choose_cache(
-    model: nn.Module, architecture: str, max_rows: int, max_positions: int, *, by_tokens: bool = False
+    model: nn.Module, architecture: str, max_rows: int, max_positions: int, *, by_tokens: bool = True
 ) -> RunningCache:
     """Choose all rows in one forward where that gives what the model's own forward gives, else row by row.
 
-    With `by_tokens` it is TokenCache or nothing.
+    Without `by_tokens` it is not TokenCache.
 
     Raises ModelError when the architecture has none of these.
     """
-    if by_tokens:
-        if reason := _why_not(TokenCache, model):
-            raise ModelError(
-                f'server.kv_layout = "tokens" does not work for the architecture {architecture!r}: {reason}; '
-                'use "rectangle"'
-            )
+    if by_tokens and not why_not_by_tokens(model):
         return TokenCache(model, max_rows, max_positions)
     reason = why_not_batched(model)
     if not reason:
@@ -326,6 +327,11 @@ def choose_cache(
     log.warning("sequences are decoded one by one, which is slow", architecture=architecture, reason=reason)
     cache.clear()
     return cache
+
+
+def why_not_by_tokens(model: nn.Module) -> str:
+    """Return why keys and values cannot lie by tokens; "" when they can."""
+    return _why_not(TokenCache, model)
 
 
 def why_not_batched(model: nn.Module) -> str:

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from mlx_parallm.engine.cache.prefix import PrefixChunk
 
+SLACK = 8  # a pool that grows has room for an eighth more rows
 READ_STEP = 32  # attention reads up to a multiple of this: few shapes, little padding
 
 

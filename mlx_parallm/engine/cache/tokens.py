@@ -16,14 +16,12 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.engine.cache.merge import LOG2_E, NOTHING, Partial, attend_partly, finish, join, merge
-from mlx_parallm.engine.cache.pools import Pool, Row
+from mlx_parallm.engine.cache.pools import SLACK, Pool, Row
 from mlx_parallm.engine.cache.prefill import CannotBatchError, new_caches, token_bytes
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import CLASS_STEP, FIRST_ANSWER, PromptRows, end_of, shared_positions, size_class
 from mlx_parallm.models.attention import RoutedKeys, route_attention
 from mlx_parallm.models.mlx_lm_api import KVCache, make_prompt_cache
-
-SLACK = 8  # a pool that grows has room for an eighth more rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,13 +133,13 @@ class TokenCache:
         CannotBatchError: a layer keeps anything else than keys and values of all positions.
     """
 
+    layout = "tokens"
     rewindable = True
     shares = True
 
     def __init__(self, model: nn.Module, max_rows: int, max_positions: int) -> None:
         caches = make_prompt_cache(model)
-        others = sorted({type(cache).__name__ for cache in caches if type(cache) is not KVCache})
-        if others:
+        if others := _other_caches(caches):
             raise CannotBatchError(f"a layer needs {others[0]}")
         if not route_attention(model):
             raise CannotBatchError("its attention is not mlx-lm's")
@@ -392,6 +390,16 @@ class TokenCache:
             if index is not None:
                 keys, values = mx.take(keys, index, axis=0), mx.take(values, index, axis=0)
             first.pool.write(layer, first.slot, keys, values)
+
+
+def keeps_all_positions(model: nn.Module) -> bool:
+    """True when every layer keeps plain keys and values of all positions, which `TokenCache` needs. Evaluates
+    nothing."""
+    return not _other_caches(make_prompt_cache(model))
+
+
+def _other_caches(caches: Iterable[Any]) -> list[str]:
+    return sorted({type(cache).__name__ for cache in caches if type(cache) is not KVCache})
 
 
 def _part_of(array: mx.array, row: int, start: int, stop: int) -> mx.array:

@@ -21,7 +21,10 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.config.data import DATA_ALGORITHMS, PAIRED, USES_REFERENCE
 from mlx_parallm.config.load import Config
+from mlx_parallm.engine.cache.pools import SLACK
 from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
+from mlx_parallm.engine.cache.sharing import size_class, worth_a_segment
+from mlx_parallm.engine.cache.tokens import keeps_all_positions
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
@@ -69,6 +72,7 @@ class ModelShape:
     width: int  # bytes of a floating-point weight that is not quantised
     quantized: bool = False
     loading: int = 0  # bytes besides the weights: the largest array, while it is quantised
+    by_tokens: bool = False  # keys and values can lie by tokens
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any], config: Config) -> "ModelShape":
@@ -104,6 +108,7 @@ class ModelShape:
             width=dtype.size,
             quantized=any(isinstance(module, nn.QuantizedLinear) for module in model.modules()),
             loading=largest,
+            by_tokens=keeps_all_positions(model),
         )
 
     @property
@@ -302,19 +307,34 @@ def _computed(config: Config, lengths: Lengths, rows: int, span: int) -> tuple[i
 
 
 def _kv_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
-    """The slot cache at its capacity (`engine/cache/rectangle.py`): a power of two of rows, positions by doubling. And
-    the prefix cache, with all that one step's sequences leave in it: each publish empties it."""
-    rows = min(config.server.batch_size, 1 << (_rows(config) - 1).bit_length())
-    wanted, positions = lengths.prompt + lengths.completion, FIRST_CAPACITY
-    while positions < wanted:
-        positions = min(2 * positions, positions + DOUBLING_LIMIT)
-    if config.server.max_model_len is not None:
-        positions = min(positions, config.server.max_model_len)
-    growing = shape.kv_token // shape.layers  # one layer exists twice while the cache grows
-    running = rows * positions * (shape.kv_token + growing) + config.server.prefill_chunk * shape.kv_token
+    """The running rows' when all are as long as they may be, and the prefix cache, with all that one step's sequences
+    leave in it: each publish empties it."""
+    wanted, growing = lengths.prompt + lengths.completion, shape.kv_token // shape.layers  # one layer twice: it grows
+    if shape.by_tokens and config.server.kv_layout != "rectangle":
+        held, shared = _positions_by_tokens(config, lengths)
+    else:
+        held, shared = _positions_of_rectangle(config, wanted), 0
+    running = held * (shape.kv_token + growing) + (shared + config.server.prefill_chunk) * shape.kv_token
     stored = config.rl_training.atropos.rollout_batch_size * wanted * shape.kv_token
     cache = prefix_cache_bytes(config.server.prefix_cache_bytes, deterministic=config.rl_training.deterministic)
     return running + min(stored, cache)
+
+
+def _positions_by_tokens(config: Config, lengths: Lengths) -> tuple[int, int]:
+    """Positions of the rows' own arrays (`engine/cache/pools.py`), and of prompts that a group holds once."""
+    rows, most = _rows(config), config.server.max_model_len or sys.maxsize
+    group = min((entry.group_size for entry in config.environments), default=1)
+    shared = worth_a_segment(lengths.prompt, group)
+    own = min(most, size_class(lengths.completion + (0 if shared else lengths.prompt)))
+    return min(config.server.batch_size, rows + rows // SLACK) * own, -(-rows // group) * lengths.prompt * shared
+
+
+def _positions_of_rectangle(config: Config, wanted: int) -> int:
+    """`engine/cache/rectangle.py` at its capacity: a power of two of rows, positions by doubling."""
+    rows, positions = min(config.server.batch_size, 1 << (_rows(config) - 1).bit_length()), FIRST_CAPACITY
+    while positions < wanted:
+        positions = min(2 * positions, positions + DOUBLING_LIMIT)
+    return rows * min(positions, config.server.max_model_len or positions)
 
 
 def _needs_reference(config: Config) -> bool:

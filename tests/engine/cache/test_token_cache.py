@@ -7,19 +7,15 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config.load import Config
 from mlx_parallm.engine.cache import tokens
-from mlx_parallm.engine.cache.batch import BatchCache, choose_cache
+from mlx_parallm.engine.cache.batch import BatchCache, choose_cache, why_not_by_tokens
 from mlx_parallm.engine.cache.merge import LOG2_E, attend_partly, finish, merge
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import referenced, size_class, worth_a_segment
 from mlx_parallm.engine.cache.tokens import TokenCache
-from mlx_parallm.errors import ModelError
 from mlx_parallm.models import cpu_kernels
-from mlx_parallm.models.adapters.adapter import LoraPair
 from tests.engine.helpers import (
     VOCAB,
-    collect,
     naive_greedy,
     qwen3_model,
     ragged_prompts,
@@ -29,10 +25,8 @@ from tests.engine.helpers import (
     serve,
     short_segments,
 )
-from tests.engine.test_architectures import model_of, slow_but
+from tests.engine.test_architectures import model_of
 from tests.tiny_models import QWEN3, make_model
-
-BY_TOKENS = ("qwen2", "sliding_llama", "gemma", "phi3", "qwen3_moe", "mixtral", "yarn", "gpt2")
 
 
 @pytest.fixture
@@ -83,15 +77,11 @@ def test_long_chunks_are_read_where_they_lie_and_many_short_ones_are_copied():
     assert referenced(chunks[:1]) == ()
 
 
-def by_tokens(model, **options):
-    return serve(model, kv_layout="tokens", **options)
-
-
 class Twins:
     """The same requests through an engine by tokens and one with the rectangle."""
 
     def __init__(self, **options):
-        self.new, self.old = by_tokens(qwen3_model(), **options), serve(qwen3_model(), **options)
+        self.new, self.old = serve(qwen3_model(), **options), serve(qwen3_model(), by_tokens=False, **options)
         assert (type(self.new.engine.cache), type(self.old.engine.cache)) == (TokenCache, BatchCache)
         self.both = (self.new, self.old)
         self.seen = set()
@@ -169,7 +159,7 @@ def test_adapters_of_a_group_and_beside_it_equal_the_rectangle(small):
 
 def test_evicted_and_forgotten_segments_stay_alive_for_their_rows(small):
     """A prefix cache of one prompt: each new prompt drops the one before, whose rows still read it."""
-    served = by_tokens(qwen3_model(), prefix_cache_bytes=60 * 512, max_rows=8)
+    served = serve(qwen3_model(), prefix_cache_bytes=60 * 512, max_rows=8)
     prompts = ragged_prompts(4, shortest=40, longest=50)
     for i, prompt in enumerate(prompts):
         served.engine.add(request(f"r{i}", prompt, n=2, temperature=0.0, max_tokens=30, ignore_eos=True))
@@ -186,7 +176,7 @@ def test_evicted_and_forgotten_segments_stay_alive_for_their_rows(small):
 
 
 def test_a_group_holds_its_prompt_once_and_a_second_group_takes_it_from_the_prefix_cache():
-    served = by_tokens(qwen3_model(), max_rows=32, prefill_chunk=600)
+    served = serve(qwen3_model(), max_rows=32, prefill_chunk=600)
     token = served.engine.cache.token_bytes()
     prompt = ragged_prompts(1, shortest=1201, longest=1201)[0]
     held, arrays = {}, set()
@@ -209,6 +199,8 @@ def test_a_group_holds_its_prompt_once_and_a_second_group_takes_it_from_the_pref
     assert served.engine.counters.prefill_tokens == 1201
     served.engine.release_memory()
     assert served.engine.counters.kv_bytes == served.engine.counters.kv_bytes_shared == 0
+    seconds = served.engine.counters.step_seconds
+    assert seconds["score"] < min(seconds[part] for part in ("schedule", "build", "compute", "read"))
 
 
 def test_memory_and_reading_follow_the_tokens_held():
@@ -238,9 +230,9 @@ def test_memory_and_reading_follow_the_tokens_held():
 def test_bounds_count_a_shared_prompt_once():
     """5,000 positions: 16 choices of one 3,000-token prompt run together; of 16 prompts only one does."""
     model = qwen3_model()
-    token = by_tokens(model).engine.cache.token_bytes()
+    token = serve(model).engine.cache.token_bytes()
     for shared, rows in ((True, 16), (False, 1)):
-        served = by_tokens(qwen3_model(), max_model_len=8192, prefill_chunk=4096, kv_cache_bytes=9000 * token)
+        served = serve(qwen3_model(), max_model_len=8192, prefill_chunk=4096, kv_cache_bytes=9000 * token)
         prompts = ragged_prompts(1 if shared else 16, shortest=3000, longest=3000)
         for i, prompt in enumerate(prompts):
             served.engine.add(request(f"r{i}", prompt, n=16 if shared else 1, max_tokens=40, ignore_eos=True))
@@ -250,29 +242,13 @@ def test_bounds_count_a_shared_prompt_once():
         assert len(served.engine.scheduler.rows) >= rows and (shared or len(served.engine.scheduler.rows) <= 2)
 
 
-@pytest.mark.parametrize("name", slow_but(BY_TOKENS, ["gemma", "gpt2"]))
-def test_other_architectures_equal_their_own_forward(name, small):
-    served = by_tokens(model_of(name), max_rows=4, prefill_chunk=32)
-    prompts = ragged_prompts(4, shortest=20, longest=50)
-    requests = [request(f"r{i}", p, temperature=0.0, max_tokens=5 + 3 * i, n=1 + i % 3) for i, p in enumerate(prompts)]
-    outputs = run(served.engine, requests)
-    for i, prompt in enumerate(prompts):
-        for choice in outputs[f"r{i}"].completions:
-            assert list(choice.token_ids) == naive_greedy(served.plain, prompt, 5 + 3 * i)
+@pytest.mark.parametrize("name", ["gemma3_text", "mamba2", "deepseek_v3", "gemma2"])
+def test_an_architecture_without_such_a_path_keeps_the_one_it_has(name):
+    layout = "rows" if name == "gemma2" else "rectangle"
+    assert serve(model_of(name)).engine.cache.layout == layout
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("gemma3_text", "a layer needs RotatingKVCache"), ("mamba2", "a layer needs ArraysCache"), ("deepseek_v3", "")],
-)
-def test_an_architecture_without_such_a_path_is_refused_at_the_start(name, reason):
-    with pytest.raises(ModelError) as error:
-        by_tokens(model_of(name), architecture=name)
-    beginning = f'server.kv_layout = "tokens" does not work for the architecture {name!r}: {reason}'
-    assert str(error.value).startswith(beginning) and str(error.value).endswith('; use "rectangle"')
-
-
-def test_a_layer_that_looks_into_its_keys_is_refused():
+def test_a_layer_that_looks_into_its_keys_has_the_rectangle():
     class Casting(type(qwen3_model().layers[0].self_attn)):
         """Raises where keys are no array."""
 
@@ -285,50 +261,4 @@ def test_a_layer_that_looks_into_its_keys_is_refused():
     for layer in model.layers:
         layer.self_attn.__class__ = Casting
     assert type(choose_cache(model, "casting", 2, 64)) is BatchCache
-    with pytest.raises(ModelError, match="no attribute 'astype'"):
-        choose_cache(model, "casting", 2, 64, by_tokens=True)
-
-
-def test_the_rectangle_is_the_default_and_has_no_memory_counters():
-    served = serve(qwen3_model())
-    assert Config().server.kv_layout == "rectangle" and type(served.engine.cache) is BatchCache
-    run(served.engine, [request("r", [1, 2, 3], max_tokens=3)])
-    assert served.engine.counters.kv_bytes is None
-
-
-def test_a_row_of_nan_fails_alone():
-    served = by_tokens(qwen3_model(), max_rows=4)
-    poison = {path: LoraPair(pair.a, pair.b * mx.nan, pair.scale) for path, pair in random_adapter(served, 1).items()}
-    served.weights.add_adapter("nan", poison)
-    prompts = ragged_prompts(9, shortest=5, longest=40)
-    requests = [
-        request(f"r{i}", p, adapter="nan" if i % 3 == 1 else None, temperature=0.0, max_tokens=9)
-        for i, p in enumerate(prompts)
-    ]
-    outputs = run(served.engine, requests)
-    for i, prompt in enumerate(prompts):
-        completion = outputs[f"r{i}"].completions[0]
-        if i % 3 == 1:
-            assert completion.finish_reason == "error" and "not finite" in completion.error
-        else:
-            assert list(completion.token_ids) == naive_greedy(served.plain, prompt, 9)
-    pools = served.engine.cache._pools.values()
-    assert pools and not any(mx.isnan(array).any().item() for pool in pools for array in pool.state)
-
-
-def test_a_failed_step_leaves_an_engine_that_goes_on(small):
-    served = by_tokens(qwen3_model(), max_rows=1)
-    served.engine.add(request("hit", [1, 2, 3], max_tokens=50))
-    served.engine.add(request("queued", [4, 5, 6], temperature=0.0, max_tokens=7))
-    served.engine.step()
-    served.engine.step()
-    [pool] = served.engine.cache.step_pools
-    pool.keys[0] = pool.keys[0][:, :, :, :3]  # the next write does not fit
-    with pytest.raises(ValueError, match=r".*"):
-        for _ in range(3):
-            served.engine.step()
-    events = served.engine.fail_active("out of luck")
-    assert [(e.request_id, e.output.completions[0].error) for e in events] == [("hit", "out of luck")]
-    outputs = collect(served.engine)
-    assert list(outputs["queued"].completions[0].token_ids) == naive_greedy(served.plain, [4, 5, 6], 7)
-    served.engine.check_integrity()
+    assert why_not_by_tokens(model) == "'TokenLayer' object has no attribute 'astype'"

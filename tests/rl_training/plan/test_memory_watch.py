@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_refused_with_settings_that_do(memory: Any, share: 
 
 def test_what_changes_the_learning_is_named_last(memory: Any) -> None:
     asked = config()
-    memory(0.2 * needed(asked))
+    memory(0.15 * needed(asked))
     with pytest.raises(ConfigError) as caught:
         MemoryWatch.checked(asked, QWEN3_06B)
     order = [str(caught.value).find(key) for key in ("rl_training.token_budget", "quantize_base = true")]

@@ -127,13 +127,32 @@ def test_parts_follow_their_settings() -> None:
     def part(name: str, config: Config, lengths: Lengths) -> int:
         return predict_memory(config, shape, lengths).parts[name]
 
-    short, long = Lengths(100, 100), Lengths(1000, 1000)
-    kv = "keys and values"
-    assert part(kv, small(), long) > 5 * part(kv, small(), short)
+    long = Lengths(1000, 1000)
     assert part("training: activations", small(token_budget=8192), long) > 3 * part(
         "training: activations", small(token_budget=2048), long
     )
     assert predict_memory(small(blocks_per_eval=0), shape, long).total > predict_memory(small(), shape, long).total
+
+
+@pytest.mark.parametrize(
+    ("layout", "prompt", "own", "shared"),
+    [
+        ("auto", 1000, 1216, 4 * 1000),  # four groups of 8 hold their prompt once; the class above 1,000 is 1,216
+        ("auto", 100, 1216, 0),  # a short prompt is copied
+        ("rectangle", 1000, 2048, 0),  # the power of two above 2,000
+    ],
+)
+def test_keys_and_values_of_32_rows(layout: str, prompt: int, own: int, shared: int) -> None:
+    server = {"kv_layout": layout, "prefix_cache_bytes": 0}
+    config = parse_config({"server": server, "environments": [{"kind": "tasks", "name": "sum"}]})
+    shape = ModelShape.of(QWEN3_06B, config)
+    group, rows, chunk = config.environments[0].group_size, config.server.batch_size, config.server.prefill_chunk
+    assert (group, rows, chunk) == (8, 32, 512)
+    found = predict_memory(config, shape, Lengths(prompt, 1000)).parts["keys and values"]
+    a_layer_twice = rows * own * shape.kv_token // 28
+    assert found == (rows * own + shared + chunk) * shape.kv_token + a_layer_twice
+    states = QWEN3_06B | {"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 6}
+    assert shape.by_tokens and not ModelShape.of(states, config).by_tokens
 
 
 def test_full_weights_count_masters_moments_and_gradients() -> None:
