@@ -209,7 +209,7 @@ def training_run(
 ) -> TrainingRun:
     """Make a run that is served by this process and may use every kind of source. `http`: false: nobody but the run
     itself asks the engine. Further arguments: `TrainingRun`."""
-    serve = partial(Serving, http=http, pages=pages, processes=ranks.here)
+    serve = partial(Serving, http=http, pages=pages, processes=ranks.here, clients_engine=ranks.clients_engine)
     return TrainingRun(config, serve=serve, source_kinds=SOURCES, ranks=ranks, **options)
 
 
@@ -288,10 +288,19 @@ class Serving:
         http: false: no port is taken, and nobody can ask the engine but this process.
         pages: leaves that show a run, where there is one.
         processes: share this machine's memory.
+        clients_engine: of this process's engine: what answers clients. None: that engine.
     """
 
-    def __init__(self, config: Config, *, http: bool = True, pages: Sequence[RunPage] = (), processes: int = 1) -> None:
-        self.config, self._processes = config, processes
+    def __init__(
+        self,
+        config: Config,
+        *,
+        http: bool = True,
+        pages: Sequence[RunPage] = (),
+        processes: int = 1,
+        clients_engine: Callable[[EngineClient], EngineClient] | None = None,
+    ) -> None:
+        self.config, self._processes, self._clients_engine = config, processes, clients_engine
         self._pages = pages
         self._page_paths: list[str] = []
         self._added: list[AddedRouter] = []
@@ -422,7 +431,8 @@ class Serving:
         self._engine = engine.thread
         roots = (*self.config.server.adapter_roots, *adapter_roots)
         loader = AdapterLoader(weights, engine.shapes, engine.names, roots, self.config.server.max_loaded_adapters)
-        self.state.ready(self.client, self.tokenizer(), loader)
+        clients_engine = self._clients_engine(self.client) if self._clients_engine else self.client
+        self.state.ready(clients_engine, self.tokenizer(), loader)
 
     def observe_publish(self, report: PublishReport) -> None:
         """Count a publish of weights in /metrics."""

@@ -20,12 +20,12 @@ TINY_MODULE_LINES = 80
 
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
-    "(root)": 1430,
+    "(root)": 1440,
     "cli": 1620,
     "config": 2_250,
     "dashboard": 1380,
-    "distributed": 960,
-    "engine": 5330,
+    "distributed": 1520,
+    "engine": 5370,
     "environments": 5040,
     "execution": 2650,
     "experts": 1620,
@@ -40,9 +40,9 @@ LINES: dict[str, int] = {
     "primitives": 160,
     "prompt_policy": 3_200,
     "rewards": 2070,
-    "rl_training": 11_470,
+    "rl_training": 11_480,
     "rollout_store": 1320,
-    "server": 6940,
+    "server": 6970,
     "system": 1200,
     "tinker": 4_510,
     "tools": 2830,

@@ -1,7 +1,8 @@
 """A rank other than 0: trains along, and plays groups with an engine of its own on the weights that it has.
 
 BeginRun    prepare: the same model, the environments of rank 0's configuration
-Publish     serve the weights, the first time with a new engine; from then on `PlayedHere` takes groups
+Publish     serve the weights, the first time with a new engine; from then on `PlayedHere` takes groups, and
+            `ServedHere` requests
 RankTask    a training step
 """
 
@@ -12,7 +13,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from mlx_parallm.config.load import Config
 from mlx_parallm.distributed.fingerprint import model_fingerprint
 from mlx_parallm.distributed.players import PlayedHere
-from mlx_parallm.distributed.ranks import EXIT_LOST, BeginRun, JoinedRanks, Publish, agree, plays
+from mlx_parallm.distributed.ranks import EXIT_LOST, BeginRun, JoinedRanks, Publish, agree, samples
+from mlx_parallm.distributed.requests import ServedHere
 from mlx_parallm.environments.base import EnvironmentSource
 from mlx_parallm.environments.episode import EpisodePolicy
 from mlx_parallm.environments.episode_tools import open_tools
@@ -85,7 +87,7 @@ class Follower:
             raise ConfigError(f"{model.base_path} is another model, or another version of it, than on rank 0")
         self._step = 0
         self._sources: tuple[EnvironmentSource, ...] = ()
-        if plays(self._config):
+        if samples(self._config):
             tools = open_tools(self._config.tools)
             if tools is not None:
                 closing.callback(tools.client.close)
@@ -140,6 +142,7 @@ class Follower:
             self._weights = open_serving(
                 self._serving, self._loaded, self._trainer.policy, version=version, keep_versions=1
             )
+            self._closing.callback(ServedHere(self._ranks.requests[0], self._serving.client).close)
             self._play()
         else:
             with self._drained():

@@ -97,7 +97,7 @@ def hang_up(connection: Connection) -> None:
         end.shutdown(socket.SHUT_RDWR)
 
 
-def _received(connection: Connection) -> Any:
+def received(connection: Connection) -> Any:
     """The next message; None: the other end is gone."""
     try:
         return connection.recv()
@@ -139,7 +139,7 @@ class RankPlayer:
     def _read(self) -> None:
         with self._connection:
             try:
-                while (message := _received(self._connection)) is not None:
+                while (message := received(self._connection)) is not None:
                     self._take(message)
                 self._fail("the connection for its groups is closed")
             except Exception as error:  # noqa: BLE001  boundary of the thread: nobody else would see it
@@ -198,7 +198,7 @@ class PlayedHere:
     def _read(self) -> None:
         with self._connection:
             try:
-                while (message := _received(self._connection)) is not None:
+                while (message := received(self._connection)) is not None:
                     self._take(message)
             except Exception as error:  # noqa: BLE001  boundary of the thread: rank 0 would wait for ever
                 self._send(Broken(describe(error)))

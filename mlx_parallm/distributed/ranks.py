@@ -43,8 +43,10 @@ import psutil
 from mlx_parallm import __version__
 from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
+from mlx_parallm.distributed.balance import BalancedClient
 from mlx_parallm.distributed.fingerprint import model_fingerprint
 from mlx_parallm.distributed.players import RankPlayer, hang_up
+from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.runner import MakePlayer, OnError, OnResults
 from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.models.loading import resolve_model_path
@@ -57,6 +59,7 @@ from mlx_parallm.system.signals import SHUTDOWN_SIGNALS
 
 BUNDLE_ELEMENTS = 1 << 24  # 64 MiB of float32: numbers of one collective, unless one array alone is larger
 OFFER_BYTES = 4096
+PURPOSES = 3  # connections of each rank to rank 0
 CONNECT_S = 5.0  # to one address of rank 0
 JOIN_S = 120.0  # for all ranks to be connected
 WATCH_S = 0.2  # between two looks at the connections while a collective runs
@@ -87,9 +90,9 @@ class Publish:
     version: int
 
 
-def plays(config: Config) -> bool:
-    """Whether the ranks play groups, each with an engine of its own."""
-    return bool(config.environments) and config.rl_training.algorithm not in DATA_ALGORITHMS
+def samples(config: Config) -> bool:
+    """Whether every rank samples, with an engine of its own."""
+    return config.rl_training.algorithm not in DATA_ALGORITHMS
 
 
 def join() -> Ranks:
@@ -138,10 +141,10 @@ class JoinedRanks(Ranks):
         self.rank, self.size = group.rank(), group.size()
         self._group, self._collectives = group, collectives
         self._players: list[RankPlayer] = []
-        self._plays = False
+        self._samples = False
         self._then = "then start all ranks again with --resume auto"
-        # Rank 0: to ranks 1, 2, …; others: to rank 0. The second is for the threads that play groups.
-        self._connections, self.rollouts = self._connect()
+        # Rank 0: to ranks 1, 2, …; others: to rank 0. For steps, for groups (players.py), for requests (requests.py).
+        self._connections, self.rollouts, self.requests = self._connect()
         self._watched = [_watched(connection) for connection in self._connections]
         log.info("ranks joined", rank=self.rank, size=self.size)
 
@@ -161,18 +164,18 @@ class JoinedRanks(Ranks):
 
     def follow_settings(self, config: Config) -> None:
         """Take what rank 0's configuration says about the ranks."""
-        self._plays = plays(config)
+        self._samples = samples(config)
         if config.rl_training.on_rank_lost == "continue":
             self._then = "if it was killed, the others are started again (rl_training.on_rank_lost)"
 
     def publish(self, version: int, trainer: HasArrays) -> None:
-        if self.rank == 0 and self._plays:
+        if self.rank == 0 and self._samples:
             self.tell(Publish(version))
             agree(self, trainer, compared="weights.")
             self.exchange("")  # they have published
 
     def players(self) -> list[MakePlayer]:
-        return [self._player_of(rank) for rank in range(1, self.size)] if self._plays else []
+        return [self._player_of(rank) for rank in range(1, self.size)] if self._samples else []
 
     def _player_of(self, rank: int) -> MakePlayer:
         def make(on_results: OnResults, on_error: OnError) -> RankPlayer:
@@ -181,6 +184,9 @@ class JoinedRanks(Ranks):
             return player
 
         return make
+
+    def clients_engine(self, own: EngineClient) -> EngineClient:
+        return BalancedClient(own, self.requests) if self.rank == 0 and self._samples else own
 
     def served_tokens(self) -> int:
         return sum(player.served_tokens for player in self._players)
@@ -276,7 +282,7 @@ class JoinedRanks(Ranks):
         for watched, connection in zip(self._watched, self._connections, strict=True):
             watched.close()
             connection.close()
-        for connection in self.rollouts:
+        for connection in (*self.rollouts, *self.requests):
             hang_up(connection)
         self._collectives.close()
 
@@ -314,7 +320,7 @@ class JoinedRanks(Ranks):
 
     # ------------------------------------------------------------------ connecting
 
-    def _connect(self) -> tuple[list[Connection], list[Connection]]:
+    def _connect(self) -> list[list[Connection]]:
         own = {"machine": f"{socket.gethostname()} {uuid.getnode()}", "versions": VERSIONS}
         everyone = [json.loads(text) for text in self._all_texts(json.dumps(own))]
         for rank, other in enumerate(everyone):
@@ -336,8 +342,7 @@ class JoinedRanks(Ranks):
             self._all_texts(json.dumps({"addresses": addresses, "port": listener.address[1], "key": key.hex()}))
             connecting = self._collectives.run(lambda: _accept(listener, self.size - 1))
         try:
-            pairs = connecting.result(timeout=JOIN_S)
-            return [first for first, _ in pairs], [second for _, second in pairs]
+            return [list(purpose) for purpose in zip(*connecting.result(timeout=JOIN_S), strict=True)]
         except concurrent.futures.TimeoutError:
             atexit.register(_leave)
             raise RankLostError(f"not all of {self.size} ranks have reached rank 0 within {JOIN_S:.0f} s") from None
@@ -436,32 +441,32 @@ def _sums(arrays: Sequence[mx.array], group: Any) -> list[mx.array]:
     return done
 
 
-def _accept(listener: Listener, count: int) -> list[tuple[Connection, Connection]]:
-    """Two connections of each rank: for steps, and for rollouts."""
+def _accept(listener: Listener, count: int) -> list[list[Connection]]:
+    """The connections of each rank, one for each purpose."""
     found: dict[tuple[int, int], Connection] = {}
-    while len(found) < 2 * count:
+    while len(found) < PURPOSES * count:
         try:
             connection = listener.accept()
             found[connection.recv()] = connection
         except (AuthenticationError, EOFError, OSError) as error:  # a rank that tries an address, or a stranger
             log.debug("a connection that is no rank's", error=repr(error))
     listener.close()
-    return [(found[rank, 0], found[rank, 1]) for rank in range(1, count + 1)]
+    return [[found[rank, purpose] for purpose in range(PURPOSES)] for rank in range(1, count + 1)]
 
 
-def _reach(offer: dict[str, Any], rank: int) -> tuple[Connection, Connection]:
+def _reach(offer: dict[str, Any], rank: int) -> list[Connection]:
     for address in offer["addresses"]:
         place = (address, offer["port"])
         try:
             socket.create_connection(place, timeout=CONNECT_S).close()
             found = []
-            for purpose in range(2):
+            for purpose in range(PURPOSES):
                 found.append(Client(place, authkey=bytes.fromhex(offer["key"])))
                 found[-1].send((rank, purpose))
         except (AuthenticationError, EOFError, OSError) as error:
             log.debug("rank 0 is not there", address=address, error=repr(error))
         else:
-            return found[0], found[1]
+            return found
     tried = ", ".join(offer["addresses"])
     raise RankLostError(f"rank {rank} cannot reach rank 0 at port {offer['port']} of {tried}: is a firewall between?")
 

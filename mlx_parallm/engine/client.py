@@ -1,18 +1,22 @@
 """The engine's face for asyncio code: requests in, outputs and streams out. No MLX; any number of threads and loops.
 
-    server, environments → EngineClient → commands (a queue) → EngineThread → Engine
-                              ▲                                    │ one call_soon_threadsafe per loop and step
-                              └────────── Mailbox.deliver ─────────┘
+    server, environments → EngineClient → CommandQueue → EngineThread → Engine
+                              ▲                              │ one call_soon_threadsafe per loop and step
+                              └──────── Mailbox.deliver ─────┘
 
-A `Mailbox` belongs to one request and one asyncio loop. Only that loop's thread touches its future and queue.
+A `Mailbox` belongs to one request and one asyncio loop. Only that loop's thread touches its future and queue. The
+clients of one engine share its `CommandQueue`. With several ranks the server's client is a `BalancedClient`
+(distributed/balance.py), which hands requests to the engines of other ranks too.
 """
 
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mlx_parallm.engine.grammar import Grammars
@@ -47,17 +51,34 @@ class Mailbox:
         self.deltas.put_nowait(None)
 
 
-def deliver_all(letters: list[tuple[Mailbox, Event]]) -> None:
-    """Everything that a step has for one loop, in one callback."""
+def post(letters: Iterable[tuple[Mailbox, Event]]) -> list[Mailbox]:
+    """Deliver events from another thread: one callback per loop, not per token. Returns the mailboxes whose loops have
+    ended: no caller waits there any more."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Event]]] = {}
+    for letter in letters:
+        by_loop.setdefault(letter[0].loop, []).append(letter)
+    unheard = []
+    for loop, batch in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_deliver_all, batch)
+        except RuntimeError:
+            unheard += [mailbox for mailbox, _ in batch]
+    return unheard
+
+
+def _deliver_all(letters: list[tuple[Mailbox, Event]]) -> None:
     for mailbox, event in letters:
         mailbox.deliver(event)
+
+
+Letters = tuple[tuple[Request, Mailbox], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
     """Requests that enter the queue together."""
 
-    letters: tuple[tuple[Request, Mailbox], ...]
+    letters: Letters
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +118,15 @@ class EngineInfo:
     grammars: Grammars
 
 
-class EngineClient:
-    """Made by `EngineThread`. Until the engine is ready, calls raise EngineUnavailableError."""
+class CommandQueue:
+    """The way to one engine thread. Until the engine is ready, `ready` and `send` raise EngineUnavailableError."""
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._stats = stats
+        self.unfinished = 0  # choices that were handed to the engine and have no result yet
         self._info: EngineInfo | None = None
         self._closed: str | None = None
         self._lock = threading.Lock()  # no command may enter the queue after `close`
-
-    # The engine thread's side.
 
     def open(self, info: EngineInfo) -> None:
         self._info = info
@@ -117,44 +136,80 @@ class EngineClient:
         with self._lock:
             self._closed = reason
 
-    # Everyone else's side.
+    def ready(self) -> EngineInfo:
+        if self._closed is not None:
+            raise EngineUnavailableError(self._closed)
+        if self._info is None:
+            raise EngineUnavailableError("the model is loading")
+        return self._info
+
+    def send(self, command: Command) -> None:
+        with self._lock:
+            self.ready()
+            self.commands.put(command)
+
+    def count(self, choices: int) -> None:
+        with self._lock:
+            self.unfinished += choices
+
+    def uncount(self, choices: int, _result: object) -> None:
+        with self._lock:
+            self.unfinished -= choices
+
+
+class EngineClient:
+    """Calls raise EngineUnavailableError until the engine is ready.
+
+    Args:
+        queue: of the engine thread.
+        stats: a snapshot of its counters.
+    """
+
+    def __init__(self, queue: CommandQueue, stats: Callable[[], EngineStats]) -> None:
+        self.queue = queue
+        self._stats = stats
+
+    @property
+    def engines(self) -> int:
+        """How many engines work on this client's requests."""
+        return 1
 
     @property
     def max_model_len(self) -> int:
-        return self._ready().limits.max_model_len
+        return self.queue.ready().limits.max_model_len
 
     @property
     def vocab_size(self) -> int:
-        return self._ready().limits.vocab_size
+        return self.queue.ready().limits.vocab_size
 
     def stats(self) -> EngineStats:
         return self._stats()
 
     def models(self) -> tuple[ServedModel, ...]:
-        return self._ready().models.list()
+        return self.queue.ready().models.list()
 
     def shelved_models(self) -> tuple[ServedModel, ...]:
         """Adapters that requests may name though they lie on disk. Reads it: for a thread that may wait."""
-        return self._ready().models.shelved()
+        return self.queue.ready().models.shelved()
 
     @property
     def uses(self) -> AdapterUses:
-        return self._ready().models.uses
+        return self.queue.ready().models.uses
 
     def resolve_model(self, name: str | None) -> ServedModel:
         """Raises ModelNotFoundError."""
-        models = self._ready().models
+        models = self.queue.ready().models
         model = models.resolve(name)
         models.uses.note(model.adapter)
         return model
 
     def check(self, request: Request) -> None:
         """Raises RequestError: the request cannot be run."""
-        check_request(request, self._ready().limits)
+        check_request(request, self.queue.ready().limits)
 
     async def unenforced(self, structure: Structure) -> tuple[str, ...]:
         """Returns the schema keywords that the structure's grammar does not enforce. Raises RequestError."""
-        return await self._ready().grammars.unenforced(structure)
+        return await self.queue.ready().grammars.unenforced(structure)
 
     async def generate(self, request: Request) -> RequestOutput:
         """Runs a request to its end. Cancelling it aborts the request and frees its rows.
@@ -167,12 +222,12 @@ class EngineClient:
     async def generate_many(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Runs requests as `generate` does. They enter the queue together, so identical prompts are computed once."""
         with self.uses.holding(request.adapter for request in requests):  # what is read for them stays
-            await self._prepare(requests)
+            await self.prepare(requests)
             letters = tuple((replace(request, stream=False), Mailbox(request.request_id)) for request in requests)
             return await self._results(letters)
 
-    async def _results(self, letters: tuple[tuple[Request, Mailbox], ...]) -> list[RequestOutput]:
-        self._send(Submit(letters))
+    async def _results(self, letters: Letters) -> list[RequestOutput]:
+        self.hand_in(letters)
         try:
             return [await mailbox.result for _, mailbox in letters]
         finally:
@@ -185,9 +240,9 @@ class EngineClient:
     async def stream(self, request: Request) -> AsyncGenerator[CompletionDelta, None]:
         """Yields deltas until every choice has finished. Leaving early aborts the request. Raises as `generate`."""
         with self.uses.holding([request.adapter]):
-            await self._prepare([request])
+            await self.prepare([request])
             mailbox = Mailbox(request.request_id)
-            self._send(Submit(((replace(request, stream=True), mailbox),)))
+            self.hand_in(((replace(request, stream=True), mailbox),))
             try:
                 while (delta := await mailbox.deltas.get()) is not None:
                     yield delta
@@ -198,9 +253,8 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """Ends a request with finish_reason "abort". Unknown or finished ones are ignored, and so is a dead engine."""
-        with self._lock:
-            if self._closed is None:
-                self.commands.put(Abort(request_id))
+        with suppress(EngineUnavailableError):
+            self.queue.send(Abort(request_id))
 
     def pause_admission(self, holder: str = TRAINER, *, freeze: bool = False) -> "Future[Any]":
         """Lets new requests wait; running ones go on, or with `freeze` stop too.
@@ -215,34 +269,38 @@ class EngineClient:
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Blocks (not for use in a loop's thread) until nothing runs; False when the time ran out."""
         event = threading.Event()
-        self._send(NotifyIdle(event))
+        self.queue.send(NotifyIdle(event))
         return event.wait(timeout_s)
 
     def call(self, function: Callable[[Any], Any]) -> "Future[Any]":
         """Runs `function(engine)` on the engine thread between two steps."""
         future: Future[Any] = Future()
-        self._send(Call(function, future))
+        self.queue.send(Call(function, future))
         return future
 
-    async def _prepare(self, requests: Sequence[Request]) -> None:
+    def reset_prefix_cache(self) -> "Future[Any]":
+        """Forgets every prompt that was kept."""
+        return self.call(lambda engine: engine.reset_prefix_cache())
+
+    def rank_stats(self) -> Mapping[int, EngineStats]:
+        """Returns the counters of each rank's engine; empty where there is one rank."""
+        return {}
+
+    def hand_in(self, letters: Letters) -> None:
+        """Gives requests that `prepare` has let through to the engine, together. The mailboxes get their events. In the
+        mailboxes' loop."""
+        self.queue.send(Submit(letters))
+        for request, mailbox in letters:
+            self.queue.count(request.params.n)
+            mailbox.result.add_done_callback(partial(self.queue.uncount, request.params.n))
+
+    async def prepare(self, requests: Sequence[Request]) -> None:
         """Refuses bad requests. Compiles grammars, and reads versions of the policy and adapters from disk, in other
         threads than this loop's and the engine's."""
-        info = self._ready()
+        info = self.queue.ready()
         for request in requests:
             check_request(request, info.limits)
         await info.grammars.prepare([request.params.structure for request in requests])
         for adapter in {request.adapter for request in requests}:
             if adapter is not None and (load := info.models.loader(adapter)) is not None:
                 await asyncio.to_thread(load)
-
-    def _ready(self) -> EngineInfo:
-        if self._closed is not None:
-            raise EngineUnavailableError(self._closed)
-        if self._info is None:
-            raise EngineUnavailableError("the model is loading")
-        return self._info
-
-    def _send(self, command: Command) -> None:
-        with self._lock:
-            self._ready()
-            self.commands.put(command)

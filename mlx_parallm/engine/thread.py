@@ -19,13 +19,14 @@ from mlx_parallm.engine.client import (
     Abort,
     Call,
     Command,
+    CommandQueue,
     EngineClient,
     EngineInfo,
     Mailbox,
     NotifyIdle,
     StopThread,
     Submit,
-    deliver_all,
+    post,
 )
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_requests import Counters, Event, Failed, StreamDelta
@@ -49,7 +50,8 @@ class EngineThread:
     """
 
     def __init__(self, build: Callable[[], Engine], models: ServedModels, turns: Turns | None = None) -> None:
-        self.client = EngineClient(self.stats)
+        self._queue = CommandQueue()
+        self.client = EngineClient(self._queue, self.stats)
         self._build = build
         self._models = models
         self._turns = turns or Turns()
@@ -76,7 +78,7 @@ class EngineThread:
         """Ends the thread between two steps and joins it; unfinished requests get EngineUnavailableError."""
         if not self._thread.is_alive():
             return
-        self.client.commands.put(StopThread())
+        self._queue.commands.put(StopThread())
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise EngineUnavailableError(f"the engine thread did not end within {timeout_s} s")
@@ -113,7 +115,7 @@ class EngineThread:
         reason = "the engine has stopped"
         try:
             engine = self._engine = self._build()
-            self.client.open(EngineInfo(engine.limits, self._models, engine.grammars))
+            self._queue.open(EngineInfo(engine.limits, self._models, engine.grammars))
             self._started.set()
             while not self._stopping:
                 self._turn(engine)
@@ -167,7 +169,7 @@ class EngineThread:
             if not busy:
                 self._turns.engine_idle()
             try:
-                command = self.client.commands.get(block=not busy, timeout=IDLE_TURN_S)
+                command = self._queue.commands.get(block=not busy, timeout=IDLE_TURN_S)
             except queue.Empty:
                 if busy:
                     return
@@ -215,25 +217,17 @@ class EngineThread:
         self._send(letters)
 
     def _send(self, letters: list[tuple[Mailbox, Event]]) -> None:
-        """One callback per loop, not per token."""
-        by_loop: dict[Any, list[tuple[Mailbox, Event]]] = {}
-        for letter in letters:
-            by_loop.setdefault(letter[0].loop, []).append(letter)
-        for loop, batch in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(deliver_all, batch)
-            except RuntimeError:  # that loop has ended: no caller waits there any more
-                for mailbox, _ in batch:
-                    if self._mailboxes.pop(mailbox.request_id, None):
-                        self.client.abort(mailbox.request_id)
+        for mailbox in post(letters):
+            if self._mailboxes.pop(mailbox.request_id, None):
+                self.client.abort(mailbox.request_id)
 
     def _shut_down(self, reason: str) -> None:
         """Answers all that still wait: requests, queued commands, idle waiters."""
-        self.client.close(reason)
+        self._queue.close(reason)
         unheard = list(self._mailboxes.values())
         while True:
             try:
-                command = self.client.commands.get_nowait()
+                command = self._queue.commands.get_nowait()
             except queue.Empty:
                 break
             match command:

@@ -61,7 +61,7 @@ class ServerState:
 
     def ready(self, engine: "EngineClient", tokenizer: "Tokenizer", adapters: "AdapterLoader | None" = None) -> None:
         """Lets every route answer from now on; call it once."""
-        self.metrics.watch_engine(engine.stats)
+        self.metrics.watch_engine(engine.stats, engine.rank_stats)
         self._parts = LoadedParts(engine, tokenizer, TokenTexts(tokenizer), adapters)
 
     def failed(self, reason: str) -> None:
@@ -195,7 +195,12 @@ class ServerContext:
     def _waiting(self) -> int:
         """Choices of HTTP requests that have no row: those that the engine says, as far as they may be ours and not
         those of in-process rollouts, or those that it has not seen yet."""
-        return max(self._choices - self.deps.config.batch_size, min(self.engine.stats().waiting, self._choices))
+        return max(self._choices - self._places, min(self.engine.stats().waiting, self._choices))
+
+    @property
+    def _places(self) -> int:
+        """Choices that may run at once, on the engines of all ranks."""
+        return self.deps.config.batch_size * self.engine.engines
 
     @contextmanager
     def admitted(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -206,7 +211,7 @@ class ServerContext:
             limit = config.max_concurrent_requests
             raise ServerBusyError(f"the server is busy: {limit} requests are running or waiting; try again")
         most, waiting = config.max_waiting_requests, self._waiting
-        would_wait = waiting > 0 or self._choices >= config.batch_size
+        would_wait = waiting > 0 or self._choices >= self._places
         if most is not None and would_wait and waiting >= most:
             reason = f"{waiting} choices wait for a place (server.max_waiting_requests = {most})"
             raise ServerBusyError(f"the server is busy: {reason}; try again")

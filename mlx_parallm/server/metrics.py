@@ -28,6 +28,14 @@ _MEMORY = {
     "kv_bytes": "Memory of their keys and values, with the room that is kept for more",
     "kv_bytes_shared": "What they would hold besides without sharing prompts",
 }
+_OF_A_RANK: dict[str, type[CounterMetricFamily] | type[GaugeMetricFamily]] = {
+    "prompt_tokens": CounterMetricFamily,
+    "generation_tokens": CounterMetricFamily,
+    "requests_finished": CounterMetricFamily,
+    "running": GaugeMetricFamily,
+    "waiting": GaugeMetricFamily,
+    "policy_version": GaugeMetricFamily,
+}
 _TOOL_COUNTERS = {
     "calls": "Calls of tools in episodes and rewards",
     "timeouts": "Calls of tools that were not answered in time",
@@ -83,9 +91,9 @@ class ServerMetrics:
         """Called by the weight updater after each publish, retried ones too."""
         self._publish.observe(seconds)
 
-    def watch_engine(self, stats: Callable[[], EngineStats]) -> None:
-        """Adds the engine's counters; once."""
-        self.registry.register(_EngineCollector(stats))
+    def watch_engine(self, stats: Callable[[], EngineStats], ranks: Callable[[], Mapping[int, EngineStats]]) -> None:
+        """Adds the engine's counters; once. `ranks`: those of each rank, where `stats` are their sums."""
+        self.registry.register(_EngineCollector(stats, ranks))
 
     def watch_tools(self, counts: Callable[[], Mapping[str, float]]) -> None:
         """Adds the counts of a run's tool client; once."""
@@ -97,8 +105,8 @@ class ServerMetrics:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
-        self._stats = stats
+    def __init__(self, stats: Callable[[], EngineStats], ranks: Callable[[], Mapping[int, EngineStats]]) -> None:
+        self._stats, self._ranks = stats, ranks
 
     def describe(self) -> list[Metric]:
         return []  # registering must not need a running engine
@@ -119,6 +127,12 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(f"{PREFIX}_requests_waiting", "Sequences waiting for a slot", value=stats.waiting)
         yield GaugeMetricFamily(f"{PREFIX}_policy_version", "Version of the served policy", value=stats.policy_version)
         yield GaugeMetricFamily(f"{PREFIX}_engine_alive", "1 while the engine thread runs", value=int(stats.alive))
+        if ranks := self._ranks():
+            for name, family in _OF_A_RANK.items():
+                metric = family(f"{PREFIX}_rank_{name}", f"{name.replace('_', ' ')}, of each rank", labels=["rank"])
+                for rank, own in ranks.items():
+                    metric.add_metric([str(rank)], getattr(own, name))
+                yield metric
 
 
 class _ToolsCollector(Collector):

@@ -28,7 +28,7 @@ HEALTHY = EngineStats(
 class FakeEngine:
     """Answers token 5 `max_tokens` times; `behaviour` is what goes wrong: "fail", "crash", "unavailable" or "hang"."""
 
-    max_model_len = 128
+    max_model_len, engines = 128, 1
 
     def __init__(self, behaviour: str = "answer") -> None:
         self.behaviour = behaviour
@@ -40,6 +40,9 @@ class FakeEngine:
         if self.current is not HEALTHY:
             return self.current
         return replace(HEALTHY, last_step_time=time.monotonic(), running=self.running, requests_aborted=self.cancelled)
+
+    def rank_stats(self) -> dict[int, EngineStats]:
+        return {}
 
     def stall(self, seconds: float) -> None:
         self.current = replace(HEALTHY, running=1, last_step_time=time.monotonic() - seconds)

@@ -53,7 +53,7 @@ def test_a_hangup_frees_the_slot(server, stream):
 def test_metrics_of_memory_and_of_a_steps_parts():
     registry = CollectorRegistry()
     stats = EngineStats(alive=True, ready=True, last_step_time=0.0, waiting=0, policy_version=0, **vars(Counters()))
-    registry.register(_EngineCollector(lambda: stats))
+    registry.register(_EngineCollector(lambda: stats, dict))
     assert "mlx_parallm_kv_tokens 0.0" in generate_latest(registry).decode()
     parts = {"schedule": 0.5, "build": 0.25, "compute": 4.0, "read": 0.125, "score": 0.0}
     assert parts.keys() == STEP_PARTS.keys()

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import RLTrainingConfig
+from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.runner import MakePlayer
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.rl_training.step.prepare import StepPosition
@@ -57,6 +58,10 @@ class Ranks:
     def players(self) -> Sequence[MakePlayer]:
         """Return what plays groups on the other ranks, once they serve."""
         return ()
+
+    def clients_engine(self, own: EngineClient) -> EngineClient:
+        """On rank 0, whose engine is `own`: return the engine for its server's clients, perhaps that of all ranks."""
+        return own
 
     def served_tokens(self) -> int:
         """Return how many tokens the other ranks had sampled when they finished their last groups."""

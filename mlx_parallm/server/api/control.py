@@ -154,4 +154,4 @@ async def _idle(engine: "EngineClient") -> None:
 
 
 async def _reset_prefix_cache(engine: "EngineClient") -> None:
-    await asyncio.wrap_future(engine.call(lambda owner: owner.reset_prefix_cache()))
+    await asyncio.wrap_future(engine.reset_prefix_cache())

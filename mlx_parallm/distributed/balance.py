@@ -1,0 +1,187 @@
+"""The engine of rank 0's server when there are several ranks: hands each request to the engine that has least to do.
+
+    server routes → BalancedClient ┬→ rank 0's engine
+                                   └→ RankEngine of rank 1, … (requests.py)
+
+A request goes to rank 0 where only rank 0 can run it: under an adapter that was loaded there, or a version of the
+policy that is kept there (`policy@N`).
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from mlx_parallm.distributed.requests import (
+    AwaitIdle,
+    Order,
+    PauseAdmission,
+    RankEngine,
+    ResetPrefixCache,
+    ResumeAdmission,
+)
+from mlx_parallm.engine.client import TRAINER, EngineClient, Letters, Mailbox
+from mlx_parallm.engine.live_requests import Failed
+from mlx_parallm.errors import EngineUnavailableError
+from mlx_parallm.types import EngineStats, Request
+
+PIECE = 64  # tokens: shorter prompts are computed again sooner than they are looked for
+CHOICE_TOKENS = 256  # a running choice more costs as much as this many prompt tokens that must be computed
+MOST_PIECES = 1 << 16
+ADDED = (
+    *("steps", "running", "waiting", "prompt_tokens", "prefill_tokens", "generation_tokens"),
+    *("requests_finished", "requests_failed", "requests_aborted"),
+    *("prefix_cache_query_tokens", "prefix_cache_hit_tokens", "kv_tokens", "kv_bytes", "kv_bytes_shared"),
+)
+
+
+class BalancedClient(EngineClient):
+    """`EngineClient` over the engines of all ranks. What it does not do itself, rank 0's engine does.
+
+    Args:
+        local: rank 0's engine.
+        connections: to ranks 1, 2, …, for their requests.
+    """
+
+    def __init__(self, local: EngineClient, connections: Sequence[Connection]) -> None:
+        super().__init__(local.queue, local.stats)
+        self._others = [RankEngine(each, rank, self._give_back) for rank, each in enumerate(connections, 1)]
+        self._prompts = PromptRanks()
+
+    @property
+    def engines(self) -> int:
+        return 1 + sum(engine.serves(None) for engine in self._others)
+
+    def hand_in(self, letters: Letters) -> None:
+        shares: dict[int, Letters] = {}
+        taken: Counter[int] = Counter()  # choices of these letters, by rank
+        for request, mailbox in letters:
+            rank = self._choose(request, taken)
+            taken[rank] += request.params.n
+            shares[rank] = (*shares.get(rank, ()), (request, mailbox))
+        for rank, share in shares.items():
+            if rank:
+                self._others[rank - 1].hand_in(share)
+            else:
+                super().hand_in(share)
+
+    def _choose(self, request: Request, taken: Mapping[int, int]) -> int:
+        loads = {0: self.queue.unfinished + taken[0]}
+        for engine in self._others:
+            if engine.serves(request.adapter):
+                loads[engine.rank] = engine.unfinished + taken[engine.rank]
+        if len(loads) == 1:
+            return 0
+        held = self._prompts.held(request)
+        rank = min(loads, key=lambda rank: (loads[rank] * CHOICE_TOKENS - held[rank], rank))
+        self._prompts.add(request, rank)
+        return rank
+
+    def _give_back(self, letters: Letters) -> None:
+        for request, mailbox in letters:
+            with suppress(RuntimeError):  # its loop has ended: no caller waits there any more
+                mailbox.loop.call_soon_threadsafe(self._run_here, request, mailbox)
+
+    def _run_here(self, request: Request, mailbox: Mailbox) -> None:
+        if mailbox.result.done():  # the caller has gone meanwhile
+            return
+        try:
+            super().hand_in(((request, mailbox),))
+        except EngineUnavailableError as error:
+            mailbox.deliver(Failed(mailbox.request_id, error))
+
+    def abort(self, request_id: str) -> None:
+        if not any(engine.abort(request_id) for engine in self._others):
+            super().abort(request_id)
+
+    # What concerns every engine.
+
+    def pause_admission(self, holder: str = TRAINER, *, freeze: bool = False) -> "Future[Any]":
+        return self._everywhere(super().pause_admission(holder, freeze=freeze), PauseAdmission(holder, freeze))
+
+    def resume_admission(self, holder: str = TRAINER) -> "Future[Any]":
+        return self._everywhere(super().resume_admission(holder), ResumeAdmission(holder))
+
+    def reset_prefix_cache(self) -> "Future[Any]":
+        return self._everywhere(super().reset_prefix_cache(), ResetPrefixCache())
+
+    def _everywhere(self, here: "Future[Any]", order: Order) -> "Future[Any]":
+        return all_done([here, *(engine.carry_out(order) for engine in self._others)])
+
+    def wait_idle(self, timeout_s: float | None = None) -> bool:
+        """Waits as `EngineClient` does; False too when another rank was not idle for IDLE_WAIT_S."""
+        others = [engine.carry_out(AwaitIdle()) for engine in self._others]
+        return super().wait_idle(timeout_s) and all(each.result() for each in others)
+
+    def stats(self) -> EngineStats:
+        """Returns rank 0's, with the sums over all ranks where a number can be added."""
+        return summed(list(self.rank_stats().values()))
+
+    def rank_stats(self) -> Mapping[int, EngineStats]:
+        others = {engine.rank: engine.stats for engine in self._others}
+        return {0: self._stats(), **{rank: stats for rank, stats in others.items() if stats is not None}}
+
+
+class PromptRanks:
+    """Which ranks have read the beginnings of recent prompts: their prefix caches may hold them. One thread."""
+
+    def __init__(self) -> None:
+        self._ranks: OrderedDict[int, frozenset[int]] = OrderedDict()  # by the hash of a beginning; the newest last
+
+    def held(self, request: Request) -> Counter[int]:
+        """Returns how many tokens of the prompt each rank has read, under the same adapter and salt."""
+        held: Counter[int] = Counter()
+        for number, key in enumerate(_beginnings(request), 1):
+            ranks = self._ranks.get(key)
+            if not ranks:
+                break
+            held.update(dict.fromkeys((rank for rank in ranks if held[rank] == (number - 1) * PIECE), PIECE))
+        return held
+
+    def add(self, request: Request, rank: int) -> None:
+        for key in _beginnings(request):
+            self._ranks[key] = self._ranks.get(key, frozenset()) | {rank}
+            self._ranks.move_to_end(key)
+        while len(self._ranks) > MOST_PIECES:
+            self._ranks.popitem(last=False)
+
+
+def _beginnings(request: Request) -> list[int]:
+    """Hashes of the prompt's first PIECE tokens, of its first 2 PIECE tokens, …"""
+    prompt, keys = request.prompt_token_ids, list[int]()
+    key = hash((request.adapter, request.cache_salt))
+    for end in range(PIECE, len(prompt) + 1, PIECE):
+        key = hash((key, prompt[end - PIECE : end]))
+        keys.append(key)
+    return keys
+
+
+def summed(stats: Sequence[EngineStats]) -> EngineStats:
+    """Return the first, with the sums of all numbers that can be added. A number that a rank lacks counts as 0."""
+    rows, sums = [asdict(each) for each in stats], dict[str, Any]()
+    for name in ADDED:
+        present = [row[name] for row in rows if row[name] is not None]
+        sums[name] = sum(present) if present else None
+    return replace(stats[0], **sums)
+
+
+def all_done(futures: Sequence["Future[Any]"]) -> "Future[Any]":
+    """Return a future with the first one's outcome, which is there when all are done."""
+    done: Future[Any] = Future()
+    left = iter(futures)
+
+    def wait(_: object = None) -> None:
+        following = next(left, None)
+        if following is not None:
+            following.add_done_callback(wait)
+        elif done.set_running_or_notify_cancel():
+            if error := futures[0].exception():
+                done.set_exception(error)
+            else:
+                done.set_result(futures[0].result())
+
+    wait()
+    return done

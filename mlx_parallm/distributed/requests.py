@@ -1,0 +1,368 @@
+"""Requests of clients that rank 0's server hands to the engine of another rank, over a TCP connection of their own.
+
+    rank 0       BalancedClient → RankEngine → connection
+    rank 1, …    connection → ServedHere → EngineClient → this rank's engine; events go back once a step
+
+The messages are those of an engine thread: requests in, `StreamDelta` and `Finished` back. A rank that cannot run a
+request, or that is lost, gives it back: rank 0's own engine runs it, unless the client has seen a part of the answer.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from mlx_parallm.distributed.players import STOP_S, received
+from mlx_parallm.engine.client import Abort, EngineClient, Letters, Mailbox, post
+from mlx_parallm.engine.live_requests import Event, Failed, Finished, StreamDelta
+from mlx_parallm.environments.runner import describe
+from mlx_parallm.errors import EngineUnavailableError
+from mlx_parallm.system.log import get_logger
+from mlx_parallm.system.loop_thread import LoopThread
+from mlx_parallm.types import EngineStats, Request
+
+REPORT_S = 0.2  # between two looks at a rank's counters
+IDLE_WAIT_S = 0.5
+
+log = get_logger("ranks")
+
+
+@dataclass(frozen=True)
+class RunRequests:
+    """Requests that enter the engine's queue together."""
+
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True)
+class PauseAdmission:
+    holder: str
+    freeze: bool
+
+
+@dataclass(frozen=True)
+class ResumeAdmission:
+    holder: str
+
+
+@dataclass(frozen=True)
+class ResetPrefixCache:
+    pass
+
+
+@dataclass(frozen=True)
+class AwaitIdle:
+    """Wait for IDLE_WAIT_S at most."""
+
+
+Order = PauseAdmission | ResumeAdmission | ResetPrefixCache | AwaitIdle
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """An order that is answered by `Done`."""
+
+    number: int
+    order: Order
+
+
+@dataclass(frozen=True)
+class Done:
+    """`result`: of `AwaitIdle`, whether the engine is idle."""
+
+    number: int
+    result: bool
+
+
+@dataclass(frozen=True)
+class RankServes:
+    """The rank answers from now on, under these adapters; None is the base."""
+
+    adapters: frozenset[str | None]
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """`others`: choices that run or wait there, besides those of rank 0's requests."""
+
+    stats: EngineStats
+    others: int
+
+
+@dataclass(frozen=True)
+class Events:
+    """What one step of the engine has for rank 0's clients."""
+
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Requests that this rank cannot run."""
+
+    request_ids: tuple[str, ...]
+    why: str
+
+
+class RankEngine:
+    """On rank 0: the engine of another rank. Any thread; `hand_in` in the mailboxes' loop.
+
+    Args:
+        give_back: takes requests of which the client has seen nothing, when the rank refuses them or is lost. Called
+            on another thread.
+    """
+
+    def __init__(self, connection: Connection, rank: int, give_back: Callable[[Letters], None]) -> None:
+        self.rank = rank
+        self.stats: EngineStats | None = None
+        self._connection, self._give_back = connection, give_back
+        self._others = 0
+        self._adapters: frozenset[str | None] = frozenset()
+        self._lock = threading.Lock()  # guards what follows
+        self._lost = False
+        self._letters: dict[str, tuple[Request, Mailbox]] = {}
+        self._choices = 0  # of these letters
+        self._streamed: set[str] = set()  # those of which the client has seen something
+        self._orders: dict[int, Future[bool]] = {}
+        self._numbers = itertools.count()
+        self._outgoing: queue.SimpleQueue[object] = queue.SimpleQueue()  # no caller waits for the network
+        threading.Thread(target=self._write, name=f"requests to rank {rank}", daemon=True).start()
+        threading.Thread(target=self._read, name=f"answers of rank {rank}", daemon=True).start()
+
+    def serves(self, adapter: str | None) -> bool:
+        return adapter in self._adapters and not self._lost
+
+    @property
+    def unfinished(self) -> int:
+        """Choices that run or wait there."""
+        return self._choices + self._others
+
+    def hand_in(self, letters: Letters) -> None:
+        """Takes requests as `EngineClient.hand_in` does."""
+        with self._lock:
+            lost = self._lost
+            if not lost:
+                self._letters |= {request.request_id: (request, mailbox) for request, mailbox in letters}
+                self._choices += sum(request.params.n for request, _ in letters)
+                self._outgoing.put(RunRequests(tuple(request for request, _ in letters)))
+        if lost:
+            self._give_back(letters)
+
+    def abort(self, request_id: str) -> bool:
+        """Returns whether the request is there."""
+        with self._lock:
+            if request_id not in self._letters:
+                return False
+            self._outgoing.put(Abort(request_id))
+            return True
+
+    def carry_out(self, order: Order) -> "Future[bool]":
+        """Returns the order's result. A rank that is lost has nothing left to do: True."""
+        future: Future[bool] = Future()
+        with self._lock:
+            if self._lost:
+                future.set_result(True)
+            else:
+                number = next(self._numbers)
+                self._orders[number] = future
+                self._outgoing.put(Numbered(number, order))
+        return future
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the connection is closed: `_read` says so
+            while (message := self._outgoing.get()) is not None:
+                self._connection.send(message)
+
+    def _read(self) -> None:
+        try:
+            with self._connection:
+                while (message := received(self._connection)) is not None:
+                    self._take(message)
+        finally:
+            self._lose()
+
+    def _take(self, message: RankServes | RankLoad | Events | Refused | Done) -> None:
+        match message:
+            case RankServes(adapters):
+                self._adapters = adapters
+            case RankLoad(stats, others):
+                self.stats, self._others = stats, others
+            case Events(events):
+                self._deliver(events)
+            case Refused(request_ids, why):
+                self._return(request_ids, why)
+            case Done(number, result):
+                with self._lock:
+                    future = self._orders.pop(number)
+                _settle(future, result)
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        delivered, failed = [], []
+        with self._lock:
+            for event in events:
+                if isinstance(event, Failed):
+                    failed.append(event)
+                elif (letter := self._letters.get(event.request_id)) is not None:
+                    delivered.append((letter[1], event))
+                    if isinstance(event, Finished):
+                        self._forget(event.request_id)
+                    else:
+                        self._streamed.add(event.request_id)
+        for mailbox in post(delivered):
+            self.abort(mailbox.request_id)
+        for failure in failed:
+            self._return([failure.request_id], str(failure.error))
+
+    def _return(self, request_ids: Sequence[str], why: str) -> None:
+        """Requests that will not be finished there."""
+        with self._lock:
+            seen = {request_id for request_id in request_ids if request_id in self._streamed}
+            letters = tuple(letter for request_id in request_ids if (letter := self._forget(request_id)))
+        broken = [mailbox for _, mailbox in letters if mailbox.request_id in seen]
+        error = EngineUnavailableError(f"rank {self.rank} cannot finish the answer: {why}")
+        post((mailbox, Failed(mailbox.request_id, error)) for mailbox in broken)
+        if unseen := tuple(letter for letter in letters if letter[1].request_id not in seen):
+            log.info("requests are run by rank 0 instead", rank=self.rank, requests=len(unseen), why=why)
+            self._give_back(unseen)
+
+    def _forget(self, request_id: str) -> tuple[Request, Mailbox] | None:
+        letter = self._letters.pop(request_id, None)
+        if letter is not None:
+            self._choices -= letter[0].params.n
+            self._streamed.discard(request_id)
+        return letter
+
+    def _lose(self) -> None:
+        with self._lock:
+            self._lost, self.stats = True, None
+            request_ids, orders = list(self._letters), list(self._orders.values())
+            self._orders.clear()
+        self._outgoing.put(None)
+        self._return(request_ids, "its connection is closed")
+        for future in orders:
+            _settle(future, True)
+
+
+def _settle(future: "Future[bool]", result: bool) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_result(result)
+
+
+class ForwardedMailbox(Mailbox):
+    """Sends a request's events on."""
+
+    def __init__(self, request_id: str, forward: Callable[[Event], None]) -> None:
+        super().__init__(request_id)
+        self._forward = forward
+
+    def deliver(self, event: Event) -> None:
+        self._forward(event)
+        if not isinstance(event, StreamDelta):
+            self.result.cancel()  # nobody waits for it here: it counts as ended
+
+
+class ServedHere:
+    """On the other ranks: runs rank 0's requests on this rank's engine until the connection ends."""
+
+    def __init__(self, connection: Connection, client: EngineClient) -> None:
+        self._connection, self._client = connection, client
+        self._loop = LoopThread("requests of rank 0")
+        self._events: list[Event] = []  # of this turn of the loop
+        self._running: dict[str, int] = {}  # choices, by request
+        self._preparing: set[str] = set()
+        self._aborted: set[str] = set()  # of those
+        self._loop.submit(self._report())
+        threading.Thread(target=self._read, name="orders of rank 0", daemon=True).start()
+
+    def close(self) -> None:
+        self._loop.stop(timeout_s=STOP_S)
+
+    def _read(self) -> None:
+        with self._connection, contextlib.suppress(EngineUnavailableError):  # closed meanwhile
+            while (message := received(self._connection)) is not None:
+                self._loop.submit(self._take(message))
+            self._loop.submit(self._abandon())
+
+    async def _abandon(self) -> None:
+        """Rank 0 is gone: nobody waits for its requests."""
+        for request_id in self._running:
+            self._client.abort(request_id)
+
+    async def _take(self, message: RunRequests | Abort | Numbered) -> None:
+        match message:
+            case RunRequests(requests):
+                await self._run(requests)
+            case Abort(request_id) if request_id in self._preparing:
+                self._aborted.add(request_id)
+            case Abort(request_id):
+                self._client.abort(request_id)
+            case Numbered(number, order):
+                result = True
+                try:
+                    result = await self._carried_out(order)
+                finally:
+                    self._send(Done(number, result))
+
+    async def _run(self, requests: tuple[Request, ...]) -> None:
+        request_ids = tuple(request.request_id for request in requests)
+        self._preparing.update(request_ids)
+        try:
+            await self._client.prepare(requests)
+            self._running |= {request.request_id: request.params.n for request in requests}
+            self._client.hand_in(tuple((each, ForwardedMailbox(each.request_id, self._forward)) for each in requests))
+        except Exception as error:  # noqa: BLE001  boundary: rank 0's client would wait for ever
+            for request_id in request_ids:
+                self._running.pop(request_id, None)
+            self._send(Refused(request_ids, describe(error)))
+        self._preparing.difference_update(request_ids)
+        for request_id in self._aborted.intersection(request_ids):
+            self._client.abort(request_id)
+        self._aborted.difference_update(request_ids)
+
+    def _forward(self, event: Event) -> None:
+        if not self._events:  # all that a step has comes in one callback
+            asyncio.get_running_loop().call_soon(self._flush)
+        if isinstance(event, Failed):  # an error of any class may not come whole through the connection
+            event = Failed(event.request_id, EngineUnavailableError(str(event.error)))
+        self._events.append(event)
+        if not isinstance(event, StreamDelta):
+            self._running.pop(event.request_id, None)
+
+    def _flush(self) -> None:
+        events, self._events = tuple(self._events), []
+        self._send(Events(events))
+
+    async def _carried_out(self, order: Order) -> bool:
+        client = self._client
+        with contextlib.suppress(EngineUnavailableError):  # a dead engine stands still
+            match order:
+                case PauseAdmission(holder, freeze):
+                    await asyncio.wrap_future(client.pause_admission(holder, freeze=freeze))
+                case ResumeAdmission(holder):
+                    await asyncio.wrap_future(client.resume_admission(holder))
+                case ResetPrefixCache():
+                    await asyncio.wrap_future(client.reset_prefix_cache())
+                case AwaitIdle():
+                    return await asyncio.to_thread(client.wait_idle, IDLE_WAIT_S)
+        return True
+
+    async def _report(self) -> None:
+        self._send(RankServes(frozenset(model.adapter for model in self._client.models())))
+        last: Any = None
+        while True:
+            others = max(0, self._client.queue.unfinished - sum(self._running.values()))
+            load = RankLoad(replace(self._client.stats(), last_step_time=0.0), others)
+            if load != last:
+                self._send(load)
+                last = load
+            await asyncio.sleep(REPORT_S)
+
+    def _send(self, message: object) -> None:
+        with contextlib.suppress(OSError):  # rank 0 is gone: the main thread ends the process
+            self._connection.send(message)
