@@ -25,7 +25,7 @@ LINES: dict[str, int] = {
     "config": 2_250,
     "dashboard": 1380,
     "distributed": 1520,
-    "engine": 5370,
+    "engine": 5380,
     "environments": 5040,
     "execution": 2650,
     "experts": 1620,

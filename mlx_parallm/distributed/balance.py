@@ -160,12 +160,12 @@ def _beginnings(request: Request) -> list[int]:
 
 
 def summed(stats: Sequence[EngineStats]) -> EngineStats:
-    """Return the first, with the sums of all numbers that can be added. A number that a rank lacks counts as 0."""
-    rows, sums = [asdict(each) for each in stats], dict[str, Any]()
-    for name in ADDED:
-        present = [row[name] for row in rows if row[name] is not None]
-        sums[name] = sum(present) if present else None
-    return replace(stats[0], **sums)
+    """Return the first, with the sums of all numbers that can be added."""
+    rows = [asdict(each) for each in stats]
+    sums: dict[str, Any] = {name: sum(row[name] for row in rows) for name in ADDED}
+    parts = rows[0]["step_seconds"]
+    seconds = {part: sum(row["step_seconds"].get(part, 0.0) for row in rows) for part in parts}
+    return replace(stats[0], **sums, step_seconds=seconds)
 
 
 def all_done(futures: Sequence["Future[Any]"]) -> "Future[Any]":

@@ -206,7 +206,7 @@ class Other:
 
     def load(self, others: int) -> None:
         self.end.send(RankLoad(replace(HEALTHY, running=others), others))
-        until(lambda: self.balanced.rank_stats()[1].running == others)
+        until(lambda: self.balanced.rank_stats().get(1, HEALTHY).running == others and 1 in self.balanced.rank_stats())
 
     @contextmanager
     def busy(self, choices: int) -> Iterator[None]:
