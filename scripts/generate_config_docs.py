@@ -3,6 +3,7 @@
 tests/config/test_config_docs.py fails while the file differs from what this prints.
 """
 
+import json
 import types
 import typing
 from pathlib import Path
@@ -73,7 +74,7 @@ def _type(field: FieldInfo) -> str:
 def _type_name(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
-        return " or ".join(f'`"{value}"`' for value in arguments)
+        return " or ".join(f"`{json.dumps(value)}`" for value in arguments)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type_name(part) for part in arguments if part is not type(None))
     if origin is tuple:

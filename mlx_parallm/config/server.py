@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 
 from mlx_parallm.config.environment import Section
 
@@ -40,6 +40,10 @@ class ServerConfig(Section):
     """How running requests' keys and values lie in memory. "auto": by tokens where the architecture has plain attention
     (docs/models.md): a row holds its own tokens, and a prompt that several rows share is held once; else as
     "rectangle": all rows are as long as the longest."""
+    kv_bits: Literal[8, 4] | None = None
+    """Hold keys and values in 8 or 4 bits instead of the model's dtype, by tokens: less memory, other answers
+    (docs/benchmarks/kv.md says how far). The head dimension has to be divisible by 32. Training needs
+    rl_training.sampler_correction then. Default: as they were computed."""
     async_scheduling: bool | None = None
     """Start a decode step before the one before it is read: the device does not wait for Python. Default: on a GPU; off
     on a CPU, which gains nothing, and when deterministic."""
@@ -81,6 +85,12 @@ class ServerConfig(Section):
     kept."""
     drain_timeout_s: float = Field(5.0, ge=0)
     """How long shutdown waits for running requests before it aborts them."""
+
+    @model_validator(mode="after")
+    def _layout_fits(self) -> "ServerConfig":
+        if self.kv_bits is not None and self.kv_layout == "rectangle":
+            raise ValueError('kv_bits needs keys and values by tokens: leave out kv_layout = "rectangle"')
+        return self
 
 
 class ModelConfig(Section):

@@ -63,6 +63,7 @@ class EngineOptions:
     processed_alternatives: bool  # see SamplingBatch
     close_objects: bool  # see Grammars
     async_scheduling: bool = False  # see ModelRunner.launch_after
+    kv_bits: int | None = None  # 8 or 4: keys and values are quantised, by tokens; see cache/kv_format.py
 
 
 class Engine:
@@ -89,10 +90,14 @@ class Engine:
             options.max_rows,
             options.max_model_len,
             by_tokens=options.by_tokens,
+            kv_bits=options.kv_bits,
         )
         token_bytes = self._token_bytes = self.cache.token_bytes()
         bound = None if options.kv_cache_bytes is None or not token_bytes else options.kv_cache_bytes // token_bytes
-        self.limits = RequestLimits(options.max_model_len, options.vocab_size, bound, options.default_max_tokens)
+        prompt_cost = self.cache.prefill_token_bytes() / token_bytes if token_bytes else 1.0
+        self.limits = RequestLimits(
+            options.max_model_len, options.vocab_size, bound, options.default_max_tokens, prompt_cost
+        )
         self.scheduler = Scheduler(
             options.max_rows,
             options.prefill_chunk,
@@ -100,6 +105,7 @@ class Engine:
             options.prefix_cache_bytes // max(token_bytes, 1),
             rewindable=self.cache.rewindable,
             by_tokens=self.cache.shares,
+            prompt_cost=prompt_cost,
         )
         self._note_memory()
         self.weights = weights

@@ -16,6 +16,7 @@ A prompt is computed once for all requests that bring it meanwhile, and its keys
 from bisect import insort
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 from mlx_parallm.engine.cache.prefix import Key, PrefixCache, PrefixChunk, Segment
@@ -132,6 +133,7 @@ class Scheduler:
         rewindable: False: a row holds nothing but its whole text (a recurrent state), so its beginning cannot be used
             by others, and prompts are computed one by one, without padding.
         by_tokens: rows take what they hold and share segments; False: rows × longest sequence among them.
+        prompt_cost: memory of a position of a prompt that is being computed, over that of a row's position.
     """
 
     def __init__(
@@ -143,8 +145,10 @@ class Scheduler:
         *,
         rewindable: bool,
         by_tokens: bool = False,
+        prompt_cost: float = 1.0,
     ) -> None:
         self.by_tokens = by_tokens
+        self.prompt_cost = prompt_cost
         self.max_rows = max_rows
         self.prefill_chunk = prefill_chunk
         self.max_kv_tokens = max_kv_tokens
@@ -181,7 +185,7 @@ class Scheduler:
     def reserved(self) -> int:
         """Positions that the sequences admitted so far can come to hold (prompt + max_tokens each; what they share
         counts once), the prompts being computed, and the text beside them."""
-        return self._row_positions() + self._prompt_tokens + self.beside
+        return self._row_positions() + self._computed(self._prompt_tokens + self.beside)
 
     @property
     def has_room_beside(self) -> bool:
@@ -229,7 +233,8 @@ class Scheduler:
         self._drop_ended_prefills()
         if self.waiting and not self.paused:
             self._admit(weights_of, version)
-        limit = None if self.max_kv_tokens is None else self.max_kv_tokens - self._prompt_tokens - self.beside
+        computed = self._computed(self._prompt_tokens + self.beside)
+        limit = None if self.max_kv_tokens is None else self.max_kv_tokens - computed
         chunks = self._next_chunks()
         prefilled = sum(row.computed_tokens for chunk in chunks if chunk.prompts for row in chunk.prefill.rows)
         return SchedulerOutput(tuple(saves), tuple(moves), kept, tuple(chunks), tuple(self.rows), limit, prefilled)
@@ -315,7 +320,11 @@ class Scheduler:
         """Whether there is room for one more, which waits for `row`, beside so many positions of prompts."""
         if self.max_kv_tokens is None:
             return True
-        return self._row_positions(joining, row) + prompts + self.beside <= self.max_kv_tokens
+        return self._row_positions(joining, row) + self._computed(prompts + self.beside) <= self.max_kv_tokens
+
+    def _computed(self, positions: int) -> int:
+        """How many positions of rows take as much memory as so many of texts that are being computed."""
+        return ceil(self.prompt_cost * positions)
 
     def _row_positions(self, joining: Sequence | None = None, row: PrefillRow | None = None) -> int:
         """Positions that the rows can come to take, with one more that waits for `row` or a row of its own."""

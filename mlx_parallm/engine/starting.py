@@ -95,6 +95,7 @@ def engine_options(config: Config, loaded: LoadedModel, processes: int = 1) -> E
         prefill_chunk=server.prefill_chunk,
         kv_cache_bytes=kv_cache_bytes(server.kv_cache_bytes, deterministic=deterministic, processes=processes),
         by_tokens=server.kv_layout == "auto",
+        kv_bits=server.kv_bits,
         prefix_cache_bytes=prefix_cache_bytes(
             server.prefix_cache_bytes, deterministic=deterministic, processes=processes
         ),

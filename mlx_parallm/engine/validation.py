@@ -18,12 +18,15 @@ class RequestLimits:
     vocab_size: int
     max_kv_tokens: int | None = None  # positions whose keys and values memory holds; None = unbounded
     default_max_tokens: int | None = None  # of a request that names none; None = all the room there is
+    prompt_cost: float = 1.0  # memory of a position of a prompt that is computed, over that of a row's position
 
     def room(self, prompt: int) -> int:
         """Return the longest completion of a prompt of that many tokens. While a prompt is computed its keys and values
         exist twice: in the prefill's cache, and in the row that they move to."""
         room = self.max_model_len - prompt
-        return room if self.max_kv_tokens is None else min(room, self.max_kv_tokens - 2 * prompt + 1)
+        if self.max_kv_tokens is None:
+            return room
+        return min(room, self.max_kv_tokens - prompt - math.ceil(self.prompt_cost * prompt) + 1)
 
     def default_length(self, prompt: int) -> int:
         room = self.room(prompt)

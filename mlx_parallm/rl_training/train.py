@@ -61,6 +61,7 @@ from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirect
 from mlx_parallm.rl_training.sources import POLICY, RolloutSource, Served, SourceContext, SourceKind, Sources
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
+from mlx_parallm.rl_training.step.prepare import check_kv_bits
 from mlx_parallm.rl_training.step.ranks import ALONE, Ranks
 from mlx_parallm.rl_training.step.trainer import Trainer
 from mlx_parallm.rl_training.weight_updater import WeightUpdater, drained
@@ -159,6 +160,7 @@ class TrainingRun:
         self._source_kinds, self._ranks = source_kinds, ranks
         check_installed(config.logging)
         config, self._checkpoint, self._start_over = what_to_resume(config, resume)
+        check_kv_bits(config)
         self.config, training = config, config.rl_training
         self._closing = ExitStack()
         self.tools = self._open_tools(config)

@@ -128,7 +128,7 @@ def test_a_failed_step_fails_who_took_part_and_the_engine_goes_on(by_tokens):
     cache = served.engine.cache
     if by_tokens:
         [pool] = cache.step_pools
-        pool.keys[0] = pool.keys[0][:, :, :, :3]  # the next write does not fit
+        pool.layers[0][0] = pool.layers[0][0][:, :, :, :3]  # the next write does not fit
     else:
         cache.layers[0].keys = cache.layers[0].keys[:, :, :, :3]
     with pytest.raises(ValueError, match=r".*"):

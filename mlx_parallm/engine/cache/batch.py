@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.engine.cache.kv_format import GROUP_SIZES, KVFormat
 from mlx_parallm.engine.cache.prefill import CannotBatchError, arrays_of, leaves, new_caches, token_bytes
 from mlx_parallm.engine.cache.prefix import PrefixChunk
 from mlx_parallm.engine.cache.rectangle import LayerCache, SlotCache
@@ -66,6 +67,9 @@ class RunningCache(Protocol):
 
     def token_bytes(self) -> int:
         """Memory of one position of one row, all layers; 0 when it does not grow with the text."""
+
+    def prefill_token_bytes(self) -> int:
+        """Memory of one position of a prompt that is computed: more than `token_bytes` where rows are quantised."""
 
     def new_prefill(self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
         """Caches of the model's layers for a prefill of `length` positions, which begin with the rows' `prefixes`."""
@@ -155,6 +159,8 @@ class BatchCache(SlotCache):
 
     def token_bytes(self) -> int:
         return token_bytes(self._model, self.new_prefill(1))
+
+    prefill_token_bytes = token_bytes
 
     def batches(self) -> list[tuple[int, int, list[Any]]]:
         return [(0, self.rows, self._model_caches)]
@@ -256,6 +262,8 @@ class RowCaches:
     def token_bytes(self) -> int:
         return token_bytes(self._model, self.new_prefill(1))
 
+    prefill_token_bytes = token_bytes
+
     def batches(self) -> list[tuple[int, int, list[Any]]]:
         return [(row, row + 1, caches) for row, caches in enumerate(self._rows[: self.rows])]
 
@@ -308,14 +316,27 @@ class RowCaches:
 
 
 def choose_cache(
-    model: nn.Module, architecture: str, max_rows: int, max_positions: int, *, by_tokens: bool = True
+    model: nn.Module,
+    architecture: str,
+    max_rows: int,
+    max_positions: int,
+    *,
+    by_tokens: bool = True,
+    kv_bits: int | None = None,
 ) -> RunningCache:
     """Choose all rows in one forward where that gives what the model's own forward gives, else row by row.
 
-    Without `by_tokens` it is not TokenCache.
+    Without `by_tokens` it is not TokenCache; with `kv_bits` it is that or nothing.
 
     Raises ModelError when the architecture has none of these.
     """
+    if kv_bits is not None:
+        try:
+            return TokenCache(model, max_rows, max_positions, _quantised(model, kv_bits))
+        except CannotBatchError as error:
+            raise ModelError(
+                f"server.kv_bits = {kv_bits} does not work for the architecture {architecture!r}: {error}; leave it out"
+            ) from None
     if by_tokens and not why_not_by_tokens(model):
         return TokenCache(model, max_rows, max_positions)
     reason = why_not_batched(model)
@@ -337,6 +358,20 @@ def why_not_by_tokens(model: nn.Module) -> str:
 def why_not_batched(model: nn.Module) -> str:
     """Return why one forward cannot decode rows of different lengths; "" when it can."""
     return _why_not(BatchCache, model)
+
+
+def _quantised(model: nn.Module, bits: int) -> KVFormat:
+    """Raises CannotBatchError: the model has no attention over keys and values by tokens, or no group size fits."""
+    if reason := why_not_by_tokens(model):
+        raise CannotBatchError(reason)
+    caches = new_caches(model, 1)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    widths = sorted({array.shape[-1] for array in arrays_of(caches)})
+    kv_format = KVFormat.fitting(bits, widths)
+    if kv_format is None:
+        wrong = next(width for width in widths if width % GROUP_SIZES[-1])
+        raise CannotBatchError(f"its head dimension, {wrong}, is not divisible by {GROUP_SIZES[-1]}")
+    return kv_format
 
 
 def _why_not(kind: type[TokenCache] | type[BatchCache], model: nn.Module) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.engine.cache.prefix import PrefixChunk
 
 SLACK = 8  # a pool that grows has room for an eighth more rows
@@ -31,14 +32,14 @@ class Pool:
         layers: how many layers keep keys and values.
         size: positions of each row.
         shares: whether its rows read segments too.
+        kv_format: of what it holds.
     """
 
-    def __init__(self, layers: int, size: int, *, shares: bool) -> None:
-        self.size, self.shares = size, shares
+    def __init__(self, layers: int, size: int, *, shares: bool, kv_format: KVFormat) -> None:
+        self.size, self.shares, self.kv_format = size, shares, kv_format
         self.rows: list[Row] = []
         self.capacity = 0  # rows
-        self.keys: list[mx.array | None] = [None] * layers  # by layer, [capacity, H, size, Dk]
-        self.values: list[mx.array | None] = [None] * layers
+        self.layers: list[list[mx.array]] = [[] for _ in range(layers)]  # [capacity, H, size, ·] each, once written
         self.start = 0  # the first of its rows in the batch
         self.span = 0  # positions that the step's attention reads
         self.same: int | None = None  # the position that all rows write; a slice is 5 times as fast as a scatter
@@ -50,8 +51,13 @@ class Pool:
         return self.start + len(self.rows)
 
     @property
+    def heads(self) -> int:
+        """H: heads of keys and values."""
+        return int(self.layers[0][0].shape[1])
+
+    @property
     def state(self) -> list[mx.array]:
-        return [array for pair in zip(self.keys, self.values, strict=True) for array in pair if array is not None]
+        return [array for arrays in self.layers for array in arrays]
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +68,7 @@ class Pool:
         longest = max(positions)
         self.same = longest if longest == min(positions) else None
         # A pool whose attention is merged is compiled for each shape, so there are few of them.
-        exact = self.same is not None and not self.shares
+        exact = self.same is not None and not self.shares and self.kv_format.bits is None
         self.span = longest + 1 if exact else min(self.size, -(-(longest + 1) // READ_STEP) * READ_STEP)
         if self.same is None:
             self.positions = mx.array(positions, dtype=mx.int32)
@@ -74,29 +80,24 @@ class Pool:
         elif self.same is None:
             self.mask = (mx.arange(self.span, dtype=mx.int32)[None] <= self.positions[:, None])[:, None, None]
 
-    def write_step(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Writes one token a row: [n, H, 1, D] each."""
-        own_keys, own_values = self._of_layer(layer, keys, values)
-        if self.same is None:
-            own_keys[self.slots, :, self.positions] = keys[:, :, 0]
-            own_values[self.slots, :, self.positions] = values[:, :, 0]
-        else:
-            rows, position = len(self.rows), self.same
-            own_keys[:rows, :, position : position + 1] = keys
-            own_values[:rows, :, position : position + 1] = values
+    def write_step(self, layer: int, arrays: SequenceOf[mx.array]) -> None:
+        """Writes one token a row: [n, H, 1, ·] each."""
+        rows, position = len(self.rows), self.same
+        for own, array in zip(self._of_layer(layer, arrays), arrays, strict=True):
+            if position is None:
+                own[self.slots, :, self.positions] = array[:, :, 0]
+            else:
+                own[:rows, :, position : position + 1] = array
 
-    def read_step(self, layer: int) -> tuple[mx.array, mx.array]:
-        """Views [n, H, span, D] of the layer's keys and values."""
-        keys, values = self.keys[layer], self.values[layer]
-        assert keys is not None and values is not None
-        return keys[: len(self.rows), :, : self.span], values[: len(self.rows), :, : self.span]
+    def read_step(self, layer: int) -> list[mx.array]:
+        """Views [n, H, span, ·] of the layer's arrays."""
+        return [array[: len(self.rows), :, : self.span] for array in self.layers[layer]]
 
-    def write(self, layer: int, slot: int, keys: mx.array, values: mx.array) -> None:
-        """Gives rows slot, slot + 1, … their first positions, [k, H, T, D]."""
-        own_keys, own_values = self._of_layer(layer, keys, values)
-        stop, length = slot + keys.shape[0], keys.shape[2]
-        own_keys[slot:stop, :, :length] = keys
-        own_values[slot:stop, :, :length] = values
+    def write(self, layer: int, slot: int, arrays: SequenceOf[mx.array]) -> None:
+        """Gives rows slot, slot + 1, … their first positions, [k, H, T, ·]."""
+        stop, length = slot + arrays[0].shape[0], arrays[0].shape[2]
+        for own, array in zip(self._of_layer(layer, arrays), arrays, strict=True):
+            own[slot:stop, :, :length] = array
 
     def add(self, rows: SequenceOf[Row]) -> None:
         for row in rows:
@@ -135,13 +136,12 @@ class Pool:
             return
         rows, positions = min(len(self.rows), capacity, self.capacity), min(self.size, size)
         self.capacity, self.size = capacity, size
-        for arrays in (self.keys, self.values):
-            for layer, array in enumerate(arrays):
-                if array is not None:
-                    resized = self._empty(array)
-                    resized[:rows, :, :positions] = array[:rows, :, :positions]
-                    mx.eval(resized)
-                    arrays[layer] = resized
+        for arrays in self.layers:
+            for index, array in enumerate(arrays):
+                resized = self._empty(array)
+                resized[:rows, :, :positions] = array[:rows, :, :positions]
+                mx.eval(resized)
+                arrays[index] = resized
 
     def scrub(self, slot: int) -> None:
         """Zeroes a row that may hold NaN: masked positions weigh 0, and 0 × NaN is NaN for the row's next owner."""
@@ -155,11 +155,10 @@ class Pool:
         shapes = {array.shape[0::2] for array in self.state}
         assert all(shape == (self.capacity, self.size) for shape in shapes), f"layers differ: {shapes}"
 
-    def _of_layer(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        own_keys, own_values = self.keys[layer], self.values[layer]
-        if own_keys is None or own_values is None:
-            own_keys, own_values = self.keys[layer], self.values[layer] = self._empty(keys), self._empty(values)
-        return own_keys, own_values
+    def _of_layer(self, layer: int, like: SequenceOf[mx.array]) -> list[mx.array]:
+        if not self.layers[layer]:
+            self.layers[layer] = [self._empty(array) for array in like]
+        return self.layers[layer]
 
     def _empty(self, like: mx.array) -> mx.array:
         _, heads, _, width = like.shape

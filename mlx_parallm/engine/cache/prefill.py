@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlx_parallm.engine.cache.kv_format import AS_COMPUTED, KVFormat
 from mlx_parallm.engine.cache.prefix import PrefixChunk
 from mlx_parallm.models.mlx_lm_api import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
@@ -28,11 +29,19 @@ class WindowedKVCache(KVCache):
         return super().make_mask(N, return_array=return_array, window_size=window)
 
 
-def new_caches(model: nn.Module, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
-    """mlx-lm's caches for a prefill of `length` positions, allocated at once (their growth copies)."""
+def new_caches(
+    model: nn.Module,
+    length: int,
+    prefixes: SequenceOf[tuple[PrefixChunk, ...]] = (),
+    kv_format: KVFormat = AS_COMPUTED,
+) -> list[Any]:
+    """mlx-lm's caches for a prefill of `length` positions, allocated at once (their growth copies).
+
+    `kv_format`: of the prefixes' segments. A prefill computes with keys and values that are not quantised.
+    """
     caches = [_prefill_cache(cache, length) for cache in make_prompt_cache(model)]
     if any(prefixes):
-        _restore_prefixes(leaves(caches), prefixes)
+        _restore_prefixes(leaves(caches), prefixes, kv_format)
     return caches
 
 
@@ -56,8 +65,9 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
             yield cache
 
 
-def _restore_prefixes(caches: Iterable[Any], rows: SequenceOf[tuple[PrefixChunk, ...]]) -> None:
+def _restore_prefixes(caches: Iterable[Any], rows: SequenceOf[tuple[PrefixChunk, ...]], kv_format: KVFormat) -> None:
     """Begins fresh mlx-lm KVCaches of a prefill with what the prefix cache holds: as long for each row."""
+    count = kv_format.arrays
     for layer, cache in enumerate(caches):
         stored = [
             mx.concatenate(
@@ -66,9 +76,9 @@ def _restore_prefixes(caches: Iterable[Any], rows: SequenceOf[tuple[PrefixChunk,
                     for chunks in rows
                 ]
             )
-            for kind in (2 * layer, 2 * layer + 1)
+            for kind in range(count * layer, count * (layer + 1))
         ]
-        cache.update_and_fetch(*stored)
+        cache.update_and_fetch(*kv_format.unpack(stored))
 
 
 def _prefill_cache(cache: Any, length: int) -> Any:

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.engine.cache.kv_format import AS_COMPUTED, Factor, KVFormat
 from mlx_parallm.engine.cache.merge import LOG2_E, NOTHING, Partial, attend_partly, finish, join, merge
 from mlx_parallm.engine.cache.pools import SLACK, Pool, Row
 from mlx_parallm.engine.cache.prefill import CannotBatchError, new_caches, token_bytes
@@ -29,8 +30,7 @@ class SharedPart:
     """A segment and the rows of the merged block that read it. `rows`: a slice, or their numbers [m].
     `mask` [m, T] bool, where they read different lengths of it."""
 
-    keys_t: list[mx.array]  # by layer, [H, Dk, T]
-    values: list[mx.array]  # [H, T, Dv]
+    factors: list[tuple[Factor, Factor]]  # by layer: keys [H, Dk, T], values [H, T, Dv]
     rows: slice | mx.array
     count: int
     mask: mx.array | None
@@ -64,13 +64,10 @@ class TokenLayer(RoutedKeys):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple["TokenLayer", "TokenLayer"]:
         """Writes one token per row, [n, H, 1, D] each."""
-        pools = self._cache.step_pools
-        if len(pools) == 1:
-            pools[0].write_step(self._layer, keys, values)
-        else:
-            for pool in pools:
-                rows = slice(pool.start, pool.stop)
-                pool.write_step(self._layer, keys[rows], values[rows])
+        pools, arrays = self._cache.step_pools, self._cache.kv_format.pack(keys, values)
+        for pool in pools:
+            rows = arrays if len(pools) == 1 else [array[pool.start : pool.stop] for array in arrays]
+            pool.write_step(self._layer, rows)
         return self, self
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
@@ -78,12 +75,30 @@ class TokenLayer(RoutedKeys):
         found = []
         for pool in pools:
             if not pool.shares:
-                keys, values = pool.read_step(self._layer)
                 rows = queries if len(pools) == 1 else queries[pool.start : pool.stop]
-                found.append(mx.fast.scaled_dot_product_attention(rows, keys, values, scale=scale, mask=pool.mask))
+                found.append(self._alone(pool, rows, scale))
         if first < queries.shape[0]:
             found.append(self._merged(queries[first:] if first else queries, scale))
         return found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
+
+    def _alone(self, pool: Pool, queries: mx.array, scale: float) -> mx.array:
+        """Attention of a pool's rows, which read no segment, [n, heads, 1, D]."""
+        if self._cache.kv_format.bits is None:
+            keys, values = pool.read_step(self._layer)
+            return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=pool.mask)
+        count, heads, _, width = queries.shape
+        grouped = queries.reshape(count, pool.heads, -1, 1, width)
+        return finish(self._own(pool, grouped, scale * LOG2_E)).astype(queries.dtype).reshape(count, heads, 1, -1)
+
+    def _own(self, pool: Pool, grouped: mx.array, factor: float) -> Partial:
+        """Queries [n, H, repeats, 1, D] over what the pool's rows hold themselves."""
+        arrays, mask = pool.read_step(self._layer), pool.mask
+        if self._cache.kv_format.bits is None:
+            factors = self._cache.kv_format.factors([array[:, :, None] for array in arrays])
+            return attend_partly(grouped, *factors, None if mask is None else mask[:, None], factor)
+        # A product with quantised keys reads them once for all rows of x.
+        partial = attend_partly(grouped[:, :, :, 0], *self._cache.kv_format.factors(arrays), mask, factor)
+        return Partial(*(array[:, :, :, None] for array in partial))
 
     def _merged(self, queries: mx.array, scale: float) -> mx.array:
         """Attention of the rows that read segments, [N, heads, 1, D]."""
@@ -93,12 +108,9 @@ class TokenLayer(RoutedKeys):
         grouped = mx.array([])
         for pool in self._cache.step_pools:
             if pool.shares:
-                keys, values = pool.read_step(self._layer)
                 if not own:
-                    grouped = queries.reshape(count, keys.shape[1], -1, 1, width)
-                rows = grouped[pool.start - first : pool.stop - first]
-                mask = None if pool.mask is None else pool.mask[:, None]
-                own.append(attend_partly(rows, keys[:, :, None].swapaxes(-1, -2), values[:, :, None], mask, factor))
+                    grouped = queries.reshape(count, pool.heads, -1, 1, width)
+                own.append(self._own(pool, grouped[pool.start - first : pool.stop - first], factor))
         state = join(own)
         for level in self._cache.levels:
             state = merge(state, self._over(level, grouped[..., 0, :], factor))
@@ -110,9 +122,8 @@ class TokenLayer(RoutedKeys):
         _, heads, repeats, width = queries.shape
         for part in level.parts:
             rows = queries[part.rows].transpose(1, 0, 2, 3).reshape(heads, -1, width)
-            keys_t, values = part.keys_t[self._layer], part.values[self._layer]
             mask = None if part.mask is None else mx.repeat(part.mask, repeats, axis=0)
-            partial = attend_partly(rows, keys_t, values, mask, factor)
+            partial = attend_partly(rows, *part.factors[self._layer], mask, factor)
             shape = (heads, part.count, repeats, 1, -1)
             found.append(Partial(*(array.reshape(shape).transpose(1, 0, 2, 3, 4) for array in partial)))
         if not level.complete:
@@ -128,6 +139,7 @@ class TokenCache:
         model: its attention layers are routed to this cache.
         max_rows: most sequences that decode together.
         max_positions: longest sequence.
+        kv_format: of rows and segments; a prefill computes in full precision, and is quantised when it is written here.
 
     Raises:
         CannotBatchError: a layer keeps anything else than keys and values of all positions.
@@ -137,7 +149,8 @@ class TokenCache:
     rewindable = True
     shares = True
 
-    def __init__(self, model: nn.Module, max_rows: int, max_positions: int) -> None:
+    def __init__(self, model: nn.Module, max_rows: int, max_positions: int, kv_format: KVFormat = AS_COMPUTED) -> None:
+        self.kv_format = kv_format
         caches = make_prompt_cache(model)
         if others := _other_caches(caches):
             raise CannotBatchError(f"a layer needs {others[0]}")
@@ -168,9 +181,16 @@ class TokenCache:
         )
 
     def new_prefill(self, length: int, prefixes: SequenceOf[tuple[PrefixChunk, ...]] = ()) -> list[Any]:
-        return new_caches(self._model, length, prefixes)
+        return new_caches(self._model, length, prefixes, self.kv_format)
 
     def token_bytes(self) -> int:
+        caches = self.new_prefill(1)
+        computed = token_bytes(self._model, caches)
+        if self.kv_format.bits is None:
+            return computed
+        return sum(array.nbytes for cache in caches for array in self.kv_format.pack(cache.keys, cache.values))
+
+    def prefill_token_bytes(self) -> int:
         return token_bytes(self._model, self.new_prefill(1))
 
     def batches(self) -> list[tuple[int, int, list[Any]]]:
@@ -204,7 +224,7 @@ class TokenCache:
                 self._write(prefill, [prompt.source for prompt, _ in pairs], pairs[0][1], 0, length)
 
     def read(self, row: int, start: int, stop: int) -> list[mx.array]:
-        """Keys and values by layer, [1, H, stop - start, D]: copies, or a segment's own arrays if they are all."""
+        """Arrays by layer, [1, H, stop - start, ·] each: copies, or a segment's own arrays if they are all."""
         held = self._rows[row]
         pieces: list[list[mx.array]] = []
         for chunk in held.chunks:
@@ -321,7 +341,7 @@ class TokenCache:
             self._pools[key] = source
             return
         if target is None:
-            target = self._pools[key] = Pool(len(self.layers), key[1], shares=key[0])
+            target = self._pools[key] = Pool(len(self.layers), key[1], shares=key[0], kv_format=self.kv_format)
         arrays = [] if source is None else source.read([row.slot for row in rows], 0, source.size)
         if source is not None:
             mx.eval(arrays)
@@ -331,8 +351,8 @@ class TokenCache:
         if len(target.rows) > target.capacity:
             slack = len(target.rows) // SLACK if first else 0  # the first to come may be all
             target.resize(min(self._max_rows, len(target.rows) + slack), target.size)
-        for layer in range(len(arrays) // 2):
-            target.write(layer, first, arrays[2 * layer], arrays[2 * layer + 1])
+        for layer, of_layer in enumerate(self.kv_format.layers(arrays)):
+            target.write(layer, first, of_layer)
 
     def _release(self, rows: SequenceOf[Row]) -> None:
         leaving: dict[int, list[Row]] = {}
@@ -366,7 +386,7 @@ class TokenCache:
                 self.first_merged = min(self.first_merged, pool.start)
         merged = [self._rows[row] for row in self.order[self.first_merged :]]
         depth = max((len(row.chunks) for row in merged), default=0)
-        self.levels = [_level(merged, level) for level in range(depth)]
+        self.levels = [_level(merged, level, self.kv_format) for level in range(depth)]
         read = [chunk for row in merged for chunk in row.chunks]
         self.saved_positions = max(0, sum(chunk.stop - chunk.start for chunk in read) - shared_positions(read))
 
@@ -374,10 +394,11 @@ class TokenCache:
         """Fills the prompt's new segment, if there is one, with what the prefill has computed."""
         for chunk in prompt.chunks:
             if not chunk.segment.arrays:
+                place = (prompt.source, chunk.start, chunk.stop)
                 chunk.segment.arrays = [
-                    _part_of(array, prompt.source, chunk.start, chunk.stop)
+                    array
                     for cache in prefill
-                    for array in (cache.keys, cache.values)
+                    for array in self.kv_format.pack(_part_of(cache.keys, *place), _part_of(cache.values, *place))
                 ]
 
     def _write(self, prefill: SequenceOf[Any], sources: list[int], first: Row, start: int, stop: int) -> None:
@@ -386,10 +407,10 @@ class TokenCache:
         assert first.pool is not None
         index = None if sources == list(range(prefill[0].keys.shape[0])) else mx.array(sources, dtype=mx.int32)
         for layer, computed in enumerate(prefill):
-            keys, values = (array[:, :, start:stop] for array in (computed.keys, computed.values))
+            arrays = self.kv_format.pack(computed.keys[:, :, start:stop], computed.values[:, :, start:stop])
             if index is not None:
-                keys, values = mx.take(keys, index, axis=0), mx.take(values, index, axis=0)
-            first.pool.write(layer, first.slot, keys, values)
+                arrays = [mx.take(array, index, axis=0) for array in arrays]
+            first.pool.write(layer, first.slot, arrays)
 
 
 def keeps_all_positions(model: nn.Module) -> bool:
@@ -409,7 +430,7 @@ def _part_of(array: mx.array, row: int, start: int, stop: int) -> mx.array:
     return mx.take(array[row : row + 1], mx.arange(start, stop), axis=2)
 
 
-def _level(rows: SequenceOf[Row], level: int) -> Level:
+def _level(rows: SequenceOf[Row], level: int, kv_format: KVFormat) -> Level:
     """Who reads which segment as its first, second, …"""
     readers: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
@@ -424,10 +445,10 @@ def _level(rows: SequenceOf[Row], level: int) -> Level:
             arrays = [array[:, :, :longest] for array in arrays]
         contiguous = indices == list(range(indices[0], indices[0] + len(indices)))
         chosen = slice(indices[0], indices[-1] + 1) if contiguous else mx.array(indices, dtype=mx.int32)
-        keys_t, values = [array[0].swapaxes(-1, -2) for array in arrays[::2]], [array[0] for array in arrays[1::2]]
+        factors = [kv_format.factors(of_layer) for of_layer in kv_format.layers([array[0] for array in arrays])]
         differ = lengths.min() < longest
         mask = mx.arange(longest, dtype=mx.int32) < mx.array(lengths)[:, None] if differ else None
-        parts.append(SharedPart(keys_t, values, chosen, len(indices), mask))
+        parts.append(SharedPart(factors, chosen, len(indices), mask))
         placed += indices
     complete = len(placed) == len(rows)
     if placed == list(range(len(rows))):

@@ -31,8 +31,10 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config.algorithm import sampler_bounds
+from mlx_parallm.config.data import DATA_ALGORITHMS
+from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import RLTrainingConfig
-from mlx_parallm.errors import CheckpointError
+from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.execution.user_code import is_reference
 from mlx_parallm.losses.kl import LOG_RATIO_LIMIT
 from mlx_parallm.losses.types import LossInputs, LossOutputs
@@ -406,6 +408,18 @@ def sampler_correction(config: RLTrainingConfig, model: nn.Module) -> SamplerCor
         return None
     cap, floor = sampler_bounds(config)
     return SamplerCorrection(kind, config.sampler_correction_level, cap, floor)
+
+
+def check_kv_bits(config: Config) -> None:
+    """Raises ConfigError: rollouts would be drawn with quantised keys and values, so by another policy than the one
+    that is trained, and nothing corrects for it."""
+    training, bits = config.rl_training, config.server.kv_bits
+    corrected = training.sampler_correction in ("tis", "mis")
+    if bits is not None and training.algorithm not in DATA_ALGORITHMS and not corrected:
+        raise ConfigError(
+            f"server.kv_bits = {bits}: the trainer's keys and values are not quantised, so it is another policy:"
+            ' set rl_training.sampler_correction = "tis" (or "mis"), or leave kv_bits out'
+        )
 
 
 def expected_mismatch(model: nn.Module) -> float:

@@ -2,16 +2,21 @@
 
 import json
 import math
+import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from rich.console import Console
 
 from mlx_parallm.config.algorithm import sampler_bounds
-from mlx_parallm.errors import CheckpointError
+from mlx_parallm.config.load import parse_config
+from mlx_parallm.daemon import training_run
+from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.rl_training.step.batch import BatchStatistics, TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.prepare import (
     MEASURED_MISMATCH,
@@ -20,6 +25,7 @@ from mlx_parallm.rl_training.step.prepare import (
     SamplerCorrection,
     StepPosition,
     adapted_coefficient,
+    check_kv_bits,
     expected_mismatch,
     prepare,
     sampler_correction,
@@ -214,6 +220,26 @@ def test_auto_corrects_where_the_measured_mismatch_is_above_the_bound() -> None:
     assert sampler_correction(make_config(sampler_correction="none"), narrow.model) is None
     own = config.model_copy(update={"loss": "python:mine.py:loss"})
     assert sampler_correction(own, narrow.model) is None
+
+
+@pytest.mark.parametrize("kind", ["auto", "none"])
+def test_a_quantised_sampler_is_refused_without_a_correction(kind: str, tmp_path: Path) -> None:
+    training = {"sampler_correction": kind, "checkpoint_dir": str(tmp_path), "run_name": "run"}
+    config = parse_config({"server": {"kv_bits": 4, "port": 0}, "rl_training": training})
+    with pytest.raises(ConfigError, match=r"server\.kv_bits = 4: .* set rl_training\.sampler_correction = \"tis\""):
+        training_run(config, resume=None, stop=threading.Event(), console=Console(quiet=True))
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "training", [{"sampler_correction": "tis"}, {"sampler_correction": "mis"}, {"algorithm": "sft"}]
+)
+def test_a_quantised_sampler_is_allowed_with_a_correction_and_where_nothing_is_sampled(
+    training: dict[str, Any],
+) -> None:
+    data = {"data": {"path": "rows.jsonl"}} if "algorithm" in training else {}
+    check_kv_bits(parse_config({"server": {"kv_bits": 8}, "rl_training": training} | data))
+    check_kv_bits(parse_config({"rl_training": training} | data))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
