@@ -22,10 +22,10 @@ TINY_MODULE_LINES = 80
 LINES: dict[str, int] = {
     "(root)": 1440,
     "cli": 1620,
-    "config": 2_250,
+    "config": 2_260,
     "dashboard": 1380,
     "distributed": 1520,
-    "engine": 5380,
+    "engine": 5580,
     "environments": 5040,
     "execution": 2650,
     "experts": 1620,
@@ -40,7 +40,7 @@ LINES: dict[str, int] = {
     "primitives": 160,
     "prompt_policy": 3_200,
     "rewards": 2070,
-    "rl_training": 11_480,
+    "rl_training": 11_490,
     "rollout_store": 1320,
     "server": 6970,
     "system": 1200,
@@ -51,7 +51,6 @@ LINES: dict[str, int] = {
 }
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
-    "engine.cache.merge": "the arithmetic of attention in parts, apart from who reads which part",
     "environments.kinds.dataset": "a kind of environment is a file",
     "models.attention": "the one place where mlx-lm's modules are changed",
     "server.api.adapters": "a family of routes is a file",

@@ -119,6 +119,9 @@ def test_bash_completes_commands_and_their_flags(tmp_path: Path) -> None:
     assert {"--resume", "--restarts"} <= completions("train", "--res")
 
 
+RECTANGLE_IN_8_BITS = ("--set", "server.kv_bits=8", "--set", "server.kv_layout=rectangle")
+
+
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
@@ -133,7 +136,7 @@ def test_bash_completes_commands_and_their_flags(tmp_path: Path) -> None:
         ("serve", ["--model-path", "m", "--lora-path", "x=a", "x=b"], "each name once"),
         ("serve", ["--model-path", "m", "--port", "70000"], "server.port"),
         ("serve", ["--model-path", "m", "--set", "server.kv_bits=3"], "server.kv_bits: Input should be 8 or 4"),
-        ("serve", ["--set", "server.kv_bits=8", "--set", 'server.kv_layout="rectangle"'], "leave out kv_layout"),
+        ("serve", ["--model-path", "m", *RECTANGLE_IN_8_BITS], "server: kv_bits needs keys and values by tokens"),
         ("merge_lora", ["--base-model", "./no", "--lora-path", "a", "--output", "o"], "no model at './no'"),
     ],
 )
