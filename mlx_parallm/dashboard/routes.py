@@ -45,7 +45,9 @@ from mlx_parallm.system.redaction import Redactor
 
 PAGE, STATIC, API = "/dashboard", "/dashboard/static/", "/dashboard/api"
 LOOK_S = 0.4
-"""Between two looks at the files' times; a step is on the page within 2 s."""
+"""Between two looks at the files' times."""
+PACE_S = 1.5
+"""Between two events of a run that changes all the time: each is a drawing of the page. A step is on it within 2 s."""
 BEAT_S = 8.0
 """An event is sent that often though nothing has changed: the page tells a quiet run from a lost connection."""
 MOST_POINTS = 2000
@@ -270,12 +272,14 @@ async def _changes(context: Context, look: _Look) -> AsyncGenerator[dict[str, An
     """Ends when the server drains: an open page must not hold up its end."""
     before: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
-    sent = -BEAT_S
+    sent, again = -BEAT_S, -BEAT_S
     while not context.deps.state.draining:
-        now = await look.now()
-        if now != before or loop.time() - sent >= BEAT_S:
-            before, sent = now, loop.time()
-            yield {"runs": now}
+        if loop.time() >= again:
+            now = await look.now()
+            if now != before or loop.time() - sent >= BEAT_S:
+                again = loop.time() + (PACE_S if before else 0)
+                before, sent = now, loop.time()
+                yield {"runs": now}
         await asyncio.sleep(LOOK_S)
 
 

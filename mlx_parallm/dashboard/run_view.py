@@ -45,8 +45,8 @@ MOST_CHARACTERS = 160_000
 MOST_TOKENS = 2048
 SEARCH_S, PATTERN_S = 2.0, 0.2
 """A search answers with what it has found by then, and says where to go on; one text is given up after PATTERN_S."""
-HEALTH_PAUSE = 200
-"""Health is judged again after this many times the seconds that it took: at most half a percent of one core."""
+HEALTH_PAUSE = 400
+"""Health is judged again after this many times the seconds that it took: at most a quarter of a percent of one core."""
 READ_BYTES = 1 << 20
 MOST_MARKS = 100
 MOST_SPANS, MOST_TIMELINE_STEPS = 3000, 64

@@ -1,21 +1,26 @@
 """What the dashboard costs, and how soon it draws: needs Chromium (scripts/setup_browser) and an idle machine.
 
-    python scripts/bench/dashboard.py            # both
+    python scripts/bench/dashboard.py            # all
     python scripts/bench/dashboard.py first      # a run of 10,000 steps: seconds to the first chart, the largest answer
     python scripts/bench/dashboard.py cost       # the quickstart with three tabs open and with none, in turns
+    python scripts/bench/dashboard.py processor  # processor-seconds that three tabs cost a minute (Linux)
 
 `cost` is one run: pages are opened and closed in turns of 20 steps, and the same process is compared with itself.
+`processor` adds a line to metrics.jsonl every 0.6 s, as the quickstart does, and has no model.
 """
 
 import argparse
 import json
 import math
+import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +33,32 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 STEPS, TABS, TURN, TURNS = 10_000, 3, 20, 10
+OPENING = 2  # steps of a turn that are not counted: they began before its tabs were open
+STEP_S, SETTLE_STEPS, MEASURED_STEPS = 0.6, 10, 50
 FIRST_S, LARGEST_BYTES, COST = 1.5, 300_000, 0.98
 
 
-def long_run(path: Path) -> Path:
-    """A run directory of STEPS steps with the numbers of a real line: 100 keys."""
-    run = path / "long"
+def make_run(path: Path, steps: int) -> Path:
+    """A run directory of so many steps."""
+    run = path / f"of-{steps}"
     run.mkdir()
     (run / "config.toml").write_text(f'[model]\nbase_path = "builtin:tiny"\n[rl_training]\ntotal_steps = {STEPS}\n')
     with (run / METRICS_FILE).open("w") as file:
-        for step in range(1, STEPS + 1):
-            numbers = {f"rewards/part{n}/mean": step / (n + STEPS) for n in range(20)}
-            line = dict.fromkeys(complete({}), 0.123456789012) | numbers
-            line |= {"step": step, "reward_mean": step / STEPS, "groups": 8, "gave_up": None, "rolled_back_to": None}
-            file.write(json.dumps(line | {"reward_by_environment": {"sums": 0.5}, "environments": {}}) + "\n")
+        file.writelines(metrics_line(step) for step in range(1, steps + 1))
     return run
+
+
+def metrics_line(step: int) -> str:
+    """With the numbers of a real line: 100 keys."""
+    numbers = {f"rewards/part{n}/mean": step / (n + STEPS) for n in range(20)}
+    line = dict.fromkeys(complete({}), 0.123456789012) | numbers
+    line |= {"step": step, "reward_mean": step / STEPS, "groups": 8, "gave_up": None, "rolled_back_to": None}
+    return json.dumps(line | {"reward_by_environment": {"sums": 0.5}, "environments": {}}) + "\n"
 
 
 def first(browser: Any, scratch: Path) -> bool:
     """Print seconds from opening a freshly started server's page to its first chart, and the largest answer."""
-    run, seconds, sizes = long_run(scratch), [], list[int]()
+    run, seconds, sizes = make_run(scratch, STEPS), [], list[int]()
     for _ in range(3):
         port = free_port()
         with subprocess.Popen(command("dashboard", str(run), "--port", str(port)), stdout=subprocess.PIPE) as server:
@@ -75,7 +86,7 @@ def cost(browser: Any, scratch: Path) -> bool:
         "server.port": port,
         "rl_training.checkpoint_dir": run.parent,
         "rl_training.run_name": run.name,
-        "rl_training.total_steps": TURN * TURNS * 2 + 40,
+        "rl_training.total_steps": (TURN + OPENING + 1) * TURNS * 2 + 40,
         "evaluation.problems": 0,
     }
     flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
@@ -89,7 +100,7 @@ def cost(browser: Any, scratch: Path) -> bool:
                 page = window.new_page()
                 page.goto(f"http://127.0.0.1:{port}/dashboard")
                 page.wait_for_selector(".chart canvas")
-            begin = len(list(MetricsFile(run / METRICS_FILE).read()))
+            begin = len(list(MetricsFile(run / METRICS_FILE).read())) + OPENING
             wait_for(run, begin + TURN, process)
             lines = list(MetricsFile(run / METRICS_FILE).read())[begin : begin + TURN]
             waited = sum(line["time_rollout_s"] + line["time_train_s"] + line["time_publish_s"] for line in lines)
@@ -109,6 +120,74 @@ def cost(browser: Any, scratch: Path) -> bool:
     return min(shares) >= COST
 
 
+def processor(browser: Any, scratch: Path) -> bool:
+    """Print the seconds of a processor that each kind of process takes a minute, with no tab and with TABS."""
+    spent = {tabs: _spent(browser, scratch / str(tabs), tabs) for tabs in (0, TABS)}
+    for kind in sorted(spent[TABS]):
+        none, some = (spent[tabs].get(kind, 0.0) for tabs in (0, TABS))
+        print(f"{kind}: {none:.2f} s a minute with no tab, {some:.2f} with {TABS}")
+    none, some = (sum(spent[tabs].values()) for tabs in (0, TABS))
+    print(f"all: {some - none:.2f} s a minute more with {TABS} tabs")
+    return True
+
+
+def _spent(browser: Any, scratch: Path, tabs: int) -> Counter[str]:
+    scratch.mkdir()
+    run, port = make_run(scratch, 80), free_port()
+    with subprocess.Popen(command("dashboard", str(run), "--port", str(port)), stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        url, window = server.stdout.readline().decode().strip(), browser.new_context()
+        for _ in range(tabs):
+            page = window.new_page()
+            page.goto(url)
+            page.wait_for_selector(".chart canvas")
+        before, began = Counter[str](), 0.0
+        with (run / METRICS_FILE).open("a") as file:
+            for number in range(SETTLE_STEPS + MEASURED_STEPS):
+                if number == SETTLE_STEPS:
+                    before, began = processor_seconds(), time.monotonic()
+                file.write(metrics_line(81 + number))
+                file.flush()
+                time.sleep(STEP_S)
+        after, minutes = processor_seconds(), (time.monotonic() - began) / 60
+        window.close()
+        server.terminate()
+    return Counter({kind: (after[kind] - before[kind]) / minutes for kind in after if after[kind] > before[kind]})
+
+
+def processor_seconds() -> Counter[str]:
+    """Return what the processes below this one have taken so far, by kind: Chromium's, playwright's, the server."""
+    parents, seconds = dict[int, int](), dict[int, float]()
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = place.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue  # it has ended
+        pid = int(place.parent.name)
+        parents[pid], seconds[pid] = int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    kinds, own = Counter[str](), os.getpid()
+    for pid, spent in seconds.items():
+        above = pid
+        while above not in (0, own):
+            above = parents.get(above, 0)
+        if above == own != pid and (kind := _kind(pid)):
+            kinds[kind] += spent
+    return kinds
+
+
+def _kind(pid: int) -> str:
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+    if "mlx_parallm" in line:
+        return "server"
+    if "playwright" in line and "--type=" not in line and "--headless" not in line:
+        return "playwright"
+    found = re.search(r"--utility-sub-type=\w+\.mojom\.(\w+)", line) or re.search(r"--type=([\w-]+)", line)
+    return f"Chromium's {found[1] if found else 'browser'}"
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "mlx_parallm", *arguments]
 
@@ -126,15 +205,18 @@ def wait_for(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.1)
 
 
+PARTS = {"first": first, "cost": cost, "processor": processor}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=["first", "cost", []], help="default: both")
-    wanted = parser.parse_args().parts or ["first", "cost"]
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    wanted = parser.parse_args().parts or list(PARTS)
     if CHROMIUM is None:
         raise SystemExit("no Chromium: scripts/setup_browser gets it")
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        held = [{"first": first, "cost": cost}[part](browser, Path(scratch)) for part in wanted]
+        held = [PARTS[part](browser, Path(scratch)) for part in wanted]
         browser.close()
     return 0 if all(held) else 1
 

@@ -260,9 +260,13 @@ def test_eight_tabs_that_are_seen_share_one_stream(tmp_path: Path, opened: Opene
         polling = opened.page(f"{address}/dashboard", plain)
         streams = [url for url in opened.requests if url.endswith("/events")]
         assert len(streams) == 1, "one tab listens for all"
+        before = len(opened.requests)
         MetricsFile(run / METRICS_FILE).append(metrics_line(4))
         for page in [*pages, polling]:
             page.wait_for_selector(".count:text-matches('^4 ')")
+        asked = [url for url in opened.requests[before:] if "/metrics?" in url]
+        assert len(asked) < 1 + 8, "one that polls, and of those that share a stream one for those that hear it in time"
+        pages[7].wait_for_selector(".chart >> nth=1 >> .plot[aria-label$='at step 4.']")  # drawn later than the first
         pages[0].close()  # who held the stream: another one goes on
         hide = "Object.defineProperty(document, 'hidden', { value: true }); "
         hide += "document.dispatchEvent(new Event('visibilitychange'))"

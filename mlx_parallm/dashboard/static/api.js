@@ -83,6 +83,7 @@ const QUIET_MS = 25000; // the server sends something every 8 s
 const STALLED_MS = 3000;
 const RETRY_MS = 1000;
 const POLL_MS = 2000;
+const OVERHEAR_MS = 300;
 const POLLS_PER_TRY = 30; // before a stream is tried again
 
 /** Tabs with the same key hear each other; a name for it that is not the key (FNV-1a). */
@@ -90,6 +91,38 @@ function nameOf(key) {
   let hash = 2166136261;
   for (const byte of new TextEncoder().encode(key)) hash = Math.imul(hash ^ byte, 16777619) >>> 0;
   return `mlx_parallm.changes.${hash}`;
+}
+
+const tabs = { leads: false, channel: null, hear: (message) => { tabs.heard = message; }, heard: null };
+
+/**
+ * `get`, once for all tabs that follow the same run: the one that leads tells its answer, and the others wait
+ * OVERHEAR_MS for it. `word`: of the change that it is asked for; with `query` it says whether two ask the same.
+ */
+export async function together(name, query, word) {
+  const asked = JSON.stringify([name, query, word]);
+  if (!tabs.leads) {
+    const answer = await overheard(asked);
+    if (answer) return answer;
+  }
+  const answer = await get(name, query);
+  if (tabs.leads) tabs.channel.postMessage({ asked, answer });
+  return answer;
+}
+
+/** What the tab that leads was answered; null: it asked something else, or is late. */
+function overheard(asked) {
+  const keep = tabs.hear;
+  return new Promise((resolve) => {
+    const end = () => {
+      clearTimeout(timer);
+      tabs.hear = keep;
+      resolve(tabs.heard?.asked === asked ? tabs.heard.answer : null);
+    };
+    const timer = setTimeout(end, OVERHEAR_MS);
+    tabs.hear = (message) => { keep(message); end(); };
+    if (tabs.heard?.asked === asked) end();
+  });
 }
 
 const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
@@ -116,15 +149,17 @@ const seen = () => new Promise((resolve) => {
  * not begin within 3 s, a tab asks every 2 s instead.
  */
 export function follow(onChange, onState) {
-  const name = nameOf(sessionStorage.getItem(KEY) ?? ""), channel = new BroadcastChannel(name);
-  let last = null, leads = false;
+  const name = nameOf(sessionStorage.getItem(KEY) ?? "");
+  const channel = tabs.channel = new BroadcastChannel(name);
+  let last = null;
   const take = ({ runs, failure }) => {
     onState(failure ? new Failure(failure.message, failure.status) : null);
     if (runs) onChange(runs);
   };
   const tell = (message) => { last = message; take(message); channel.postMessage(message); };
   channel.onmessage = ({ data }) => {
-    if (data.ask) leads && last && channel.postMessage(last);
+    if (data.asked) tabs.hear(data);
+    else if (data.ask) tabs.leads && last && channel.postMessage(last);
     else if (!document.hidden) take(data); // a hidden tab asks when it is seen again
   };
   const failed = (error) => tell({ failure: error instanceof Failure ? { message: error.message, status: error.status } : { message: "the connection was lost", status: 0 } });
@@ -160,14 +195,14 @@ export function follow(onChange, onState) {
   async function lead(hidden) {
     let streams = !!navigator.locks;
     let polls = 0;
-    leads = true;
+    tabs.leads = true;
     while (!hidden.aborted && last?.failure?.status !== 401) {
       if (streams) streams = await stream(hidden);
       else await poll(hidden);
       if (!streams && ++polls % POLLS_PER_TRY === 0) streams = !!navigator.locks;
       if (!hidden.aborted) await wait(streams ? RETRY_MS : POLL_MS);
     }
-    leads = false;
+    tabs.leads = false;
     last = null;
   }
 

@@ -1,6 +1,6 @@
 // The page: where it is (the address), what the server has (one stream), and the view of it.
 import { html, render, useEffect, useKeys, useRef, useState } from "./ui.js";
-import { follow, get, setKey, takeKey } from "./api.js";
+import { follow, get, setKey, takeKey, together } from "./api.js";
 import { merged, readPlace, writePlace } from "./lib.js";
 import { Overview, KEYS } from "./overview.js";
 import { Group, Search, Step } from "./groups.js";
@@ -20,16 +20,7 @@ const HELP = [
 /** A long name without its middle. */
 const inShort = (name) => (name.length > 32 ? `${name.slice(0, 12)}…${name.slice(-12)}` : name);
 
-const PACE_MS = 1500; // between two updates: where steps are quicker, several come at once
-
-/** Call `act` at once, and then with the newest value at most every `ms`. */
-function paced(act, ms) {
-  let due = 0, timer = null, newest;
-  return (value) => {
-    newest = value;
-    timer ??= setTimeout(() => { timer = null; due = Date.now() + ms; act(newest); }, Math.max(0, due - Date.now()));
-  };
-}
+const TITLE_MS = 10000; // between two titles: for each the browser draws its own window too
 
 function usePlace() {
   const [place, setPlace] = useState(readPlace(location.hash));
@@ -52,13 +43,15 @@ function useMetrics(run, word, state) {
   useEffect(() => {
     if (word === undefined) return;
     const entry = (kept.current[run] ??= { asking: false, again: false, data: null });
+    entry.word = word;
     if (entry.asking) { entry.again = true; return; }
     const ask = async () => {
       entry.asking = true;
       do {
         entry.again = false;
         try {
-          entry.data = merged(entry.data, await get("metrics", { run, keys: KEYS.join(","), after: entry.data?.cursor }));
+          const query = { run, keys: KEYS.join(","), after: entry.data?.cursor };
+          entry.data = merged(entry.data, await (entry.data ? together("metrics", query, entry.word) : get("metrics", query)));
           draw((count) => count + 1);
         } catch { /* the stream says what is wrong; the next change asks again */ }
       } while (entry.again);
@@ -87,6 +80,17 @@ function useTheme() {
   return [shown, next];
 }
 
+/** The newest title, at most every TITLE_MS; at once that of another `run`. */
+function useTitle(title, run) {
+  const set = useRef({ due: 0, run });
+  useEffect(() => {
+    const act = () => { document.title = title; set.current = { due: Date.now() + TITLE_MS, run }; };
+    const early = set.current.run === run ? set.current.due - Date.now() : 0;
+    const timer = setTimeout(act, Math.max(0, early));
+    return () => clearTimeout(timer);
+  }, [title, run]);
+}
+
 function App() {
   const [place, go] = usePlace();
   const [theme, turn] = useTheme();
@@ -103,14 +107,14 @@ function App() {
   const last = metrics?.steps.at(-1) ?? 0;
 
   useEffect(() => follow(
-    paced((changed) => setWords((before) => (JSON.stringify(changed) === JSON.stringify(before) ? before : changed)), PACE_MS),
+    (changed) => setWords((before) => (JSON.stringify(changed) === JSON.stringify(before) ? before : changed)),
     (failure) => setLost((before) => (failure ? { failure, since: before?.since ?? new Date() } : null)),
   ), []);
   useEffect(() => {
     if (heard === null) return;
     get("runs").then((answer) => setRuns(answer.runs), () => {});
   }, [heard && words.map((one) => `${one.id} ${one.state}`).join(), last > 0]);
-  useEffect(() => { document.title = info ? `${info.name} · ${last}${info.total_steps ? `/${info.total_steps}` : ""}` : "mlx_parallm"; }, [info?.name, last]);
+  useTitle(info ? `${info.name} · ${last}${info.total_steps ? `/${info.total_steps}` : ""}` : "mlx_parallm", info?.name);
   useEffect(() => { window.scrollTo(0, 0); }, [place.view, place.rest.join()]);
 
   const step = place.view === "step" ? Number(place.rest[0] ?? (last || 1)) : last || 1;

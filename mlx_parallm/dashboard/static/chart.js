@@ -5,16 +5,26 @@ import { short, visible } from "./lib.js";
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const HEIGHT = 170;
 const ROWS_OF_TABLE = 60;
+const NO_MARKS = [];
 const NEAR = "40px"; // a chart farther from what is seen is drawn when it comes nearer
-const CALM_MS = 4000; // between two drawings of a chart that may lag: drawing is most of what an open page costs
 
 /**
  * series: [{label, values, raw?, low?, high?}] over `steps`; raw: drawn faintly behind; low and high: a band.
- * onPick(step): a click or Enter on a point. lags: new steps may wait for CALM_MS; a new `look` (how they are drawn) not.
+ * onPick(step): a click or Enter on a point. A chart that is not near what is seen stays as it is.
  */
-export function Chart({ title, note, steps, series, marks = [], onPick, theme, percent, lags = false, look = "", of = "step" }) {
-  const drawn = useRef({ at: 0, look });
-  const place = useRef(null), plot = useRef(null), picked = useRef(null), seen = useRef(false), draw = useRef(() => {});
+export function Chart(props) {
+  const place = useRef(null), kept = useRef(null), [near, setNear] = useState(false);
+  useEffect(() => {
+    const observer = new IntersectionObserver((entries) => setNear(entries.at(-1).isIntersecting), { rootMargin: NEAR });
+    observer.observe(place.current);
+    return () => observer.disconnect();
+  }, []);
+  if (near || !kept.current) kept.current = html`<${Drawn} ...${props} place=${place} near=${near} />`;
+  return kept.current;
+}
+
+function Drawn({ title, note, steps, series, marks = NO_MARKS, onPick, theme, percent, of = "step", place, near }) {
+  const plot = useRef(null), picked = useRef(null);
   const [hover, setHover] = useState(null);
   const [table, setTable] = useState(false);
   const shape = series.map((one) => [one.label, !!one.raw, !!one.low]).join();
@@ -47,27 +57,16 @@ export function Chart({ title, note, steps, series, marks = [], onPick, theme, p
     plot.current = made;
     const observer = new ResizeObserver(() => place.current && made.setSize({ width: place.current.clientWidth, height: HEIGHT }));
     observer.observe(place.current);
-    const near = new IntersectionObserver((entries) => { seen.current = entries.at(-1).isIntersecting; draw.current(); }, { rootMargin: NEAR });
-    near.observe(place.current);
-    drawn.current.at = 0;
-    return () => { observer.disconnect(); near.disconnect(); clearTimeout(drawn.current.timer); made.destroy(); plot.current = null; };
+    return () => { observer.disconnect(); made.destroy(); plot.current = null; };
   }, [shape, theme, steps.length < 12]);
 
   const marksRef = useRef(marks);
   marksRef.current = marks;
   useEffect(() => {
-    draw.current = () => {
-      if (!seen.current || !plot.current) return;
-      const early = lags && drawn.current.look === look ? drawn.current.at + CALM_MS - Date.now() : 0;
-      clearTimeout(drawn.current.timer);
-      if (early > 0) { drawn.current.timer = setTimeout(() => draw.current(), early); return; }
-      drawn.current = { at: Date.now(), look };
-      const columns = series.flatMap((one) => [...(one.low ? [one.high, one.low] : []), ...(one.raw ? [one.raw] : []), one.values]);
-      plot.current.setData([steps, ...columns]);
-      draw.current = () => {};
-    };
-    draw.current();
-  }, [steps, series, shape, theme, marks, steps.length < 12]);
+    if (!near) return;
+    const columns = series.flatMap((one) => [...(one.low ? [one.high, one.low] : []), ...(one.raw ? [one.raw] : []), one.values]);
+    plot.current.setData([steps, ...columns]);
+  }, [near, steps, series, shape, theme, marks, steps.length < 12]);
 
   const at = hover ?? steps.length - 1;
   const marked = marks.filter(({ step }) => step === steps[at]).map(({ text }) => visible(text)).join("; ");

@@ -1,5 +1,5 @@
 // View 1: what the run does, in words and curves.
-import { html, useData, useMemo, useState, Problem } from "./ui.js";
+import { html, useCalm, useData, useMemo, useState, Problem } from "./ui.js";
 import { beganAndNow, duration, short, smoothed, visible, writePlace } from "./lib.js";
 import { Chart } from "./chart.js";
 
@@ -34,7 +34,9 @@ const CHARTS = [
 
 const known = (values) => values && values.some((value) => value !== null && value !== undefined);
 
-export function Overview({ run, info, metrics, words, smooth, setSmooth, theme, go }) {
+/** The first chart follows each step; the rest is drawn in peace, for drawing is most of what an open page costs. */
+export function Overview({ run, info, metrics: newest, words, smooth, setSmooth, theme, go }) {
+  const metrics = useCalm(newest, run);
   const health = useData(metrics ? "health" : "", { run }, words?.health);
   const evaluated = useData("evaluations", { run }, words?.evaluations);
   const evaluations = evaluated.data?.evaluations ?? [];
@@ -43,21 +45,35 @@ export function Overview({ run, info, metrics, words, smooth, setSmooth, theme, 
   const steps = metrics?.steps ?? [], columns = metrics?.columns ?? {}, marks = metrics?.marks ?? [];
   const pick = (step) => go(writePlace("step", [step]));
   const judged = info?.judged_by ?? "reward", title = judged[0].toUpperCase() + judged.slice(1);
-  const curves = useMemo(() => curvesOf({ metrics, evaluations, judged, title, smooth, setSmooth, band, chooseBand, theme, pick }), [metrics, evaluated.data, judged, smooth, band, theme]);
+  const first = useMemo(() => firstOf({ metrics: newest, judged, title, smooth, band, theme, pick }), [newest, judged, smooth, band, theme]);
+  const rest = useMemo(() => curvesOf({ metrics, evaluations, title, smooth, theme, pick }), [metrics, evaluated.data, judged, smooth, theme]);
   return html`
     <section class="top">
       <${Health} answer=${health} steps=${steps.length} />
       <${Figures} ...${{ info, steps, columns, evaluations, title }} />
     </section>
     ${steps.length === 0 && html`<p class="empty">No step is finished yet. The curves begin with the first one.</p>`}
-    ${curves}
+    <section aria-label="learning">
+      <div class="heading"><h2>Learning</h2>
+        ${known(columns.reward_p25) && html`<label class="quiet">band <select aria-label="band of the reward" value=${band} onChange=${chooseBand}>${Object.keys(BANDS).map((name) => html`<option value=${name} selected=${name === band}>${name}</option>`)}</select></label>`}
+        <label class="quiet">smooth <input type="range" min="0" max="0.98" step="0.02" value=${smooth} aria-label="smoothing of the curves"
+          onInput=${(event) => setSmooth(Number(event.target.value))} /> <output>${smooth.toFixed(2)}</output></label></div>
+      <div class="charts">${first}${rest.learning}</div>
+    </section>
+    ${rest.sections}
     <${Marks} marks=${marks} pick=${pick} />
     <${Problem} error=${health.error ?? evaluated.error} />`;
 }
 
-/** All charts: made anew when their numbers are new, and not with every word of the stream. */
-function curvesOf({ metrics, evaluations, judged, title, smooth, setSmooth, band, chooseBand, theme, pick }) {
-  const steps = metrics?.steps ?? [], columns = metrics?.columns ?? {}, marks = metrics?.marks ?? [];
+function firstOf({ metrics, judged, title, smooth, band, theme, pick }) {
+  const { steps = [], columns = {}, marks = [] } = metrics ?? {}, shown = known(columns.reward_p25) ? band : "deviation";
+  return known(columns.headline) && html`<${Chart} key=${title} title=${title} note=${`mean of a step; the band: ${BANDS[shown]}`} steps=${steps}
+    series=${[withBand(columns, smooth, judged, shown)]} marks=${marks} onPick=${pick} theme=${theme} />`;
+}
+
+/** All other charts: made anew when their numbers are new, and not with every word of the stream. */
+function curvesOf({ metrics, evaluations, title, smooth, theme, pick }) {
+  const { steps = [], columns = {}, marks = [] } = metrics ?? {};
   const line = (key, label) => known(columns[key])
     && (smooth ? { label, raw: columns[key], values: smoothed(columns[key], smooth) } : { label, values: columns[key] });
   const chart = (title, series, rest = {}) => series.length > 0
@@ -67,28 +83,19 @@ function curvesOf({ metrics, evaluations, judged, title, smooth, setSmooth, band
     if (section) sections.push({ section, charts: [] });
     else {
       const shown = Object.entries(keys).map(([key, label]) => line(key, label)).filter(Boolean);
-      if (shown.length) sections.at(-1).charts.push(chart(title, shown, { note, percent, lags: true, look: smooth }));
+      if (shown.length) sections.at(-1).charts.push(chart(title, shown, { note, percent }));
     }
   }
   const named = (prefix, end = "") => Object.keys(columns).filter((key) => key.startsWith(prefix) && key.endsWith(end))
     .map((key) => line(key, key.slice(prefix.length, key.length - end.length))).filter(Boolean);
-  const quartiles = known(columns.reward_p25);
-  return html`
-    <section aria-label="learning">
-      <div class="heading"><h2>Learning</h2>
-        ${quartiles && html`<label class="quiet">band <select aria-label="band of the reward" value=${band} onChange=${chooseBand}>${Object.keys(BANDS).map((name) => html`<option value=${name} selected=${name === band}>${name}</option>`)}</select></label>`}
-        <label class="quiet">smooth <input type="range" min="0" max="0.98" step="0.02" value=${smooth} aria-label="smoothing of the curves"
-          onInput=${(event) => setSmooth(Number(event.target.value))} /> <output>${smooth.toFixed(2)}</output></label></div>
-      <div class="charts">
-        ${known(columns.headline) && chart(title, [withBand(columns, smooth, judged, quartiles ? band : "deviation")], { note: `mean of a step; the band: ${BANDS[quartiles ? band : "deviation"]}` })}
-        ${chart(`${title} by environment`, named("reward_by_environment/"), { lags: true, look: smooth })}
-        ${chart("Parts of the reward", named("rewards/", "/mean"), { lags: true, look: smooth })}
-        ${evaluations.length > 0 && html`<${HeldOut} ...${{ evaluations, theme, pick }} />`}
-        ${chart("Held-out score", [line("heldout_score", "score")].filter(Boolean))}
-      </div>
-    </section>
-    ${sections.filter(({ charts }) => charts.length).map(({ section, charts }) => html`<section aria-label=${section}>
-      <div class="heading"><h2>${section}</h2></div><div class="charts">${charts}</div></section>`)}`;
+  return {
+    learning: html`${chart(`${title} by environment`, named("reward_by_environment/"))}
+      ${chart("Parts of the reward", named("rewards/", "/mean"))}
+      ${evaluations.length > 0 && html`<${HeldOut} ...${{ evaluations, theme, pick }} />`}
+      ${chart("Held-out score", [line("heldout_score", "score")].filter(Boolean))}`,
+    sections: sections.filter(({ charts }) => charts.length).map(({ section, charts }) => html`<section aria-label=${section}>
+      <div class="heading"><h2>${section}</h2></div><div class="charts">${charts}</div></section>`),
+  };
 }
 
 const BANDS = { deviation: "one standard deviation of its answers", quartiles: "the middle half of its answers" };
