@@ -3,20 +3,24 @@
     .venv/bin/python -m scripts.bench.kv engine      # step times and bytes of the engine alone, about 3 minutes
     .venv/bin/python -m scripts.bench.kv mixed       # the same with 32 rows of 50 to 8,000 tokens
     .venv/bin/python -m scripts.bench.kv servers     # against mlx_lm.server (setup_peers), about 10 minutes
+    .venv/bin/python -m scripts.bench.kv bits        # server.kv_bits: step times and bytes, about 3 minutes
+    .venv/bin/python -m scripts.bench.kv distance --model DIRECTORY    # server.kv_bits: KL, any model, 1 to 3 minutes
 
 The 29 M parameter benchmark model with a context of 16,384. `engine`: the median time of a decode step of one process,
 all rows running, each case and its base in turns; and what of it Python takes to build the step. `servers`: tokens a
-second over HTTP, each server in turns, the same requests and the same BLAS.
+second over HTTP, each server in turns, the same requests and the same BLAS. `distance`: an engine continues a text with
+quantised keys and values, at temperature 1; mlx-lm's own forward in full precision scores what it has sampled.
 """
 
 import argparse
+import copy
 import math
 import random
 import statistics
 import string
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,15 +32,21 @@ from rich.table import Table
 from scripts.bench.models import bench_prompts, save_bench_model  # the fast BLAS comes before MLX
 
 # isort: split
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
 from mlx_parallm.config.load import Config, parse_config
 from mlx_parallm.daemon import Serving
 from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.live_requests import Finished
 from mlx_parallm.engine.starting import engine_options
 from mlx_parallm.models.cpu_kernels import use_fast_rope, use_fast_swiglu
 from mlx_parallm.models.loading import load_model, load_tokenizer
+from mlx_parallm.models.logprobs import token_logprobs
 from mlx_parallm.models.lora import prepare_for_serving
 from mlx_parallm.system.log import configure_logging
-from mlx_parallm.types import Request, SamplingParams
+from mlx_parallm.types import Request, RequestOutput, SamplingParams
 from mlx_parallm.weights import SharedWeights
 from scripts.bench import peers
 from scripts.bench.load import send
@@ -44,13 +54,17 @@ from scripts.bench.load import send
 CONTEXT, SHORT, LONG, ROWS = 16384, 51, 3700, 16
 STEPS = 24
 MIXED = (50, 8000)
+BITS = (None, 8, 4)
+TEXT = Path("docs/serving.md")
+CONTEXTS, ANSWERS, ANSWER = (200, LONG), 16, 64  # tokens; of `distance`
 
 
-def make_engine(directory: Path, layout: str) -> Engine:
+def make_engine(directory: str | Path, layout: str, kv_bits: int | None = None) -> Engine:
     config = parse_config({"model": {"base_path": str(directory)}}).model
     loaded = load_model(config)
     weights = SharedWeights(loaded.model, keep_versions=1)
     options = replace(engine_options(Config(), loaded), max_rows=64, prefix_cache_bytes=0, by_tokens=layout == "auto")
+    options = replace(options, kv_bits=kv_bits)
     use_fast_swiglu(loaded.model)
     use_fast_rope(loaded.model)
     lora = prepare_for_serving(loaded.model)
@@ -156,6 +170,63 @@ def engine_table(directory: Path, rounds: int, console: Console, layout: str) ->
     console.print("bytes of that group ÷ of one answer:", ratio("group, long", "one, long", "MB"))
 
 
+def bits_table(directory: Path, rounds: int, console: Console) -> None:
+    """Each case with each number of bits in turns."""
+    engines = {bits: make_engine(directory, "auto", bits) for bits in BITS}
+    console.print("medians, float32: case | bits | a step ÷ full | bytes ÷ full | ms a step")
+    for case in ("short", "one, long", "group, long"):
+        found: dict[int | None, list[dict[str, float]]] = {bits: [] for bits in BITS}
+        for turn in range(rounds + 1):
+            for bits, engine in engines.items():
+                result = measure(engine, case, turn)
+                found[bits] += [result] if turn else []
+        for bits in BITS:
+            step, held = (
+                statistics.median(x[key] / full[key] for x, full in zip(found[bits], found[None], strict=True))
+                for key in ("step", "MB")
+            )
+            milliseconds = statistics.median(result["step"] for result in found[bits])
+            console.print(f"{case} | {bits or 'full'} | {step:.2f} | {held:.2f} | {milliseconds:.1f}")
+
+
+def distance_table(model: str, console: Console) -> None:
+    config = parse_config({"model": {"base_path": model}}).model
+    loaded = load_model(config)
+    text = load_tokenizer(loaded.path, config).encode(TEXT.read_text(), add_special_tokens=False)
+    engines = {bits: make_engine(model, "auto", bits) for bits in BITS}
+    console.print("nats a token: context | bits | tokens | mean log p | KL(sampler || full) | mean |Δ| | largest |Δ|")
+    for context in CONTEXTS:
+        prompt = text[: min(context, loaded.max_model_len - ANSWER)]
+        begun = make_prompt_cache(loaded.model)
+        for start in range(0, len(prompt) - 1, 512):
+            mx.eval(loaded.model(mx.array([prompt[start : min(start + 512, len(prompt) - 1)]]), cache=begun))
+        for bits, engine in engines.items():
+            params = SamplingParams(max_tokens=ANSWER, n=ANSWERS, temperature=1.0, ignore_eos=True, seed=0)
+            engine.add(Request("text", tuple(prompt), params))
+            answers = finished(engine).completions
+            sampled = np.array([answer.logprobs for answer in answers])
+            scored = np.stack([full_logprobs(loaded.model, begun, prompt[-1], answer.token_ids) for answer in answers])
+            difference, far = scored - sampled, np.abs(scored - sampled)
+            kl = np.mean(np.expm1(difference) - difference)  # k3
+            numbers = f"{sampled.mean():.2f} | {kl:.1e} | {far.mean():.1e} | {far.max():.1e}"
+            console.print(f"{len(prompt)} | {bits or 'full'} | {sampled.size} | {numbers}")
+
+
+def finished(engine: Engine) -> RequestOutput:
+    """The output of its one request."""
+    outputs = []
+    while engine.has_work:
+        outputs += [event.output for event in engine.step() if isinstance(event, Finished)]
+    [output] = outputs
+    return output
+
+
+def full_logprobs(model: Any, begun: list[Any], last: int, answer: Sequence[int]) -> np.ndarray:
+    """Log-probabilities [tokens] by mlx-lm's own forward after `begun`, the prompt without its last token."""
+    logits = model(mx.array([[last, *answer[:-1]]]), cache=copy.deepcopy(begun))[0]
+    return np.array(token_logprobs(logits, mx.array(answer, dtype=mx.int32)), np.float64)
+
+
 @contextmanager
 def our_server(directory: Path, layout: str) -> Iterator[str]:
     tree = {
@@ -210,14 +281,19 @@ def server_table(directory: Path, rounds: int, console: Console, layout: str) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("engine", "mixed", "servers"))
+    parser.add_argument("table", choices=("engine", "mixed", "servers", "bits", "distance"))
+    parser.add_argument("--model", default="builtin:tiny", help="of `distance`: what model.base_path takes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layout", choices=("auto", "rectangle"), default="auto", help="server.kv_layout")
     arguments = parser.parse_args()
     configure_logging(level="error")
     console = Console(width=120)
+    if arguments.table == "distance":
+        return distance_table(arguments.model, console)
     with tempfile.TemporaryDirectory() as directory:
         path = save_bench_model(Path(directory) / "model", endless=True, max_position_embeddings=CONTEXT)
+        if arguments.table == "bits":
+            return bits_table(path, arguments.rounds, console)
         tables = {"engine": engine_table, "mixed": mixed_table, "servers": server_table}
         tables[arguments.table](path, arguments.rounds, console, arguments.layout)
 
