@@ -66,7 +66,10 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _restore_prefixes(caches: Iterable[Any], rows: SequenceOf[tuple[PrefixChunk, ...]], kv_format: KVFormat) -> None:
-    """Begins fresh mlx-lm KVCaches of a prefill with what the prefix cache holds: as long for each row."""
+    """Begins fresh mlx-lm KVCaches of a prefill with what the prefix cache holds: as long for each row.
+
+    Where that is quantised, `known` of each keeps it: quantised a second time it would have other bits.
+    """
     count = kv_format.arrays
     for layer, cache in enumerate(caches):
         stored = [
@@ -79,6 +82,8 @@ def _restore_prefixes(caches: Iterable[Any], rows: SequenceOf[tuple[PrefixChunk,
             for kind in range(count * layer, count * (layer + 1))
         ]
         cache.update_and_fetch(*kv_format.unpack(stored))
+        if kv_format.bits is not None:
+            cache.known = stored
 
 
 def _prefill_cache(cache: Any, length: int) -> Any:

@@ -395,11 +395,24 @@ class TokenCache:
         for chunk in prompt.chunks:
             if not chunk.segment.arrays:
                 place = (prompt.source, chunk.start, chunk.stop)
-                chunk.segment.arrays = [
-                    array
-                    for cache in prefill
-                    for array in self.kv_format.pack(_part_of(cache.keys, *place), _part_of(cache.values, *place))
-                ]
+                chunk.segment.arrays = [array for computed in prefill for array in self._held(computed, *place)]
+
+    def _held(self, computed: Any, row: int | None, start: int, stop: int) -> list[mx.array]:
+        """Positions [start, stop) of a prefill's layer in `kv_format`: of one row, which keep nothing else alive, or of
+        all rows."""
+        both = (computed.keys, computed.values)
+        if self.kv_format.bits is None:
+            return [array[:, :, start:stop] if row is None else _part_of(array, row, start, stop) for array in both]
+        rows = slice(None) if row is None else slice(row, row + 1)
+        known = vars(computed).get("known", ())
+        end = min(known[0].shape[2], stop) if known else start
+        parts = [mx.take(array[rows], mx.arange(start, end), axis=2) for array in known] if end > start else []
+        if (first := max(start, end)) < stop:
+            packed = self.kv_format.pack(*(array[rows, :, first:stop] for array in both))
+            parts = (
+                [mx.concatenate(list(pair), axis=2) for pair in zip(parts, packed, strict=True)] if parts else packed
+            )
+        return parts
 
     def _write(self, prefill: SequenceOf[Any], sources: list[int], first: Row, start: int, stop: int) -> None:
         """Copies positions [start, stop) of rows `sources` of the prefill into `first` and the rows after it, which are
@@ -407,7 +420,7 @@ class TokenCache:
         assert first.pool is not None
         index = None if sources == list(range(prefill[0].keys.shape[0])) else mx.array(sources, dtype=mx.int32)
         for layer, computed in enumerate(prefill):
-            arrays = self.kv_format.pack(computed.keys[:, :, start:stop], computed.values[:, :, start:stop])
+            arrays = self._held(computed, None, start, stop)
             if index is not None:
                 arrays = [mx.take(array, index, axis=0) for array in arrays]
             first.pool.write(layer, first.slot, arrays)

@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.config.data import DATA_ALGORITHMS, PAIRED, USES_REFERENCE
 from mlx_parallm.config.load import Config
+from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.engine.cache.pools import SLACK
 from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
 from mlx_parallm.engine.cache.sharing import size_class, worth_a_segment
@@ -113,8 +114,15 @@ class ModelShape:
 
     @property
     def kv_token(self) -> int:
-        """Bytes of keys and values of one token."""
+        """Bytes of keys and values of one token, as they are computed."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.width
+
+    def held_token(self, bits: int | None) -> int:
+        """Bytes of keys and values of one token, as a row holds them (server.kv_bits)."""
+        if bits is None or (kv_format := KVFormat.fitting(bits, [self.head_dim])) is None:
+            return self.kv_token
+        numbers = 2 * self.layers * self.kv_heads * self.head_dim
+        return numbers * bits // 8 + 2 * numbers // kv_format.group_size * self.width  # a scale and a bias for a group
 
     @property
     def activation(self) -> float:
@@ -309,13 +317,17 @@ def _computed(config: Config, lengths: Lengths, rows: int, span: int) -> tuple[i
 def _kv_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
     """The running rows' when all are as long as they may be, and the prefix cache, with all that one step's sequences
     leave in it: each publish empties it."""
-    wanted, growing = lengths.prompt + lengths.completion, shape.kv_token // shape.layers  # one layer twice: it grows
+    bits = config.server.kv_bits
+    wanted, token = lengths.prompt + lengths.completion, shape.held_token(bits)
     if shape.by_tokens and config.server.kv_layout != "rectangle":
         held, shared = _positions_by_tokens(config, lengths)
     else:
         held, shared = _positions_of_rectangle(config, wanted), 0
-    running = held * (shape.kv_token + growing) + (shared + config.server.prefill_chunk) * shape.kv_token
-    stored = config.rl_training.atropos.rollout_batch_size * wanted * shape.kv_token
+    running = (held + shared) * token + config.server.prefill_chunk * shape.kv_token
+    running += held * token // shape.layers  # one layer twice: it grows
+    if bits is not None and on_cpu():  # one layer unpacked: kv_format.Packed
+        running += (held + shared) * shape.kv_token * FLOAT // shape.width // shape.layers
+    stored = config.rl_training.atropos.rollout_batch_size * wanted * token
     cache = prefix_cache_bytes(config.server.prefix_cache_bytes, deterministic=config.rl_training.deterministic)
     return running + min(stored, cache)
 

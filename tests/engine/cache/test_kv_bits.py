@@ -248,6 +248,28 @@ def test_a_hit_begins_a_prefill_with_unpacked_keys_and_values_and_a_publish_ends
     assert run(served.engine, [request("c", prompt, max_tokens=9)])["c"].completions[0].cached_tokens == 0
 
 
+@pytest.mark.parametrize("length", [40, 600])
+def test_what_a_hit_brings_keeps_its_bits(length):
+    """Copied into a row (short), or read where it lies with the rest in a new segment; quantised a second time, some
+    groups would have another scale."""
+    served = quantised(model_of_width(), 4, max_rows=8, prefill_chunk=2048)
+    cache, scheduler = served.engine.cache, served.engine.scheduler
+    [prompt] = ragged_prompts(1, shortest=length, longest=length)
+    run(served.engine, [request("a", prompt, temperature=0.0, max_tokens=9)])
+    [kept] = scheduler.prefix_cache.find((served.engine._weights_of(SimpleNamespace(adapter=None)), None), (*prompt, 0))
+    wanted = [array[:, :, : kept.stop] for array in kept.segment.arrays]
+    kept_positions, others = kept.stop, ragged_prompts(2, seed=1, shortest=1200, longest=1200)
+    for i, rest in enumerate((others[0], others[1], prompt[:9])):
+        served.engine.add(request(f"b{i}", [*prompt, *rest], max_tokens=20, ignore_eos=True))
+    while len(scheduler.rows) < 3:
+        served.engine.step()
+    for row in range(3):
+        held = cache.read(row, 0, kept_positions)
+        assert all(mx.array_equal(array, bits).item() for array, bits in zip(held, wanted, strict=True))
+        assert scheduler.rows[row].cached_prompt_tokens == kept_positions
+    run(served.engine, [])
+
+
 def test_a_row_of_nan_fails_alone():
     """Quantising may lose a NaN, but its scale does not, nor do the logits; the row's next owner sees none of it."""
     served = quantised(model_of_width(), 8, max_rows=3, prefix_cache_bytes=0)

@@ -151,6 +151,14 @@ def test_keys_and_values_of_32_rows(layout: str, prompt: int, own: int, shared: 
     found = predict_memory(config, shape, Lengths(prompt, 1000)).parts["keys and values"]
     a_layer_twice = rows * own * shape.kv_token // 28
     assert found == (rows * own + shared + chunk) * shape.kv_token + a_layer_twice
+    if layout == "auto":  # 8 heads of 128 numbers: 4 bits, and a scale and a bias of float32 for each 64
+        token = 28 * 2 * 8 * (128 // 2 + 2 * 2 * 4)
+        assert shape.held_token(4) == token and shape.held_token(8) == token + 28 * 2 * 8 * 128 // 2
+        bits = config.model_copy(update={"server": config.server.model_copy(update={"kv_bits": 4})})
+        found = predict_memory(bits, shape, Lengths(prompt, 1000)).parts["keys and values"]
+        a_layer_unpacked = (rows * own + shared) * shape.kv_token // 28
+        rest = chunk * shape.kv_token + rows * own * token // 28 + a_layer_unpacked
+        assert found == (rows * own + shared) * token + rest
     states = QWEN3_06B | {"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 6}
     assert shape.by_tokens and not ModelShape.of(states, config).by_tokens
 
