@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -68,22 +69,27 @@ def leaves(caches: Iterable[Any]) -> Iterator[Any]:
 def _restore_prefixes(caches: Iterable[Any], rows: SequenceOf[tuple[PrefixChunk, ...]], kv_format: KVFormat) -> None:
     """Begins fresh mlx-lm KVCaches of a prefill with what the prefix cache holds: as long for each row.
 
-    Where that is quantised, `known` of each keeps it: quantised a second time it would have other bits.
+    Where that is quantised, `known` of each gives it again: quantised a second time it would have other bits.
     """
     count = kv_format.arrays
     for layer, cache in enumerate(caches):
-        stored = [
-            mx.concatenate(
-                [
-                    mx.concatenate([p.segment.arrays[kind][:, :, : p.stop - p.start] for p in chunks], axis=2)
-                    for chunks in rows
-                ]
-            )
-            for kind in range(count * layer, count * (layer + 1))
-        ]
-        cache.update_and_fetch(*kv_format.unpack(stored))
+        stored = partial(_stored, rows, range(count * layer, count * (layer + 1)))
+        cache.update_and_fetch(*kv_format.unpack(stored()))
         if kv_format.bits is not None:
             cache.known = stored
+
+
+def _stored(rows: SequenceOf[tuple[PrefixChunk, ...]], kinds: Iterable[int]) -> list[mx.array]:
+    """Those arrays of the rows' chunks, [rows, H, P, ·] each."""
+    return [
+        mx.concatenate(
+            [
+                mx.concatenate([p.segment.arrays[kind][:, :, : p.stop - p.start] for p in chunks], axis=2)
+                for chunks in rows
+            ]
+        )
+        for kind in kinds
+    ]
 
 
 def _prefill_cache(cache: Any, length: int) -> Any:

@@ -404,7 +404,7 @@ class TokenCache:
         if self.kv_format.bits is None:
             return [array[:, :, start:stop] if row is None else _part_of(array, row, start, stop) for array in both]
         rows = slice(None) if row is None else slice(row, row + 1)
-        known = vars(computed).get("known", ())
+        known = vars(computed).get("known", list)()
         end = min(known[0].shape[2], stop) if known else start
         parts = [mx.take(array[rows], mx.arange(start, end), axis=2) for array in known] if end > start else []
         if (first := max(start, end)) < stop:
