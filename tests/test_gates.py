@@ -24,7 +24,7 @@ LINES: dict[str, int] = {
     "cli": 1620,
     "config": 2_260,
     "dashboard": 1380,
-    "distributed": 1520,
+    "distributed": 1550,
     "engine": 5600,
     "environments": 5040,
     "execution": 2650,

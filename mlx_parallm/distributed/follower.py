@@ -113,7 +113,7 @@ class Follower:
         self._step = task.batch.step - 1
         self._trainer.change(task.training.model_dump(include=set(CHANGEABLE)))
         self._trainer.restore(task.state)
-        agree(self._ranks, self._trainer)
+        agree(self._ranks, self._trainer, part=self._ranks.next_part())
         with self._serving.turns.training():
             self._trainer.train_step(task.batch, position=task.position, should_stop=self._stop.is_set)
         self._step = task.batch.step
@@ -137,7 +137,7 @@ class Follower:
         EndLimit(exit_code).start(seconds, lambda: log.warning("ended at once", rank=rank, reason=why, seconds=seconds))
 
     def _publish(self, version: int) -> None:
-        agree(self._ranks, self._trainer, compared="weights.")
+        agree(self._ranks, self._trainer, compared="weights.", part=self._ranks.next_part())
         if self._weights is None:
             self._weights = open_serving(
                 self._serving, self._loaded, self._trainer.policy, version=version, keep_versions=1

@@ -6,7 +6,7 @@
 Rank 0 leads a training step (`JoinedRanks.lead`), the other ranks follow it (`follower.py`): the same `train_step` on
 the same batch and state. When rank 0 publishes, every rank publishes the weights that it has itself. Nothing is assumed
 about the state of a follower: at the start of every step, and for a publish, the ranks compare fingerprints of the
-arrays, and where they differ (a resume, a rollback, other hardware) rank 0's are copied.
+arrays, or of a part of each, and where they differ (a resume, a rollback, other hardware) rank 0's are copied.
 
 A collective in which a rank is missing may never end, and nothing can interrupt it: MLX 0.32.4's ring raises when a
 neighbour's process has died, but not when its machine has vanished. So collectives run in a thread of their own, and
@@ -50,7 +50,6 @@ from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.runner import MakePlayer, OnError, OnResults
 from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.models.loading import resolve_model_path
-from mlx_parallm.models.parameters import scalar
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.rl_training.step.ranks import ALONE, HasArrays, Ranks, RankTask
 from mlx_parallm.system.hardware import launched_rank
@@ -68,6 +67,8 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_K
 EXIT_LOST = 2
 STOP_REQUEST = "stop"  # from a rank to rank 0, between two steps
 DIGEST_PIECE = 1 << 22
+PARTS, SMALLEST_CUT = 8, 1 << 12  # arrays of so many elements are compared by an eighth at a time
+WHOLE = 2  # comparisons that read everything: of the weights at the first publish, of all arrays before the first step
 VERSIONS = f"mlx-parallm {__version__} and mlx {version('mlx')}"
 PLACES = 1640531527  # 2³² times the golden ratio squared: Knuth's multiplicative hashing
 
@@ -141,7 +142,7 @@ class JoinedRanks(Ranks):
         self.rank, self.size = group.rank(), group.size()
         self._group, self._collectives = group, collectives
         self._players: list[RankPlayer] = []
-        self._samples = False
+        self._samples, self._comparisons = False, 0
         self._then = "then start all ranks again with --resume auto"
         # Rank 0: to ranks 1, 2, …; others: to rank 0. For steps, for groups (players.py), for requests (requests.py).
         self._connections, self.rollouts, self.requests = self._connect()
@@ -171,7 +172,7 @@ class JoinedRanks(Ranks):
     def publish(self, version: int, trainer: HasArrays) -> None:
         if self.rank == 0 and self._samples:
             self.tell(Publish(version))
-            agree(self, trainer, compared="weights.")
+            agree(self, trainer, compared="weights.", part=self.next_part())
             self.exchange("")  # they have published
 
     def players(self) -> list[MakePlayer]:
@@ -193,10 +194,15 @@ class JoinedRanks(Ranks):
 
     # ------------------------------------------------------------------ a step
 
+    def next_part(self) -> int | None:
+        """Of the arrays, for the next comparison; the same on every rank, since all take part in each."""
+        self._comparisons += 1
+        return None if self._comparisons <= WHOLE else self._comparisons % PARTS
+
     def lead(self, task: RankTask, trainer: HasArrays) -> None:
         if self.rank == 0:
             self.tell(task)
-            agree(self, trainer)
+            agree(self, trainer, part=self.next_part())
 
     def exchange(self, value: T, *, stop: bool = False) -> list[T] | None:
         if self.lost:
@@ -355,14 +361,19 @@ class JoinedRanks(Ranks):
         return [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in np.array(summed)]
 
 
-def agree(ranks: Ranks, trainer: HasArrays, *, compared: str = "") -> None:
+def agree(ranks: Ranks, trainer: HasArrays, *, compared: str = "", part: int | None = None) -> None:
     """Give every rank the weights, optimizer state and reference of rank 0, where one of the arrays whose names begin
-    with `compared` differs. Raises RankLostError: another model."""
+    with `compared` differs. Raises RankLostError: another model.
+
+    Args:
+        part: of each array that is compared, see `_digest`. Ranks that have drifted apart, or one of which has gone
+            back to other weights, differ in every part. All ranks name the same one.
+    """
     arrays = trainer.arrays()
     shapes = [(name, tuple(array.shape), str(array.dtype)) for name, array in arrays.items()]
-    prints = [_digest(_bits(array)) for name, array in arrays.items() if name.startswith(compared)]
-    everyone = ranks.exchange((shapes, prints))
-    if everyone is None or all(prints == everyone[0] for prints in everyone):
+    digest = _digest([a for name, a in arrays.items() if name.startswith(compared)], part)
+    everyone = ranks.exchange((shapes, digest))
+    if everyone is None or all(own == everyone[0] for own in everyone):
         return
     if any(shapes != everyone[0][0] for shapes, _ in everyone):
         raise RankLostError("the ranks train different models: model.base_path must name the same one everywhere")
@@ -377,16 +388,36 @@ def agree(ranks: Ranks, trainer: HasArrays, *, compared: str = "") -> None:
     trainer.restore_arrays(dict(zip(arrays, copied, strict=True)))
 
 
-def _digest(bits: mx.array) -> int:
-    """Sum modulo 2³² of each element times an odd number that its place gives: one bit more or less, or two elements
-    in each other's places, make another sum. In pieces, for the temporary arrays' sake."""
-    words = mx.view(bits, mx.uint32) if bits.dtype == mx.uint64 else bits
-    total = 0
-    for start in range(0, words.size, DIGEST_PIECE):
-        piece = words[start : start + DIGEST_PIECE].astype(mx.uint32)
-        places = mx.arange(start, start + piece.size, dtype=mx.uint32) * PLACES | 1
-        total += int(scalar((piece * places).sum()))
-    return total % (1 << 32)
+def _digest(arrays: Sequence[mx.array], part: int | None) -> int:
+    """Sum modulo 2⁶⁴ of each element times an odd number that its place gives: one bit more or less, or two elements in
+    each other's places, make another sum. NumPy's, which reads small arrays sooner than MLX starts an operation.
+
+    Args:
+        part: of PARTS that each array is cut into: only this one is read. None: all of them.
+    """
+    total, place, waiting = 0, 0, list[mx.array]()
+    for piece in (*_pieces(arrays, part), None):
+        waiting += [piece] if piece is not None else []
+        if piece is None or sum(each.size for each in waiting) >= DIGEST_PIECE:
+            mx.eval(waiting)
+            for each in waiting:
+                places = (np.arange(each.size, dtype=np.uint32) + np.uint32(place % (1 << 32))) * np.uint32(PLACES) | 1
+                total += int((np.array(each, copy=False) * places).sum(dtype=np.uint64))
+                place += each.size
+            waiting.clear()
+    return total % (1 << 64)
+
+
+def _pieces(arrays: Sequence[mx.array], part: int | None) -> Iterator[mx.array]:
+    """The words of the arrays, or of a part of each, at most DIGEST_PIECE at a time. Small arrays are not cut."""
+    for array in arrays:
+        words = _bits(array)
+        words = mx.view(words, mx.uint32) if words.dtype == mx.uint64 else words
+        begin, end = 0, words.size
+        if part is not None and end >= SMALLEST_CUT:
+            begin, end = part * end // PARTS, (part + 1) * end // PARTS
+        for start in range(begin, end, DIGEST_PIECE):
+            yield words[start : min(start + DIGEST_PIECE, end)]
 
 
 def _bits(array: mx.array) -> mx.array:

@@ -15,7 +15,7 @@ from mlx_parallm.cli.supervisor import supervise
 from mlx_parallm.config.load import Config
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.daemon import run_dry_run
-from mlx_parallm.distributed.ranks import agree, join
+from mlx_parallm.distributed.ranks import PARTS, SMALLEST_CUT, _digest, agree, join
 from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.models.threads import in_mlx_thread
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
@@ -250,3 +250,18 @@ def test_what_belongs_to_one_process_is_refused(unlaunched: pytest.MonkeyPatch, 
         supervise([], Config(), tmp_path, resume=None, restarts=1)
     with pytest.raises(ConfigError, match="--dry-run measures one process"):
         run_dry_run(Config())
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_changed_number_is_seen_in_its_part_and_everywhere(dtype: mx.Dtype) -> None:
+    large, small = mx.random.normal((3 * SMALLEST_CUT + 5,)).astype(dtype), mx.ones((7,), dtype)
+    whole, parts = _digest([large, small], None), [_digest([large, small], part) for part in range(PARTS)]
+    for place in range(0, large.size, large.size // 12):
+        changed = mx.array(large)
+        changed[place] = large[place] + 1
+        assert _digest([changed, small], None) != whole
+        seen = [part for part in range(PARTS) if _digest([changed, small], part) != parts[part]]
+        assert seen == [next(part for part in range(PARTS) if place < (part + 1) * large.size // PARTS)]
+    assert all(_digest([large, small * 2], part) != parts[part] for part in range(PARTS))
+    assert _digest([large[::-1], small], None) != whole
+    assert _digest([small, large], None) != whole
