@@ -24,6 +24,9 @@ from mlx_parallm.engine.cache.sharing import CLASS_STEP, FIRST_ANSWER, PromptRow
 from mlx_parallm.models.attention import RoutedKeys, route_attention
 from mlx_parallm.models.mlx_lm_api import KVCache, make_prompt_cache
 
+MOST_ROOM = 1.25  # rows that a pool has room for, for each one in it; above that it shrinks
+SPARE_ROWS = 8  # besides, where rows are short and come and go often
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPart:
@@ -345,7 +348,7 @@ class TokenCache:
         arrays = [] if source is None else source.read([row.slot for row in rows], 0, source.size)
         if source is not None:
             mx.eval(arrays)
-            source.remove(rows)
+            _remove(source, rows)
         first = len(target.rows)
         target.add(rows)
         if len(target.rows) > target.capacity:
@@ -362,9 +365,7 @@ class TokenCache:
         for of_pool in leaving.values():
             pool = of_pool[0].pool
             assert pool is not None
-            pool.remove(of_pool)
-            if pool.size > CLASS_STEP and 4 * len(pool.rows) < 3 * pool.capacity:
-                pool.resize(len(pool.rows), pool.size)
+            _remove(pool, of_pool)
         self._drop_empty_pools()
 
     def _drop_empty_pools(self, *, all_of_them: bool = False) -> None:
@@ -424,6 +425,14 @@ class TokenCache:
             if index is not None:
                 arrays = [mx.take(array, index, axis=0) for array in arrays]
             first.pool.write(layer, first.slot, arrays)
+
+
+def _remove(pool: Pool, rows: SequenceOf[Row]) -> None:
+    """Takes rows out of their pool, and gives back the room that those left do not need."""
+    pool.remove(rows)
+    spare = SPARE_ROWS if pool.size <= CLASS_STEP else 0
+    if pool.capacity > MOST_ROOM * len(pool.rows) + spare:
+        pool.resize(len(pool.rows) + spare // 2, pool.size)
 
 
 def keeps_all_positions(model: nn.Module) -> bool:

@@ -11,7 +11,14 @@ from mlx_parallm.engine.cache import tokens
 from mlx_parallm.engine.cache.batch import BatchCache, choose_cache, why_not_by_tokens
 from mlx_parallm.engine.cache.merge import LOG2_E, attend_partly, finish, merge
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
-from mlx_parallm.engine.cache.sharing import referenced, size_class, worth_a_segment
+from mlx_parallm.engine.cache.sharing import (
+    CLASS_STEP,
+    FIRST_ANSWER,
+    PromptRows,
+    referenced,
+    size_class,
+    worth_a_segment,
+)
 from mlx_parallm.engine.cache.tokens import TokenCache
 from mlx_parallm.models import cpu_kernels
 from tests.engine.helpers import (
@@ -204,27 +211,108 @@ def test_a_group_holds_its_prompt_once_and_a_second_group_takes_it_from_the_pref
 
 
 def test_memory_and_reading_follow_the_tokens_held():
-    """Rows of 20 to 1,500 own tokens: at most 1.3 times that is allocated, 1.5 times read, and a step of 128 a row."""
-    slots = TokenCache(qwen3_model(), 64, 2048)
-    generator = random.Random(0)
-    token = slots.token_bytes()
-    cached = [generator.randint(20, 1500) for _ in range(24)]
-    for _ in range(40):
+    """Requests of 5 to 2,000 tokens come, alone and in groups, and end at random. At each step at most 1.3 times the
+    tokens held are allocated and 1.5 times are read, and a class step a row; the smallest classes keep a few rows."""
+    slots = TokenCache(qwen3_model(), 64, 4096)
+    generator, token = random.Random(0), slots.token_bytes()
+    spare = 8 * (2 * CLASS_STEP + FIRST_ANSWER)  # with segments and without; FIRST_ANSWER
+    cached: list[int] = []
+    widest, shared = 0, 0
+    for step in range(150):
+        for _ in range(generator.choice([0, 0, 1, 3])):
+            prompt, count = round(5 * 400 ** generator.random()), generator.choice([1, 1, 1, 2, 8])
+            if len(cached) + count <= 64:
+                _admit(slots, cached, prompt, count)
+        gone = generator.sample(range(len(cached)), min(len(cached), generator.choice([0, 0, 1, 4])))
+        if step % 50 == 48:  # many of one length
+            _end(slots, cached, list(range(len(cached))))
+            for _ in range(60):
+                _admit(slots, cached, (20, 600, 200)[step // 50], 1)
+            gone = []
+        elif step % 50 == 49:  # and two of three end
+            gone = list(range(20, len(cached)))
+        _end(slots, cached, gone)
+        if not cached:
+            continue
         slots.begin_step(cached)
-        keys = mx.zeros((len(cached), 2, 1, 16))
         for layer in slots.layers:
-            layer.update_and_fetch(keys, keys)
-        held = sum(cached) + len(cached)
-        assert slots.nbytes <= (1.3 * held + 128 * len(cached)) * token
-        assert sum(len(pool.rows) * pool.span for pool in slots.step_pools) <= 1.5 * held + 128 * len(cached)
-        slots.check_integrity([count + 1 for count in cached])
+            layer.update_and_fetch(*[mx.zeros((len(cached), 2, 1, 16))] * 2)
         cached = [count + 1 for count in cached]
-        if generator.random() < 0.3:  # a row ends, the last one takes its place, and a new one comes
-            row = generator.randrange(len(cached) - 1)
-            slots.move_rows([len(cached) - 1], [row], 0)
-            slots.truncate(len(cached) - 1)
-            cached[row] = cached.pop()
-            cached.append(generator.randint(20, 1500))
+        slots.check_integrity(cached)
+        segments = sum(len(segment.tokens) for segment in slots._segments())
+        held = sum(count - row.offset for count, row in zip(cached, slots._rows, strict=True)) + segments
+        assert slots.nbytes <= (1.3 * held + CLASS_STEP * len(cached) + spare) * token
+        read = sum(len(pool.rows) * pool.span for pool in slots.step_pools)
+        read += sum(part.factors[0][1].shape[1] for level in slots.levels for part in level.parts)
+        assert read <= 1.5 * held + CLASS_STEP * len(cached)
+        widest, shared = max(widest, len(slots.step_pools)), max(shared, slots.saved_positions)
+    assert widest >= 8 and shared > 3000
+    _end(slots, cached, list(range(len(cached))))
+    assert slots.nbytes <= spare * token
+
+
+def _admit(slots, cached, length, count):
+    segment = PrefixChunk(Segment(None, 0, tuple(range(length))), length)
+    prompt = PromptRows(0, count, length, (segment,) if worth_a_segment(length, count) else ())
+    first = len(cached)
+    cached += [length] * count
+    slots.place([prompt], first)
+    slots.reserve(cached)
+    caches = slots.new_prefill(length)
+    for cache in caches:
+        cache.update_and_fetch(*[mx.zeros((1, 2, length, 16))] * 2)
+    slots.write_prefixes(caches, [prompt], first)
+
+
+def _end(slots, cached, rows):
+    """As the scheduler does: the last rows take the places of those that end."""
+    left = len(cached) - len(rows)
+    sources = [row for row in range(left, len(cached)) if row not in rows]
+    targets = sorted(row for row in rows if row < left)
+    if targets:
+        slots.move_rows(sources, targets, 0)
+    for source, target in zip(sources, targets, strict=True):
+        cached[target] = cached[source]
+    del cached[left:]
+    slots.truncate(left)
+
+
+def float64(array):
+    return np.array(array.astype(mx.float32), np.float64)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_merged_attention_is_exact_within_its_type(dtype):
+    """Six rows with own keys and a segment, of scores up to 60: an output is wrong by its own rounding and that of the
+    weights, which are rounded as values are. float64 of the rounded inputs is the truth."""
+    slots = TokenCache(qwen3_model(), 8, 2048)
+    slots.place([PromptRows(0, 6, 900, (chunk := PrefixChunk(Segment(None, 0, tuple(range(900))), 900),))], 0)
+    numbers = iter(range(100))
+
+    def made(*shape, scale=1.0):
+        return (scale * mx.random.normal(shape, key=mx.random.key(next(numbers)))).astype(dtype)
+
+    chunk.segment.arrays = [made(1, 2, 900, 16) for _ in slots.layers for _ in range(2)]
+    layer, own = slots.layers[0], []
+    for step in range(3):
+        slots.begin_step([900 + step] * 6)
+        own.append((made(6, 2, 1, 16), made(6, 2, 1, 16)))
+        layer.update_and_fetch(*own[-1])
+    queries = made(6, 4, 1, 16, scale=12.0)
+    found = layer.attend(queries, 0.25)
+    assert found.dtype == dtype
+    exact = [float64(array) for array in (queries, *chunk.segment.arrays[:2])]
+    steps = [(float64(keys), float64(values)) for keys, values in own]
+    for row in range(6):
+        for head in range(4):
+            of = (row, head // 2)
+            keys = np.concatenate([exact[1][0, head // 2], *(keys[of] for keys, _ in steps)])
+            values = np.concatenate([exact[2][0, head // 2], *(values[of] for _, values in steps)])
+            scores = 0.25 * keys @ exact[0][row, head, 0]
+            weights = np.exp(scores - scores.max())
+            wanted = weights @ values / weights.sum()
+            bound = 4 * {mx.float32: 2.0**-19, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}[dtype]
+            np.testing.assert_allclose(float64(found)[row, head, 0], wanted, atol=bound)
 
 
 def test_bounds_count_a_shared_prompt_once():
