@@ -1,7 +1,8 @@
 """What long and shared texts cost beside short ones: the tables of docs/benchmarks/kv.md.
 
     .venv/bin/python -m scripts.bench.kv engine      # step times and bytes of the engine alone, about 3 minutes
-    .venv/bin/python -m scripts.bench.kv mixed       # the same with 32 rows of 50 to 8,000 tokens
+    .venv/bin/python -m scripts.bench.kv layouts     # short prompts by tokens and in the rectangle, in turns
+    .venv/bin/python -m scripts.bench.kv mixed       # the same as engine with 32 rows of 50 to 8,000 tokens
     .venv/bin/python -m scripts.bench.kv servers     # against mlx_lm.server (setup_peers), about 10 minutes
     .venv/bin/python -m scripts.bench.kv bits        # server.kv_bits: step times and bytes, about 3 minutes
     .venv/bin/python -m scripts.bench.kv distance --model DIRECTORY    # server.kv_bits: KL, any model, 1 to 3 minutes
@@ -144,6 +145,45 @@ def mixed_table(directory: Path, rounds: int, console: Console, layout: str) -> 
         console.print(f"32 rows of 50 to 8,000 tokens: { ({key: round(value, 2) for key, value in result.items()}) }")
 
 
+def layout_table(directory: Path, rounds: int, console: Console, _: str) -> None:
+    """Steps of 8 and of 32 short rows, rectangle ÷ by tokens: wall and processor time, the one first and the other."""
+    engines = {layout: make_engine(directory, layout) for layout in ("rectangle", "auto")}
+    for rows in (8, 32):
+        for engine in engines.values():
+            begin_short_rows(engine, rows, STEPS * 2 * (rounds + 1) + 20)
+        for order in (list(engines), list(engines)[::-1]):
+            spent = [{layout: step_times(engines[layout]) for layout in order} for _ in range(rounds + 1)][1:]
+            wall, processor = (
+                statistics.median(times["rectangle"][kind] / times["auto"][kind] for times in spent) for kind in (0, 1)
+            )
+            console.print(f"{rows} rows, {order[0]} first: rectangle ÷ by tokens {wall:.3f}, processor {processor:.3f}")
+        for engine in engines.values():
+            for i in range(rows):
+                engine.abort(f"r{i}")
+            while engine.has_work:
+                engine.step()
+            engine.release_memory()
+
+
+def begin_short_rows(engine: Engine, rows: int, max_tokens: int) -> None:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
+    for i, prompt in enumerate(bench_prompts(rows, SHORT, rows)):
+        engine.add(Request(f"r{i}", tuple(prompt), params))
+    while len(engine.scheduler.rows) < rows:
+        engine.step()
+
+
+def step_times(engine: Engine) -> tuple[float, float]:
+    """Median wall and processor time of STEPS steps."""
+    found = []
+    for _ in range(STEPS):
+        started, begun = time.perf_counter(), time.process_time()
+        engine.step()
+        found.append((time.perf_counter() - started, time.process_time() - begun))
+    wall, processor = zip(*found, strict=True)
+    return statistics.median(wall), statistics.median(processor)
+
+
 def engine_table(directory: Path, rounds: int, console: Console, layout: str) -> None:
     engine = make_engine(directory, layout)
     cases = ("short", "short beside long", "group, short", "group, long", "one, long")
@@ -281,7 +321,7 @@ def server_table(directory: Path, rounds: int, console: Console, layout: str) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("engine", "mixed", "servers", "bits", "distance"))
+    parser.add_argument("table", choices=("engine", "layouts", "mixed", "servers", "bits", "distance"))
     parser.add_argument("--model", default="builtin:tiny", help="of `distance`: what model.base_path takes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layout", choices=("auto", "rectangle"), default="auto", help="server.kv_layout")
@@ -294,7 +334,7 @@ def main() -> None:
         path = save_bench_model(Path(directory) / "model", endless=True, max_position_embeddings=CONTEXT)
         if arguments.table == "bits":
             return bits_table(path, arguments.rounds, console)
-        tables = {"engine": engine_table, "mixed": mixed_table, "servers": server_table}
+        tables = {"engine": engine_table, "layouts": layout_table, "mixed": mixed_table, "servers": server_table}
         tables[arguments.table](path, arguments.rounds, console, arguments.layout)
 
 
