@@ -6,6 +6,8 @@ the online softmax of Milakov and Gimelshein 2018 (arXiv 1805.02867). For two pa
     o = o₁ · exp(m₁ - m) + o₂ · exp(m₂ - m), l alike, and the attention is o / l.
 
 Scores are in units of log 2, so that exp is 2^x: the factor of the products is scale · log₂ e.
+
+Scores, maxima and sums are float32 whatever the type of keys and values; weights are rounded to that of the values.
 """
 
 from typing import NamedTuple, cast
