@@ -8,7 +8,9 @@ import mlx_parallm  # noqa: F401  before any test imports MLX: it puts the fast 
 # isort: on
 
 import atexit
+import functools
 import os
+import ssl
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +47,8 @@ _CACHE = tempfile.TemporaryDirectory(prefix="mlx_parallm_tests_")
 atexit.register(_CACHE.cleanup)
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 configure_logging(level="error")
+# Each HTTP client reads all certificates of this machine (20 to 40 ms), though no test uses TLS: once will do.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

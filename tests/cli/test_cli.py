@@ -1,10 +1,12 @@
 """The commands: quick help without MLX, errors of one line, and what reaches the daemon."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +36,25 @@ def record(config, adapters=None, *, resume=None, pages=(), page=None):
 
 sys.modules["mlx_parallm.daemon"] = daemon = types.ModuleType("mlx_parallm.daemon")
 daemon.run_training = daemon.run_server = record
-sys.exit(getattr(cli, sys.argv[1])(sys.argv[2:]))
+sys.exit(sum(getattr(cli, sys.argv[1])(arguments) for arguments in json.loads(sys.argv[2])))
 """
 
 
 def call(command: str, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> dict[str, Any]:
-    program = [sys.executable, "-c", RECORDER, command, *arguments]
+    [given] = calls(command, arguments, cwd=cwd, env=env)
+    return given
+
+
+def calls(
+    command: str, *arguments: Sequence[str], cwd: Path, env: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """Run the command once with each of these arguments, one after the other in one process."""
+    program = [sys.executable, "-c", RECORDER, command, json.dumps(arguments)]
+    if env is None:
+        env = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}  # of a test before
     result = subprocess.run(program, capture_output=True, text=True, cwd=cwd, env=env, check=False)
-    assert result.returncode == 7, result.stderr
-    return json.loads(result.stdout)
+    assert result.returncode == 7 * len(arguments), result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def config_file(tmp_path: Path, text: str = "") -> str:
@@ -184,8 +196,9 @@ def test_train_resume_takes_the_saved_configuration_of_run_and_step(tmp_path: Pa
     step.mkdir(parents=True)
     (tmp_path / "run" / "latest").symlink_to("step_000005")
     (tmp_path / "run" / "config.toml").write_text('[rl_training]\nrun_name = "run"\ntotal_steps = 11\n')
-    for directory in (tmp_path / "run", step, tmp_path / "run" / "latest"):
-        given = call("train", "--resume", str(directory), "--set", "rl_training.seed=4", cwd=tmp_path)
+    directories = (tmp_path / "run", step, tmp_path / "run" / "latest")
+    each = (["--resume", str(directory), "--set", "rl_training.seed=4"] for directory in directories)
+    for directory, given in zip(directories, calls("train", *each, cwd=tmp_path), strict=True):
         training = given["config"]["rl_training"]
         assert (training["total_steps"], training["seed"], given["resume"]) == (11, 4, str(directory))
 
