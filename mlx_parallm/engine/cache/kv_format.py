@@ -33,7 +33,8 @@ class Packed:
             return self._product_of_unpacked(x.astype(mx.float32))
         words, scales, biases = self.arrays
         size, bits = self.format.group_size, self.format.bits
-        return mx.quantized_matmul(x.astype(scales.dtype), words, scales, biases, self.is_keys, size, bits)
+        x = x.astype(mx.float32 if self.is_keys else scales.dtype)  # a score in bfloat16 is rounded too far: merge.py
+        return mx.quantized_matmul(x, words, scales, biases, self.is_keys, size, bits)
 
     def _product_of_unpacked(self, x: mx.array) -> mx.array:
         """Two numbers of four bits lie in one byte: the even and the odd columns are two factors."""
