@@ -1,7 +1,8 @@
-"""The benchmarks' peers: their virtual environments, mlx_lm.server as a process, and which BLAS one really has."""
+"""The benchmarks' peers: their virtual environments, their servers as processes, and which BLAS one really has."""
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,15 @@ def mlx_lm_server(model: Path, blas: str, flags: Sequence[str] = FLAGS) -> Itera
         url, process = running
         loaded = "mkl" if "libmkl_rt" in Path(f"/proc/{process.pid}/maps").read_text() else "reference"
         assert loaded == blas, f"the peer runs on {loaded}"
+        yield url
+
+
+@contextmanager
+def llama_server(file: Path, parallel: int, context: int) -> Iterator[str]:
+    """Serves a GGUF file by llama.cpp while the block runs; gives its URL. `context`: positions of each sequence."""
+    own = [sys.executable, ROOT / "scripts/bench/llama_server.py", file]
+    options = ["--parallel", str(parallel), "--context", str(context)]
+    with server_process(lambda port: [*own, *options, "--port", str(port)]) as (url, _):
         yield url
 
 

@@ -34,6 +34,9 @@ import mlx.core as mx
 
 from mlx_parallm.config.load import parse_config
 from mlx_parallm.daemon import Serving
+from mlx_parallm.export.gguf_file import write_model
+from mlx_parallm.export.model import ModelSource, open_model
+from mlx_parallm.export.vocabulary import read_vocabulary
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.loading import LoadedModel, load_model
 from mlx_parallm.models.lora import linear_layers, linear_shape
@@ -74,6 +77,7 @@ CASES = (
     Case("64 clients", "mlx_lm.server", 64, 1.35, requests=1),
     Case("groups of 16, 400-token prompt", "mlx_lm.server", 16, 1.4, prompt=400, group=16),
     Case("8 clients", "mlx_lm.server, reference BLAS", 8, 8.0, requests=1),
+    *(Case(f"{clients} client{'s'[: clients - 1]}", "llama.cpp", clients, 1.0) for clients in (1, 8, 32)),
     Case("1 adapter, 32 clients", "no adapter", 32, 0.93, models=ADAPTERS[:1]),
     Case("8 adapters, 32 clients", "no adapter", 32, 0.83, models=ADAPTERS),
 )
@@ -95,11 +99,11 @@ class Bench:
         models = case.models if contender == "ours" else ("default",)
         if contender.startswith("mlx_lm.server"):
             models = (str(self._directory),)
+        common: dict[str, Any] = {"max_tokens": OUTPUT, "temperature": 1.0}
+        if contender == "llama.cpp":  # by default it draws from 40 tokens at most
+            common |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True}
         bodies = [
-            [
-                {"model": models[client % len(models)], "prompt": prompt, "max_tokens": OUTPUT, "temperature": 1.0}
-                for prompt in texts
-            ]
+            [common | {"model": models[client % len(models)], "prompt": prompt} for prompt in texts]
             for client, texts in enumerate(zip(*self._turns(case, turn), strict=True))
         ]
         return send(self.url(contender), bodies)
@@ -109,6 +113,8 @@ class Bench:
             if contender.startswith("mlx_lm.server"):
                 blas = "reference" if contender.endswith("reference BLAS") else "mkl"
                 server = peers.mlx_lm_server(self._directory, blas, self._peer_flags)
+            elif contender == "llama.cpp":
+                server = peers.llama_server(self._gguf(), parallel=32, context=256)
             else:
                 server = our_server(self._directory)
             url = self._stack.enter_context(server)
@@ -116,6 +122,14 @@ class Bench:
             if contender in ("ours", "no adapter"):
                 self._urls |= {"ours": url, "no adapter": url}
         return self._urls[contender]
+
+    def _gguf(self) -> Path:
+        """The same weights as float32. Its end of text is a token of the model, as the file must have one."""
+        directory = save_bench_model(self._directory / "gguf")
+        opened = open_model(ModelSource(str(directory)))
+        vocabulary = read_vocabulary(opened.tokenizer, opened.config, opened.path)
+        write_model(directory / "model.gguf", opened, vocabulary, "f32")
+        return directory / "model.gguf"
 
     def _turns(self, case: Case, turn: int) -> list[list[str]]:
         return [case.prompts(turn * case.requests + request) for request in range(case.requests)]
