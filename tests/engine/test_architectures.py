@@ -92,6 +92,15 @@ BATCHED: dict[str, dict[str, Any]] = {
         "n_positions": 2048,
         "layer_norm_epsilon": 1e-5,
     },
+    "openelm": {  # heads by layer
+        "num_transformer_layers": 3,
+        "model_dim": 64,
+        "head_dim": 32,
+        "num_query_heads": [12, 12, 16],
+        "num_kv_heads": [3, 3, 4],
+        "ffn_multipliers": [1.0, 1.0, 1.0],
+        "ffn_dim_divisor": 16,
+    },
     "deepseek_v3": LATENT,
     # two caches a layer
     "deepseek_v32": LATENT | {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 16},
@@ -188,7 +197,7 @@ ROW_BY_ROW: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 FAST = ("qwen3_moe", "gpt2", "gemma3_text", "mamba2", "dynamic")
-BY_TOKENS = ("qwen2", "sliding_llama", "gemma", "phi3", "qwen3_moe", "mixtral", "yarn", "gpt2")
+BY_TOKENS = ("qwen2", "sliding_llama", "gemma", "phi3", "qwen3_moe", "mixtral", "yarn", "gpt2", "openelm")
 KINDS = ("gemma3_text", "falcon_h1", "dynamic")  # a window, states beside attention, row by row
 
 

@@ -24,12 +24,19 @@ class Packed:
     format: "KVFormat"
     is_keys: bool
 
+    @property
+    def dtype(self) -> mx.Dtype:
+        """What was quantised."""
+        return self.arrays[1].dtype
+
     def product(self, x: mx.array) -> mx.array:
         """x [..., rows, D] times the transposed keys [..., D, T], or x [..., rows, T] times the values [..., T, D].
 
-        On a CPU float32: unpacking for the moment and a BLAS product is faster there.
+        On a CPU float32: unpacking for the moment and a BLAS product is faster there. Of half precision it is always
+        taken: MLX's product on a CPU would add up all T positions in half precision.
         """
-        if on_cpu() and (self.is_keys or x.shape[-2] >= UNPACKED_FROM):
+        unpacks = self.is_keys or x.shape[-2] >= UNPACKED_FROM or self.dtype != mx.float32
+        if on_cpu() and unpacks:
             return self._product_of_unpacked(x.astype(mx.float32))
         words, scales, biases = self.arrays
         size, bits = self.format.group_size, self.format.bits

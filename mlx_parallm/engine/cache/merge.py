@@ -51,8 +51,15 @@ def attend_partly(
     weights = exp2_minus(scores, top)
     # MLX adds the numbers of many rows one by one; a product with ones is 8 times as fast, and more exact.
     total = weights @ mx.ones((weights.shape[-1], 1)) if weights.shape[-2] > 1 else weights.sum(axis=-1, keepdims=True)
-    weighted = values.product(weights) if isinstance(values, Packed) else weights.astype(values.dtype) @ values
-    return Partial(weighted.astype(mx.float32), top, total)
+    if values.dtype == mx.float32:
+        return Partial(_times(weights, values), top, total)
+    # Undivided, the product with values would leave the range of float16, which ends at 65,504.
+    weighted = _times((weights / total).astype(values.dtype), values).astype(mx.float32) * total
+    return Partial(weighted, top, total)
+
+
+def _times(weights: mx.array, values: Factor) -> mx.array:
+    return values.product(weights) if isinstance(values, Packed) else weights @ values
 
 
 def join(parts: list[Partial]) -> Partial:

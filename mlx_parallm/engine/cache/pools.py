@@ -50,10 +50,9 @@ class Pool:
     def stop(self) -> int:
         return self.start + len(self.rows)
 
-    @property
-    def heads(self) -> int:
-        """H: heads of keys and values."""
-        return int(self.layers[0][0].shape[1])
+    def heads(self, layer: int) -> int:
+        """H of a layer: heads of keys and values."""
+        return int(self.layers[layer][0].shape[1])
 
     @property
     def state(self) -> list[mx.array]:

@@ -90,7 +90,7 @@ class TokenLayer(RoutedKeys):
             keys, values = pool.read_step(self._layer)
             return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=pool.mask)
         count, heads, _, width = queries.shape
-        grouped = queries.reshape(count, pool.heads, -1, 1, width)
+        grouped = queries.reshape(count, pool.heads(self._layer), -1, 1, width)
         return finish(self._own(pool, grouped, scale * LOG2_E)).astype(queries.dtype).reshape(count, heads, 1, -1)
 
     def _own(self, pool: Pool, grouped: mx.array, factor: float) -> Partial:
@@ -112,7 +112,7 @@ class TokenLayer(RoutedKeys):
         for pool in self._cache.step_pools:
             if pool.shares:
                 if not own:
-                    grouped = queries.reshape(count, pool.heads, -1, 1, width)
+                    grouped = queries.reshape(count, pool.heads(self._layer), -1, 1, width)
                 own.append(self._own(pool, grouped[pool.start - first : pool.stop - first], factor))
         state = join(own)
         for level in self._cache.levels:

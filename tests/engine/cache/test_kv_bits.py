@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.engine.cache.kv_format import KVFormat
+from mlx_parallm.engine.cache.merge import LOG2_E, attend_partly, finish
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import PromptRows
 from mlx_parallm.engine.cache.tokens import TokenCache
@@ -172,6 +173,24 @@ def test_the_product_of_other_devices_gives_the_same(small, bits, dtype, error, 
     assert max(texts.step() for _ in range(2)) < error
 
 
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_half_precision_over_2000_positions_is_exact_and_finite(bits, dtype):
+    """2,000 values around 40 add up to more than float16 holds, and to nothing good in bfloat16."""
+    kv_format, shape = KVFormat(bits, 64), (1, 2, 2000, 64)
+    keys, values, queries = (mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i in range(3))
+    arrays, queries = kv_format.pack(keys / 10, values + 40), queries[:, :, :2]
+    found = finish(attend_partly(queries, *kv_format.factors(arrays), None, LOG2_E / 8))
+    held = [np.array(array.astype(mx.float32), np.float64) for array in kv_format.unpack(arrays)]
+    wanted = attention(queries[0], held[0][0], held[1][0], 1 / 8)
+    np.testing.assert_allclose(np.array(found)[0], wanted, rtol=1e-2)
+    # 64 · 40 · 40 is more than float16 holds; an eighth of it is not.
+    even = attend_partly(
+        mx.full(queries.shape, 40, dtype), *KVFormat().factors([mx.full(shape, 40, dtype)] * 2), None, 0.1
+    )
+    assert finish(even).min().item() == pytest.approx(40, rel=1e-2)
+
+
 def mlx_lm_greedy(model, prompt, max_tokens, bits, group):
     """mlx-lm's model over its QuantizedKVCache: the prompt but for its last token is computed, then quantised."""
     caches = make_prompt_cache(model)
@@ -201,6 +220,21 @@ def test_the_engine_equals_mlx_lms_quantised_cache_token_by_token(small, bits, a
             assert list(choice.token_ids) == wanted
         full += wanted == list(run(serve(model_of_width()).engine, [requests[i]])[f"r{i}"].completions[0].token_ids)
     assert full < len(prompts) or bits == 8, "four bits change an answer"
+
+
+def test_layers_may_have_different_heads(small):
+    served = quantised(model_of("openelm"), 8)
+    [prompt] = ragged_prompts(1, shortest=40, longest=40)
+    found = run(
+        served.engine,
+        [
+            request("r", prompt, n=2, temperature=0.0, max_tokens=6),
+            request("s", [7], n=1, temperature=0.0, max_tokens=6),
+        ],
+    )
+    for name, tokens in (("r", prompt), ("s", [7])):
+        wanted = mlx_lm_greedy(served.plain, tokens, 6, 8, 32)
+        assert all(list(choice.token_ids) == wanted for choice in found[name].completions)
 
 
 def test_memory_is_what_the_bits_need():
