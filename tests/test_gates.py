@@ -21,10 +21,10 @@ TINY_MODULE_LINES = 80
 # A ratchet: the size of each package. Lower it after a deletion; a commit that raises it says why.
 LINES: dict[str, int] = {
     "(root)": 1440,
-    "cli": 1620,
+    "cli": 1640,
     "config": 2_260,
     "dashboard": 1380,
-    "distributed": 1550,
+    "distributed": 1720,
     "engine": 5620,
     "environments": 5040,
     "execution": 2650,

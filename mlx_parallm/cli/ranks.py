@@ -26,6 +26,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from mlx_parallm.cli.supervisor import REASONS, newest_checkpoint, resume_again, same_run, signals_to_pass_on
 from mlx_parallm.config.load import Config
 from mlx_parallm.errors import ConfigError, RankLostError
@@ -138,12 +140,21 @@ class LocalRanks:
                 except queue.Empty:
                     late = [rank for rank in range(self._count) if rank not in codes]
                     log.warning("waiting: other ranks have ended, these have not", ranks=late)
+                    self._kill_stopped(late)
                     continue
                 if code and not any(codes.values()) and not self._stopping.is_set():
                     self._send(signal.SIGTERM)
                 codes[rank] = code
         self._children.clear()
         return [codes[rank] for rank in range(self._count)]
+
+    def _kill_stopped(self, ranks: Sequence[int]) -> None:
+        """A process that is stopped (SIGSTOP) takes no other signal, and would be waited for for ever."""
+        for rank in ranks:
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                if psutil.Process(self._children[rank].pid).status() == psutil.STATUS_STOPPED:
+                    log.error("killed: it is stopped (SIGSTOP), and the others have ended", rank=rank)
+                    self._children[rank].kill()
 
     def _start(
         self,

@@ -10,12 +10,13 @@ policy that is kept there (`policy@N`).
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import TimeoutError as WaitedTooLong
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from mlx_parallm.distributed.requests import (
+    IDLE_WAIT_S,
     AwaitIdle,
     Order,
     PauseAdmission,
@@ -31,6 +32,7 @@ from mlx_parallm.types import EngineStats, Request
 PIECE = 64  # tokens: shorter prompts are computed again sooner than they are looked for
 CHOICE_TOKENS = 256  # a running choice more costs as much as this many prompt tokens that must be computed
 MOST_PIECES = 1 << 16
+ANSWER_S = 1.0  # for the answer to an order, besides what it takes
 ADDED = (
     *("steps", "running", "waiting", "prompt_tokens", "prefill_tokens", "generation_tokens"),
     *("requests_finished", "requests_failed", "requests_aborted"),
@@ -44,12 +46,13 @@ class BalancedClient(EngineClient):
     Args:
         local: rank 0's engine.
         connections: to ranks 1, 2, …, for their requests.
+        keeps_prompts: the engines have a prefix cache.
     """
 
-    def __init__(self, local: EngineClient, connections: Sequence[Connection]) -> None:
+    def __init__(self, local: EngineClient, connections: Sequence[Connection], *, keeps_prompts: bool) -> None:
         super().__init__(local.queue, local.stats)
         self._others = [RankEngine(each, rank, self._give_back) for rank, each in enumerate(connections, 1)]
-        self._prompts = PromptRanks()
+        self._prompts = PromptRanks() if keeps_prompts else None
 
     @property
     def engines(self) -> int:
@@ -62,7 +65,7 @@ class BalancedClient(EngineClient):
             rank = self._choose(request, taken)
             taken[rank] += request.params.n
             shares[rank] = (*shares.get(rank, ()), (request, mailbox))
-        for rank, share in shares.items():
+        for rank, share in sorted(shares.items()):  # rank 0 first: when it refuses, no other has its share
             if rank:
                 self._others[rank - 1].hand_in(share)
             else:
@@ -75,21 +78,30 @@ class BalancedClient(EngineClient):
                 loads[engine.rank] = engine.unfinished + taken[engine.rank]
         if len(loads) == 1:
             return 0
-        held = self._prompts.held(request)
+        if self._prompts is None:
+            return min(loads, key=lambda rank: (loads[rank], rank))
+        version = next((model.policy_version for model in self.models() if model.adapter == request.adapter), 0)
+        beginnings = _beginnings(request, version)
+        held = self._prompts.held(beginnings)
         rank = min(loads, key=lambda rank: (loads[rank] * CHOICE_TOKENS - held[rank], rank))
-        self._prompts.add(request, rank)
+        self._prompts.add(beginnings, rank)
         return rank
 
-    def _give_back(self, letters: Letters) -> None:
+    def _give_back(self, engine: RankEngine, letters: Letters) -> None:
         for request, mailbox in letters:
-            with suppress(RuntimeError):  # its loop has ended: no caller waits there any more
-                mailbox.loop.call_soon_threadsafe(self._run_here, request, mailbox)
+            try:
+                mailbox.loop.call_soon_threadsafe(self._run_here, engine, request, mailbox)
+            except RuntimeError:  # its loop has ended: no caller waits there any more
+                engine.released(request.request_id)
 
-    def _run_here(self, request: Request, mailbox: Mailbox) -> None:
+    def _run_here(self, engine: RankEngine, request: Request, mailbox: Mailbox) -> None:
+        aborted = engine.released(request.request_id)
         if mailbox.result.done():  # the caller has gone meanwhile
             return
         try:
             super().hand_in(((request, mailbox),))
+            if aborted:  # before its first step
+                super().abort(request.request_id)
         except EngineUnavailableError as error:
             mailbox.deliver(Failed(mailbox.request_id, error))
 
@@ -106,15 +118,20 @@ class BalancedClient(EngineClient):
         return self._everywhere(super().resume_admission(holder), ResumeAdmission(holder))
 
     def reset_prefix_cache(self) -> "Future[Any]":
+        if self._prompts is not None:
+            self._prompts.clear()
         return self._everywhere(super().reset_prefix_cache(), ResetPrefixCache())
 
     def _everywhere(self, here: "Future[Any]", order: Order) -> "Future[Any]":
         return all_done([here, *(engine.carry_out(order) for engine in self._others)])
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
-        """Waits as `EngineClient` does; False too when another rank was not idle for IDLE_WAIT_S."""
+        """Waits as `EngineClient` does; False too when another rank was not idle for IDLE_WAIT_S, or is silent."""
         others = [engine.carry_out(AwaitIdle()) for engine in self._others]
-        return super().wait_idle(timeout_s) and all(each.result() for each in others)
+        try:
+            return super().wait_idle(timeout_s) and all(each.result(IDLE_WAIT_S + ANSWER_S) for each in others)
+        except WaitedTooLong:
+            return False
 
     def stats(self) -> EngineStats:
         """Returns rank 0's, with the sums over all ranks where a number can be added."""
@@ -131,28 +148,32 @@ class PromptRanks:
     def __init__(self) -> None:
         self._ranks: OrderedDict[int, frozenset[int]] = OrderedDict()  # by the hash of a beginning; the newest last
 
-    def held(self, request: Request) -> Counter[int]:
-        """Returns how many tokens of the prompt each rank has read, under the same adapter and salt."""
+    def held(self, beginnings: Sequence[int]) -> Counter[int]:
+        """Returns how many tokens of the prompt each rank has read."""
         held: Counter[int] = Counter()
-        for number, key in enumerate(_beginnings(request), 1):
+        for number, key in enumerate(beginnings, 1):
             ranks = self._ranks.get(key)
             if not ranks:
                 break
             held.update(dict.fromkeys((rank for rank in ranks if held[rank] == (number - 1) * PIECE), PIECE))
         return held
 
-    def add(self, request: Request, rank: int) -> None:
-        for key in _beginnings(request):
+    def add(self, beginnings: Sequence[int], rank: int) -> None:
+        for key in beginnings:
             self._ranks[key] = self._ranks.get(key, frozenset()) | {rank}
             self._ranks.move_to_end(key)
         while len(self._ranks) > MOST_PIECES:
             self._ranks.popitem(last=False)
 
+    def clear(self) -> None:
+        self._ranks.clear()
 
-def _beginnings(request: Request) -> list[int]:
-    """Hashes of the prompt's first PIECE tokens, of its first 2 PIECE tokens, …"""
+
+def _beginnings(request: Request, version: int) -> list[int]:
+    """Hashes of the prompt's first PIECE tokens, of its first 2 PIECE tokens, … as these weights and this salt read
+    them."""
     prompt, keys = request.prompt_token_ids, list[int]()
-    key = hash((request.adapter, request.cache_salt))
+    key = hash((request.adapter, version, request.cache_salt))
     for end in range(PIECE, len(prompt) + 1, PIECE):
         key = hash((key, prompt[end - PIECE : end]))
         keys.append(key)
@@ -160,12 +181,14 @@ def _beginnings(request: Request) -> list[int]:
 
 
 def summed(stats: Sequence[EngineStats]) -> EngineStats:
-    """Return the first, with the sums of all numbers that can be added."""
+    """Return the first, with the sums of all numbers that can be added, and the last step of the engine that has work
+    and has stood still for longest."""
     rows = [asdict(each) for each in stats]
     sums: dict[str, Any] = {name: sum(row[name] for row in rows) for name in ADDED}
     parts = rows[0]["step_seconds"]
     seconds = {part: sum(row["step_seconds"].get(part, 0.0) for row in rows) for part in parts}
-    return replace(stats[0], **sums, step_seconds=seconds)
+    last = min((each.last_step_time for each in stats if each.running or each.waiting), default=stats[0].last_step_time)
+    return replace(stats[0], **sums, step_seconds=seconds, last_step_time=last)
 
 
 def all_done(futures: Sequence["Future[Any]"]) -> "Future[Any]":

@@ -8,7 +8,7 @@ RankTask    a training step
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 
 from mlx_parallm.config.load import Config
 from mlx_parallm.distributed.fingerprint import model_fingerprint
@@ -28,7 +28,7 @@ from mlx_parallm.rl_training.factory import build_trainer
 from mlx_parallm.rl_training.sources import POLICY, policy_inference
 from mlx_parallm.rl_training.step.ranks import Ranks, RankTask
 from mlx_parallm.rl_training.train import END_S, PolicyServer, open_serving
-from mlx_parallm.rl_training.weight_updater import drained, publish
+from mlx_parallm.rl_training.weight_updater import publish
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.signals import EndLimit
 from mlx_parallm.weights import SharedWeights
@@ -125,10 +125,6 @@ class Follower:
         if self._weights is not None:
             self._serving.check()
 
-    def _served_tokens(self) -> int:
-        self._check()
-        return self._serving.client.stats().generation_tokens
-
     def end_soon(self, exit_code: int) -> None:
         """The run has ended, or this rank's part in it: what is left to do may not take long. Foreign threads may block
         the end of the process for ever, and the parent of `--ranks` waits for it. `exit_code`: if it takes longer."""
@@ -145,13 +141,8 @@ class Follower:
             self._closing.callback(ServedHere(self._ranks.requests[0], self._serving.client).close)
             self._play()
         else:
-            with self._drained():
-                publish(self._weights, self._trainer.policy, version, None)
+            publish(self._weights, self._trainer.policy, version, None)
         self._ranks.exchange("")
-
-    def _drained(self) -> AbstractContextManager[None]:
-        waits = self._config.rl_training.weight_updates.in_flight == "drain"
-        return drained(self._serving.client, self._stop.is_set) if waits else nullcontext()
 
     def _play(self) -> None:
         training, client, tokenizer = self._config.rl_training, self._serving.client, self._serving.tokenizer()
@@ -171,7 +162,7 @@ class Follower:
             self._sources,
             EpisodeRunner(policy),
             fixed_order=training.deterministic,
-            served_tokens=self._served_tokens,
+            check=self._check,
         )
 
         def close() -> None:

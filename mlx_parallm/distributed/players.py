@@ -75,13 +75,12 @@ class StopPlaying:
 
 @dataclass(frozen=True)
 class PlayedGroup:
-    """A group's result, as far as the store needs it. `served_tokens`: sampled by that rank's engine so far."""
+    """A group's result, as far as the store needs it."""
 
     group: RolloutGroup
     failure: str | None
     may_pass: bool
     times: Mapping[str, tuple[float, float]]
-    served_tokens: int
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,6 @@ class RankPlayer:
     error of the run: groups are delivered in order, so the others would wait for its groups for ever."""
 
     def __init__(self, connection: Connection, rank: int, on_results: OnResults, on_error: OnError) -> None:
-        self.served_tokens = 0
         self._connection, self._rank = connection, rank
         self._on_results, self._on_error = on_results, on_error
         self._lock = threading.Lock()  # guards sending, and what follows
@@ -149,7 +147,6 @@ class RankPlayer:
         if isinstance(message, Broken):
             self._fail(message.error)
             return
-        self.served_tokens = message.served_tokens
         with self._lock:
             plan = self._plans.pop(message.group.group_id)
         group = replace(message.group, metadata={**message.group.metadata, "rank": self._rank})
@@ -165,8 +162,8 @@ class PlayedHere:
     """On the other ranks: plays what rank 0 sends, until it says stop or the connection ends.
 
     Args:
-        served_tokens: sampled by this rank's engine so far. What it raises, as when the engine has died, ends the run:
-            groups that failed for that reason say nothing about their tasks.
+        check: called before results are sent. What it raises, as when the engine has died, ends the run: groups that
+            failed for that reason say nothing about their tasks.
     """
 
     def __init__(
@@ -176,9 +173,9 @@ class PlayedHere:
         runner: EpisodeRunner,
         *,
         fixed_order: bool,
-        served_tokens: Callable[[], int],
+        check: Callable[[], None],
     ) -> None:
-        self._connection, self._served_tokens = connection, served_tokens
+        self._connection, self._check = connection, check
         self._sources = {source.name: source for source in sources}
         self._lock = threading.Lock()  # guards sending
         self._player = LocalPlayer(
@@ -212,9 +209,9 @@ class PlayedHere:
             self._player.stop()
 
     def _send_results(self, results: Sequence[GroupResult]) -> None:
-        tokens = self._served_tokens()
+        self._check()
         for result in results:
-            self._send(PlayedGroup(result.group, result.failure, result.may_pass, result.times, tokens))
+            self._send(PlayedGroup(result.group, result.failure, result.may_pass, result.times))
 
     def _send(self, message: object) -> None:
         with self._lock, contextlib.suppress(OSError):  # rank 0 is gone: the main thread ends the process

@@ -11,7 +11,8 @@ arrays, or of a part of each, and where they differ (a resume, a rollback, other
 A collective in which a rank is missing may never end, and nothing can interrupt it: MLX 0.32.4's ring raises when a
 neighbour's process has died, but not when its machine has vanished. So collectives run in a thread of their own, and
 the thread that waits for one watches the connections. These are authenticated with a key that rank 0 hands out by the
-first collective.
+first collective. A process that is stopped keeps its connections; its pulse shows it (silence.py), and then the others
+end them.
 """
 
 import atexit
@@ -24,15 +25,17 @@ import queue
 import secrets
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,20 +49,22 @@ from mlx_parallm.config.load import Config
 from mlx_parallm.distributed.balance import BalancedClient
 from mlx_parallm.distributed.fingerprint import model_fingerprint
 from mlx_parallm.distributed.players import RankPlayer, hang_up
+from mlx_parallm.distributed.silence import LOOK_S, SILENT_LOOKS, Pulse
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.runner import MakePlayer, OnError, OnResults
 from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.models.threads import mlx_thread
 from mlx_parallm.rl_training.step.ranks import ALONE, HasArrays, Ranks, RankTask
-from mlx_parallm.system.hardware import launched_rank
+from mlx_parallm.system.hardware import launched_rank, prefix_cache_bytes
 from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.signals import SHUTDOWN_SIGNALS
 
 BUNDLE_ELEMENTS = 1 << 24  # 64 MiB of float32: numbers of one collective, unless one array alone is larger
 OFFER_BYTES = 4096
-PURPOSES = 3  # connections of each rank to rank 0
-CONNECT_S = 5.0  # to one address of rank 0
+PURPOSES = 4  # connections of each rank to rank 0
+CONNECT_S = 5.0  # to one address of rank 0, and for the handshake
+ACCEPT_S = 0.05  # between two looks whether all ranks are there
 JOIN_S = 120.0  # for all ranks to be connected
 WATCH_S = 0.2  # between two looks at the connections while a collective runs
 GRACE_S = 5.0  # for a collective to end after a rank has gone: the data may have come before that
@@ -142,11 +147,15 @@ class JoinedRanks(Ranks):
         self.rank, self.size = group.rank(), group.size()
         self._group, self._collectives = group, collectives
         self._players: list[RankPlayer] = []
-        self._samples, self._comparisons = False, 0
+        self._clients: EngineClient | None = None
+        self._samples = self._keeps_prompts = False
+        self._comparisons = 0
         self._then = "then start all ranks again with --resume auto"
         # Rank 0: to ranks 1, 2, …; others: to rank 0. For steps, for groups (players.py), for requests (requests.py).
-        self._connections, self.rollouts, self.requests = self._connect()
+        self._connections, self.rollouts, self.requests, pulses = self._connect()
         self._watched = [_watched(connection) for connection in self._connections]
+        self._silent: list[int] = []
+        self._pulses = [Pulse(connection, partial(self._give_up, place)) for place, connection in enumerate(pulses)]
         log.info("ranks joined", rank=self.rank, size=self.size)
 
     # ------------------------------------------------------------------ a run
@@ -166,6 +175,8 @@ class JoinedRanks(Ranks):
     def follow_settings(self, config: Config) -> None:
         """Take what rank 0's configuration says about the ranks."""
         self._samples = samples(config)
+        deterministic = config.rl_training.deterministic
+        self._keeps_prompts = prefix_cache_bytes(config.server.prefix_cache_bytes, deterministic=deterministic) > 0
         if config.rl_training.on_rank_lost == "continue":
             self._then = "if it was killed, the others are started again (rl_training.on_rank_lost)"
 
@@ -187,10 +198,16 @@ class JoinedRanks(Ranks):
         return make
 
     def clients_engine(self, own: EngineClient) -> EngineClient:
-        return BalancedClient(own, self.requests) if self.rank == 0 and self._samples else own
+        if self.rank or not self._samples:
+            return own
+        if self._clients is None:
+            self._clients = BalancedClient(own, self.requests, keeps_prompts=self._keeps_prompts)
+        return self._clients
 
     def served_tokens(self) -> int:
-        return sum(player.served_tokens for player in self._players)
+        if self._clients is None:
+            return 0
+        return sum(stats.generation_tokens for rank, stats in self._clients.rank_stats().items() if rank)
 
     # ------------------------------------------------------------------ a step
 
@@ -288,11 +305,19 @@ class JoinedRanks(Ranks):
         for watched, connection in zip(self._watched, self._connections, strict=True):
             watched.close()
             connection.close()
+        for pulse in self._pulses:
+            pulse.close()
         for connection in (*self.rollouts, *self.requests):
             hang_up(connection)
         self._collectives.close()
 
     # ------------------------------------------------------------------ which ranks are left
+
+    def _give_up(self, place: int) -> None:
+        """Ends the connections to a rank that is silent: whoever waits for it goes on. On another thread."""
+        self._silent.append(place + 1 if self.rank == 0 else 0)
+        for connections in (self._connections, self.rollouts, self.requests):
+            hang_up(connections[place])
 
     def _gone(self) -> list[int]:
         """Ranks whose connection is closed."""
@@ -303,8 +328,10 @@ class JoinedRanks(Ranks):
         gone = self._gone()
         who = " and ".join(f"rank {other}" for other in gone) or "a rank"
         reason = str(why) or "its connection is closed"
+        if self._silent:
+            reason = f"it has been silent for {SILENT_LOOKS * LOOK_S:.0f} s, as a stopped process is"
         self.lost = f"{who} of {self.size} is gone ({reason}): read its last messages, {self._then}"
-        log.error("a rank is lost", rank=self.rank, gone=gone, why=str(why))
+        log.error("a rank is lost", rank=self.rank, gone=gone, why=reason)
 
     def _stop_requested(self) -> bool:
         try:
@@ -343,10 +370,10 @@ class JoinedRanks(Ranks):
             connecting = self._collectives.run(lambda: [_reach(offer, self.rank)])
         else:
             key = secrets.token_bytes(32)
-            listener = Listener(("127.0.0.1" if one_machine else "0.0.0.0", 0), authkey=key)
+            listener = socket.create_server(("127.0.0.1" if one_machine else "0.0.0.0", 0))
             addresses = ["127.0.0.1"] if one_machine else _own_addresses()
-            self._all_texts(json.dumps({"addresses": addresses, "port": listener.address[1], "key": key.hex()}))
-            connecting = self._collectives.run(lambda: _accept(listener, self.size - 1))
+            self._all_texts(json.dumps({"addresses": addresses, "port": listener.getsockname()[1], "key": key.hex()}))
+            connecting = self._collectives.run(lambda: _accept(listener, key, self.size - 1))
         try:
             return [list(purpose) for purpose in zip(*connecting.result(timeout=JOIN_S), strict=True)]
         except concurrent.futures.TimeoutError:
@@ -472,17 +499,37 @@ def _sums(arrays: Sequence[mx.array], group: Any) -> list[mx.array]:
     return done
 
 
-def _accept(listener: Listener, count: int) -> list[list[Connection]]:
-    """The connections of each rank, one for each purpose."""
+def _accept(listener: socket.socket, key: bytes, count: int) -> list[list[Connection]]:
+    """The connections of each rank, one for each purpose. A stranger that says nothing keeps nobody waiting."""
     found: dict[tuple[int, int], Connection] = {}
-    while len(found) < PURPOSES * count:
+
+    def greet(end: socket.socket) -> None:
+        connection = Connection(end.detach())
+        _limit_reading(connection, CONNECT_S)
         try:
-            connection = listener.accept()
-            found[connection.recv()] = connection
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            place = connection.recv()
         except (AuthenticationError, EOFError, OSError) as error:  # a rank that tries an address, or a stranger
             log.debug("a connection that is no rank's", error=repr(error))
-    listener.close()
+            connection.close()
+        else:
+            _limit_reading(connection, 0.0)
+            found[place] = connection
+
+    with listener:
+        listener.settimeout(ACCEPT_S)
+        while len(found) < PURPOSES * count:
+            with contextlib.suppress(OSError):  # nobody has come since
+                end, _ = listener.accept()
+                threading.Thread(target=greet, args=(end,), name="handshake", daemon=True).start()
     return [[found[rank, purpose] for purpose in range(PURPOSES)] for rank in range(1, count + 1)]
+
+
+def _limit_reading(connection: Connection, seconds: float) -> None:
+    """0: reading may take as long as it takes."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
 
 
 def _reach(offer: dict[str, Any], rank: int) -> list[Connection]:

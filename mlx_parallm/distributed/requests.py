@@ -5,6 +5,7 @@
 
 The messages are those of an engine thread: requests in, `StreamDelta` and `Finished` back. A rank that cannot run a
 request, or that is lost, gives it back: rank 0's own engine runs it, unless the client has seen a part of the answer.
+A rank reports its counters at a fixed pace. One that is silent gets no more requests, and is given up in the end.
 """
 
 import asyncio
@@ -12,13 +13,14 @@ import contextlib
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
 
-from mlx_parallm.distributed.players import STOP_S, received
+from mlx_parallm.distributed.players import STOP_S, hang_up, received
+from mlx_parallm.distributed.silence import LOOK_S, Ear
 from mlx_parallm.engine.client import Abort, EngineClient, Letters, Mailbox, post
 from mlx_parallm.engine.live_requests import Event, Failed, Finished, StreamDelta
 from mlx_parallm.environments.runner import describe
@@ -27,7 +29,8 @@ from mlx_parallm.system.log import get_logger
 from mlx_parallm.system.loop_thread import LoopThread
 from mlx_parallm.types import EngineStats, Request
 
-REPORT_S = 0.2  # between two looks at a rank's counters
+REPORT_S = 0.2  # between two reports of a rank's counters
+QUIET_LOOKS = 3  # that found no report (silence.py): the rank gets no more requests until one comes
 IDLE_WAIT_S = 0.5
 
 log = get_logger("ranks")
@@ -89,10 +92,12 @@ class RankServes:
 
 @dataclass(frozen=True)
 class RankLoad:
-    """`others`: choices that run or wait there, besides those of rank 0's requests."""
+    """`others`: choices that run or wait there, besides those of rank 0's requests. `idle_s`: since the engine's last
+    step or idle turn, for the clocks of two machines differ."""
 
     stats: EngineStats
     others: int
+    idle_s: float
 
 
 @dataclass(frozen=True)
@@ -114,14 +119,15 @@ class RankEngine:
     """On rank 0: the engine of another rank. Any thread; `hand_in` in the mailboxes' loop.
 
     Args:
-        give_back: takes requests of which the client has seen nothing, when the rank refuses them or is lost. Called
-            on another thread.
+        give_back: takes this engine, and requests of which the client has seen nothing, when the rank refuses them or
+            is lost. Asks `released` for each, in its mailbox's loop. Called on another thread.
     """
 
-    def __init__(self, connection: Connection, rank: int, give_back: Callable[[Letters], None]) -> None:
+    def __init__(self, connection: Connection, rank: int, give_back: Callable[["RankEngine", Letters], None]) -> None:
         self.rank = rank
         self.stats: EngineStats | None = None
         self._connection, self._give_back = connection, give_back
+        self._ear = Ear(connection)
         self._others = 0
         self._adapters: frozenset[str | None] = frozenset()
         self._lock = threading.Lock()  # guards what follows
@@ -129,6 +135,8 @@ class RankEngine:
         self._letters: dict[str, tuple[Request, Mailbox]] = {}
         self._choices = 0  # of these letters
         self._streamed: set[str] = set()  # those of which the client has seen something
+        self._returning: set[str] = set()  # given back, and not yet released
+        self._aborted: set[str] = set()  # of all these
         self._orders: dict[int, Future[bool]] = {}
         self._numbers = itertools.count()
         self._outgoing: queue.SimpleQueue[object] = queue.SimpleQueue()  # no caller waits for the network
@@ -136,7 +144,7 @@ class RankEngine:
         threading.Thread(target=self._read, name=f"answers of rank {rank}", daemon=True).start()
 
     def serves(self, adapter: str | None) -> bool:
-        return adapter in self._adapters and not self._lost
+        return adapter in self._adapters and not self._lost and self._ear.silent < QUIET_LOOKS
 
     @property
     def unfinished(self) -> int:
@@ -151,16 +159,28 @@ class RankEngine:
                 self._letters |= {request.request_id: (request, mailbox) for request, mailbox in letters}
                 self._choices += sum(request.params.n for request, _ in letters)
                 self._outgoing.put(RunRequests(tuple(request for request, _ in letters)))
+            else:
+                self._returning.update(request.request_id for request, _ in letters)
         if lost:
-            self._give_back(letters)
+            self._give_back(self, letters)
 
     def abort(self, request_id: str) -> bool:
-        """Returns whether the request is there."""
+        """Returns whether the request is there, or on its way back."""
         with self._lock:
-            if request_id not in self._letters:
+            if request_id not in self._letters and request_id not in self._returning:
                 return False
-            self._outgoing.put(Abort(request_id))
+            self._aborted.add(request_id)
+            if request_id in self._letters:
+                self._outgoing.put(Abort(request_id))
             return True
+
+    def released(self, request_id: str) -> bool:
+        """Lets go of a request that was given back; returns whether it was aborted."""
+        with self._lock:
+            self._returning.discard(request_id)
+            aborted = request_id in self._aborted
+            self._aborted.discard(request_id)
+            return aborted
 
     def carry_out(self, order: Order) -> "Future[bool]":
         """Returns the order's result. A rank that is lost has nothing left to do: True."""
@@ -175,15 +195,23 @@ class RankEngine:
         return future
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # the connection is closed: `_read` says so
+        try:
             while (message := self._outgoing.get()) is not None:
                 self._connection.send(message)
+        except OSError:  # the connection is closed: `_read` says so
+            pass
+        except Exception as error:  # noqa: BLE001  boundary of the thread: its requests would wait for ever
+            log.error("a rank gets no more requests", rank=self.rank, why=describe(error))
+        finally:
+            hang_up(self._connection)
 
     def _read(self) -> None:
         try:
             with self._connection:
-                while (message := received(self._connection)) is not None:
+                message = received(self._connection)  # as long as it loads the model it is silent
+                while message is not None:
                     self._take(message)
+                    message = self._ear.next()
         finally:
             self._lose()
 
@@ -191,8 +219,8 @@ class RankEngine:
         match message:
             case RankServes(adapters):
                 self._adapters = adapters
-            case RankLoad(stats, others):
-                self.stats, self._others = stats, others
+            case RankLoad(stats, others, idle_s):
+                self.stats, self._others = replace(stats, last_step_time=time.monotonic() - idle_s), others
             case Events(events):
                 self._deliver(events)
             case Refused(request_ids, why):
@@ -212,6 +240,7 @@ class RankEngine:
                     delivered.append((letter[1], event))
                     if isinstance(event, Finished):
                         self._forget(event.request_id)
+                        self._aborted.discard(event.request_id)
                     else:
                         self._streamed.add(event.request_id)
         for mailbox in post(delivered):
@@ -224,12 +253,14 @@ class RankEngine:
         with self._lock:
             seen = {request_id for request_id in request_ids if request_id in self._streamed}
             letters = tuple(letter for request_id in request_ids if (letter := self._forget(request_id)))
+            self._aborted -= seen
+            self._returning.update(request.request_id for request, _ in letters if request.request_id not in seen)
         broken = [mailbox for _, mailbox in letters if mailbox.request_id in seen]
         error = EngineUnavailableError(f"rank {self.rank} cannot finish the answer: {why}")
         post((mailbox, Failed(mailbox.request_id, error)) for mailbox in broken)
         if unseen := tuple(letter for letter in letters if letter[1].request_id not in seen):
             log.info("requests are run by rank 0 instead", rank=self.rank, requests=len(unseen), why=why)
-            self._give_back(unseen)
+            self._give_back(self, unseen)
 
     def _forget(self, request_id: str) -> tuple[Request, Mailbox] | None:
         letter = self._letters.pop(request_id, None)
@@ -240,13 +271,19 @@ class RankEngine:
 
     def _lose(self) -> None:
         with self._lock:
-            self._lost, self.stats = True, None
+            self._lost, self.stats = True, _ended(self.stats)
             request_ids, orders = list(self._letters), list(self._orders.values())
             self._orders.clear()
         self._outgoing.put(None)
-        self._return(request_ids, "its connection is closed")
+        silent = f"it has been silent for {self._ear.silent * LOOK_S:.0f} s"
+        self._return(request_ids, silent if self._ear.gives_up else "its connection is closed")
         for future in orders:
             _settle(future, True)
+
+
+def _ended(stats: EngineStats | None) -> EngineStats | None:
+    """Return what is left of a lost rank's: its totals, which may not fall."""
+    return stats and replace(stats, running=0, waiting=0, kv_tokens=0, kv_bytes=0, kv_bytes_shared=0)
 
 
 def _settle(future: "Future[bool]", result: bool) -> None:
@@ -291,6 +328,7 @@ class ServedHere:
 
     async def _abandon(self) -> None:
         """Rank 0 is gone: nobody waits for its requests."""
+        self._aborted |= self._preparing
         for request_id in self._running:
             self._client.abort(request_id)
 
@@ -354,13 +392,10 @@ class ServedHere:
 
     async def _report(self) -> None:
         self._send(RankServes(frozenset(model.adapter for model in self._client.models())))
-        last: Any = None
         while True:
             others = max(0, self._client.queue.unfinished - sum(self._running.values()))
-            load = RankLoad(replace(self._client.stats(), last_step_time=0.0), others)
-            if load != last:
-                self._send(load)
-                last = load
+            stats = self._client.stats()
+            self._send(RankLoad(stats, others, time.monotonic() - stats.last_step_time))
             await asyncio.sleep(REPORT_S)
 
     def _send(self, message: object) -> None:

@@ -340,7 +340,7 @@ class TrainingRun:
             versions,
             training,
             numbers=numbers,
-            drained=lambda: drained(self.serving.client, self._stop.is_set),
+            drained=lambda: drained(self._ranks.clients_engine(self.serving.client), self._stop.is_set),
             events=self.events,
         )
         if served and state:

@@ -188,8 +188,8 @@ class WeightUpdater:
         number = self._numbers.reserve(self._weights.version, digest(self._policy) if self._repeats else None)
         with self._drained():
             report = publish(self._weights, self._policy, number, timeout_s)
-        self._numbers.used()
-        self._trainer.ranks.publish(number, self._trainer)
+            self._numbers.used()
+            self._trainer.ranks.publish(number, self._trainer)
         return report
 
     def _published(self, report: PublishReport, step: int) -> None:

@@ -49,6 +49,8 @@ if deed in ("waits", "fails", "outlives"):
 elif deed == "held":
     while not (here / "go").exists():
         time.sleep(0.01)
+elif deed == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
 elif deed == "dies":
     while not (here / f"{start}.0").exists():
         time.sleep(0.01)
@@ -140,9 +142,9 @@ def test_ranks_whose_parent_was_killed_are_asked_to_stop(tmp_path: Path) -> None
     assert [(tmp_path / f"asked.{rank}").read_text() for rank in range(2)] == ["SIGTERM"] * 2
 
 
-def stub_ranks(here: Path, deeds: dict[str, object]) -> ranks.LocalRanks:
+def stub_ranks(here: Path, deeds: dict[str, object], count: int = 2) -> ranks.LocalRanks:
     write(here, deeds)
-    return ranks.LocalRanks([], here / "run", 2, command=[sys.executable, "-S", "-c", CHILD, str(here)])
+    return ranks.LocalRanks([], here / "run", count, command=[sys.executable, "-S", "-c", CHILD, str(here)])
 
 
 def test_a_rank_that_cannot_be_started_leaves_no_other_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +165,9 @@ def test_a_rank_that_cannot_be_started_leaves_no_other_behind(tmp_path: Path, mo
     assert (tmp_path / "asked.0").read_text() == "SIGTERM"
 
 
-def test_a_rank_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_end_is_named_and_one_that_is_stopped_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     named: list[object] = []
 
     def warn(event: str, **values: object) -> None:
@@ -172,8 +176,9 @@ def test_a_rank_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(ranks, "LATE_S", 0.1)
     monkeypatch.setattr(ranks.log, "warning", warn)
-    assert stub_ranks(tmp_path, {"1.0": 0, "1.1": "held"})._run_once([]) == [0, 0]
-    assert named[0] == [1]
+    deeds = {"1.0": 0, "1.1": "held", "1.2": "stopped"}
+    assert stub_ranks(tmp_path, deeds, 3)._run_once([]) == [0, 0, -signal.SIGKILL]
+    assert named[0] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def follows(
     leader, own = Pipe()
     ranks = JoinedRanks.__new__(JoinedRanks)
     ranks.rank, ranks.size, ranks._then = 1, 2, ""
+    ranks._silent = []
     ranks._connections, ranks._watched = [own], [socket.socket(fileno=os.dup(own.fileno()))]
     config = parse_config({"server": {"drain_timeout_s": 5.0}, "rl_training": {"on_rank_lost": "continue"}})
     leader.send(BeginRun(config, ""))
@@ -100,9 +101,9 @@ def test_what_is_advised_when_rank_0_is_gone_is_what_its_settings_do(
     assert "--resume auto" not in str(lost.value)
 
 
-def test_a_dead_engine_serves_no_tokens(follows: Any) -> None:
+def test_a_dead_engine_is_found(follows: Any) -> None:
     ranks, _, _ = follows
     part = Part(BeginRun(parse_config({}), ""), None, ranks, threading.Event())
     part._publish(5)
     with pytest.raises(EngineUnavailableError):
-        part._served_tokens()
+        part._check()

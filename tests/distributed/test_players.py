@@ -51,9 +51,9 @@ class Run:
         ranks: int = 3,
         fixed_order: bool = False,
         gate: object = None,
-        served: Callable[[int], int] = lambda rank: 1000 * rank,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._served = served
+        self._check = check
         self.inbox, self._closing = Inbox(), ExitStack()
         self.clients = [ScriptedClient(tokenizer, answer, gate=gate) for _ in range(ranks)]  # type: ignore[arg-type]
         for client, version in zip(self.clients, VERSIONS, strict=False):
@@ -80,7 +80,7 @@ class Run:
             tasks("sum", "sort"),
             EpisodeRunner(policy),
             fixed_order=fixed_order,
-            served_tokens=lambda: self._served(rank),
+            check=self._check,
         )
         self._closing.callback(played.close)
         self._closing.callback(hang_up, own)
@@ -122,14 +122,12 @@ def test_groups_are_spread_and_are_those_of_one_rank(tiny_tokenizer: Tokenizer, 
     with Run(tiny_tokenizer, by_seed, fixed_order=fixed_order) as run:
         run.manager.request_groups(12)
         groups = list(run.inbox.wait(groups=12))
-        tokens = [player.served_tokens for player in run.players]
     assert by_id(groups) == by_id(expected), "the same tasks, seeds, answers and rewards; none twice"
     for name in ("sum", "sort"):
         ids = [group.group_id for group in groups if group.environment == name]
         assert ids == [group.group_id for group in expected if group.environment == name], "in the same order"
     played = [[name for call in client.calls for name in call] for client in run.clients]
     assert sorted(name for each in played for name in each) == sorted(by_id(groups))
-    assert tokens == [1000, 2000]
     for group in groups:
         rank = group.metadata.get("rank", 0)
         assert group.group_id in played[rank]
@@ -197,13 +195,13 @@ def test_a_bug_on_another_rank_ends_the_run(tiny_tokenizer: Tokenizer, monkeypat
 def test_a_rank_whose_engine_has_died_ends_the_run(tiny_tokenizer: Tokenizer) -> None:
     """Its groups have failed at once, so it would get all others too, as the one with the fewest in flight."""
 
-    def dead(rank: int) -> int:
+    def dead() -> None:
         raise EngineUnavailableError("the engine thread has ended")
 
     def answer(request: Request, choice: int) -> Exception:
         return EngineUnavailableError("the engine thread has ended")
 
-    with Run(tiny_tokenizer, answer, ranks=2, served=dead) as run:
+    with Run(tiny_tokenizer, answer, ranks=2, check=dead) as run:
         run.manager._players[1].play([run.manager._queues[0].start(())])
         until(lambda: run.manager.health() is not None)
         with pytest.raises(EnvironmentFailedError, match="rank 1: the engine thread has ended"):
@@ -225,7 +223,7 @@ class Other:
 
 
 def test_a_rank_whose_groups_cannot_come_is_an_error() -> None:
-    unknown = PlayedGroup(RolloutGroup("sum-0-7", "sum", ()), None, False, {}, 5)
+    unknown = PlayedGroup(RolloutGroup("sum-0-7", "sum", ()), None, False, {})
     for message, error in (
         (pickle.dumps(unknown), "rank 2: KeyError: 'sum-0-7'"),
         (b"no message", "rank 2: UnpicklingError: "),
@@ -249,7 +247,7 @@ def test_a_rank_whose_groups_cannot_come_is_an_error() -> None:
 def test_an_order_that_a_rank_cannot_carry_out_is_an_error(tiny_tokenizer: Tokenizer) -> None:
     own, others = Pipe()
     policy = EpisodePolicy(ScriptedClient(tiny_tokenizer, by_seed), tiny_tokenizer, temperature=1, max_token_length=9)
-    PlayedHere(others, tasks("sum"), EpisodeRunner(policy), fixed_order=False, served_tokens=lambda: 0)
+    PlayedHere(others, tasks("sum"), EpisodeRunner(policy), fixed_order=False, check=lambda: None)
     own.send(Play((GroupOrder("sort", "sort-0-0", 0, 4, 0, 0, None),)))
     assert own.recv() == Broken("KeyError: 'sort'")
 

@@ -14,7 +14,17 @@ from typing import Any
 import openai
 import pytest
 
-from mlx_parallm.distributed.balance import CHOICE_TOKENS, MOST_PIECES, PIECE, BalancedClient, all_done
+from mlx_parallm.distributed import balance, silence
+from mlx_parallm.distributed import requests as protocol
+from mlx_parallm.distributed.balance import (
+    CHOICE_TOKENS,
+    MOST_PIECES,
+    PIECE,
+    BalancedClient,
+    _beginnings,
+    all_done,
+    summed,
+)
 from mlx_parallm.distributed.players import hang_up
 from mlx_parallm.distributed.requests import (
     Done,
@@ -27,7 +37,8 @@ from mlx_parallm.distributed.requests import (
     RunRequests,
     ServedHere,
 )
-from mlx_parallm.engine.client import CLIENTS, Abort, CommandQueue, Letters
+from mlx_parallm.distributed.silence import Pulse
+from mlx_parallm.engine.client import CLIENTS, Abort, CommandQueue, Letters, Mailbox
 from mlx_parallm.engine.live_requests import Finished
 from mlx_parallm.errors import EngineUnavailableError
 from mlx_parallm.models.tokenizer import Tokenizer
@@ -57,7 +68,7 @@ def two_ranks(first: TinyEngine, second: TinyEngine, tokenizer: Tokenizer) -> It
     with ExitStack() as closing:
         closing.callback(ServedHere(others, second.client).close)
         closing.callback(hang_up, own)
-        balanced = BalancedClient(first.client, [own])
+        balanced = BalancedClient(first.client, [own], keeps_prompts=True)
         until(lambda: balanced.engines == 2)
         until(lambda: 1 in balanced.rank_stats())
         server = closing.enter_context(running_server(balanced, tokenizer))
@@ -198,14 +209,14 @@ def test_a_rank_that_is_lost_ends_no_request_that_nobody_has_seen(
 class Other:
     """A `BalancedClient` whose rank 1 is the test."""
 
-    def __init__(self, local: TinyEngine) -> None:
+    def __init__(self, local: TinyEngine, *, keeps_prompts: bool = True) -> None:
         own, self.end = Pipe()
-        self.balanced = BalancedClient(local.client, [own])
+        self.balanced = BalancedClient(local.client, [own], keeps_prompts=keeps_prompts)
         self.end.send(RankServes(frozenset({None, "policy"})))
         until(lambda: self.balanced.engines == 2)
 
     def load(self, others: int) -> None:
-        self.end.send(RankLoad(replace(HEALTHY, running=others), others))
+        self.end.send(RankLoad(replace(HEALTHY, running=others), others, 0.0))
         until(lambda: self.balanced.rank_stats().get(1, HEALTHY).running == others and 1 in self.balanced.rank_stats())
 
     @contextmanager
@@ -247,11 +258,13 @@ def test_requests_go_where_least_runs_and_where_their_prompt_has_been_read(other
         assert other.rank_of(asked((*history, 1), adapter="policy")) == 1, "under other weights it is not"
         assert other.rank_of(asked((7, *history))) == 1
         assert other.rank_of(asked((*history[: 3 * CHOICE_TOKENS], 1))) == 1, "too little of it"
+        kept = other.balanced._prompts
+        assert kept is not None
         most = [asked((number, *range(PIECE * 8))) for number in range(MOST_PIECES // 8)]
         for each in most:
-            other.balanced._prompts.add(each, 1)
+            kept.add(_beginnings(each, 0), 1)
         assert other.rank_of(asked((*history, 1))) == 1, "the oldest are forgotten"
-        assert len(other.balanced._prompts._ranks) == MOST_PIECES
+        assert len(kept._ranks) == MOST_PIECES
 
 
 async def test_what_a_rank_refuses_runs_here_and_what_is_given_up_is_aborted_there(other: Other) -> None:
@@ -312,13 +325,128 @@ def test_an_abort_finds_a_request_that_is_still_prepared_and_a_bug_is_no_silence
     for message in (RunRequests((asked(name="a"),)), RunRequests((asked(name="bug"),)), Abort("a")):
         own.send(message)
     own.send(Numbered(3, ResumeAdmission(CLIENTS)))
-    assert [type(own.recv()) for _ in range(2)] == [RankServes, RankLoad]
-    assert own.recv() == Done(3, True), "an order waits for no grammar"
+    messages = iter(own.recv, None)
+    assert [type(next(messages)) for _ in range(2)] == [RankServes, RankLoad]
+    answers = (message for message in messages if not isinstance(message, RankLoad))
+    assert next(answers) == Done(3, True), "an order waits for no grammar"
+    assert isinstance(next(messages), RankLoad), "also when nothing has changed"
     client.go.set()
-    assert own.recv() == Refused(("bug",), "ZeroDivisionError: a bug")
+    assert next(answers) == Refused(("bug",), "ZeroDivisionError: a bug")
     until(lambda: client.calls == ["run a", "abort a"])
     served.close()
     own.close()
+
+
+def test_a_prompt_stays_with_a_rank_only_as_long_as_its_cache_may_hold_it(
+    other: Other, tiny_engine: TinyEngine
+) -> None:
+    history = tuple(range(4 * CHOICE_TOKENS))
+    others = [other, Other(tiny_engine, keeps_prompts=False)]
+    for each in others:
+        each.load(1)
+        assert each.rank_of(asked(history)) == 0
+        each.load(0)
+    with other.busy(2), others[1].busy(0):
+        assert [each.rank_of(asked(history)) for each in others] == [0, 1], "no cache: no reason to stay"
+        tiny_engine.weights.publish_parameters({}, version=tiny_engine.weights.version + 1)
+        assert other.rank_of(asked(history)) == 1, "under other weights"
+        other.load(5)
+        assert other.rank_of(asked(history)) == 1, "it has been read there since"
+        other.balanced.reset_prefix_cache()
+        assert other.rank_of(asked(history)) == 0
+    others[1].end.close()
+
+
+async def test_what_was_aborted_is_not_run_by_rank_0_when_its_rank_refuses_it_or_is_lost(other: Other) -> None:
+    [there] = other.balanced._others
+
+    async def asks(name: str) -> "asyncio.Task[RequestOutput]":
+        waiting = asyncio.create_task(other.balanced.generate(asked(name=name)))
+        await asyncio.to_thread(other.end.recv)
+        return waiting
+
+    with other.busy(9):
+        refused, given_back, lost = [await asks(name) for name in ("refused", "on its way", "lost")]
+        stream = other.balanced.stream(asked(name="left"))
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.to_thread(other.end.recv)
+        for name in ("refused", "lost"):
+            other.balanced.abort(name)
+        first.cancel()  # its client leaves
+        aborts = [await asyncio.to_thread(other.end.recv) for _ in range(3)]
+        assert {each.request_id for each in aborts} == {"refused", "lost", "left"}
+        before = other.balanced.stats().generation_tokens
+        other.end.send(Refused(("refused", "on its way"), "that is too long here"))
+        until(lambda: there.unfinished == 2)  # blocks this loop: nothing runs on rank 0 before the abort
+        other.balanced.abort("on its way")
+        other.end.close()
+        for each in (refused, given_back, lost):
+            assert [choice.finish_reason for choice in (await each).completions] == ["abort"]
+        assert other.balanced.stats().generation_tokens < before + 3, "nobody waits for what was left"
+        assert not there._aborted and not there._returning
+
+
+async def test_a_rank_that_is_silent_is_given_up(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
+    [there] = other.balanced._others
+    other.load(1)
+    with other.busy(9):
+        assert other.rank_of(asked()) == 1
+        waiting = asyncio.create_task(other.balanced.generate(asked()))
+        await asyncio.to_thread(other.end.recv)
+        monkeypatch.setattr(balance, "ANSWER_S", 0.0)
+        monkeypatch.setattr(balance, "IDLE_WAIT_S", 0.0)
+        assert not await asyncio.to_thread(other.balanced.wait_idle, 5.0), "it does not answer"
+        paused = other.balanced.pause_admission(CLIENTS)
+        for looks, is_chosen in ((protocol.QUIET_LOOKS - 1, True), (protocol.QUIET_LOOKS, False)):
+            there._ear.silent = looks
+            assert (other.rank_of(asked()) == 1) is is_chosen
+            assert other.balanced.engines == 1 + is_chosen
+        monkeypatch.setattr(silence, "LOOK_S", 0.0)
+        other.load(0)  # from now on it looks without a pause
+        await asyncio.to_thread(paused.result, 20)
+        other.balanced.resume_admission(CLIENTS)
+        assert [choice.finish_reason for choice in (await waiting).completions] == ["length"]
+        assert other.balanced.engines == 1 and there.unfinished == 0
+        assert other.balanced.rank_stats()[1].steps == HEALTHY.steps, "totals do not fall"
+        assert other.balanced.rank_stats()[1].running == 0
+
+
+def test_a_request_that_cannot_be_sent_ends_the_connection(other: Other) -> None:
+    [there] = other.balanced._others
+    cannot: Any = threading.Lock()
+    order = there.carry_out(cannot)
+    assert order.result(20) is True, "a lost rank has nothing left to do"
+    assert other.balanced.engines == 1
+
+
+async def test_no_rank_runs_what_rank_0_cannot_take(other: Other) -> None:
+    queue = CommandQueue()
+    queue.close("the engine is dead")
+    letters = tuple((asked(name=name), Mailbox(name)) for name in "ab")
+    other.load(0)
+    other.balanced.queue = queue
+    with pytest.raises(EngineUnavailableError):
+        other.balanced.hand_in(letters)
+    assert not other.end.poll()
+
+
+def test_the_engine_that_stands_still_for_longest_is_the_one_that_counts() -> None:
+    works, stands = replace(HEALTHY, running=1, last_step_time=9.0), replace(HEALTHY, waiting=1, last_step_time=2.0)
+    assert summed([works, stands]).last_step_time == 2.0
+    assert summed([works, replace(HEALTHY, last_step_time=1.0)]).last_step_time == 9.0, "it has nothing to do"
+
+
+def test_a_pulse_that_stops_is_noticed_and_one_that_goes_on_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence, "LOOK_S", 0.01)
+    silent = threading.Event()
+    (own, other), (alone, stopped) = Pipe(), Pipe()
+    wrong = list[str]()
+    pulses = [Pulse(end, lambda: wrong.append("it beats")) for end in (own, other)]
+    Pulse(alone, silent.set)
+    assert silent.wait(20) and not wrong
+    for pulse in pulses:
+        pulse.close()
+    stopped.close()
 
 
 def test_futures_are_done_together() -> None:

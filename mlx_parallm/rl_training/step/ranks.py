@@ -60,11 +60,12 @@ class Ranks:
         return ()
 
     def clients_engine(self, own: EngineClient) -> EngineClient:
-        """On rank 0, whose engine is `own`: return the engine for its server's clients, perhaps that of all ranks."""
+        """On rank 0, whose engine is `own`: return the engine for its server's clients, perhaps those of all ranks. A
+        pause of it, as before a publish, is a pause of all."""
         return own
 
     def served_tokens(self) -> int:
-        """Return how many tokens the other ranks had sampled when they finished their last groups."""
+        """Return how many tokens the engines of the other ranks have sampled, for whomever."""
         return 0
 
     def lead(self, task: RankTask, trainer: HasArrays) -> None:
