@@ -60,8 +60,7 @@ class Ranks:
         return ()
 
     def clients_engine(self, own: EngineClient) -> EngineClient:
-        """On rank 0, whose engine is `own`: return the engine for its server's clients, perhaps those of all ranks. A
-        pause of it, as before a publish, is a pause of all."""
+        """On rank 0, whose engine is `own`: return the engine for clients, and for a pause before a publish: all ranks'."""
         return own
 
     def served_tokens(self) -> int:
