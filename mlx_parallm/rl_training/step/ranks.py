@@ -60,7 +60,7 @@ class Ranks:
         return ()
 
     def clients_engine(self, own: EngineClient) -> EngineClient:
-        """On rank 0, whose engine is `own`: return the engine for clients, and for a pause before a publish: all ranks'."""
+        """On rank 0, whose engine is `own`: return the engine for clients and for pauses, perhaps that of all ranks."""
         return own
 
     def served_tokens(self) -> int:
