@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.engine.cache.kv_format import GROUP_SIZES, KVFormat
+from mlx_parallm.engine.cache.kv_format import AS_COMPUTED, GROUP_SIZES, KVFormat
 from mlx_parallm.engine.cache.prefill import CannotBatchError, arrays_of, leaves, new_caches, token_bytes
-from mlx_parallm.engine.cache.prefix import PrefixChunk
+from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.rectangle import LayerCache, SlotCache
 from mlx_parallm.engine.cache.sharing import PromptRows, rows_of
 from mlx_parallm.engine.cache.tokens import TokenCache
@@ -352,7 +352,16 @@ def choose_cache(
 
 def why_not_by_tokens(model: nn.Module) -> str:
     """Return why keys and values cannot lie by tokens; "" when they can."""
-    return _why_not(TokenCache, model)
+    return _why_not(TokenCache, model) or _segments_fail(model, AS_COMPUTED)
+
+
+def can_lie_by_tokens(blueprint: nn.Module) -> bool:
+    """The same by shapes alone, before anything is loaded: evaluates no weight."""
+    try:
+        _step_over_segments(blueprint, AS_COMPUTED)
+    except (*_PROBE_ERRORS, CannotBatchError):
+        return False
+    return True
 
 
 def why_not_batched(model: nn.Module) -> str:
@@ -371,6 +380,8 @@ def _quantised(model: nn.Module, bits: int) -> KVFormat:
     if kv_format is None:
         wrong = next(width for width in widths if width % GROUP_SIZES[-1])
         raise CannotBatchError(f"its head dimension, {wrong}, is not divisible by {GROUP_SIZES[-1]}")
+    if reason := _segments_fail(model, kv_format):
+        raise CannotBatchError(reason)
     return kv_format
 
 
@@ -417,6 +428,30 @@ def _rows_that_differ(model: nn.Module, cache: RunningCache) -> int:
         difference, largest = mx.abs(batched[row].astype(mx.float32) - alone).max(), mx.abs(alone).max()
         wrong += not bool((difference <= tolerance * largest).item())
     return wrong
+
+
+def _segments_fail(model: nn.Module, kv_format: KVFormat) -> str:
+    """Return why a step of rows that read segments does not run, or is not finite; "" when it does."""
+    try:
+        finite = mx.isfinite(_step_over_segments(model, kv_format)).all().item()
+    except (*_PROBE_ERRORS, CannotBatchError) as error:
+        return str(error) or type(error).__name__
+    return "" if finite else "its logits over a shared prompt are not finite"
+
+
+def _step_over_segments(model: nn.Module, kv_format: KVFormat) -> mx.array:
+    """The logits of two rows that read a prompt where it lies, and of one that has a copy. Raises what the model
+    raises, CannotBatchError."""
+    tokens = mx.arange(4, dtype=mx.int32)[None]
+    cache = TokenCache(model, 3, 2 * PROBE_ROWS, kv_format)
+    prefill = cache.new_prefill(3)
+    model(tokens[:, :3], cache=prefill)
+    shared = PrefixChunk(Segment(None, 0, (0, 1, 2)), 3)
+    cache.place([PromptRows(0, 2, 3, (shared,)), PromptRows(0, 1, 2)], 0)
+    cache.write_prefixes(prefill, [PromptRows(0, 2, 3, (shared,)), PromptRows(0, 1, 2)], 0)
+    cache.begin_step([3, 3, 2])
+    inputs = tokens[0, cache.positions][:, None]
+    return model(inputs, cache=cache.layers)[:, -1]
 
 
 def _with_rows(array: mx.array, rows: int) -> mx.array:

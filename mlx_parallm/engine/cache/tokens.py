@@ -435,12 +435,6 @@ def _remove(pool: Pool, rows: SequenceOf[Row]) -> None:
         pool.resize(len(pool.rows) + spare // 2, pool.size)
 
 
-def keeps_all_positions(model: nn.Module) -> bool:
-    """True when every layer keeps plain keys and values of all positions, which `TokenCache` needs. Evaluates
-    nothing."""
-    return not _other_caches(make_prompt_cache(model))
-
-
 def _other_caches(caches: Iterable[Any]) -> list[str]:
     return sorted({type(cache).__name__ for cache in caches if type(cache) is not KVCache})
 

@@ -21,11 +21,11 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.config.data import DATA_ALGORITHMS, PAIRED, USES_REFERENCE
 from mlx_parallm.config.load import Config
+from mlx_parallm.engine.cache.batch import can_lie_by_tokens
 from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.engine.cache.pools import SLACK
 from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
 from mlx_parallm.engine.cache.sharing import size_class, worth_a_segment
-from mlx_parallm.engine.cache.tokens import keeps_all_positions
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
@@ -109,7 +109,7 @@ class ModelShape:
             width=dtype.size,
             quantized=any(isinstance(module, nn.QuantizedLinear) for module in model.modules()),
             loading=largest,
-            by_tokens=keeps_all_positions(model),
+            by_tokens=can_lie_by_tokens(model),
         )
 
     @property

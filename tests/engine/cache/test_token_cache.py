@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.engine.cache import tokens
 from mlx_parallm.engine.cache.batch import BatchCache, choose_cache, why_not_by_tokens
+from mlx_parallm.engine.cache.kv_format import Packed
 from mlx_parallm.engine.cache.merge import LOG2_E, attend_partly, finish, merge
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import (
@@ -20,6 +21,7 @@ from mlx_parallm.engine.cache.sharing import (
     worth_a_segment,
 )
 from mlx_parallm.engine.cache.tokens import TokenCache
+from mlx_parallm.errors import ModelError
 from mlx_parallm.models import cpu_kernels
 from tests.engine.helpers import (
     VOCAB,
@@ -350,3 +352,20 @@ def test_a_layer_that_looks_into_its_keys_has_the_rectangle():
         layer.self_attn.__class__ = Casting
     assert type(choose_cache(model, "casting", 2, 64)) is BatchCache
     assert why_not_by_tokens(model) == "'TokenLayer' object has no attribute 'astype'"
+
+
+def test_the_check_at_load_reads_a_segment_and_quantised_keys(monkeypatch):
+    def fail(*_):
+        raise ValueError("shapes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens.TokenLayer, "_over", fail)
+        assert type(choose_cache(qwen3_model(), "qwen3", 2, 64)) is BatchCache
+    product = Packed.product
+    monkeypatch.setattr(Packed, "product", fail)
+    assert type(choose_cache(qwen3_model(), "qwen3", 2, 64)) is TokenCache
+    with pytest.raises(ModelError, match=r"server\.kv_bits = 8 does not work for the architecture 'qwen3': shapes"):
+        choose_cache(qwen3_model(head_dim=32), "qwen3", 2, 64, kv_bits=8)
+    monkeypatch.setattr(Packed, "product", lambda self, x: product(self, x) * mx.nan)
+    with pytest.raises(ModelError, match="not finite"):
+        choose_cache(qwen3_model(head_dim=64), "qwen3", 2, 64, kv_bits=8)
