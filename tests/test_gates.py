@@ -25,7 +25,7 @@ LINES: dict[str, int] = {
     "config": 2_260,
     "dashboard": 1380,
     "distributed": 1720,
-    "engine": 5620,
+    "engine": 5650,
     "environments": 5040,
     "execution": 2650,
     "experts": 1620,
