@@ -33,6 +33,7 @@ from mlx_parallm.distributed.requests import (
     RankLoad,
     RankServes,
     Refused,
+    ResetPrefixCache,
     ResumeAdmission,
     RunRequests,
     ServedHere,
@@ -167,6 +168,15 @@ def test_everything_a_client_can_ask_works_on_another_rank(ranks: Ranks) -> None
         assert http.post("/v1/embeddings", json={"model": "default", "input": "ab"}).status_code == 200
         with pytest.raises(openai.BadRequestError):
             completion(client, max_tokens=TINY_CONTEXT + 1)
+        prompt = "ab" * 64
+        hits = list[int]()
+        for kept in (False, True, False):
+            before = counters().prefix_cache_hit_tokens
+            if not kept:
+                assert http.post("/reset_prefix_cache").json() == {"success": True}
+            completion(client, prompt=prompt)
+            hits.append(counters().prefix_cache_hit_tokens - before)
+        assert hits[1] > hits[0] == hits[2] == 0
         aborted = counters().requests_aborted
         stream = completion(client, stream=True, max_tokens=200)
         next(iter(stream))
@@ -338,7 +348,7 @@ def test_an_abort_finds_a_request_that_is_still_prepared_and_a_bug_is_no_silence
 
 
 def test_a_prompt_stays_with_a_rank_only_as_long_as_its_cache_may_hold_it(
-    other: Other, tiny_engine: TinyEngine
+    other: Other, tiny_engine: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     history = tuple(range(4 * CHOICE_TOKENS))
     others = [other, Other(tiny_engine, keeps_prompts=False)]
@@ -348,11 +358,13 @@ def test_a_prompt_stays_with_a_rank_only_as_long_as_its_cache_may_hold_it(
         each.load(0)
     with other.busy(2), others[1].busy(0):
         assert [each.rank_of(asked(history)) for each in others] == [0, 1], "no cache: no reason to stay"
-        tiny_engine.weights.publish_parameters({}, version=tiny_engine.weights.version + 1)
+        newer = [replace(model, policy_version=model.policy_version + 1) for model in other.balanced.models()]
+        monkeypatch.setattr(other.balanced, "models", lambda: newer)
         assert other.rank_of(asked(history)) == 1, "under other weights"
         other.load(5)
         assert other.rank_of(asked(history)) == 1, "it has been read there since"
         other.balanced.reset_prefix_cache()
+        assert other.end.recv().order == ResetPrefixCache()
         assert other.rank_of(asked(history)) == 0
     others[1].end.close()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -9,9 +10,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import httpx
 import mlx.core as mx
 import psutil
 import pytest
@@ -19,7 +24,7 @@ import pytest
 from mlx_parallm.models.loading import resolve_model_path
 from mlx_parallm.rollout_store.store import RolloutStore
 from tests.integration.in_process import train_here
-from tests.integration.processes import BASE, BIN
+from tests.integration.processes import BASE, BIN, free_port
 from tests.signals_reset import default_signals
 
 pytestmark = pytest.mark.slow
@@ -176,11 +181,47 @@ def train_with_ranks(config: Path, *flags: str) -> subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
+def ask_while_paused(training: "Future[Any]", url: str) -> None:
+    """Pauses both ranks, sends requests, which wait on both, forgets prompts and goes on."""
+    with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(6) as pool:
+
+        def ranks_with(name: str) -> set[int]:
+            found = re.findall(rf'^mlx_parallm_rank_{name}{{rank="(\d)"}} [1-9]', http.get("/metrics").text, re.M)
+            return {int(rank) for rank in found}
+
+        def ready() -> bool:
+            try:
+                return http.get("/health").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        def until(condition: Callable[[], bool]) -> None:
+            while not condition():
+                assert not training.done(), training.result()
+                time.sleep(0.02)
+
+        until(ready)
+        assert http.post("/pause", params={"mode": "wait"}).status_code == 200
+        until(lambda: not ranks_with("running"))  # none of the training either
+        until(lambda: 'rank_policy_version{rank="1"}' in http.get("/metrics").text)
+        body = {"prompt": "a", "max_tokens": 4}
+        answers = [pool.submit(http.post, "/v1/completions", json=body) for _ in range(6)]
+        until(lambda: ranks_with("waiting") == {0, 1})
+        assert http.post("/reset_prefix_cache").json() == {"success": True}
+        assert http.post("/resume").status_code == 200
+        assert [answer.result().status_code for answer in answers] == [200] * 6
+
+
 def test_two_ranks_train_and_sample_as_one_process_does(tmp_path: Path) -> None:
     """The first step has the same rollouts, so the same numbers; in each step every rank samples with its weights."""
     one, two = tmp_path / "one", tmp_path / "two"
     train_here(write_config(tmp_path, steps=1, runs=one))
-    launched = train_with_ranks(write_config(tmp_path, steps=3, runs=two), "--ranks", "2")
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        flags = ("--ranks", "2", "--set", f"server.port={port}")
+        training = pool.submit(train_with_ranks, write_config(tmp_path, steps=3, runs=two), *flags)
+        ask_while_paused(training, f"http://127.0.0.1:{port}")
+        launched = training.result()
     assert launched.returncode == 0, launched.stderr
     first, second = (lines_of(directory / "run") for directory in (one, two))
     assert [line["step"] for line in second] == [1, 2, 3]

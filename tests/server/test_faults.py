@@ -103,7 +103,8 @@ def test_an_unavailable_engine_is_503_with_retry_after(fake, stream):
 
 @pytest.mark.parametrize("most", [0, 2])
 def test_as_many_wait_as_may(tiny_tokenizer, most):
-    engine, settings = FakeEngine("hang"), ServerConfig(batch_size=2, max_waiting_requests=most)
+    engine, settings = FakeEngine("hang"), ServerConfig(batch_size=1, max_waiting_requests=most)
+    engine.engines = 2  # as with two ranks
     with running_server(engine, tiny_tokenizer, config=settings) as server, server.http() as http:
         body = {**COMPLETION, "stream": False}
         blocked = [
