@@ -43,7 +43,7 @@ class ServerConfig(Section):
     kv_bits: Literal[8, 4] | None = None
     """Hold keys and values in 8 or 4 bits instead of the model's dtype, by tokens: less memory, other answers
     (docs/benchmarks/kv.md says how far). The head dimension has to be divisible by 32. Training needs
-    rl_training.sampler_correction then. Default: as they were computed."""
+    rl_training.sampler_correction = "tis" or "mis" then. Default: as they were computed."""
     async_scheduling: bool | None = None
     """Start a decode step before the one before it is read: the device does not wait for Python. Default: on a GPU; off
     on a CPU, which gains nothing, and when deterministic."""

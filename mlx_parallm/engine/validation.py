@@ -69,6 +69,11 @@ def _check_length(prompt: int, max_tokens: int | None, limits: RequestLimits) ->
     _require(max_tokens is None or max_tokens >= 0, "max_tokens", "must be at least 0")
     if max_tokens is not None and prompt + max_tokens > limits.max_model_len:
         raise ContextLengthError(prompt, limits.max_model_len, max_tokens)
+    if max_tokens == 0 and limits.max_kv_tokens is not None:  # it is only computed: no row will hold it
+        most = int(limits.max_kv_tokens / limits.prompt_cost)
+        message = f"memory (server.kv_cache_bytes) has room to compute {most} tokens, and this prompt has {prompt}"
+        _require(prompt <= most, "prompt", message)
+        return
     room = limits.room(prompt)
     if room < (1 if max_tokens is None else max_tokens):
         raise RequestError(

@@ -25,7 +25,7 @@ from mlx_parallm.engine.cache.batch import can_lie_by_tokens
 from mlx_parallm.engine.cache.kv_format import KVFormat
 from mlx_parallm.engine.cache.pools import SLACK
 from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
-from mlx_parallm.engine.cache.sharing import size_class, worth_a_segment
+from mlx_parallm.engine.cache.sharing import PRIVATE_FROM, SHARED_FROM, size_class, worth_a_segment
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
@@ -320,25 +320,32 @@ def _kv_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
     bits = config.server.kv_bits
     wanted, token = lengths.prompt + lengths.completion, shape.held_token(bits)
     if shape.by_tokens and config.server.kv_layout != "rectangle":
-        held, shared = _positions_by_tokens(config, lengths)
+        cases = _positions_by_tokens(config, lengths)
     else:
-        held, shared = _positions_of_rectangle(config, wanted), 0
-    running = (held + shared) * token + config.server.prefill_chunk * shape.kv_token
-    running += held * token // shape.layers  # one layer twice: it grows
-    if bits is not None and on_cpu():  # one layer unpacked: kv_format.Packed
-        running += (held + shared) * shape.kv_token * FLOAT // shape.width // shape.layers
+        cases = [(_positions_of_rectangle(config, wanted), 0)]
+    running = 0
+    for held, shared in cases:
+        case = (held + shared) * token + held * token // shape.layers  # one layer twice: it grows
+        if bits is not None and on_cpu():  # one layer unpacked: kv_format.Packed
+            case += (held + shared) * shape.kv_token * FLOAT // shape.width // shape.layers
+        running = max(running, case)
+    running += config.server.prefill_chunk * shape.kv_token
     stored = config.rl_training.atropos.rollout_batch_size * wanted * token
     cache = prefix_cache_bytes(config.server.prefix_cache_bytes, deterministic=config.rl_training.deterministic)
     return running + min(stored, cache)
 
 
-def _positions_by_tokens(config: Config, lengths: Lengths) -> tuple[int, int]:
-    """Positions of the rows' own arrays (`engine/cache/pools.py`), and of prompts that a group holds once."""
+def _positions_by_tokens(config: Config, lengths: Lengths) -> list[tuple[int, int]]:
+    """Positions of the rows' own arrays (`engine/cache/pools.py`), and of prompts that a group holds once: of the
+    longest prompts, and of the longest ones that are copied into each row, which can take more."""
     rows, most = _rows(config), config.server.max_model_len or sys.maxsize
     group = min((entry.group_size for entry in config.environments), default=1)
-    shared = worth_a_segment(lengths.prompt, group)
-    own = min(most, size_class(lengths.completion + (0 if shared else lengths.prompt)))
-    return min(config.server.batch_size, rows + rows // SLACK) * own, -(-rows // group) * lengths.prompt * shared
+    capacity = min(config.server.batch_size, rows + rows // SLACK)
+    copied = min(lengths.prompt, (SHARED_FROM if group > 1 else PRIVATE_FROM) - 1)
+    cases = [(capacity * min(most, size_class(lengths.completion + copied)), 0)]
+    if worth_a_segment(lengths.prompt, group):
+        cases.append((capacity * min(most, size_class(lengths.completion)), -(-rows // group) * lengths.prompt))
+    return cases
 
 
 def _positions_of_rectangle(config: Config, wanted: int) -> int:

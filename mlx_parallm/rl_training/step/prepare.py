@@ -41,6 +41,9 @@ from mlx_parallm.losses.types import LossInputs, LossOutputs
 from mlx_parallm.models.blockwise import Objective
 from mlx_parallm.rl_training.step.batch import TrainBatch, TrainSequence
 from mlx_parallm.rl_training.step.collate import MicroBatch
+from mlx_parallm.system.log import get_logger
+
+log = get_logger(__name__)
 
 Scores = Mapping[str, np.ndarray]
 """Columns of the trainer's own forward passes, [N] float32 over the trained tokens of the batch: "old_logprobs" (under
@@ -419,6 +422,11 @@ def check_kv_bits(config: Config) -> None:
         raise ConfigError(
             f"server.kv_bits = {bits}: the trainer's keys and values are not quantised, so it is another policy:"
             ' set rl_training.sampler_correction = "tis" (or "mis"), or leave kv_bits out'
+        )
+    if bits is not None and corrected and training.loss is not None and is_reference(training.loss):
+        log.warning(
+            "the policy that samples is another one (server.kv_bits): this loss has to multiply by inputs.weights",
+            loss=training.loss,
         )
 
 

@@ -14,7 +14,7 @@ from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import PromptRows
 from mlx_parallm.engine.cache.tokens import TokenCache
 from mlx_parallm.engine.validation import RequestLimits
-from mlx_parallm.errors import ModelError
+from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from tests.engine.helpers import (
     EOS,
@@ -220,6 +220,7 @@ def test_the_engine_equals_mlx_lms_quantised_cache_token_by_token(small, bits, a
             assert list(choice.token_ids) == wanted
         full += wanted == list(run(serve(model_of_width()).engine, [requests[i]])[f"r{i}"].completions[0].token_ids)
     assert full < len(prompts) or bits == 8, "four bits change an answer"
+    assert served.engine.cache.token_bytes() == 2 * 2 * HEADS * WIDTH * (bits / 8 + 2 * 4 / 64)
 
 
 def test_layers_may_have_different_heads(small):
@@ -330,6 +331,10 @@ def test_a_prompt_that_is_computed_counts_in_full():
     assert limits.room(20) == 200 - 20 - 128 + 1
     token = quantised(model_of_width(), 4).engine.cache.token_bytes()
     served = quantised(model_of_width(), 4, kv_cache_bytes=600 * token, prefix_cache_bytes=0)
+    with pytest.raises(RequestError, match=r"prompt: .* to compute 93 tokens, and this prompt has 94"):  # 600 / 6.4
+        served.engine.add(request("long", [1] * 94, prompt_logprobs=0, max_tokens=0))
+    [scored] = run(served.engine, [request("s", [1] * 93, prompt_logprobs=0, max_tokens=0)]).values()
+    assert scored.prompt_logprobs is not None, "no row will hold it"
     scheduler = served.engine.scheduler
     assert (scheduler.max_kv_tokens, scheduler.prompt_cost) == (600, 6.4)
     for i, prompt in enumerate(ragged_prompts(2, shortest=41, longest=41)):

@@ -137,7 +137,8 @@ def test_parts_follow_their_settings() -> None:
 @pytest.mark.parametrize(
     ("layout", "prompt", "own", "shared"),
     [
-        ("auto", 1000, 1216, 4 * 1000),  # four groups of 8 hold their prompt once; the class above 1,000 is 1,216
+        ("auto", 4000, 1216, 4 * 4000),  # four groups of 8 hold their prompt once; the class above 1,000 is 1,216
+        ("auto", 1000, 1504, 0),  # the groups' prompts of 255 tokens, which are copied, take more than those of 1,000
         ("auto", 100, 1216, 0),  # a short prompt is copied
         ("rectangle", 1000, 2048, 0),  # the power of two above 2,000
     ],

@@ -5,6 +5,7 @@ import math
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -240,6 +241,18 @@ def test_a_quantised_sampler_is_allowed_with_a_correction_and_where_nothing_is_s
     data = {"data": {"path": "rows.jsonl"}} if "algorithm" in training else {}
     check_kv_bits(parse_config({"server": {"kv_bits": 8}, "rl_training": training} | data))
     check_kv_bits(parse_config({"rl_training": training} | data))
+
+
+def test_a_loss_of_ones_own_with_a_quantised_sampler_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs: list[str] = []
+    monkeypatch.setattr(
+        "mlx_parallm.rl_training.step.prepare.log", SimpleNamespace(warning=lambda event, **fields: logs.append(event))
+    )
+    training = {"sampler_correction": "tis", "loss": "python:mine.py:loss"}
+    check_kv_bits(parse_config({"rl_training": training}))
+    assert not logs
+    check_kv_bits(parse_config({"server": {"kv_bits": 8}, "rl_training": training}))
+    assert "has to multiply by inputs.weights" in logs[0]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
