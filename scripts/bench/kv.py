@@ -60,8 +60,8 @@ TEXT = Path("docs/serving.md")
 CONTEXTS, ANSWERS, ANSWER = (200, LONG), 16, 64  # tokens; of `distance`
 
 
-def make_engine(directory: str | Path, layout: str, kv_bits: int | None = None) -> Engine:
-    config = parse_config({"model": {"base_path": str(directory)}}).model
+def make_engine(directory: str | Path, layout: str, kv_bits: int | None = None, dtype: str = "auto") -> Engine:
+    config = parse_config({"model": {"base_path": str(directory), "dtype": dtype}}).model
     loaded = load_model(config)
     weights = SharedWeights(loaded.model, keep_versions=1)
     options = replace(engine_options(Config(), loaded), max_rows=64, prefix_cache_bytes=0, by_tokens=layout == "auto")
@@ -229,11 +229,11 @@ def bits_table(directory: Path, rounds: int, console: Console) -> None:
             console.print(f"{case} | {bits or 'full'} | {step:.2f} | {held:.2f} | {milliseconds:.1f}")
 
 
-def distance_table(model: str, console: Console) -> None:
+def distance_table(model: str, dtype: str, console: Console) -> None:
     config = parse_config({"model": {"base_path": model}}).model
     loaded = load_model(config)
     text = load_tokenizer(loaded.path, config).encode(TEXT.read_text(), add_special_tokens=False)
-    engines = {bits: make_engine(model, "auto", bits) for bits in BITS}
+    engines = {bits: make_engine(model, "auto", bits, dtype) for bits in BITS}
     console.print("nats a token: context | bits | tokens | mean log p | KL(sampler || full) | mean |Δ| | largest |Δ|")
     for context in CONTEXTS:
         prompt = text[: min(context, loaded.max_model_len - ANSWER)]
@@ -323,13 +323,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=("engine", "layouts", "mixed", "servers", "bits", "distance"))
     parser.add_argument("--model", default="builtin:tiny", help="of `distance`: what model.base_path takes")
+    parser.add_argument("--dtype", default="auto", help="of `distance`: the sampler's; auto is float32 on a CPU")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layout", choices=("auto", "rectangle"), default="auto", help="server.kv_layout")
     arguments = parser.parse_args()
     configure_logging(level="error")
     console = Console(width=120)
     if arguments.table == "distance":
-        return distance_table(arguments.model, console)
+        return distance_table(arguments.model, arguments.dtype, console)
     with tempfile.TemporaryDirectory() as directory:
         path = save_bench_model(Path(directory) / "model", endless=True, max_position_embeddings=CONTEXT)
         if arguments.table == "bits":
