@@ -150,9 +150,11 @@ def _kill(daemon: TrainingDaemon, generator: random.Random, sent: Sent, *, first
 
 
 def wait_until_trained(daemon: TrainingDaemon, timeout_s: float = 300) -> None:
-    """Until fewer groups wait than make a batch."""
+    """Until fewer groups wait than make a batch, and the last batch has its line: SIGTERM stops inside a step."""
     deadline = time.monotonic() + timeout_s
-    while httpx.get(daemon.url + "/atropos/status").json()["queue_size"] >= BATCH_SIZE // GROUP_SIZE:
+    while httpx.get(daemon.url + "/atropos/status").json()["queue_size"] >= BATCH_SIZE // GROUP_SIZE or max(
+        (step for _, state, step, _ in read_ledger(daemon.run) if state == "taken"), default=0
+    ) > len(read_metrics(daemon.run)):
         daemon.check()
         assert time.monotonic() < deadline, "what waits is not trained on in time"
         time.sleep(0.1)
@@ -165,11 +167,17 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def audit(run: Path, sent: Sent) -> Audit:
-    """Compares the senders' log with the ledger, and the ledger with the metrics, step by step."""
+def read_ledger(run: Path) -> list[tuple[str, str, int | None, str | None]]:
+    """Each group's id, state, step and reason."""
     connection = sqlite3.connect(f"file:{run / 'rollouts.sqlite'}?mode=ro", uri=True)
     rows = connection.execute("SELECT group_id, state, step, reason FROM groups").fetchall()
     connection.close()
+    return rows
+
+
+def audit(run: Path, sent: Sent) -> Audit:
+    """Compares the senders' log with the ledger, and the ledger with the metrics, step by step."""
+    rows = read_ledger(run)
     ledger = collections.Counter(group_id for group_id, *_ in rows)
     received = set(sent.received)
     faults = [f"lost: {group_id}" for group_id in sorted(received - ledger.keys())]
