@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mlx_parallm import cli
@@ -111,12 +113,16 @@ def test_a_rank_that_dies_ends_the_others_and_the_run_goes_on_without_it(tmp_pat
     assert hosts is None, "one rank is a process without MLX's ring"
 
 
-def until_there(*files: Path) -> None:
-    """Files of other processes, which say so by nothing else."""
+def until(condition: Callable[[], bool]) -> None:
+    """For what other processes do, which say so by nothing else."""
     deadline = time.monotonic() + 30
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < deadline, files
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def until_there(*files: Path) -> None:
+    until(lambda: all(file.exists() for file in files))
 
 
 def test_a_signal_reaches_every_rank_and_an_error_ends_all(tmp_path: Path) -> None:
@@ -173,6 +179,10 @@ def test_a_rank_that_does_not_end_is_named_and_one_that_is_stopped_is_killed(
     def warn(event: str, **values: object) -> None:
         named.append(values["ranks"])
         (tmp_path / "go").touch()
+        until_there(tmp_path / "1.1")
+        until(
+            lambda: not psutil.pid_exists(json.loads((tmp_path / "1.1").read_text())[2])
+        )  # before the other is killed
 
     monkeypatch.setattr(ranks, "LATE_S", 0.1)
     monkeypatch.setattr(ranks.log, "warning", warn)
