@@ -148,7 +148,7 @@ def _spent(browser: Any, scratch: Path, tabs: int) -> Counter[str]:
                     before, began = processor_seconds(), time.monotonic()
                 file.write(metrics_line(81 + number))
                 file.flush()
-                time.sleep(STEP_S)
+                time.sleep(STEP_S)  # the pace of the run that it stands in for
         after, minutes = processor_seconds(), (time.monotonic() - began) / 60
         window.close()
         server.terminate()

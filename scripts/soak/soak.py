@@ -144,7 +144,7 @@ def publish_and_sample(
             next_rest = next_publish = time.monotonic() - begun
             next_rest += REST_EVERY_S
         next_publish += 1.0
-        time.sleep(max(0.0, begun + next_publish - time.monotonic()))
+        time.sleep(max(0.0, begun + next_publish - time.monotonic()))  # the pace of the publishes
     return samples, at_rest
 
 

@@ -198,7 +198,7 @@ def ask_while_paused(training: "Future[Any]", url: str) -> None:
         def until(condition: Callable[[], bool]) -> None:
             while not condition():
                 assert not training.done(), training.result()
-                time.sleep(0.02)
+                time.sleep(0.02)  # other processes, whose state only their routes tell
 
         until(ready)
         assert http.post("/pause", params={"mode": "wait"}).status_code == 200
