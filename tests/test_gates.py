@@ -44,7 +44,7 @@ LINES: dict[str, int] = {
     "rollout_store": 1320,
     "server": 6970,
     "system": 1200,
-    "tinker": 4_510,
+    "tinker": 4_520,
     "tools": 2830,
     "traces": 5_390,
     "trl": 1250,

@@ -13,11 +13,16 @@ PACKAGES = ("google", "google.protobuf", "zstandard")
 
 
 def tinker_part(config: Config) -> "TinkerPart | None":
-    """The part for the daemon; None = not asked for. Raises ConfigError: a package is missing."""
+    """The part for the daemon; None = not asked for. Raises ConfigError: no package, or server.kv_bits is set."""
     if not config.tinker.enabled:
         return None
     if missing := next((name for name in PACKAGES if find_spec(name) is None), None):
         raise ConfigError(f"tinker.enabled = true needs {missing}: pip install 'mlx-parallm[tinker]'")
+    if bits := config.server.kv_bits:
+        raise ConfigError(
+            f"server.kv_bits = {bits}: Tinker's clients train on the sampler's log-probabilities, and the learner's"
+            " keys and values are not quantised: leave kv_bits out"
+        )
     from mlx_parallm.tinker.part import TinkerPart
 
     return TinkerPart(config)
