@@ -72,7 +72,7 @@ def train(parser: ArgumentParser) -> Run:
             run_directory = directory_of(config, resume)
             return supervise(args.argv, config, run_directory, resume=resume, restarts=args.restarts)
         if several:
-            from mlx_parallm.cli.ranks import run_ranks
+            from mlx_parallm.cli.rank_launcher import run_ranks
 
             return run_ranks(args.argv, config, directory_of(config, resume), resume=resume, count=args.ranks)
         if args.ranks is None and config.rl_training.on_rank_lost == "continue" and launched_rank() is not None:

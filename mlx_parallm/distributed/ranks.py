@@ -11,8 +11,8 @@ arrays, or of a part of each, and where they differ (a resume, a rollback, other
 A collective in which a rank is missing may never end, and nothing can interrupt it: MLX 0.32.4's ring raises when a
 neighbour's process has died, but not when its machine has vanished. So collectives run in a thread of their own, and
 the thread that waits for one watches the connections. These are authenticated with a key that rank 0 hands out by the
-first collective. A process that is stopped keeps its connections; its pulse shows it (silence.py), and then the others
-end them.
+first collective. A process that is stopped keeps its connections; its pulse shows it (heartbeat.py), and then the
+others end them.
 """
 
 import atexit
@@ -48,8 +48,8 @@ from mlx_parallm.config.data import DATA_ALGORITHMS
 from mlx_parallm.config.load import Config
 from mlx_parallm.distributed.balance import BalancedClient
 from mlx_parallm.distributed.fingerprint import model_fingerprint
+from mlx_parallm.distributed.heartbeat import LOOK_S, SILENT_LOOKS, Pulse
 from mlx_parallm.distributed.players import RankPlayer, hang_up
-from mlx_parallm.distributed.silence import LOOK_S, SILENT_LOOKS, Pulse
 from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.runner import MakePlayer, OnError, OnResults
 from mlx_parallm.errors import ConfigError, RankLostError

@@ -19,8 +19,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
+from mlx_parallm.distributed.heartbeat import LOOK_S, Ear
 from mlx_parallm.distributed.players import STOP_S, hang_up, received
-from mlx_parallm.distributed.silence import LOOK_S, Ear
 from mlx_parallm.engine.client import Abort, EngineClient, Letters, Mailbox, post
 from mlx_parallm.engine.live_requests import Event, Failed, Finished, StreamDelta
 from mlx_parallm.environments.runner import describe
@@ -30,7 +30,7 @@ from mlx_parallm.system.loop_thread import LoopThread
 from mlx_parallm.types import EngineStats, Request
 
 REPORT_S = 0.2  # between two reports of a rank's counters
-QUIET_LOOKS = 3  # that found no report (silence.py): the rank gets no more requests until one comes
+QUIET_LOOKS = 3  # that found no report (heartbeat.py): the rank gets no more requests until one comes
 IDLE_WAIT_S = 0.5
 
 log = get_logger("ranks")

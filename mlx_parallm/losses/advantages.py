@@ -1,6 +1,8 @@
 """Advantages: how much better each rollout of a group did than its siblings, or than the batch. No MLX.
 
 rewards of a group → one number per rollout, or None when there is nothing to learn from it (all rewards equal)
+
+A new kind: its line here, and its name in `ADVANTAGES` of config/algorithm.py (docs/extending.md).
 """
 
 import math

@@ -3,11 +3,12 @@
     request(step)    allows the in-process source to start what the step still lacks (nothing, when groups come by HTTP)
     collect(step)    takes whole groups until `rollout_batch_size` sequences are together; None = not yet
 
-On the way it drops, in the store and with the reason, groups that are too old, groups that an older version stored with
-numbers that overflow, and groups whose rewards are all equal. In their place it asks for others (`dynamic_sampling`):
-as many as should fill the step at the share of useful groups that it has seen in it, at most as many as came so far,
-and never more than `max_oversampling` allows. Where the bound ends it, the step trains on what there is and says why.
-What it takes is marked `taken(step)`; a checkpoint older than that brings it back.
+On the way it drops, in the store and with the reason, groups that are too old, groups from outside whose
+log-probabilities are another model's (`group_fit.py`), groups that an older version stored with numbers that overflow,
+and groups whose rewards are all equal. In their place it asks for others (`dynamic_sampling`): as many as should
+fill the step at the share of useful groups that it has seen in it, at most as many as came so far, and never more than
+`max_oversampling` allows. Where the bound ends it, the step trains on what there is and says why. What it takes is
+marked `taken(step)`; a checkpoint older than that brings it back.
 
 Order: "fifo" oldest first · "uniform" at random by (seed, step) · "priority" largest mean |advantage| first. In
 deterministic mode it waits until everything asked for has arrived, and goes by the groups' own index.
@@ -291,7 +292,7 @@ class RolloutBuffer:
             elif self._sampling != "fifo":
                 trainable.append((group, advantages, age))
                 sequences += len(group.rollouts)
-            elif self._has_place(group, room, fillable) and self._fits(group, step):
+            elif self._has_place(group, room, fillable) and not self._drop_of_another_model(group, step):
                 self._take(group, advantages, age)
                 room -= len(group.rollouts)
         self._discard(stale, step, TOO_OLD)
@@ -312,17 +313,17 @@ class RolloutBuffer:
         else:
             trainable = sorted(trainable, key=lambda entry: -_weight(entry[1]))
         for group, advantages, age in trainable:
-            if room and self._has_place(group, room, fillable) and self._fits(group, step):
+            if room and self._has_place(group, room, fillable) and not self._drop_of_another_model(group, step):
                 self._take(group, advantages, age)
                 room -= len(group.rollouts)
 
-    def _fits(self, group: RolloutGroup, step: int) -> bool:
-        """False: the group came from outside and is of another model; then it is dropped."""
+    def _drop_of_another_model(self, group: RolloutGroup, step: int) -> bool:
+        """True: the group came from outside and its log-probabilities are another model's (group_fit.py)."""
         misfit = self._misfit is not None and group.index is None and self._misfit(group)
         if misfit:
             self._statistics.add_misfit()
             self._discard([group.group_id], step, OTHER_MODEL)
-        return not misfit
+        return misfit
 
     def _ordered(self) -> list[RolloutGroup]:
         groups = list(self._held.values())

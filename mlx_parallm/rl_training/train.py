@@ -45,6 +45,7 @@ from mlx_parallm.rl_training.events import (
     WeightsPublished,
 )
 from mlx_parallm.rl_training.factory import build_buffer, build_trainer
+from mlx_parallm.rl_training.group_fit import LogprobMismatchCheck
 from mlx_parallm.rl_training.loop import Batches, Parts, RunControl, TrainingLoop
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
 from mlx_parallm.rl_training.monitor import report
@@ -54,7 +55,6 @@ from mlx_parallm.rl_training.monitor.spans import SpanLog
 from mlx_parallm.rl_training.monitor.tokens import TokenLog
 from mlx_parallm.rl_training.monitor.trackers import TrackedRun, Trackers, check_installed
 from mlx_parallm.rl_training.plan.preflight import MemoryWatch
-from mlx_parallm.rl_training.publish.guard import LogprobMismatchCheck
 from mlx_parallm.rl_training.publish.rollback import Rollbacks, RollbackService
 from mlx_parallm.rl_training.publish.versions import VersionNumbers, VersionSteps
 from mlx_parallm.rl_training.run_directory import STORE_FILE, DiskUse, RunDirectory, moment

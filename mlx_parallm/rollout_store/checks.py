@@ -1,7 +1,7 @@
 """Check a group before it may be trained on. Every source uses these checks; the first fault is the reason.
 
 The reasons are sentences: they are kept beside the group, sent in the HTTP 422 and shown in the health line.
-Whether its log-probabilities fit this model is asked later: `rl_training/publish/guard.py`, from the rollout buffer.
+Whether its log-probabilities fit this model is asked later: `rl_training/group_fit.py`, from the rollout buffer.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ TOO_LARGE = f"a score, an advantage or a log-probability is beyond what can be c
 """Why a group that an older version accepted is dropped."""
 
 OTHER_MODEL = "other tokenizer or model: its log-probabilities are far from this model's"
-"""Why a group that was accepted is put into quarantine later (`rl_training/publish/guard.py`)."""
+"""Why a group that was accepted is put into quarantine later (`rl_training/group_fit.py`)."""
 
 MissingLogprobs = Literal["reject", "recompute"]
 

@@ -3,6 +3,8 @@
 A server without a key on loopback could be driven by any web page through DNS rebinding, so then only requests whose
 Host (and Origin, where a browser sends one) is a loopback name are answered. `check_bind` refuses a public address
 without a key.
+
+Which paths need no key: those that an `AddedRouter` calls public (`create_app` gathers them), and `HEALTH`.
 """
 
 import base64

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from mlx_parallm.config.load import load_config
 from mlx_parallm.models.loading import load_model
-from mlx_parallm.rl_training.publish.guard import MISMATCH_NATS, LogprobMismatchCheck
+from mlx_parallm.rl_training.group_fit import MISMATCH_NATS, LogprobMismatchCheck
 from mlx_parallm.rl_training.step.algorithms import make_algorithm
 from mlx_parallm.rl_training.step.policy import TrainedPolicy
 from mlx_parallm.rl_training.step.trainer import Trainer

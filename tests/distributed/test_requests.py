@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from mlx_parallm.distributed import balance, silence
+from mlx_parallm.distributed import balance, heartbeat
 from mlx_parallm.distributed import requests as protocol
 from mlx_parallm.distributed.balance import (
     CHOICE_TOKENS,
@@ -25,6 +25,7 @@ from mlx_parallm.distributed.balance import (
     all_done,
     summed,
 )
+from mlx_parallm.distributed.heartbeat import Pulse
 from mlx_parallm.distributed.players import hang_up
 from mlx_parallm.distributed.requests import (
     Done,
@@ -38,7 +39,6 @@ from mlx_parallm.distributed.requests import (
     RunRequests,
     ServedHere,
 )
-from mlx_parallm.distributed.silence import Pulse
 from mlx_parallm.engine.client import CLIENTS, Abort, CommandQueue, Letters, Mailbox
 from mlx_parallm.engine.live_requests import Finished
 from mlx_parallm.errors import EngineUnavailableError
@@ -414,7 +414,7 @@ async def test_a_rank_that_is_silent_is_given_up(other: Other, monkeypatch: pyte
             there._ear.silent = looks
             assert (other.rank_of(asked()) == 1) is is_chosen
             assert other.balanced.engines == 1 + is_chosen
-        monkeypatch.setattr(silence, "LOOK_S", 0.0)
+        monkeypatch.setattr(heartbeat, "LOOK_S", 0.0)
         other.load(0)  # from now on it looks without a pause
         await asyncio.to_thread(paused.result, 20)
         other.balanced.resume_admission(CLIENTS)
@@ -451,7 +451,7 @@ def test_the_engine_that_stands_still_for_longest_is_the_one_that_counts() -> No
 
 
 def test_a_pulse_that_stops_is_noticed_and_one_that_goes_on_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silence, "LOOK_S", 0.01)
+    monkeypatch.setattr(heartbeat, "LOOK_S", 0.01)
     silent = threading.Event()
     (own, other), (alone, stopped) = Pipe(), Pipe()
     wrong = list[str]()

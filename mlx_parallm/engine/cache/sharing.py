@@ -1,8 +1,8 @@
 """How much room a row takes, and what of its text is held once for several rows. No tensor in sight.
 
-A row's own positions lie in an array of its size class (`pools.py`). Before them it may read segments that it does not
-own: parts of its prompt that the prefix cache holds, and the prompt that it has in common with the other choices of its
-request. Each segment costs a step some operations a layer, so short ones are copied into the row.
+A row's own positions lie in an array of its size class (`size_classes.py`). Before them it may read segments that it
+does not own: parts of its prompt that the prefix cache holds, and the prompt that it has in common with the other
+choices of its request. Each segment costs a step some operations a layer, so short ones are copied into the row.
 """
 
 from collections.abc import Iterable

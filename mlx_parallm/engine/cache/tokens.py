@@ -17,10 +17,10 @@ import numpy as np
 
 from mlx_parallm.engine.cache.kv_format import AS_COMPUTED, Factor, KVFormat
 from mlx_parallm.engine.cache.merge import LOG2_E, NOTHING, Partial, attend_partly, finish, join, merge
-from mlx_parallm.engine.cache.pools import SLACK, Pool, Row
 from mlx_parallm.engine.cache.prefill import CannotBatchError, new_caches, token_bytes
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import CLASS_STEP, FIRST_ANSWER, PromptRows, end_of, shared_positions, size_class
+from mlx_parallm.engine.cache.size_classes import SLACK, Pool, Row
 from mlx_parallm.models.attention import RoutedKeys, route_attention
 from mlx_parallm.models.mlx_lm_api import KVCache, make_prompt_cache
 

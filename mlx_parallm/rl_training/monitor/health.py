@@ -63,7 +63,7 @@ LOGPROB_MISMATCH, LOGPROB_MISMATCH_MEAN = 0.5, 0.06
 has a mean of 0.033 (`step.prepare.MEASURED_MISMATCH`), which a correction takes care of; a mistake shows more."""
 STALE_MISMATCH_MEAN = 1.0
 """The same mean where the weights have learned since: one step at the largest learning rate that works moves 0.9 nats a
-token (`publish.guard.MISMATCH_NATS`), usual ones a hundredth of it."""
+token (`group_fit.MISMATCH_NATS`), usual ones a hundredth of it."""
 SMALL_UPDATE = 1e-6
 """An update's norm over the weights' norm. A thousand such updates in one direction move the weights by 0.1 %; learning
 rates that work reach 1e-5 (all weights) to 1e-2 (a young adapter)."""

@@ -23,9 +23,9 @@ from mlx_parallm.config.data import DATA_ALGORITHMS, PAIRED, USES_REFERENCE
 from mlx_parallm.config.load import Config
 from mlx_parallm.engine.cache.batch import can_lie_by_tokens
 from mlx_parallm.engine.cache.kv_format import KVFormat
-from mlx_parallm.engine.cache.pools import SLACK
 from mlx_parallm.engine.cache.rectangle import DOUBLING_LIMIT, FIRST_CAPACITY
 from mlx_parallm.engine.cache.sharing import PRIVATE_FROM, SHARED_FROM, size_class, worth_a_segment
+from mlx_parallm.engine.cache.size_classes import SLACK
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import head_rows
 from mlx_parallm.models.cpu_kernels import UNPACKED, on_cpu
@@ -336,8 +336,8 @@ def _kv_bytes(config: Config, shape: ModelShape, lengths: Lengths) -> int:
 
 
 def _positions_by_tokens(config: Config, lengths: Lengths) -> list[tuple[int, int]]:
-    """Positions of the rows' own arrays (`engine/cache/pools.py`), and of prompts that a group holds once: of the
-    longest prompts, and of the longest ones that are copied into each row, which can take more."""
+    """Positions of the rows' own arrays (`engine/cache/size_classes.py`), and of prompts that a group holds once: of
+    the longest prompts, and of the longest ones that are copied into each row, which can take more."""
     rows, most = _rows(config), config.server.max_model_len or sys.maxsize
     group = min((entry.group_size for entry in config.environments), default=1)
     capacity = min(config.server.batch_size, rows + rows // SLACK)

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from mlx_parallm.server.messages.errors import anthropic_error
-from mlx_parallm.server.protocol.translation import ChatFields
+from mlx_parallm.server.protocol.to_chat import ChatFields
 
 Event = dict[str, Any]
 _REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "pause_turn"}

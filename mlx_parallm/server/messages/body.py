@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.protocol.fields import Body, ListOf, QueueFields, SamplingFields
 from mlx_parallm.server.protocol.openai import LONGEST_WORD, MAX_MESSAGES, MAX_TOOLS, ChatBody
-from mlx_parallm.server.protocol.translation import chat_body, joined_text, refuse_choices, shared_fields
+from mlx_parallm.server.protocol.to_chat import chat_body, joined_text, refuse_choices, shared_fields
 
 Block = dict[str, Any]
 IN_CHAT = {  # a field of the chat → the one that a client of this API has written

@@ -12,7 +12,7 @@ from mlx_parallm.server.generation import render_conversation, resolve_model
 from mlx_parallm.server.messages.answer import MessageForm
 from mlx_parallm.server.messages.body import IN_CHAT, CountTokensBody, MessagesBody
 from mlx_parallm.server.protocol.strict_json import json_router
-from mlx_parallm.server.protocol.translation import renamed
+from mlx_parallm.server.protocol.to_chat import renamed
 
 router = json_router("openai")
 

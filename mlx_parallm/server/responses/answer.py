@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.server.errors import error_body, status_of
-from mlx_parallm.server.protocol.translation import ChatFields
+from mlx_parallm.server.protocol.to_chat import ChatFields
 from mlx_parallm.server.responses.body import SEALED_REASONING, ResponsesBody, ToolNames
 from mlx_parallm.server.responses.items import Item
 from mlx_parallm.server.responses.output import COMPLETED, INCOMPLETE, Event, OutputItems

@@ -16,7 +16,7 @@ from mlx_parallm.server.protocol.fields import (
     SamplingFields,
 )
 from mlx_parallm.server.protocol.openai import LONGEST_WORD, MAX_MESSAGES, MAX_TOOLS, ChatBody
-from mlx_parallm.server.protocol.translation import chat_body, refuse_choices, shared_fields
+from mlx_parallm.server.protocol.to_chat import chat_body, refuse_choices, shared_fields
 from mlx_parallm.server.responses.items import CUSTOM_ARGUMENT, Item, chat_messages, flat_name
 
 LOGPROBS, SEALED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.server.protocol.translation import joined_text
+from mlx_parallm.server.protocol.to_chat import joined_text
 
 CUSTOM_ARGUMENT = "input"  # of the function that stands for a custom tool
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}

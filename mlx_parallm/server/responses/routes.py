@@ -14,7 +14,7 @@ from mlx_parallm.server.errors import ERROR_CONTENT
 from mlx_parallm.server.generation import render_conversation, resolve_model
 from mlx_parallm.server.protocol.openai import ChatBody
 from mlx_parallm.server.protocol.strict_json import json_router
-from mlx_parallm.server.protocol.translation import renamed
+from mlx_parallm.server.protocol.to_chat import renamed
 from mlx_parallm.server.responses.answer import CANCELLED, ResponseForm
 from mlx_parallm.server.responses.body import IN_CHAT, ResponsesBody, ToolNames
 from mlx_parallm.server.responses.items import Item

@@ -63,12 +63,12 @@ else:
 PARENT = """
 import pathlib, sys
 from mlx_parallm.system.log import configure_logging
-from mlx_parallm.cli.ranks import LocalRanks
+from mlx_parallm.cli.rank_launcher import LocalRanks
 here = pathlib.Path(sys.argv[1])
 configure_logging()
 child = (here / "child.py").read_text()
 if "watches" in sys.argv:
-    child = "from mlx_parallm.cli.ranks import end_with_parent; end_with_parent()" + child
+    child = "from mlx_parallm.cli.rank_launcher import end_with_parent; end_with_parent()" + child
 command = [sys.executable, *([] if "watches" in sys.argv else ["-S"]), "-c", child, str(here)]
 continues, count = "continues" in sys.argv, int(sys.argv[2])
 parent = LocalRanks(["--config", "x"], here / "run", count, continues=continues, command=command)

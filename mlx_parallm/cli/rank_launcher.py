@@ -38,7 +38,7 @@ from mlx_parallm.system.signals import SHUTDOWN_SIGNALS, block_shutdown_signals
 
 CHILD = """
 from mlx_parallm.cli import train
-from mlx_parallm.cli.ranks import end_with_parent
+from mlx_parallm.cli.rank_launcher import end_with_parent
 end_with_parent()
 raise SystemExit(train())
 """

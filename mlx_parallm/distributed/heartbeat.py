@@ -2,6 +2,9 @@
 
 The kernel of such a machine keeps its connections open and answers for it, so only what the process itself sends shows
 that it runs. What sends needs neither the engine nor the main thread: a rank that computes for long is not silent.
+
+What is done about a lost one: `JoinedRanks` (ranks.py) ends the training, `RankEngine` (requests.py) gives its requests
+to others, and the parent (cli/rank_launcher.py) stops the others or starts them again.
 """
 
 import threading
