@@ -12,6 +12,7 @@ from mlx_parallm.engine.served_models import ServedModels
 from mlx_parallm.engine.thread import EngineThread
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import use_fast_rope, use_fast_swiglu
 from mlx_parallm.models.loading import LoadedModel
 from mlx_parallm.models.lora import check_adapter, linear_shapes, prepare_for_serving
@@ -75,6 +76,7 @@ def start_engine(
     )
     use_fast_swiglu(loaded.model)
     use_fast_rope(loaded.model)
+    route_attention(loaded.model)
     lora = prepare_for_serving(loaded.model)
     engine_tokenizer = tokenizer()
     thread = EngineThread(lambda: Engine(loaded.model, engine_tokenizer, weights, lora, options), names, turns)

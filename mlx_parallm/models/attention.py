@@ -1,8 +1,9 @@
-"""Attention over keys that are no array: how a cache of its own layout serves mlx-lm's models unchanged.
+"""Where mlx-lm's attention layers compute: how a cache of its own layout serves mlx-lm's models unchanged.
 
 mlx-lm's attention layers give what `cache.update_and_fetch` returned to `scaled_dot_product_attention`. Where that is a
-`RoutedKeys`, the call goes to it; every other call goes to mlx-lm as before. A layer that looks into its keys in
-between (a latent, an index, a softcap) raises there, which `engine/cache/batch.py` finds out at load.
+`RoutedKeys`, the call goes to it; on a CPU, one of several queries goes to `cpu_attention.py`; every other call goes to
+mlx-lm as before. A layer that looks into its keys in between (a latent, an index, a softcap) raises there, which
+`engine/cache/batch.py` finds out at load.
 """
 
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.models.cpu_attention import attention, takes
 from mlx_parallm.models.mlx_lm_api import mlx_lm_attention
 
 _NAME = "scaled_dot_product_attention"
@@ -25,8 +27,8 @@ class RoutedKeys:
 
 
 def route_attention(model: nn.Module) -> bool:
-    """Let calls of the model's attention layers reach `RoutedKeys`; return whether there are any. Other models of the
-    same modules compute as before."""
+    """Let calls of the model's attention layers come here; return whether there are any. Those of other models of the
+    same modules do too."""
     modules = {sys.modules[kind.__module__] for layer in model.modules() for kind in type(layer).__mro__}
     calling = [module for module in modules if module.__dict__.get(_NAME) in (mlx_lm_attention, _attention)]
     for module in calling:
@@ -45,6 +47,8 @@ def _attention(
 ) -> mx.array:
     """Raises NotImplementedError: a `RoutedKeys` with a mask or sinks; the check at load then names the layer."""
     if not isinstance(keys, RoutedKeys):
+        if sinks is None and isinstance(keys, mx.array) and takes(queries, keys, values, mask):
+            return attention(queries, keys, values, scale, mask)
         return mlx_lm_attention(queries, keys, values, cache, scale, mask, sinks)
     if mask is not None or sinks is not None or values is not keys:
         raise NotImplementedError("its attention has a mask or sinks of its own")

@@ -79,10 +79,10 @@ def exp2_minus(x: mx.array, shift: mx.array) -> mx.array:
 
 @lru_cache(maxsize=EXP2_SHAPES)
 def _exp2_of(shape: tuple[int, ...]) -> Callable[[mx.array, mx.array], mx.array]:
-    return mx.compile(lambda x, shift: _exp2(x - shift))
+    return mx.compile(lambda x, shift: exp2(x - shift))
 
 
-def _exp2(x: mx.array) -> mx.array:
+def exp2(x: mx.array) -> mx.array:
     """2^k · 2^r with k = round(x), and the polynomial of Cephes' exp2f for 2^r, |r| ≤ 1/2. The last bits of
     x + 1.5 · 2²³ are k: shifted, they are the exponent of 2^k less that of 1."""
     bounded = mx.maximum(x, _LOWEST_POWER)

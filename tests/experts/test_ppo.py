@@ -173,6 +173,7 @@ def test_truncated_is_not_terminated(limit: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
 def test_the_first_ratio_is_one_whatever_the_horizon_cuts(kind: str) -> None:
+    mx.random.seed(0)  # some heads drawn at random have a deviation so small that rounding alone moves a ratio by 7e-5
     task = ProjectileTask(8)
     ppo = RecurrentPPO(expert_for(task, kind), task, RecurrentPPOConfig(horizon=7))
     for head in (ppo.expert.policy_mean, ppo.expert.policy_log_std):

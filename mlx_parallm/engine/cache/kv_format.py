@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_parallm.models.attention_parts import Factor
 from mlx_parallm.models.cpu_kernels import on_cpu
 
 Parts = tuple[mx.array, mx.array, mx.array]  # q, scales, biases
@@ -40,7 +41,7 @@ class Packed:
             return self._product_of_unpacked(x.astype(mx.float32))
         words, scales, biases = self.arrays
         size, bits = self.format.group_size, self.format.bits
-        x = x.astype(mx.float32 if self.is_keys else scales.dtype)  # a score in bfloat16 is rounded too far: merge.py
+        x = x.astype(mx.float32 if self.is_keys else scales.dtype)  # bfloat16 rounds a score too far
         return mx.quantized_matmul(x, words, scales, biases, self.is_keys, size, bits)
 
     def _product_of_unpacked(self, x: mx.array) -> mx.array:
@@ -55,9 +56,6 @@ class Packed:
             return found[0] if len(found) == 1 else found[0] + found[1]
         columns = [x @ factor for factor in factors]
         return columns[0] if len(columns) == 1 else mx.stack(columns, axis=-1).reshape(*columns[0].shape[:-1], -1)
-
-
-Factor = mx.array | Packed
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 A step's batch is ordered by pool (`order`), so each pool's rows are a slice of it. Projections and feed-forwards see
 all rows at once; a layer's attention is one call a pool, and one matrix product a segment for all rows that read it,
-merged exactly (`merge.py`). A step of rows of one class without segments makes the operations of
+merged exactly (`models/attention_parts.py`). A step of rows of one class without segments makes the operations of
 `rectangle.SlotCache`, which the tests hold this to.
 """
 
@@ -16,12 +16,12 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.engine.cache.kv_format import AS_COMPUTED, Factor, KVFormat
-from mlx_parallm.engine.cache.merge import LOG2_E, NOTHING, Partial, attend_partly, finish, join, merge
 from mlx_parallm.engine.cache.prefill import CannotBatchError, new_caches, token_bytes
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import CLASS_STEP, FIRST_ANSWER, PromptRows, end_of, shared_positions, size_class
 from mlx_parallm.engine.cache.size_classes import SLACK, Pool, Row
 from mlx_parallm.models.attention import RoutedKeys, route_attention
+from mlx_parallm.models.attention_parts import LOG2_E, NOTHING, Partial, attend_partly, finish, join, merge
 from mlx_parallm.models.mlx_lm_api import KVCache, make_prompt_cache
 
 MOST_ROOM = 1.25  # rows that a pool has room for, for each one in it; above that it shrinks

@@ -24,6 +24,7 @@ from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.adapters.linear import AdapterDropout
+from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.cpu_kernels import use_fast_swiglu
 from mlx_parallm.models.lora import (
     adapter_layers,
@@ -72,6 +73,7 @@ class TrainedPolicy:
         self.lora = config.lora.enabled
         self.dropout = AdapterDropout(config.lora.dropout)
         use_fast_swiglu(model)
+        route_attention(model)
         if self.lora:
             mx.random.seed(config.seed)
             inject_lora(model, config.lora, self.dropout)

@@ -9,13 +9,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.engine.cache.kv_format import KVFormat
-from mlx_parallm.engine.cache.merge import LOG2_E, attend_partly, finish
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import PromptRows
 from mlx_parallm.engine.cache.tokens import TokenCache
 from mlx_parallm.engine.validation import RequestLimits
 from mlx_parallm.errors import ModelError, RequestError
 from mlx_parallm.models.adapters.adapter import LoraPair
+from mlx_parallm.models.attention_parts import LOG2_E, attend_partly, finish
 from tests.engine.helpers import (
     EOS,
     VOCAB,

@@ -10,7 +10,6 @@ from mlx.utils import tree_flatten
 from mlx_parallm.engine.cache import tokens
 from mlx_parallm.engine.cache.batch import BatchCache, choose_cache, why_not_by_tokens
 from mlx_parallm.engine.cache.kv_format import Packed
-from mlx_parallm.engine.cache.merge import LOG2_E, attend_partly, finish, merge
 from mlx_parallm.engine.cache.prefix import PrefixChunk, Segment
 from mlx_parallm.engine.cache.sharing import (
     CLASS_STEP,
@@ -23,6 +22,7 @@ from mlx_parallm.engine.cache.sharing import (
 from mlx_parallm.engine.cache.tokens import TokenCache
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models import cpu_kernels
+from mlx_parallm.models.attention_parts import LOG2_E, attend_partly, finish, merge
 from tests.engine.helpers import (
     VOCAB,
     naive_greedy,

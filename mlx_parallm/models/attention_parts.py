@@ -10,15 +10,27 @@ Scores are in units of log 2, so that exp is 2^x: the factor of the products is 
 Scores, maxima and sums are float32 whatever the type of keys and values; weights are rounded to that of the values.
 """
 
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import mlx.core as mx
 
-from mlx_parallm.engine.cache.kv_format import Factor, Packed
 from mlx_parallm.models.cpu_kernels import exp2_minus
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 NOTHING = -1e30  # the maximum of a part without positions
+
+
+class Product(Protocol):
+    """Keys or values that are no array: they multiply themselves."""
+
+    @property
+    def dtype(self) -> mx.Dtype: ...
+
+    def product(self, x: mx.array) -> mx.array:
+        """x [..., rows, D] times keys [..., D, T], or x [..., rows, T] times values [..., T, Dv]."""
+
+
+Factor = mx.array | Product
 
 
 class Partial(NamedTuple):
@@ -41,10 +53,10 @@ def attend_partly(
         mask: True where a position is seen, to be broadcast to [..., rows, T]; each row sees one at least.
         factor: of the products.
     """
-    if isinstance(keys_t, Packed):
-        scores = keys_t.product(queries).astype(mx.float32) * factor
-    else:  # a score of 50 rounded to bfloat16 is wrong by 0.1, a weight then by 10 %
+    if isinstance(keys_t, mx.array):  # a score of 50 rounded to bfloat16 is wrong by 0.1, a weight then by 10 %
         scores = (queries.astype(mx.float32) * factor) @ keys_t.astype(mx.float32)
+    else:
+        scores = keys_t.product(queries).astype(mx.float32) * factor
     if mask is not None:
         scores = mx.where(mask, scores, NOTHING)
     top = scores.max(axis=-1, keepdims=True)
@@ -59,7 +71,7 @@ def attend_partly(
 
 
 def _times(weights: mx.array, values: Factor) -> mx.array:
-    return values.product(weights) if isinstance(values, Packed) else weights @ values
+    return weights @ values if isinstance(values, mx.array) else values.product(weights)
 
 
 def join(parts: list[Partial]) -> Partial:

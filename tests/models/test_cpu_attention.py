@@ -1,0 +1,123 @@
+"""Attention in blocks against float64, and its gradient against MLX's; which calls it takes."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.models import attention as routing
+from mlx_parallm.models import cpu_attention, cpu_kernels
+from mlx_parallm.models.attention import route_attention
+from mlx_parallm.models.mlx_lm_api import make_prompt_cache
+from tests.tiny_models import QWEN3, make_model
+
+pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason="needs MLX on the CPU and a C++ compiler")
+
+CASES = {  # B, heads, H, L, T, mask
+    "causal": (2, 4, 2, 130, 130, "causal"),
+    "causal, a prefix before it": (1, 4, 4, 40, 700, "causal"),
+    "causal, blocks that see a long and an own part": (2, 4, 1, 400, 400, "causal"),
+    "one query more than a block": (1, 2, 2, 65, 65, "causal"),
+    "by rows": (3, 4, 2, 70, 90, "rows"),
+    "of all rows": (2, 4, 2, 70, 90, "all"),
+    "none": (2, 6, 2, 50, 60, None),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[list[mx.array], mx.array | str | None]:
+    batch, heads, kv_heads, count, positions, mask = CASES[request.param]
+    mx.random.seed(1)
+    queries, keys = mx.random.normal((batch, heads, count, 16)), mx.random.normal((batch, kv_heads, positions, 16))
+    arrays = [3 * queries, keys, mx.random.normal((batch, kv_heads, positions, 24))]
+    if mask in ("rows", "all"):
+        shape = (batch, 1, count, positions) if mask == "rows" else (count, positions)
+        return arrays, (mx.random.uniform(shape=shape) > 0.5) | (mx.arange(positions) == 7)
+    return arrays, mask
+
+
+def in_float64(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> np.ndarray:
+    q, k, v = (np.array(x, dtype=np.float64) for x in (queries, keys, values))
+    k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+    scores = 0.3 * np.einsum("bhld,bhtd->bhlt", q, k)
+    if isinstance(mask, str):
+        scores[..., ~np.tri(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], dtype=bool)] = -np.inf
+    elif mask is not None:
+        scores = np.where(np.array(mask), scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.einsum("bhlt,bhtd->bhld", weights / weights.sum(axis=-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("block", [cpu_attention.BLOCK, 1 << 14, 1], ids=["large", "small", "least"])
+def test_it_is_softmax_attention(
+    case: tuple[list[mx.array], mx.array | str | None], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_attention, "BLOCK", block)
+    arrays, mask = case
+    found = np.array(cpu_attention.attention(*arrays, 0.3, mask))
+    np.testing.assert_allclose(found, in_float64(*arrays, mask), atol=5e-6)
+
+
+@pytest.mark.parametrize("block", [cpu_attention.BLOCK, 1 << 14], ids=["large", "small"])
+def test_its_gradient_is_that_of_mlx(
+    case: tuple[list[mx.array], mx.array | str | None], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_attention, "BLOCK", block)
+    arrays, mask = case
+
+    def mlx_own(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.3, mask=mask)
+
+    def slopes(function: Callable[..., mx.array]) -> list[mx.array]:
+        slope = mx.random.normal(mlx_own(*arrays).shape, key=mx.random.key(2))
+        return mx.vjp(function, arrays, [slope])[1]
+
+    in_blocks = slopes(lambda q, k, v: cpu_attention.attention(q, k, v, 0.3, mask))
+    for found, expected in zip(in_blocks, slopes(mlx_own), strict=True):
+        np.testing.assert_allclose(found, expected, atol=5e-6 * float(mx.abs(expected).max()))
+
+
+def test_neither_way_holds_the_scores_of_all_heads() -> None:
+    arrays = [mx.random.normal((1, 8, 1024, 16)) for _ in range(3)]
+    mx.eval(arrays)
+    scores = 8 * 1024 * 1024 * 4
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(cpu_attention.attention(*arrays, 0.3, "causal"))
+    forward = mx.get_peak_memory() - before
+    _, slopes = mx.vjp(lambda q, k, v: cpu_attention.attention(q, k, v, 0.3, "causal"), arrays, [arrays[0]])
+    mx.reset_peak_memory()
+    mx.eval(slopes)
+    assert forward < scores / 2
+    assert mx.get_peak_memory() - before < scores / 1.5  # MLX's own need more than 1 and 3 of these
+
+
+def test_it_takes_what_it_computes() -> None:
+    many, one, few = mx.zeros((1, 4, 40, 8)), mx.zeros((1, 4, 1, 8)), mx.zeros((1, 4, 4, 8))
+    seen = mx.ones((1, 1, 40, 40), mx.bool_)
+    for mask in (None, "causal", seen, seen[0, 0]):
+        assert cpu_attention.takes(many, many, many, mask)
+    assert not cpu_attention.takes(many, many, many, seen.astype(mx.float32))  # added to scores
+    assert not cpu_attention.takes(many, many, many, mx.ones((1, 4, 40, 40), mx.bool_))  # by heads
+    for queries in (one, few, many.astype(mx.bfloat16)):
+        assert not cpu_attention.takes(queries, many, many, None)
+
+
+def test_a_models_prefill_goes_there_and_its_decode_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = make_model(QWEN3), mx.arange(48)[None] % 32
+    assert route_attention(model)
+    caches = make_prompt_cache(model)
+    counts = []
+
+    def counting(*arguments: object) -> mx.array:
+        counts.append(1)
+        return cpu_attention.attention(*arguments)  # type: ignore[arg-type]  # whatever it was called with
+
+    monkeypatch.setattr(routing, "attention", counting)
+    found = [model(tokens, cache=caches), model(tokens[:, :1], cache=caches)]
+    assert len(counts) == QWEN3["num_hidden_layers"]
+    monkeypatch.setattr(routing, "takes", lambda *_: False)
+    caches = make_prompt_cache(model)
+    for ours, plain in zip(found, [model(tokens, cache=caches), model(tokens[:, :1], cache=caches)], strict=True):
+        np.testing.assert_allclose(ours, plain, atol=1e-5)
