@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from mlx_parallm import cli
-from mlx_parallm.cli import ranks
+from mlx_parallm.cli import rank_launcher
 from mlx_parallm.errors import RankLostError
 from mlx_parallm.system.log import configure_logging
 from tests.signals_reset import default_signals
@@ -148,9 +148,9 @@ def test_ranks_whose_parent_was_killed_are_asked_to_stop(tmp_path: Path) -> None
     assert [(tmp_path / f"asked.{rank}").read_text() for rank in range(2)] == ["SIGTERM"] * 2
 
 
-def stub_ranks(here: Path, deeds: dict[str, object], count: int = 2) -> ranks.LocalRanks:
+def stub_ranks(here: Path, deeds: dict[str, object], count: int = 2) -> rank_launcher.LocalRanks:
     write(here, deeds)
-    return ranks.LocalRanks([], here / "run", count, command=[sys.executable, "-S", "-c", CHILD, str(here)])
+    return rank_launcher.LocalRanks([], here / "run", count, command=[sys.executable, "-S", "-c", CHILD, str(here)])
 
 
 def test_a_rank_that_cannot_be_started_leaves_no_other_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +184,8 @@ def test_a_rank_that_does_not_end_is_named_and_one_that_is_stopped_is_killed(
             lambda: not psutil.pid_exists(json.loads((tmp_path / "1.1").read_text())[2])
         )  # before the other is killed
 
-    monkeypatch.setattr(ranks, "LATE_S", 0.1)
-    monkeypatch.setattr(ranks.log, "warning", warn)
+    monkeypatch.setattr(rank_launcher, "LATE_S", 0.1)
+    monkeypatch.setattr(rank_launcher.log, "warning", warn)
     deeds = {"1.0": 0, "1.1": "held", "1.2": "stopped"}
     assert stub_ranks(tmp_path, deeds, 3)._run_once([]) == [0, 0, -signal.SIGKILL]
     assert named[0] == [1, 2]
@@ -210,7 +210,7 @@ def test_what_cannot_be_started_is_one_line(flags: list[str], error: str, capsys
 def test_a_launch_of_many_ranks_under_a_launch_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ranks.LocalRanks, "run", lambda _: pytest.fail("started"))
+    monkeypatch.setattr(rank_launcher.LocalRanks, "run", lambda _: pytest.fail("started"))
     monkeypatch.setenv("MLX_RANK", "0")
     assert cli.train(["--config", "quickstart", "--ranks", "2"]) == 2
     assert "under mlx.launch their number is that of -n" in capsys.readouterr().err
@@ -219,8 +219,8 @@ def test_a_launch_of_many_ranks_under_a_launch_is_refused(
 
 
 def test_the_ranks_share_the_name_and_the_port_of_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made: list[ranks.LocalRanks] = []
-    monkeypatch.setattr(ranks.LocalRanks, "run", lambda parent: made.append(parent) or 5)
+    made: list[rank_launcher.LocalRanks] = []
+    monkeypatch.setattr(rank_launcher.LocalRanks, "run", lambda parent: made.append(parent) or 5)
     own = ["--config", "quickstart", "--ranks", "2", "--set", f'rl_training.checkpoint_dir="{tmp_path}"']
     own += ["--set", "rl_training.on_rank_lost='continue'", "--set", "server.port=0"]
     try:
