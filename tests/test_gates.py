@@ -52,8 +52,7 @@ LINES: dict[str, int] = {
 
 TINY_MODULES: dict[str, str] = {  # under 80 lines, one importer: why it is a file of its own
     "environments.kinds.dataset": "a kind of environment is a file",
-    "rl_training.group_fit": "what happens to a group of another model was looked for, and not found, in publish/guard.py",
-    "models.attention": "the one place where mlx-lm's modules are changed",
+    "rl_training.group_fit": "what happens to a group of another model is looked for by this name",
     "server.api.adapters": "a family of routes is a file",
     "server.api.embeddings": "a family of routes is a file",
     "server.api.tokenize": "a family of routes is a file",

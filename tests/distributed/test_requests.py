@@ -396,7 +396,7 @@ async def test_what_was_aborted_is_not_run_by_rank_0_when_its_rank_refuses_it_or
         for each in (refused, given_back, lost):
             assert [choice.finish_reason for choice in (await each).completions] == ["abort"]
         assert other.balanced.stats().generation_tokens < before + 100, "nobody waits for what was left"
-        assert not there._aborted and not there._returning
+        await asyncio.to_thread(until, lambda: not there._aborted and not there._returning)
 
 
 async def test_a_rank_that_is_silent_is_given_up(other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
