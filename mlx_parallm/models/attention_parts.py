@@ -18,6 +18,7 @@ from mlx_parallm.models.cpu_kernels import exp2_minus
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 NOTHING = -1e30  # the maximum of a part without positions
+LEAST = 1e-30  # the total of a row that sees a position is 1 at least
 
 
 class Product(Protocol):
@@ -50,7 +51,7 @@ def attend_partly(
         queries: [..., rows, D].
         keys_t: [..., D, T], or quantised keys.
         values: [..., T, Dv], or quantised.
-        mask: True where a position is seen, to be broadcast to [..., rows, T]; each row sees one at least.
+        mask: True where a position is seen, to be broadcast to [..., rows, T]. A row that sees none gets zeros.
         factor: of the products.
     """
     if isinstance(keys_t, mx.array):  # a score of 50 rounded to bfloat16 is wrong by 0.1, a weight then by 10 %
@@ -61,12 +62,14 @@ def attend_partly(
         scores = mx.where(mask, scores, NOTHING)
     top = scores.max(axis=-1, keepdims=True)
     weights = exp2_minus(scores, top)
+    if mask is not None:
+        weights = mx.where(mask, weights, 0.0)
     # MLX adds the numbers of many rows one by one; a product with ones is 8 times as fast, and more exact.
     total = weights @ mx.ones((weights.shape[-1], 1)) if weights.shape[-2] > 1 else weights.sum(axis=-1, keepdims=True)
     if values.dtype == mx.float32:
         return Partial(_times(weights, values), top, total)
     # Undivided, the product with values would leave the range of float16, which ends at 65,504.
-    weighted = _times((weights / total).astype(values.dtype), values).astype(mx.float32) * total
+    weighted = _times((weights / mx.maximum(total, LEAST)).astype(values.dtype), values).astype(mx.float32) * total
     return Partial(weighted, top, total)
 
 
@@ -96,4 +99,4 @@ def _merge(
 
 
 def finish(part: Partial) -> mx.array:
-    return part.weighted / part.total
+    return part.weighted / mx.maximum(part.total, LEAST)

@@ -1,5 +1,6 @@
 """Attention in blocks against float64, and its gradient against MLX's; which calls it takes."""
 
+import gc
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ from mlx_parallm.models import attention as routing
 from mlx_parallm.models import cpu_attention, cpu_kernels
 from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.mlx_lm_api import make_prompt_cache
+from mlx_parallm.system.blas import BlasStatus
 from tests.tiny_models import QWEN3, make_model
 
 pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason="needs MLX on the CPU and a C++ compiler")
@@ -82,6 +84,7 @@ def test_neither_way_holds_the_scores_of_all_heads() -> None:
     arrays = [mx.random.normal((1, 8, 1024, 16)) for _ in range(3)]
     mx.eval(arrays)
     scores = 8 * 1024 * 1024 * 4
+    gc.collect()  # what other tests left would be freed in the midst
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     mx.eval(cpu_attention.attention(*arrays, 0.3, "causal"))
@@ -93,19 +96,32 @@ def test_neither_way_holds_the_scores_of_all_heads() -> None:
     assert mx.get_peak_memory() - before < scores / 1.5  # MLX's own need more than 1 and 3 of these
 
 
-def test_it_takes_what_it_computes() -> None:
-    many, one, few = mx.zeros((1, 4, 40, 8)), mx.zeros((1, 4, 1, 8)), mx.zeros((1, 4, 4, 8))
-    seen = mx.ones((1, 1, 40, 40), mx.bool_)
+def test_it_takes_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    many, one, few = (mx.zeros((1, 4, count, 8)) for count in (70, 1, 4))
+    seen = mx.ones((1, 1, 70, 70), mx.bool_)
     for mask in (None, "causal", seen, seen[0, 0]):
         assert cpu_attention.takes(many, many, many, mask)
     assert not cpu_attention.takes(many, many, many, seen.astype(mx.float32))  # added to scores
-    assert not cpu_attention.takes(many, many, many, mx.ones((1, 4, 40, 40), mx.bool_))  # by heads
+    assert not cpu_attention.takes(many, many, many, mx.ones((1, 4, 70, 70), mx.bool_))  # by heads
     for queries in (one, few, many.astype(mx.bfloat16)):
         assert not cpu_attention.takes(queries, many, many, None)
+    monkeypatch.setattr(cpu_attention, "blas_status", lambda: BlasStatus("late"))
+    assert not cpu_attention.takes(many, many, many, None)
+
+
+def test_what_is_not_seen_weighs_nothing_and_a_query_that_sees_nothing_gets_zeros() -> None:
+    arrays = [mx.random.normal((1, 2, 80, 8)) for _ in range(3)]
+    seen = mx.tri(80, 80, -1, dtype=mx.bool_)  # the first query sees nothing
+    arrays[2] = mx.concatenate([arrays[2][:, :, :-1], mx.full((1, 2, 1, 8), 1e35)], axis=2)  # which nobody sees
+    found = cpu_attention.attention(*arrays, 0.3, seen)
+    _, slopes = mx.vjp(lambda q, k, v: cpu_attention.attention(q, k, v, 0.3, seen), arrays, [mx.ones((1, 2, 80, 8))])
+    assert mx.abs(found).max().item() < 10 and mx.abs(found[:, :, 0]).max().item() == 0
+    assert all(mx.isfinite(slope).all().item() for slope in slopes) and mx.abs(slopes[0][:, :, 0]).max().item() == 0
+    assert mx.abs(slopes[2][:, :, -1]).max().item() == 0
 
 
 def test_a_models_prefill_goes_there_and_its_decode_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokens = make_model(QWEN3), mx.arange(48)[None] % 32
+    model, tokens = make_model(QWEN3), mx.arange(80)[None] % 32
     assert route_attention(model)
     caches = make_prompt_cache(model)
     counts = []
@@ -120,4 +136,4 @@ def test_a_models_prefill_goes_there_and_its_decode_does_not(monkeypatch: pytest
     monkeypatch.setattr(routing, "takes", lambda *_: False)
     caches = make_prompt_cache(model)
     for ours, plain in zip(found, [model(tokens, cache=caches), model(tokens[:, :1], cache=caches)], strict=True):
-        np.testing.assert_allclose(ours, plain, atol=1e-5)
+        np.testing.assert_allclose(ours, plain, atol=5e-5)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.config.load import Config, load_config, parse_config
+from mlx_parallm.models.attention import route_attention
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.loading import load_model
 from mlx_parallm.models.lora import inject_lora
@@ -107,6 +108,7 @@ def test_a_micro_batch_takes_what_is_said() -> None:
         config = config.model_copy(update={"environments": ()})  # of which it is not known whether they share prompts
         loaded = load_model(config.model)
         inject_lora(loaded.model, lora_config(16, 32.0))
+        route_attention(loaded.model)
         loaded.model.train()
         mx.eval(loaded.model.parameters())
         model = BlockwiseModel(loaded.model, blocks_per_eval=blocks_per_eval)
