@@ -207,18 +207,6 @@ def test_views() -> None:
     ]
     seen = builder.physics(target=100.0, error=20.0, distance=120.0, wind=5.0, attempts=3)
     np.testing.assert_allclose(seen, [0.5, 0.1, 0.6, 0.5, 0.3, 0, 0, 0, 0, 0], atol=1e-6)
-    job = {"duration": 2.0, "priority": 1.0, "deadline": 5.0}
-    plan = builder.schedule([job], time=1.0, done=0.5)
-    assert plan.shape == (35,) and plan[:3].tolist() == [2, 1, 5] and plan[30:].tolist() == [1, 0.5, 0, 0, 1]
-    grids = builder.arc([[9, 0]], [[3], [6]], step=25)
-    assert grids.shape == (1805,) and grids[:3].tolist() == pytest.approx([1.0, 0.0, -1.0])
-    assert grids[1800:].tolist() == pytest.approx([1 / 30, 2 / 30, 2 / 30, 1 / 30, 0.5])
-    with pytest.raises(ValueError, match="30"):
-        builder.arc([[0] * 31], [[0]])
-    generic = builder.generic({"a": 1, "b": {"c": [2.5, True]}}, {"d": "no"}, attempts=5)
-    assert (
-        generic.shape == (20,) and generic[:4].tolist() == [1.0, 2.5, 1.0, 0.0] and generic[18:].tolist() == [0.5, 3.0]
-    )
 
 
 def test_hybrid_env(tools: ToolClient) -> None:
