@@ -107,9 +107,6 @@ class CheckpointLoader:
         self.max_age_hours = max_age_hours
         self.skipped: dict[str, str] = {}  # checkpoint → why it was left out
 
-    def discover_all_agents(self) -> list[str]:
-        return sorted(path.name for path in self.directory.glob("*") if path.is_dir() and any(self._files(path.name)))
-
     def _files(self, agent: str) -> Iterator[Path]:
         """The newest first: it knows the most of a run."""
         folder = self.directory / agent
@@ -133,19 +130,6 @@ class CheckpointLoader:
             for view in views:
                 found.setdefault(view.trace_id, view)
         return sorted(found.values(), key=lambda view: view.timestamp)
-
-    def load_all_agents_traces(self) -> dict[str, list[ExecutionTrace]]:
-        return {agent: self.load_traces(agent) for agent in self.discover_all_agents()}
-
-    def get_training_statistics(self) -> Json:
-        everything = self.load_all_agents_traces()
-        views = [view for listed in everything.values() for view in listed]
-        return {
-            "agents": {agent: len(listed) for agent, listed in everything.items()},
-            "traces": len(views),
-            "tool_calls": sum(len(view.tool_calls) for view in views),
-            "skipped": dict(self.skipped),
-        }
 
 
 def _runs(checkpoint: Mapping[str, Any]) -> Iterator[ExecutionTrace]:

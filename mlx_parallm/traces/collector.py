@@ -161,9 +161,6 @@ class TraceCollector:
         found.sort(key=lambda view: view.timestamp)
         return [v for v in found if len(v.tool_calls) >= min_tool_calls and (v.label is not None or not labeled_only)]
 
-    def get_unlabeled_traces(self, limit: int = 50) -> list[ExecutionTrace]:
-        return [view for view in self.load_traces() if view.label is None][:limit]
-
     def label_trace(self, trace_id: str, good: bool, notes: str = "", *, by: str = "user") -> ExecutionTrace:
         """Add a person's label; earlier ones stay. Raises TraceError: no such trace."""
         for view in self.load_traces():
@@ -172,20 +169,6 @@ class TraceCollector:
                 self._write(view)
                 return view
         raise TraceError(f"{self.directory} holds no trace {trace_id!r}")
-
-    def get_statistics(self) -> Json:
-        views = self.load_traces()
-        labels = [view.label for view in views]
-        calls = [call for view in views for call in view.tool_calls]
-        return {
-            "traces": len(views),
-            "labeled": sum(label is not None for label in labels),
-            "positive": labels.count(True),
-            "negative": labels.count(False),
-            "tool_calls": len(calls),
-            "tool_success_rate": sum(call.success for call in calls) / len(calls) if calls else None,
-            "mean_tool_calls": len(calls) / len(views) if views else None,
-        }
 
 
 def _as_json(value: Any) -> Any:

@@ -93,11 +93,11 @@ def test_labels_statistics_and_the_flat_form(tmp_path: Path) -> None:
     labeled = collector.label_trace(view.trace_id, False, "looked again")
     assert (labeled.label, labeled.manual_review, labeled.review_notes) == (False, True, "looked again")
     assert len(labeled.trace.labels) == 2
-    assert [view.user_query for view in collector.get_unlabeled_traces()] == ["question 0", "question 1"]
+    unlabeled = [view.user_query for view in collector.load_traces() if view.label is None]
+    assert unlabeled == ["question 0", "question 1"]
     assert collector.load_traces(labeled_only=True)[0].trace_id == view.trace_id
     assert collector.load_traces(min_tool_calls=2) == []
     assert {trace.id for trace in read_traces(tmp_path)} == {v.trace_id for v in collector.load_traces()}
-    assert collector.get_statistics()["tool_success_rate"] == pytest.approx(2 / 3)
     flat = labeled.to_dict()
     assert flat["tool_calls"][0]["duration_ms"] == 12.5
     again = ExecutionTrace.from_dict(json.loads(json.dumps(flat)))
@@ -184,6 +184,4 @@ def test_overlapping_checkpoints_give_each_run_once(tmp_path: Path) -> None:
     assert [(call.tool_name, call.success) for call in one.tool_calls] == [("search", False)]
     assert (one.final_response, one.tasks_completed) == ("first", ["find"])
     assert views["three"].tasks_created == []
-    assert loader.discover_all_agents() == ["isaa"]
-    assert loader.get_training_statistics()["traces"] == 3
     assert CheckpointLoader(tmp_path, max_age_hours=1).load_traces("isaa") == []
