@@ -17,7 +17,6 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -138,17 +137,6 @@ class BaseEnvironment(ABC):
     def router(self, name: str) -> Any:
         """Return an `AddedRouter` of the server for the environment `name`; None: it has no routes."""
         return None
-
-    def batch_step(self, states: Sequence[State]) -> list[State]:
-        """Step each state: with the default `step` in one call of `generate`, else on a thread for each."""
-        if not states:
-            return []
-        if overrides_step(self):
-            with ThreadPoolExecutor(len(states)) as pool:
-                return list(pool.map(self.step, states))
-        prompts = [self.build_prompt(state) for state in states]
-        answers = list(self._inference.generate(prompts))
-        return [self.advance(*turn) for turn in zip(states, prompts, answers, strict=True)]
 
     def advance(self, state: State, prompt: Prompt, response: str) -> State:
         """Call `update_state`, and record the turn as a step and in the history where it has not done so.

@@ -1,5 +1,3 @@
-import threading
-
 import pytest
 
 from mlx_parallm.environments.kinds.simple_text import SimpleTextEnvironment
@@ -9,13 +7,9 @@ from mlx_parallm.errors import ConfigError, RolloutRejectedError
 
 
 class Echoing:
-    """Answers with the prompt's last word; remembers what it was asked."""
-
-    def __init__(self):
-        self.calls = []
+    """Answers with the prompt's last word."""
 
     def generate(self, prompts):
-        self.calls.append(list(prompts))
         return [prompt.split()[-1] for prompt in prompts]
 
 
@@ -104,29 +98,6 @@ def test_a_step_counts_and_is_in_the_history_whoever_wrote_update_state(warned):
     assert state.metadata["seen"] == ["3", "3"]
     [line] = warned
     assert line["event"].startswith("LooksAtTheCount.update_state reads step_count before this turn is counted")
-
-
-def test_batch_step_asks_once_for_all():
-    inference = Echoing()
-    environment = Minimal(inference)
-    states = environment.batch_step([environment.reset(index) for index in range(5)])
-    assert inference.calls == [[f"Say {index}" for index in range(5)]]
-    assert [state.response for state in states] == ["0", "1", "2", "3", "4"]
-    assert environment.batch_step([]) == []
-
-
-def test_batch_step_of_an_own_step_runs_them_at_the_same_time():
-    meeting = threading.Barrier(4)
-
-    class Meets(Minimal):
-        def step(self, state):
-            meeting.wait(20)
-            state.add_turn(state.prompt, "met")
-            return state
-
-    environment = Meets()
-    states = environment.batch_step([environment.reset(index) for index in range(4)])
-    assert [(state.prompt, state.response) for state in states] == [(f"Say {index}", "met") for index in range(4)]
 
 
 def test_what_is_missing_is_told_in_words():
