@@ -189,24 +189,6 @@ class RNNExpertBase(nn.Module):
         low, high = self._config.action_low, self._config.action_high
         return low + (high - low) * 0.5 * (mx.tanh(raw) + 1.0)
 
-    def raw_action(self, action: mx.array) -> mx.array:
-        """Return the raw action of an environment's; actions at the bounds are moved in by 1e-6 of the range."""
-        if self._config.discrete_actions:
-            return action.astype(mx.int32)
-        low, high = self._config.action_low, self._config.action_high
-        return mx.arctanh(mx.clip(2 * (action - low) / (high - low) - 1, -1 + 2e-6, 1 - 2e-6))
-
-    def get_action_and_value(
-        self, obs: mx.array, action: mx.array | None = None, hidden: mx.array | None = None
-    ) -> ExpertOutput:
-        """Sample an action of observations [B, D], or score the given one (in the environment's units)."""
-        if action is None:
-            return self.step(obs, hidden)
-        x, after = self.features(obs[:, None], hidden)
-        x, raw = x[:, 0], self.raw_action(action)
-        log_prob, entropy = self._log_prob_and_entropy(x, raw)
-        return ExpertOutput(action, raw, log_prob, self._value(x), entropy, after)
-
     def reset_hidden(self) -> None:
         """Begin a new episode: the next call has no memory."""
         self._hidden = None

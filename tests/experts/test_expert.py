@@ -44,16 +44,17 @@ def test_the_log_probability_of_a_squashed_action() -> None:
     for low, high, action, expected in ((-1.0, 1.0, math.tanh(0.5), -0.803710), (0.0, 4.0, 2.924234, -1.496857)):
         expert = small(action_dim=1, action_low=low, action_high=high)
         expert.policy_log_std.bias = mx.zeros(1)
-        scored = expert.get_action_and_value(mx.ones((1, 3)), mx.array([[action]]))
-        assert scored.log_prob.item() == pytest.approx(expected, abs=1e-5)
+        log_prob, _, _ = expert.scores(mx.ones((1, 1, 3)), mx.array([[[0.5]]]), None)
+        assert log_prob.item() == pytest.approx(expected, abs=1e-5)
         assert expert.environment_action(mx.array(0.5)).item() == pytest.approx(action, abs=1e-6)
 
 
 def test_the_density_of_actions_sums_to_one() -> None:
     expert = shaken(small(action_dim=1, action_low=-2.0, action_high=3.0))
     grid = np.linspace(-2 + 1e-4, 3 - 1e-4, 4001, dtype=np.float32)
-    scored = expert.get_action_and_value(mx.ones((4001, 3)), mx.array(grid[:, None]))
-    assert np.trapezoid(np.exp(np.array(scored.log_prob, np.float64)), grid) == pytest.approx(1.0, abs=1e-3)
+    raw = np.arctanh(2 * (grid + 2) / 5 - 1)
+    log_prob, _, _ = expert.scores(mx.ones((4001, 1, 3)), mx.array(raw[:, None, None]), None)
+    assert np.trapezoid(np.exp(np.array(log_prob[:, 0], np.float64)), grid) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_the_entropy_is_the_mean_of_minus_the_log_probability() -> None:
