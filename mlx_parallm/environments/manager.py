@@ -5,7 +5,6 @@ calls `collect_rollouts`, for which a `Collector` holds finished groups.
 """
 
 import dataclasses
-import json
 import math
 import threading
 import time
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
@@ -378,11 +376,6 @@ class RolloutManager(RolloutScheduler):
         """Return `CollectionStatistics.as_dict` of all trajectories that were collected, e.g. "avg_trajectory_length"
         in steps. Empty where they go to a sink."""
         return self._collector.statistics.as_dict() if self._collector is not None else {}
-
-    def save_statistics(self, path: Path | str) -> None:
-        """Write `get_statistics` as JSON."""
-        if self._collector is not None:
-            Path(path).write_text(json.dumps(self.get_statistics(), indent=2) + "\n", encoding="utf-8")
 
     def start(self) -> None:
         """Start the threads; `collect_rollouts` does it by itself."""

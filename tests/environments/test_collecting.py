@@ -245,7 +245,7 @@ def test_a_reward_that_fails_marks_its_group(manager_of, tokenizer):
     assert [t.error for t in collected] == [None, None, "reward: OSError: gone", "reward: OSError: gone"]
 
 
-def test_statistics_count_what_was_taken(manager_of, tokenizer, tmp_path):
+def test_statistics_count_what_was_taken(manager_of, tokenizer):
     manager = manager_of(ScriptedClient(tokenizer, lambda *_: "x"))
     assert manager.get_statistics()["avg_trajectory_length"] == 0.0
     manager.collect_rollouts(10)
@@ -257,8 +257,6 @@ def test_statistics_count_what_was_taken(manager_of, tokenizer, tmp_path):
     assert statistics["length_histogram"] == {str(length): 1 for length in range(1, 11)}
     assert statistics["sampled_tokens"] == 2 * 55  # "x" and EOS
     assert statistics["trajectories_per_second"] == pytest.approx(10 / statistics["seconds"])
-    manager.save_statistics(tmp_path / "statistics.json")
-    assert json.loads((tmp_path / "statistics.json").read_text()) == statistics
 
 
 def test_the_adapter_is_the_inferences_own_at_each_call(manager_of, tokenizer):
