@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from mlx_parallm.errors import ConfigError, EngineUnavailableError, ToolFailedError
 from mlx_parallm.execution.mcp_connection import INSTALL, STOP_TIMEOUT_S, MCPConnection, MCPServer
-from mlx_parallm.execution.tool_calls import ToolLike, tool_definition
+from mlx_parallm.execution.tool_calls import tool_definition
 from mlx_parallm.execution.tool_results import FAILURES, ToolResult, as_json, bounded, no_such_tool
 from mlx_parallm.system.loop_thread import LoopThread
 
@@ -74,11 +74,11 @@ class ToolClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def register_tool(self, name: str, function: Callable[..., Any], definition: ToolLike | None = None) -> None:
-        """Add a function; its signature and docstring are the definition unless one is given."""
+    def register_tool(self, name: str, function: Callable[..., Any]) -> None:
+        """Add a function; its signature and docstring are the definition."""
         if name in self._functions or name in (self._served or {}):
             raise ConfigError(f"there is a tool {name!r} already")
-        self._functions[name] = (function, {**tool_definition(definition or function), "name": name})
+        self._functions[name] = (function, {**tool_definition(function), "name": name})
 
     def definitions(self) -> list[dict[str, Any]]:
         """Return name, description and parameters of every tool; starts the servers. Raises ConfigError."""

@@ -15,23 +15,20 @@ from mlx_parallm.traces.rewards import label_about, trajectory_of
 from mlx_parallm.traces.schema import Trace
 
 SURE = 0.9
+GOOD_FROM = 0.5  # the least score of a good run
 FOLDS = 5
 TRIES = 1000  # iterations of the fit
 
 
 class AutoLabeler:
-    """A classifier of good and bad runs.
-
-    Args:
-        traces: those with a score are learned from; labels named "auto" are not.
-        good_from: the least score of a good run.
+    """A classifier of good and bad runs: learns from `traces` with a score, not from labels named "auto".
 
     Raises ConfigError: fewer than 10 good or 10 bad ones, or scikit-learn is missing.
     """
 
-    def __init__(self, traces: Sequence[Trace], good_from: float = 0.5) -> None:
+    def __init__(self, traces: Sequence[Trace]) -> None:
         known = [(trace, score) for trace in traces if (score := judged(trace)) is not None]
-        labels = [score >= good_from for _, score in known]
+        labels = [score >= GOOD_FROM for _, score in known]
         self.positive, self.negative = sum(labels), len(labels) - sum(labels)
         if min(self.positive, self.negative) < LEAST_OF_EACH:
             raise ConfigError(

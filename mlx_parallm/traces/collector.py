@@ -45,17 +45,12 @@ class _Running:
 
 
 class TraceCollector:
-    """Writes one trace for each run.
+    """Writes one trace for each run, without its secrets: `directory` gets `YYYY-MM-DD/ID.json`."""
 
-    Args:
-        directory: gets `YYYY-MM-DD/ID.json`.
-        redact: replace secrets before anything is written.
-    """
-
-    def __init__(self, directory: Path | str = DIRECTORY, *, redact: bool = True) -> None:
+    def __init__(self, directory: Path | str = DIRECTORY) -> None:
         self.directory = Path(directory)
         self.hits: list[RedactionHit] = []
-        self._finder = secret_finder() if redact else None
+        self._finder = secret_finder()
         self._current: ContextVar[_Running | None] = ContextVar("run of an agent", default=None)
 
     @property

@@ -164,12 +164,12 @@ def review_lines(hits: Iterable[RedactionHit]) -> Iterator[Json]:
         yield asdict(hit)
 
 
-def leftovers(files: Iterable[Path], finder: Redactor | None = None) -> Iterator[str]:
+def leftovers(files: Iterable[Path]) -> Iterator[str]:
     """Yield a line for each secret that still stands in these JSONL or text files: where it is and its kind.
 
     Raises TraceError: a file cannot be read.
     """
-    finder = finder or secret_finder()
+    finder = secret_finder()
     for file in files:
         for number, value in read_jsonl(file):
             counts = Counter(_kinds(value, finder))

@@ -43,19 +43,18 @@ _HOP_BY_HOP = (
 log = get_logger("traces")
 
 
-def recording_proxy(recorder: SessionRecorder, upstream: str, *, api_key: str | None = None) -> ASGIApp:
+def recording_proxy(recorder: SessionRecorder, upstream: str) -> ASGIApp:
     """The application. Without a key only this machine's own names are answered.
 
     Args:
         upstream: URL with the version, e.g. "https://api.openai.com/v1".
-        api_key: of the upstream, for clients that send none.
 
     Raises EndpointError: `upstream` is not a URL.
     """
     if not upstream.startswith(("http://", "https://")):
         raise EndpointError(f"{upstream!r} is not a URL: expected e.g. https://api.openai.com/v1")
     app = FastAPI(title="mlx_parallm traces")
-    relay = _Relay(recorder, upstream.rstrip("/"), api_key)
+    relay = _Relay(recorder, upstream.rstrip("/"))
     router = json_router("sessions")
     add_feedback(router, recorder)
 
@@ -73,8 +72,8 @@ def recording_proxy(recorder: SessionRecorder, upstream: str, *, api_key: str | 
 class _Relay:
     """Belongs to the server's loop."""
 
-    def __init__(self, recorder: SessionRecorder, upstream: str, api_key: str | None) -> None:
-        self._recorder, self._upstream, self._api_key = recorder, upstream, api_key
+    def __init__(self, recorder: SessionRecorder, upstream: str) -> None:
+        self._recorder, self._upstream = recorder, upstream
         self._client: httpx.AsyncClient | None = None
 
     @property
@@ -88,8 +87,6 @@ class _Relay:
         body = await request.body()
         call = _call_of(name, body) if path == CHAT and request.method == "POST" else None
         headers = _passed_on(request.headers)
-        if self._api_key is not None and "authorization" not in headers:
-            headers["authorization"] = f"Bearer {self._api_key}"
         sent = self._http.build_request(
             request.method, f"{self._upstream}/{path}", params=request.query_params, headers=headers, content=body
         )

@@ -175,10 +175,9 @@ async def _label_all(traces: Sequence[Trace], functions: RewardFunctions, name: 
     return labelled, len(traces) - labelled
 
 
-def label_about(trace: Trace, name: str, value: float, by: str, explanation: str | None = None) -> Label:
+def label_about(trace: Trace, name: str, value: float, by: str) -> Label:
     """Return a label of now, with the hash of the trace's prompt."""
     values: Json = {"name": name, "value": value, "by": by, "at": time.time()}
-    values |= {"explanation": explanation} if explanation else {}
     return Label.model_validate(values | {"prompt_hash": prompt_hash(trace.messages)})
 
 

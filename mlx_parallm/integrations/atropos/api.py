@@ -47,10 +47,10 @@ class AtroposClient:
     Every method raises httpx.HTTPError (unreachable, bad status) or ValueError (not its JSON: a whole sentence).
     """
 
-    def __init__(self, api_url: str, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+    def __init__(self, api_url: str) -> None:
         self.url = api_url.rstrip("/")
         # identity: on a loopback connection gzip makes a large batch three times slower
-        self._http = httpx.AsyncClient(timeout=timeout_s, headers={"Accept-Encoding": "identity"})
+        self._http = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, headers={"Accept-Encoding": "identity"})
 
     async def register(self, registration: TrainerRegistration) -> int:
         """Returns the uuid, a 128-bit integer that no later call wants."""
