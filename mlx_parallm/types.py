@@ -182,7 +182,6 @@ class ServedModel:
     root: str
     parent: str | None
     policy_version: int
-    is_policy: bool = False  # the adapter (or base) that the trainer is learning
 
 
 @dataclass(frozen=True, slots=True)

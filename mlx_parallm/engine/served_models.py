@@ -108,8 +108,8 @@ class ServedModels:
         if self._policy_adapter is not None:
             models.append(ServedModel(base + BASE_SUFFIX, None, base, None, version))
         for name, adapter_version in sorted(self._adapter_versions().items()):
-            is_policy = name == self._policy_adapter
-            models.append(ServedModel(name, name, base, base, version if is_policy else adapter_version, is_policy))
+            of_adapter = version if name == self._policy_adapter else adapter_version
+            models.append(ServedModel(name, name, base, base, of_adapter))
         return tuple(models)
 
     def resolve(self, name: str | None) -> ServedModel:
@@ -154,5 +154,4 @@ class ServedModels:
         raise ModelNotFoundError(name, [model.id for model in models], why)
 
     def _main(self, version: int) -> ServedModel:
-        is_policy = self._policy_adapter is not None or self._trains_base
-        return ServedModel(self.base_id, self._policy_adapter, self.base_id, None, version, is_policy)
+        return ServedModel(self.base_id, self._policy_adapter, self.base_id, None, version)

@@ -131,7 +131,6 @@ class ExpertResult:
     success: bool
     text: str
     trajectory: tuple[Mapping[str, Any], ...] = ()
-    final_result: Any = None
     error: str | None = None  # of the call that ended the loop; "unknown_expert", "arguments"
 
 
@@ -215,7 +214,6 @@ def run_loop(
         success=judgement.success and error is None,
         text=loop.summary() if error is None else result.text if result is not None else "",
         trajectory=tuple(trajectory),
-        final_result=trajectory[-1]["result"] if trajectory else None,
         error=error,
     )
     return outcome, steps if steps is not None and trajectory else None

@@ -15,7 +15,6 @@ LIMIT = re.compile(
     r"|maximum|minimum|constraints?:)",
     re.IGNORECASE,
 )
-_EXAMPLE = re.compile(r"\b(for example|e\.g\.|example:|such as|for instance)", re.IGNORECASE)
 LISTED = re.compile(r"^[^\S\n]*(\d+[.)]|[-*•])\s", re.MULTILINE)
 
 
@@ -28,9 +27,7 @@ class Classified:
     words: int
     verbs: tuple[str, ...]  # of `phrases.VERBS`, in their order
     has_constraints: bool
-    has_examples: bool
     has_list: bool
-    has_code: bool
     is_question: bool
 
 
@@ -46,9 +43,7 @@ def classify_prompt(prompt: str) -> Classified:
         words=len(words),
         verbs=tuple(word.lower() for word in words if word.lower() in _VERBS),
         has_constraints=bool(LIMIT.search(text)),
-        has_examples=bool(_EXAMPLE.search(text)),
         has_list=len(LISTED.findall(text)) >= 2,
-        has_code="```" in text,
         is_question=text.endswith("?"),
     )
 

@@ -15,22 +15,21 @@ def directory(**options) -> ServedModels:
 @pytest.mark.parametrize("name", ["org/base", "base", "default", "mine", "", None])
 def test_serving_the_common_names_mean_the_base(name):
     model = directory().resolve(name)
-    assert (model.id, model.adapter, model.is_policy, model.parent) == ("org/base", None, False, None)
+    assert (model.id, model.adapter, model.parent) == ("org/base", None, None)
 
 
 @pytest.mark.parametrize("name", ["org/base", "base", "default", "mine", "", None, "policy"])
 def test_training_the_common_names_mean_the_policy(name):
     models = directory(policy_adapter="policy")
-    assert models.resolve(name).adapter == "policy" and models.resolve(name).is_policy
+    assert models.resolve(name).adapter == "policy"
     assert models.resolve(name).policy_version == 7
     assert models.list()[0].id == "org/base"
-    untouched = models.resolve("org/base:base")
-    assert (untouched.adapter, untouched.is_policy) == (None, False)
+    assert models.resolve("org/base:base").adapter is None
 
 
 def test_full_weight_training_has_no_untouched_base():
     models = directory(trains_base=True)
-    assert models.resolve("default").is_policy and models.resolve("default").adapter is None
+    assert models.resolve("default").adapter is None
     with pytest.raises(ModelNotFoundError):
         models.resolve("org/base:base")
 
