@@ -96,7 +96,6 @@ BROAD_EXCEPTS: dict[str, str] = {  # "mlx_parallm/x.py:Class.method": which boun
     "mlx_parallm/distributed/players.py:PlayedHere._read": "the same: rank 0 would wait for its groups",
     "mlx_parallm/distributed/requests.py:RankEngine._write": "a message that cannot be sent must not be waited for",
     "mlx_parallm/distributed/requests.py:ServedHere._run": "rank 0's client would wait for an answer for ever",
-    "mlx_parallm/distributed/ranks.py:CollectiveThread._main": "what a collective raises is its caller's",
     "mlx_parallm/rl_training/events.py:RunEvents.emit": "a subscriber that fails must not stop the training",
     "mlx_parallm/rl_training/monitor/display.py:attempt": "a display that fails must not stop the training",
     "mlx_parallm/rl_training/monitor/trackers.py:Trackers._attempt": "a tracker that fails must not stop the training",

@@ -21,7 +21,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import queue
 import secrets
 import signal
 import socket
@@ -54,7 +53,7 @@ from mlx_parallm.engine.client import EngineClient
 from mlx_parallm.environments.runner import MakePlayer, OnError, OnResults
 from mlx_parallm.errors import ConfigError, RankLostError
 from mlx_parallm.models.loading import resolve_model_path
-from mlx_parallm.models.threads import mlx_thread
+from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.rl_training.step.ranks import ALONE, HasArrays, Ranks, RankTask
 from mlx_parallm.system.hardware import launched_rank, prefix_cache_bytes
 from mlx_parallm.system.log import get_logger
@@ -110,11 +109,11 @@ def join() -> Ranks:
     rank = launched_rank()
     if rank is None:
         return ALONE
-    collectives = CollectiveThread()
+    collectives = MLXThread("collectives")
     try:
         with _nothing_else_runs():
             log.info("waiting for the other ranks", rank=rank, gives_up_after_s=JOIN_S)
-            group = collectives.run(mx.distributed.init).result()
+            group = collectives.submit(mx.distributed.init).result()
     except (RuntimeError, ValueError) as error:
         raise RankLostError(f"rank {rank} cannot join the others: {error}") from error
     if group.size() == 1:
@@ -143,7 +142,7 @@ def _nothing_else_runs() -> Iterator[None]:
 class JoinedRanks(Ranks):
     """The ranks of a launch. Used by one thread. Raises RankLostError: the ranks cannot be connected."""
 
-    def __init__(self, group: Any, collectives: "CollectiveThread") -> None:
+    def __init__(self, group: Any, collectives: MLXThread) -> None:
         self.rank, self.size = group.rank(), group.size()
         self._group, self._collectives = group, collectives
         self._players: list[RankPlayer] = []
@@ -249,7 +248,7 @@ class JoinedRanks(Ranks):
         # While MLX's ring waits for the other ranks it takes a core from them, so it begins when all are ready.
         if self.exchange(None) is None:
             return None
-        running, gone_at = self._collectives.run(lambda: _sums(arrays, self._group)), None
+        running, gone_at = self._collectives.submit(lambda: _sums(arrays, self._group)), None
         while True:
             try:
                 return running.result(timeout=WATCH_S)
@@ -309,7 +308,7 @@ class JoinedRanks(Ranks):
             pulse.close()
         for connection in (*self.rollouts, *self.requests):
             hang_up(connection)
-        self._collectives.close()
+        self._collectives.close(GRACE_S)
 
     # ------------------------------------------------------------------ which ranks are left
 
@@ -367,13 +366,13 @@ class JoinedRanks(Ranks):
         one_machine = self.here == self.size
         if self.rank:
             offer = json.loads(self._all_texts("")[0])
-            connecting = self._collectives.run(lambda: [_reach(offer, self.rank)])
+            connecting = self._collectives.submit(lambda: [_reach(offer, self.rank)])
         else:
             key = secrets.token_bytes(32)
             listener = socket.create_server(("127.0.0.1" if one_machine else "0.0.0.0", 0))
             addresses = ["127.0.0.1"] if one_machine else _own_addresses()
             self._all_texts(json.dumps({"addresses": addresses, "port": listener.getsockname()[1], "key": key.hex()}))
-            connecting = self._collectives.run(lambda: _accept(listener, key, self.size - 1))
+            connecting = self._collectives.submit(lambda: _accept(listener, key, self.size - 1))
         try:
             return [list(purpose) for purpose in zip(*connecting.result(timeout=JOIN_S), strict=True)]
         except concurrent.futures.TimeoutError:
@@ -384,7 +383,7 @@ class JoinedRanks(Ranks):
         """Every rank's text, by a collective."""
         table = np.zeros((self.size, OFFER_BYTES), np.int32)
         table[self.rank] = np.frombuffer(text.encode().ljust(OFFER_BYTES, b"\0"), np.uint8)
-        [summed] = self._collectives.run(lambda: _sums([mx.array(table)], self._group)).result()
+        [summed] = self._collectives.submit(lambda: _sums([mx.array(table)], self._group)).result()
         return [bytes(row.astype(np.uint8)).rstrip(b"\0").decode() for row in np.array(summed)]
 
 
@@ -450,34 +449,6 @@ def _pieces(arrays: Sequence[mx.array], part: int | None) -> Iterator[mx.array]:
 def _bits(array: mx.array) -> mx.array:
     """Unsigned integers, flat: sums with zeros are exact, whatever the numbers are."""
     return mx.view(array.reshape(-1), {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size])
-
-
-class CollectiveThread:
-    """Runs functions that use MLX, one after the other, in a daemon thread that the process need not wait for."""
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None]
-        self._work = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name="collectives", daemon=True)
-        self._thread.start()
-
-    def run(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self._work.put((function, future))
-        return future
-
-    def close(self) -> None:
-        self._work.put(None)
-        self._thread.join(GRACE_S)
-
-    def _main(self) -> None:
-        with mlx_thread():
-            while (work := self._work.get()) is not None:
-                function, future = work
-                try:
-                    future.set_result(function())
-                except BaseException as error:  # noqa: BLE001 - boundary: it is the caller's
-                    future.set_exception(error)
 
 
 def _sums(arrays: Sequence[mx.array], group: Any) -> list[mx.array]:

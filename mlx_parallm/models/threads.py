@@ -57,10 +57,10 @@ class MLXThread:
         self._work.put(run)
         return outcome
 
-    def close(self) -> None:
-        """Wait for what was submitted and end the thread. May be called again."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for what was submitted, at most so long, and end the thread. May be called again."""
         self._work.put(None)
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     def _main(self) -> None:
         with mlx_thread():
