@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import CheckpointError, ConfigError
 from mlx_parallm.experts.expert import ExpertConfig, RNNExpertBase, make_expert
+from mlx_parallm.models.parameters import check_weights
 from mlx_parallm.system.files import TEMPORARY, sync
 
 CONFIG_KEY = "expert"  # of safetensors' metadata; in npz an array of UTF-8 bytes
@@ -53,7 +53,7 @@ def load_expert(path: str | Path) -> RNNExpertBase:
         weights, text = _read(path)
         described = json.loads(text)
         expert = make_expert(described["kind"], ExpertConfig(**described["config"]))
-        _check(expert, weights)
+        check_weights(expert, weights)
         expert.update(tree_unflatten(list(weights.items())))
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, ConfigError) as error:
         raise CheckpointError(f"{path} is not an expert: {error}") from error
@@ -75,14 +75,3 @@ def _read(path: Path) -> tuple[dict[str, mx.array], str]:
             return weights, bytes(arrays[CONFIG_KEY]).decode()
     loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
     return loaded[0], loaded[1][CONFIG_KEY]
-
-
-def _check(expert: nn.Module, weights: dict[str, mx.array]) -> None:
-    expected = {name: value.shape for name, value in tree_flatten(expert.parameters())}
-    if odd := expected.keys() ^ weights.keys():
-        raise ValueError(f"missing or unknown weights: {', '.join(sorted(odd))}")
-    for name, shape in expected.items():
-        if weights[name].shape != shape:
-            raise ValueError(f"{name} has the shape {weights[name].shape}, not {shape}")
-        if not mx.isfinite(weights[name]).all().item():
-            raise ValueError(f"{name} has numbers that are not finite")

@@ -4,7 +4,7 @@ Functions that MLX differentiates bind tracers into the tree; `bound` puts the r
 all that ever happens to a slot: augmented or indexed assignment would change an array that the serving tree shares.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,18 @@ class ParameterSlots:
             yield
         finally:
             self.write(before, indices)
+
+
+def check_weights(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
+    """Raises ValueError: these are not all of the model's parameters, of their shapes and finite."""
+    expected = {name: value.shape for name, value in tree_flatten(model.parameters())}
+    if odd := expected.keys() ^ weights.keys():
+        raise ValueError(f"missing or unknown weights: {', '.join(sorted(odd))}")
+    for name, shape in expected.items():
+        if weights[name].shape != shape:
+            raise ValueError(f"{name} has the shape {weights[name].shape}, not {shape}")
+        if not mx.isfinite(weights[name]).all().item():
+            raise ValueError(f"{name} has numbers that are not finite")
 
 
 def scalar(array: mx.array) -> float:

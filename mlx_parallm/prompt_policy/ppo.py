@@ -28,6 +28,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_parallm.config.prompt_policy import PromptPPOConfig
 from mlx_parallm.errors import CheckpointError
 from mlx_parallm.losses.ppo import Steps, clipped_ppo, gae, loss_inputs
+from mlx_parallm.models.parameters import check_weights
 from mlx_parallm.prompt_policy.experience import Experience, History, Novelty
 from mlx_parallm.prompt_policy.networks import PolicyNetwork, ValueNetwork
 from mlx_parallm.system.files import write_directory
@@ -197,7 +198,13 @@ class PPOTrainer:
             trained_through = int(state["trained_through"]) if ours else 0
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise CheckpointError(f"{directory} is not a checkpoint of a prompt policy: {error}") from error
-        self._check(directory, weights)
+        try:
+            check_weights(self.networks, weights)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{directory} holds a policy of other sizes, or is damaged: {error};"
+                " set prompt_policy.ppo to the sizes that it was saved with"
+            ) from error
         self.networks.update(tree_unflatten(list(weights.items())))
         self.networks.eval()
         for number, one in enumerate(self._optimizers):
@@ -206,18 +213,6 @@ class PPOTrainer:
             history.through = max(self.history.through, history.through if ours else 0)
             self.history, self.novelty = history, novelty
         self.order, self.trained_through = order, max(self.trained_through, trained_through)
-
-    def _check(self, directory: Path, weights: dict[str, mx.array]) -> None:
-        expected = {name: value.shape for name, value in tree_flatten(self.networks.parameters())}
-        found = {name: value.shape for name, value in weights.items()}
-        if wrong := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
-            name = wrong[0]
-            raise CheckpointError(
-                f"{directory} holds a policy of other sizes: {name} is {found.get(name)}, not {expected.get(name)};"
-                " set prompt_policy.ppo to the sizes that it was saved with"
-            )
-        if not all(mx.isfinite(value).all().item() for value in weights.values()):
-            raise CheckpointError(f"{directory} holds weights that are not finite")
 
     def _parts(self) -> tuple[nn.Module, nn.Module]:
         return self.networks.policy, self.networks.value
