@@ -83,6 +83,7 @@ class BaseEnvironment(ABC):
 
     learner: Any = None
     """A `base.Learner` that learns beside the policy from the groups of this environment."""
+    _next_index = 0
 
     def __init__(self, inference: Inference | None = None) -> None:
         """`inference` may be None where a run sets it."""
@@ -96,6 +97,12 @@ class BaseEnvironment(ABC):
         index, split and, in training, the run's seed). It is then a pure function of them, so that a run can be resumed
         and repeated. With neither index nor seed it is called once for each group, in their order.
         """
+
+    def _index_or_next(self, index: int | None) -> int:
+        """For a `reset`: return `index`, and where it is None the number of the next task, from 0."""
+        if index is None:
+            index, self._next_index = self._next_index, self._next_index + 1
+        return index
 
     def use_tools(self, tools: EpisodeTools | None) -> EpisodeTools | None:
         """Take the tools of the run that the policy may call; return those that the episodes call.

@@ -101,7 +101,7 @@ class HybridEnvironment(BaseEnvironment):
         if history not in ("messages", "summary"):
             raise ConfigError(f'hybrid: history: "messages" or "summary", not {history!r}')
         self._tasks = task_source(tasks, seed=seed)
-        self._history, self._next = history, 0
+        self._history = history
         self.config = OrchestratorConfig(
             max_steps,
             max_expert_steps,
@@ -130,9 +130,7 @@ class HybridEnvironment(BaseEnvironment):
 
     def reset(self, *, index: int | None = None, split: Split = "train") -> HybridState:
         """Task `index` of a split; without an index the next one. Raises ConfigError: it is no task."""
-        if index is None:
-            index, self._next = self._next, self._next + 1
-        row = copy.deepcopy(dict(self._tasks(index, split)))
+        row = copy.deepcopy(dict(self._tasks(self._index_or_next(index), split)))
         task = HybridTask.of(row)
         goal = task.goal
         row.setdefault("answer", goal.get("expected_answer", goal.get("target")))

@@ -61,13 +61,10 @@ class ConversationEnvironment(BaseEnvironment):
         self.blocking = self._user is not None
         self.max_turns, self._style = max_turns, style
         self._signals = tuple(signal.lower() for signal in end_signals)
-        self._next = 0
 
     def reset(self, *, index: int | None = None, split: Split = "train") -> State:
         """Conversation `index` of a split; without an index the next one."""
-        if index is None:
-            index, self._next = self._next, self._next + 1
-        row = dict(self._rows.row(index, split).columns)
+        row = dict(self._rows.row(self._index_or_next(index), split).columns)
         turns = row["turns"]
         if not isinstance(turns, list | tuple) or not all(isinstance(turn, str) for turn in turns):
             raise ConfigError(f"conversation: turns are {turns!r}: expected a list of what the user says")

@@ -83,12 +83,10 @@ class GymnasiumEnvironment(BaseEnvironment):
         self._text = _function(observation_text, ("observation",), "observation_text") or _observation_text
         self._action = _function(action_of, ("text",), "action_of") or self._default_action
         self._instructions = instructions or self._default_instructions(discrete)
-        self._next = 0
 
     def reset(self, *, index: int | None = None, split: Split = "train") -> State:
         """Begin episode `index` of a split, which has its own seed; without an index the next one."""
-        if index is None:
-            index, self._next = self._next, self._next + 1
+        index = self._index_or_next(index)
         seed = derive_seed(f"gymnasium {split}", self._seed if split == "train" else 0, index)
         metadata = {"seed": seed, "return": 0.0, "actions": [], "invalid_actions": 0}
         state = SimulationState("", metadata=metadata | {"terminated": False, "truncated": False})

@@ -1,6 +1,5 @@
 """kind = "simple_text": a list of prompts, each answered in one step or several."""
 
-import itertools
 from collections.abc import Sequence
 
 from mlx_parallm.environments.state import BaseEnvironment, Inference, Prompt, State
@@ -27,11 +26,10 @@ class SimpleTextEnvironment(BaseEnvironment):
         if max_steps < 1:
             raise ConfigError(f"max_steps: expected at least 1, got {max_steps}")
         self.prompts, self.max_steps, self.completion_signals = tuple(prompts), max_steps, tuple(completion_signals)
-        self._indices = itertools.count()
 
     def reset(self, index: int | None = None) -> State:
         """Begin prompt number `index`, counted modulo their number; without an index the next one."""
-        prompt = self.prompts[(next(self._indices) if index is None else index) % len(self.prompts)]
+        prompt = self.prompts[self._index_or_next(index) % len(self.prompts)]
         return State(prompt=prompt if isinstance(prompt, str) else [dict(message) for message in prompt])
 
     def is_terminal(self, state: State) -> bool:

@@ -91,7 +91,6 @@ class SVRLEnvironment(BaseEnvironment):
         self.tools = {tool.name: tool for tool in _make_tools(tools, facts, costs or {})}
         self.blocking = any(tool.blocking for tool in self.tools.values())
         self._rows = None if tasks is None else read_tasks(tasks, "prompt", seed=seed, what="svrl: tasks")
-        self._next = 0
 
     def use_tools(self, tools: EpisodeTools | None) -> None:
         if tools is not None and tools.definitions:
@@ -99,8 +98,7 @@ class SVRLEnvironment(BaseEnvironment):
 
     def reset(self, *, index: int | None = None, split: Split = "train") -> State:
         """Begin task `index` of a split; without an index the next one."""
-        if index is None:
-            index, self._next = self._next, self._next + 1
+        index = self._index_or_next(index)
         if self._rows is None:
             row = arithmetic_task(index, split, self._seed)
         else:

@@ -29,13 +29,11 @@ class ToolsEnvironment(BaseEnvironment):
         """
         super().__init__(inference)
         self._rows = read_tasks(tasks, "prompt", seed=seed, what="tools: tasks")
-        self.episode_tools, self._next = tools, 0
+        self.episode_tools = tools
 
     def reset(self, *, index: int | None = None, split: Split = "train") -> State:
         """Task `index` of a split; without an index the next one."""
-        if index is None:
-            index, self._next = self._next, self._next + 1
-        row = dict(self._rows.row(index, split).columns)
+        row = dict(self._rows.row(self._index_or_next(index), split).columns)
         prompt = row.pop("prompt")
         return State([{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt], metadata=row)
 
