@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_parallm.environments.state import text_of
 from mlx_parallm.experts.tasks import projectile_observation
 
 SHOWN_RESULTS, SHOWN_ACTIONS = 5, 3
@@ -16,7 +17,7 @@ class ObservationBuilder:
 
     def text(self, prompt: Any, *, step: int, max_steps: int, results: Sequence[str], actions: Sequence[str]) -> str:
         """Return the task, the last 5 results and the last 3 actions, a line each."""
-        lines = [as_text(prompt), "", f"Step {step + 1} of at most {max_steps}."]
+        lines = [text_of(prompt), "", f"Step {step + 1} of at most {max_steps}."]
         if results:
             lines += ["Results so far:", *(f"- {_shortened(result)}" for result in results[-SHOWN_RESULTS:])]
         if actions:
@@ -26,13 +27,6 @@ class ObservationBuilder:
     def physics(self, *, target: float, error: float, distance: float, wind: float, attempts: int) -> np.ndarray:
         """Return [10]: the observation of `experts.tasks.ProjectileTask`."""
         return projectile_observation(target, error, distance, wind, attempts)
-
-
-def as_text(prompt: Any) -> str:
-    """Return a prompt as text: itself, or the contents of its messages."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(str(message.get("content") or "") for message in prompt)
 
 
 def _shortened(text: str) -> str:
