@@ -127,6 +127,11 @@ def safetensors_header(file: Path) -> dict[str, Any] | None:
     return None if (header := _header(file)) is None or header[1] != size else header[0]
 
 
+def numbers_in(header: Mapping[str, Any]) -> int:
+    """How many numbers the tensors of a `safetensors_header` have."""
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
 def _header(file: Path) -> tuple[dict[str, Any], int] | None:
     """The header, and the bytes that a file with it has."""
     with file.open("rb") as stream:

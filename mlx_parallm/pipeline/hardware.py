@@ -9,8 +9,6 @@ tier: what limits a small model is not the memory.
 """
 
 import importlib.resources
-import json
-import math
 import platform
 import re
 from dataclasses import dataclass, field, replace
@@ -21,6 +19,7 @@ import psutil
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.export.hosting import fitting_type
+from mlx_parallm.models.formats import numbers_in, safetensors_header
 from mlx_parallm.system.hardware import GIB, detect, memory_present
 
 Profile = Literal["AUTO_DETECT", "CPU_ONLY", "GPU_ENABLED", "RYZEN_OPTIMIZED"]
@@ -206,13 +205,13 @@ def parameters_of(model: str) -> int | None:
 
 
 def _numbers_in(file: Path) -> int:
-    """The numbers of all tensors of a safetensors file, from its header: 8 bytes of length, then JSON."""
     try:
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} is no file of weights: {error}") from error
+        header = safetensors_header(file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+    if header is None:
+        raise ConfigError(f"{file} is no file of weights, or is cut short")
+    return numbers_in(header)
 
 
 def _fitting(*, backend: str, memory_gb: float, **machine: Any) -> HardwareConfig:

@@ -4,13 +4,12 @@
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import CheckpointError
-from mlx_parallm.models.formats import safetensors_header
+from mlx_parallm.models.formats import numbers_in, safetensors_header
 from mlx_parallm.rl_training.checkpoints.checksums import damaged_files
 from mlx_parallm.rl_training.checkpoints.trainer_state import TrainerState
 from mlx_parallm.rl_training.run_directory import BEST, FINAL, LATEST, checkpoint_at, moment
@@ -103,7 +102,7 @@ def _peft(directory: Path) -> dict[str, Any]:
         ("step", "mini_batches", "policy_version", "unpublished", "score", "optimizer", "checksums")
     )
     found |= {"path": str(directory), "links": [], "problems": problems, "metrics": {}, "complete": not problems}
-    found |= {"kind": f"{kind} in PEFT's format", "adapter": settings, "parameters": _numbers(header)}
+    found |= {"kind": f"{kind} in PEFT's format", "adapter": settings, "parameters": numbers_in(header)}
     return found | {"files": files, "bytes": sum(files.values())}
 
 
@@ -171,13 +170,13 @@ def _weights(checkpoint: Path, headers: Mapping[str, dict[str, Any]], problems: 
             kind = "adapter"
         header = headers.get(ADAPTER_FILE, {})
         settings["layers"] = sum(name.endswith(".lora_a") for name in header)
-        return {"kind": kind, "adapter": settings, "parameters": _numbers(header)}
+        return {"kind": kind, "adapter": settings, "parameters": numbers_in(header)}
     models = [header for name, header in headers.items() if name.startswith("model")]
     if not models:
         problems.append(f"neither {ADAPTER_FILE} nor model*.safetensors is there")
     if models and not (checkpoint / "config.json").is_file():
         problems.append("config.json is missing")
-    return {"kind": "full weights", "adapter": None, "parameters": sum(map(_numbers, models))}
+    return {"kind": "full weights", "adapter": None, "parameters": sum(map(numbers_in, models))}
 
 
 def _optimizer(header: Mapping[str, Any] | None, updates: int | None) -> dict[str, Any]:
@@ -187,10 +186,6 @@ def _optimizer(header: Mapping[str, Any] | None, updates: int | None) -> dict[st
     name = metadata.get("optimizer", "adamw")  # the only one before it was written down
     size = sum(e[1] - e[0] for e in (t["data_offsets"] for key, t in header.items() if key != "__metadata__"))
     return {"name": name, "updates": updates, "bytes": size}
-
-
-def _numbers(header: Mapping[str, Any]) -> int:
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
 def _links(checkpoint: Path) -> Iterator[str]:
