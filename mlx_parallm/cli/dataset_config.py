@@ -4,9 +4,7 @@ Every value has its reason beside it in the templates. The learning rate and the
 the model; for a toy they are the quickstart's.
 """
 
-import importlib.resources
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_parallm.config.environment import HUB_PREFIX
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.execution.user_code import PREFIX, absolute
+from mlx_parallm.models.formats import billions_in, directory_of
 
 if TYPE_CHECKING:
     from mlx_parallm.config.load import Config
@@ -145,10 +144,8 @@ def learning_rate_for(hidden_size: int) -> float:
 def find_hidden_size(model: str) -> int:
     """Read it from config.json where the model is on this machine, else from a size in the name ("Qwen3-0.6B"), else
     assume a 4B model. It uses no network: a wrong name is reported when the model is loaded."""
-    path = Path(model).expanduser()
-    if model == "builtin:tiny":
-        path = Path(str(importlib.resources.files("mlx_parallm"))) / "assets" / "tiny"
-    file: Path | None = path / "config.json" if path.is_dir() else _cached(model)
+    directory = directory_of(model)
+    file = directory / "config.json" if directory is not None else _cached(model)
     if file is not None and file.is_file():
         try:
             size = _hidden_size_in(json.loads(file.read_text(encoding="utf-8")))
@@ -156,8 +153,8 @@ def find_hidden_size(model: str) -> int:
             size = None  # the loader reports what is wrong with the file
         if size is not None:
             return size
-    if named := re.search(r"(\d+(?:\.\d+)?)[bB](?![a-zA-Z])", Path(model).name):
-        return max(SMALL, round(1320 * float(named[1]) ** 0.5))  # 1024 at 0.6B, 2640 at 4B, 3730 at 8B
+    if (billions := billions_in(model)) is not None:
+        return max(SMALL, round(1320 * billions**0.5))  # 1024 at 0.6B, 2640 at 4B, 3730 at 8B
     return USUAL_HIDDEN_SIZE
 
 

@@ -3,6 +3,7 @@
 The same rules hold for a directory and, before a download, for a hub repository's list of files.
 """
 
+import importlib.resources
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 from mlx_parallm.errors import ConfigError, ModelError
 
+BUILTIN_TINY = "builtin:tiny"
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"
 _SHARD = re.compile(r"(model.*-)(\d+)-of-(\d+)\.safetensors")
@@ -21,6 +23,20 @@ _ADAPTER_FILES = {"adapter_config.json", "adapters.safetensors", "adapter_model.
 _PYTORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Formats of `quantization_config.quant_method` that mlx-lm does not read, or (GPTQ) takes for another's layout.
 _FOREIGN = {"gptq", "bitsandbytes", "aqlm", "hqq", "eetq", "exl2", "exl3", "quanto", "torchao", "vptq", "higgs", "spqr"}
+
+
+def directory_of(model: str) -> Path | None:
+    """The directory of a model on this machine, the package's own too; None for an id of the hub."""
+    if model == BUILTIN_TINY:
+        return Path(str(importlib.resources.files("mlx_parallm"))) / "assets" / "tiny"
+    path = Path(model).expanduser()
+    return path if path.is_dir() else None
+
+
+def billions_in(model: str) -> float | None:
+    """The size that stands in a model's name: 0.6 of "Qwen3-0.6B"."""
+    named = re.search(r"(\d+(?:\.\d+)?)[bB](?![a-zA-Z])", Path(model).name)
+    return float(named[1]) if named else None
 
 
 def check_names(names: Collection[str], where: str) -> None:

@@ -6,7 +6,6 @@ another thread (docs/design.md).
 
 import copy
 import dataclasses
-import importlib.resources
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import mlx.nn as nn
 from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.cpu_kernels import on_cpu, use_unpacking
-from mlx_parallm.models.formats import check_directory, check_names, check_quantization, gguf_message
+from mlx_parallm.models.formats import check_directory, check_names, check_quantization, directory_of, gguf_message
 from mlx_parallm.models.hub import download, fetch_config
 from mlx_parallm.models.mlx_lm_api import load_config, load_hf_model, load_hf_tokenizer, tool_parsers
 from mlx_parallm.models.quantize import load_quantized
@@ -27,7 +26,6 @@ from mlx_parallm.models.support import check_config
 from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.system.heap import give_back_freed_memory
 
-BUILTIN_TINY = "builtin:tiny"
 # Wide bounds: beyond them MLX's errors say nothing, or the model is being built for minutes.
 _MOST: dict[str, float] = {
     **{"vocab_size": 1 << 24, "hidden_size": 1 << 20, "rope_theta": 1e30},
@@ -202,12 +200,10 @@ def _context_length(config: dict[str, Any]) -> int:
 
 def _local(base_path: str) -> Path | None:
     """The directory that `base_path` names; None for a hub id. Raises ModelError."""
-    if base_path == BUILTIN_TINY:
-        return Path(str(importlib.resources.files("mlx_parallm"))) / "assets" / "tiny"
+    if (directory := directory_of(base_path)) is not None:
+        check_names([file.name for file in directory.iterdir()], str(directory))
+        return directory
     path = Path(base_path).expanduser()
-    if path.is_dir():
-        check_names([file.name for file in path.iterdir()], str(path))
-        return path
     if path.is_file() and path.suffix == ".gguf":
         raise ModelError(gguf_message(base_path))
     if path.is_file() or base_path.startswith((".", "/", "~")) or base_path.count("/") != 1:

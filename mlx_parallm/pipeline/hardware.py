@@ -8,9 +8,7 @@ The tiers of memory are those of the pipeline's specification. A model that is s
 tier: what limits a small model is not the memory.
 """
 
-import importlib.resources
 import platform
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -19,7 +17,7 @@ import psutil
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.export.hosting import fitting_type
-from mlx_parallm.models.formats import numbers_in, safetensors_header
+from mlx_parallm.models.formats import billions_in, directory_of, numbers_in, safetensors_header
 from mlx_parallm.system.hardware import GIB, detect, memory_present
 
 Profile = Literal["AUTO_DETECT", "CPU_ONLY", "GPU_ENABLED", "RYZEN_OPTIMIZED"]
@@ -186,22 +184,14 @@ def get_ryzen_optimized_config() -> HardwareConfig:
     )
 
 
-def model_files(model: str) -> Path | None:
-    """Return the directory of a model on this machine; None for an id of the hub."""
-    if model == "builtin:tiny":
-        return Path(str(importlib.resources.files("mlx_parallm"))) / "assets" / "tiny"
-    path = Path(model).expanduser()
-    return path if path.is_dir() else None
-
-
 def parameters_of(model: str) -> int | None:
     """Count a model's parameters: from its files, else from a size in its name ("Qwen3-0.6B"), else None. A model in
     4 bits has fewer numbers in its files than parameters, so it counts as smaller than it is."""
-    directory = model_files(model)
+    directory = directory_of(model)
     if directory is not None:
         return sum(map(_numbers_in, directory.glob("*.safetensors"))) or None
-    named = re.search(r"(\d+(?:\.\d+)?)[bB](?![a-zA-Z])", model)
-    return round(float(named[1]) * BILLION) if named else None
+    billions = billions_in(model)
+    return None if billions is None else round(billions * BILLION)
 
 
 def _numbers_in(file: Path) -> int:

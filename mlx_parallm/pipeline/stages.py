@@ -27,7 +27,8 @@ from mlx_parallm.execution.user_code import PREFIX
 from mlx_parallm.export import llama_server
 from mlx_parallm.export.ollama import DEFAULT_URL, OllamaDeployer
 from mlx_parallm.export.pipeline import REPORT_FILE, deploy_directory
-from mlx_parallm.pipeline.hardware import HardwareConfig, model_files, parameters_of
+from mlx_parallm.models.formats import directory_of
+from mlx_parallm.pipeline.hardware import HardwareConfig, parameters_of
 from mlx_parallm.pipeline.work import Json, PipelineStage, StageFailedError, Watch, WorkDirectory
 from mlx_parallm.rewards.functions import BUILTIN
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile
@@ -255,7 +256,7 @@ class Stages:
 
     @property
     def _base(self) -> Any:
-        return [self.options.base_model, model_files(self.options.base_model)]
+        return [self.options.base_model, directory_of(self.options.base_model)]
 
     def _training_command(self, directory: Path) -> list[object]:
         write_atomically(directory / "config.toml", self._text.encode())
