@@ -35,6 +35,7 @@ from mlx_parallm.models.lora import load_adapter
 from mlx_parallm.models.threads import MLXThread
 from mlx_parallm.rewards.functions import is_reward_reference
 from mlx_parallm.rl_training.checkpoints.checksums import CHECKSUMS_FILE
+from mlx_parallm.rl_training.checkpoints.resume import placed
 from mlx_parallm.rl_training.data.source import Fit
 from mlx_parallm.rl_training.run_directory import BEST, CONFIG_FILE, FINAL, LATEST, USED_BY, RunDirectory
 from mlx_parallm.rl_training.train import StartedRun, TrainingRun
@@ -180,7 +181,7 @@ class TRLTrainer:
                 run = self._open
                 if run is None:  # before training: a run of its own that leaves nothing
                     scratch = Path(closing.enter_context(TemporaryDirectory())) / "run"
-                    run = _OpenRun(_placed(self._configuration(), scratch), self.args, None, self._fit)
+                    run = _OpenRun(placed(self._configuration(), scratch), self.args, None, self._fit)
                     closing.callback(run.close)
                 return self._callbacks.evaluated(evaluation_numbers(run.do(run.evaluate)))
         finally:
@@ -257,7 +258,7 @@ class TRLTrainer:
         """Count epochs by the rows that are trained on: those longer than max_length are left out."""
         assert isinstance(self.args, RowsConfig)
         self.schedule = rows_schedule(self.args, rows)
-        return _placed(self._configuration(), config.rl_training.checkpoint_dir / str(config.rl_training.run_name))
+        return placed(self._configuration(), config.rl_training.checkpoint_dir / str(config.rl_training.run_name))
 
     def _where_from(self, resume: str | Path | bool | None) -> str | None:
         directory = self._directory
@@ -399,11 +400,6 @@ def write_into(target: Path, fill: Callable[[Path], None]) -> None:
         write_directory(Path(name) / "files", fill)
         for file in (Path(name) / "files").iterdir():
             file.replace(target / file.name)
-
-
-def _placed(config: Config, run: Path) -> Config:
-    training = config.rl_training.model_copy(update={"checkpoint_dir": run.parent, "run_name": run.name})
-    return config.model_copy(update={"rl_training": training})
 
 
 # ---------------------------------------------------------------------- a run on a thread of its own

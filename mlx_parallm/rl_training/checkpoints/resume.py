@@ -42,14 +42,14 @@ def what_to_resume(config: Config, resume: str | None) -> tuple[Config, Path | N
         directory = Path(resume).expanduser().resolve()
         if not (directory / STORE_FILE).is_file():
             raise
-        return _placed(config, directory), None, True
+        return placed(config, directory), None, True
     if checkpoint is None:
         return config, None, True
     check_resume(config, checkpoint.parent, checkpoint.parent / CONFIG_FILE)
-    return _placed(config, checkpoint.parent), checkpoint, False
+    return placed(config, checkpoint.parent), checkpoint, False
 
 
-def _placed(config: Config, run: Path) -> Config:
+def placed(config: Config, run: Path) -> Config:
     """A run directory may have been moved: where it lies now is what counts."""
     training = config.rl_training.model_copy(update={"checkpoint_dir": run.parent, "run_name": run.name})
     return config.model_copy(update={"rl_training": training})
