@@ -5,7 +5,6 @@ imports. Ollama stops at the tokens that the file names, and at every `stop` of 
 https://docs.ollama.com/api
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import httpx
 from mlx_parallm.errors import EndpointError, RequestError
 from mlx_parallm.export.texts import CHATS
 from mlx_parallm.models.tokenizer import Tokenizer
+from mlx_parallm.system.files import sha256_of
 
 DEFAULT_URL = "http://127.0.0.1:11434"
 ROLES = ("system", "user", "assistant")
@@ -110,7 +110,7 @@ class OllamaDeployer:
 
     def upload(self, file: Path, progress: Progress = lambda line: None) -> str:
         """Return the digest of a file that the server has now. A cut upload is repeated, from its start."""
-        digest = f"sha256:{_sha256(file)}"
+        digest = f"sha256:{sha256_of(file)}"
         path = f"/api/blobs/{digest}"
         for attempt in range(TRIES):
             try:
@@ -226,11 +226,6 @@ def _joined(chat: Sequence[Mapping[str, str]], around: Mapping[str, tuple[str, s
 
 def _literal(text: str) -> str:
     return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if text else ""
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _pieces(file: Path) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import resource
 import shutil
@@ -111,6 +112,12 @@ def flush_to_disk(descriptor: int) -> None:
             if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):  # a network drive has fsync only
                 raise
     os.fsync(descriptor)
+
+
+def sha256_of(file: Path) -> str:
+    """Return the hexadecimal digest of a file. Raises OSError."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def remove_leftovers(directory: Path) -> None:

@@ -1,9 +1,9 @@
 """SHA256SUMS of a checkpoint: written with it, compared when it is read. No MLX."""
 
-import hashlib
 from pathlib import Path
 
 from mlx_parallm.errors import CheckpointError
+from mlx_parallm.system.files import sha256_of
 
 CHECKSUMS_FILE = "SHA256SUMS"  # as `sha256sum -c` reads it
 
@@ -11,7 +11,7 @@ CHECKSUMS_FILE = "SHA256SUMS"  # as `sha256sum -c` reads it
 def write_checksums(directory: Path) -> None:
     """Write the checksums of all files that lie in `directory` and below it."""
     files = sorted(file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
-    sums = [f"{_checksum(directory / file)}  {file}\n" for file in files]
+    sums = [f"{sha256_of(directory / file)}  {file}\n" for file in files]
     (directory / CHECKSUMS_FILE).write_text("".join(sums), encoding="utf-8")
 
 
@@ -23,12 +23,7 @@ def damaged_files(checkpoint: Path) -> list[str] | None:
         return None
     try:
         expected = [line.split("  ", 1) for line in sums.read_text(encoding="utf-8").splitlines()]
-        damaged = [name for checksum, name in expected if _checksum(checkpoint / name) != checksum]
+        damaged = [name for checksum, name in expected if sha256_of(checkpoint / name) != checksum]
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{sums}: the checkpoint cannot be checked: {error}") from error
     return damaged if expected else [CHECKSUMS_FILE]
-
-
-def _checksum(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
