@@ -25,8 +25,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import psutil
-
 from mlx_parallm.errors import ConfigError, EndpointError, ModelError
 from mlx_parallm.export import llama_server, verify
 from mlx_parallm.export.architectures import architecture_of, check_arguments
@@ -39,7 +37,7 @@ from mlx_parallm.export.quantization import check_type
 from mlx_parallm.export.verify import Verification, not_verified
 from mlx_parallm.export.vocabulary import STOPS_IN_FILE, Vocabulary, candidates, describe_rules, read_vocabulary
 from mlx_parallm.models.tokenizer import Tokenizer
-from mlx_parallm.system.files import TEMPORARY, write_directory
+from mlx_parallm.system.files import TEMPORARY, remove_of_the_dead, write_directory
 from mlx_parallm.system.hardware import detect, memory_present
 
 REPORT_FILE = "export.json"
@@ -133,7 +131,7 @@ class ExportPipeline:
         opened = open_model(self.source)
         vocabulary = self._vocabulary(opened)
         made: list[ExportReport] = []
-        _remove_leftovers(directory)
+        remove_of_the_dead(directory.parent.glob(f"{glob.escape(directory.name)}{TEMPORARY}*"))
         write_directory(directory, lambda unfinished: made.append(self._fill(opened, vocabulary, unfinished)))
         return made[0] if deployer is None else self._deploy(deployer, made[0])
 
@@ -342,11 +340,3 @@ def _probe(vocabulary: Vocabulary, tokenizer: Tokenizer) -> tuple[int, int]:
         write_vocabulary(file, vocabulary)
         with llama_server.running(file) as server:
             return verify.compare_texts(server, tokenizer, [])
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Remove what killed exports to this directory have left."""
-    for left in directory.parent.glob(f"{glob.escape(directory.name)}{TEMPORARY}*"):
-        owner = left.name.rpartition("-")[2]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(left, ignore_errors=True)

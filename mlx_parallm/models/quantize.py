@@ -19,11 +19,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import psutil
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_parallm.errors import ModelError
 from mlx_parallm.models.mlx_lm_api import load_hf_model, save_config, save_model
+from mlx_parallm.system.files import remove_of_the_dead
 from mlx_parallm.system.log import get_logger
 
 log = get_logger("quantize")
@@ -125,7 +125,7 @@ def _keep(entry: Path, key: Mapping[str, Any], model: nn.Module, config: Mapping
     temporary = entry.with_name(f".{entry.name}.{os.getpid()}")
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(entry)
+        remove_of_the_dead(entry.parent.glob(f".{entry.name}.*"))
         needed = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         if needed > (free := shutil.disk_usage(entry.parent).free):
             raise OSError(f"{needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free")
@@ -142,14 +142,6 @@ def _keep(entry: Path, key: Mapping[str, Any], model: nn.Module, config: Mapping
         log.info("4-bit weights kept for the next start", directory=str(entry), size_gb=round(_bytes(entry) / 1e9, 2))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _remove_leftovers(entry: Path) -> None:
-    """Removes what killed processes left half-written."""
-    for path in entry.parent.glob(f".{entry.name}.*"):
-        owner = path.name.rpartition(".")[2]
-        if not (owner.isdigit() and psutil.pid_exists(int(owner))) or int(owner) == os.getpid():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _sizes(directory: Path) -> dict[str, int]:

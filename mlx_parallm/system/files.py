@@ -10,10 +10,13 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+import psutil
 
 from mlx_parallm.errors import CheckpointError
 
@@ -130,6 +133,14 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def remove_of_the_dead(paths: Iterable[Path]) -> None:
+    """Remove the unfinished directories whose names end with the id of a process that is gone, or with this one's."""
+    for path in paths:
+        owner = int(found[0]) if (found := re.search(r"\d+$", path.name)) else None
+        if owner == os.getpid() or (owner is not None and not psutil.pid_exists(owner)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def free_bytes(directory: Path) -> int:

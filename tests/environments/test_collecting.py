@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
 import signal
 import threading
 import time
