@@ -226,15 +226,28 @@ class _PromptCache:
         return keys, values
 
 
-class _RestCache:
-    """A block's cache that holds each row's prompt. `offset`: the prompts' length, [B] where they differ."""
+class _MaskedCache:
+    """A block's empty cache, with a mask of its own [R, 1, W, W] bool."""
 
-    def __init__(self, prompts: _PromptCache, owners: mx.array, mask: mx.array, offset: int | mx.array) -> None:
-        self._prompts, self._owners, self._mask, self.offset = prompts, owners, mask, offset
+    offset: int | mx.array = 0
+
+    def __init__(self, mask: mx.array) -> None:
+        self._mask = mask
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         _refuse_window(window_size)
         return self._mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+
+class _RestCache(_MaskedCache):
+    """A block's cache that holds each row's prompt. `offset`: the prompts' length, [B] where they differ."""
+
+    def __init__(self, prompts: _PromptCache, owners: mx.array, mask: mx.array, offset: int | mx.array) -> None:
+        super().__init__(mask)
+        self._prompts, self._owners, self.offset = prompts, owners, offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if self._prompts.kept is None:
@@ -247,22 +260,6 @@ class _RestCache:
         be added up element by element)."""
         flat = self._owners.astype(array.dtype) @ array.reshape(array.shape[0], -1)
         return flat.reshape(-1, *array.shape[1:])
-
-
-class _MaskedCache:
-    """A block's empty cache, with a mask of its own [R, 1, W, W] bool."""
-
-    offset = 0
-
-    def __init__(self, mask: mx.array) -> None:
-        self._mask = mask
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        _refuse_window(window_size)
-        return self._mask
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        return keys, values
 
 
 def shareable(model: nn.Module) -> str:
