@@ -144,13 +144,13 @@ class Database:
     def size_bytes(self, *, used: bool = False) -> int:
         """Bytes of the file without its write-ahead log; `used`: without its free pages too."""
         with self.reading() as connection:
-            pages, free, size = (_number(connection, name) for name in ("page_count", "freelist_count", "page_size"))
+            pages, free, size = (pragma(connection, name) for name in ("page_count", "freelist_count", "page_size"))
         return (pages - free if used else pages) * size
 
     def give_back(self) -> bool:
         """Gives the file system some of the file's free pages, at its end. False: few are left."""
         with self.reading("shrunk") as connection:
-            pages, free = _number(connection, "page_count"), _number(connection, "freelist_count")
+            pages, free = pragma(connection, "page_count"), pragma(connection, "freelist_count")
             surplus = free - max(SPARE_PAGES, pages // 10)
             if surplus > 0:  # executescript: a plain execute stops after the first page
                 connection.executescript(f"PRAGMA incremental_vacuum({min(surplus, VACUUM_PAGES)})")
@@ -163,7 +163,7 @@ class Database:
             self.changed.notify_all()
 
     def _prepare(self, connection: sqlite3.Connection, read_only: bool) -> None:
-        version, schema = _number(connection, "user_version"), self._schema
+        version, schema = pragma(connection, "user_version"), self._schema
         if version > schema.version or (read_only and version == 0):
             raise StoreError(
                 f"{self.path}: schema {version} is a newer mlx_parallm's; this one reads up to {schema.version}"
@@ -183,7 +183,7 @@ class Database:
         if version < schema.version:
             statements = schema.upgrades[version] if version else schema.create
             connection.executescript(f"BEGIN IMMEDIATE; {statements} PRAGMA user_version = {schema.version}; COMMIT;")
-        if _number(connection, "auto_vacuum") != incremental:
+        if pragma(connection, "auto_vacuum") != incremental:
             connection.execute("VACUUM")
 
     def _discard(self) -> None:
@@ -217,6 +217,7 @@ def _read_mode(path: Path) -> str:
     return "ro" if logged or os.access(path.parent, os.W_OK) else "ro&immutable=1"
 
 
-def _number(connection: sqlite3.Connection, pragma: str) -> int:
-    (value,) = connection.execute(f"PRAGMA {pragma}").fetchone()
+def pragma(connection: sqlite3.Connection, name: str) -> int:
+    """Return a setting of a database that is a number."""
+    (value,) = connection.execute(f"PRAGMA {name}").fetchone()
     return int(value)

@@ -17,6 +17,7 @@ import numpy as np
 from mlx_parallm.errors import StoreError
 from mlx_parallm.rl_training.events import RunEvents, SamplesWritten, StepFinished
 from mlx_parallm.rl_training.step.batch import TrainBatch
+from mlx_parallm.rollout_store.database import pragma
 
 if TYPE_CHECKING:  # it imports MLX
     from mlx_parallm.rl_training.step.prepare import StepTokens
@@ -90,7 +91,7 @@ class TokenLog:
         try:
             connection.executescript(_OPEN + _TABLE)
             connection.execute("DELETE FROM tokens WHERE step > ?", (self._step,))
-            if _number(connection, "page_count") * _number(connection, "page_size") > self._most:  # had a larger bound
+            if pragma(connection, "page_count") * pragma(connection, "page_size") > self._most:  # had a larger bound
                 self._make_room(connection, 0)
                 connection.execute("VACUUM")
         except (sqlite3.Error, StoreError):
@@ -111,12 +112,8 @@ class TokenLog:
 
 
 def _used_bytes(connection: sqlite3.Connection) -> int:
-    pages = _number(connection, "page_count") - _number(connection, "freelist_count")
-    return pages * _number(connection, "page_size")
-
-
-def _number(connection: sqlite3.Connection, pragma: str) -> int:
-    return int(connection.execute(f"PRAGMA {pragma}").fetchone()[0])
+    pages = pragma(connection, "page_count") - pragma(connection, "freelist_count")
+    return pages * pragma(connection, "page_size")
 
 
 def _bytes_of(row: Sequence[object]) -> int:
