@@ -24,7 +24,7 @@ import psutil
 from mlx_parallm import __version__
 from mlx_parallm.errors import CheckpointError, ParallmError
 from mlx_parallm.rl_training.run_directory import LOCK_FILE, RunDirectory
-from mlx_parallm.system.files import write_atomically
+from mlx_parallm.system.files import sha256_of, write_atomically
 from mlx_parallm.system.log import get_logger
 
 STATE_FILE = "state.json"
@@ -192,8 +192,7 @@ def digest_of(path: Path) -> str:
     status = path.stat()
     if status.st_size > HASHED_WHOLE:
         return f"{status.st_size} {status.st_mtime_ns}"
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256_of(path)
 
 
 def _digests(directory: Path, names: Iterable[str]) -> dict[str, str]:
