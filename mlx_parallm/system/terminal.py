@@ -26,6 +26,18 @@ def escaped(text: str, *, lines: bool = False) -> str:
     return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
+def beginning_of(text: str, most: int) -> str:
+    """Return the text on one line of at most so many characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def end_of(text: str, most: int) -> str:
+    """Return its end so, which is where the question of a prompt is."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else "…" + line[1 - most :]
+
+
 class Console(rich.console.Console):
     """Escape every text that is printed, wherever it stands: in a table, a panel, a live display."""
 

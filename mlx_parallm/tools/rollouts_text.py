@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mlx_parallm.system.terminal import PLAIN_WIDTH, Console
+from mlx_parallm.system.terminal import PLAIN_WIDTH, Console, beginning_of, end_of
 from mlx_parallm.tools.rollouts import STATES, Answers, Json
 
 SHOWN_ANSWERS = 10
@@ -34,8 +34,8 @@ def draw_rows(rows: Iterable[Json], answers: Answers) -> Iterator[RenderableType
             if text:
                 facts.add_row(label, Text(text))
         if row["prompt"] is not None:
-            facts.add_row("prompt", Text(_end(row["prompt"], room)))
-            facts.add_row("answer", Text(_beginning(row["completion"], room)))
+            facts.add_row("prompt", Text(end_of(row["prompt"], room)))
+            facts.add_row("answer", Text(beginning_of(row["completion"], room)))
         yield facts
     yield Text("no answer fits" if nothing else "")
     for note in answers.notes:
@@ -153,17 +153,6 @@ def _labelled(label: str, text: str) -> Table:
     grid = _grid()
     grid.add_row(label, Text(text))
     return grid
-
-
-def _end(text: str, room: int) -> str:
-    """Return the end of a prompt, where the question is, on one line."""
-    line = " ".join(text.split())
-    return line if len(line) <= room else "…" + line[1 - room :]
-
-
-def _beginning(text: str, room: int) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= room else line[: room - 1] + "…"
 
 
 def _tokens(segment: Json) -> Table:

@@ -22,11 +22,11 @@ from mlx_parallm.environments.evaluate import SOLVED
 from mlx_parallm.rl_training.metrics import words_of
 from mlx_parallm.rl_training.monitor.drawing import by_option, command_lines
 from mlx_parallm.rl_training.monitor.health import find
-from mlx_parallm.system.terminal import Console
+from mlx_parallm.system.terminal import Console, beginning_of
 from mlx_parallm.types import BETWEEN
 
 SMOOTHING = 10  # steps on each side of a mean, fewer in a short run
-SHOWN_CHARACTERS = 60
+SHOWN = 60  # characters of a text
 FEWER = 0.1
 """A larger share of steps without all their rollouts is worth a word; one in quickstart's 180 is not."""
 INK, RAW, SECOND, THIRD = "#1b3a57", "#9dbad5", "#b3541e", "#4b7f52"
@@ -203,7 +203,7 @@ def answers_table(comparisons: Sequence[Comparison], first: str = BEFORE) -> Tab
         table.add_column(name, overflow="fold")
     for row in comparisons:
         for before, after in row.examples:
-            prompt, expected = Text(_short(after["prompt"])), Text(_short(after["expected"] or ""))
+            prompt, expected = (Text(beginning_of(after[key] or "", SHOWN)) for key in ("prompt", "expected"))
             table.add_row(prompt, expected, _mark(before), _mark(after))
     return table
 
@@ -217,7 +217,7 @@ def plain_report(comparisons: Sequence[Comparison], first: str = BEFORE) -> str:
             interval = f"{found.mean:+.3f}, 95% interval {found.low:+.3f} to {found.high:+.3f}"
             lines.append(f"{name}: {_mean(before):.3f} -> {_mean(after):.3f} ({interval}) on {len(before)} problems")
         for then, now in row.examples:
-            prompt = f"{_short(now['prompt'])}  [{_short(now['expected'] or '')}]"
+            prompt = f"{beginning_of(now['prompt'], SHOWN)}  [{beginning_of(now['expected'] or '', SHOWN)}]"
             lines.append(f"  {prompt}  {_plain(then)} -> {_plain(now)}")
     return "\n".join(lines)
 
@@ -306,7 +306,7 @@ def _mean(values: Sequence[float]) -> float:
 def _one_line(answer: Line) -> str:
     """Return an answer on one line; of several turns their beginning and the last one."""
     before, mark, last = (answer["error"] or answer["text"]).rpartition(BETWEEN[-1])
-    return f"{_short(before + mark)} {_short(last)}" if mark else _short(last)
+    return f"{beginning_of(before + mark, SHOWN)} {beginning_of(last, SHOWN)}" if mark else beginning_of(last, SHOWN)
 
 
 def _mark(answer: Line) -> Text:
@@ -325,8 +325,3 @@ def _verdict(answer: Line) -> str:
     if reward in (0.0, 1.0) or SOLVED <= reward < 1:
         return "right" if reward else "wrong"
     return f"{reward:.3g}"
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= SHOWN_CHARACTERS else line[: SHOWN_CHARACTERS - 1] + "…"

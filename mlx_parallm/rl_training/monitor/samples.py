@@ -20,6 +20,7 @@ from mlx_parallm.errors import RequestError
 from mlx_parallm.rl_training.metrics import MetricsFile
 from mlx_parallm.rl_training.step.batch import TrainBatch
 from mlx_parallm.system.files import write_atomically
+from mlx_parallm.system.terminal import beginning_of, end_of
 from mlx_parallm.types import BETWEEN, ChatTokenizer, Rollout, RolloutGroup
 
 SAMPLES_FILE = "samples.jsonl"
@@ -162,12 +163,8 @@ def samples_table(samples: Sequence[Sample], readable: Readable = str) -> Table:
 
 def shortened(sample: Sample, readable: Readable = str) -> tuple[str, str]:
     """Return the end of the prompt (the question) and the beginning of the completion, each on one short line."""
-    prompt, completion = (" ".join(readable(text).split()) for text in (sample.prompt, sample.completion))
-    if len(prompt) > SHOWN_CHARACTERS:
-        prompt = "…" + prompt[1 - SHOWN_CHARACTERS :]
-    if len(completion) > SHOWN_CHARACTERS:
-        completion = completion[: SHOWN_CHARACTERS - 1] + "…"
-    return prompt, completion
+    prompt, completion = readable(sample.prompt), readable(sample.completion)
+    return end_of(prompt, SHOWN_CHARACTERS), beginning_of(completion, SHOWN_CHARACTERS)
 
 
 def without_template(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Readable:
