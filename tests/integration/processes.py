@@ -158,9 +158,3 @@ def wait_for_step(daemon: Daemon, run: Path, step: int, timeout: float = 90) -> 
             raise AssertionError(f"ended with {daemon.process.returncode} before step {step}:\n{daemon.output}")
         time.sleep(0.02)
     raise AssertionError(f"step {step} was not reached in time")
-
-
-def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics but for what a clock or the machine decides."""
-    moving = ("time", "publish", "tok_s", "memory")
-    return [{key: value for key, value in line.items() if not any(word in key for word in moving)} for line in lines]

@@ -46,14 +46,6 @@ def test_dpo_learns_what_depends_on_the_prompt_and_serves_it(tmp_path: Path) -> 
     assert [line["step"] for line in metrics(run)] == list(range(1, 14))
 
 
-@pytest.mark.long
-def test_kto_learns_from_400_labels(tmp_path: Path) -> None:
-    train_here(write_run(tmp_path, "kto", seed=0, steps=20), *sets(tmp_path))
-    lines = metrics(tmp_path / "checkpoints" / "run")
-    assert lines[0]["eval_before/auc"] == 0.5
-    assert lines[-1]["eval/auc"] >= WANTED
-
-
 def test_a_bad_row_ends_it_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     config = write_run(tmp_path, "dpo", seed=0)
     with (tmp_path / "rows.jsonl").open("a") as file:
