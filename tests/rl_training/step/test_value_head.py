@@ -10,11 +10,9 @@ import pytest
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.blockwise import BlockwiseModel, TokenBatch
 from mlx_parallm.models.layout import share_prompts
-from mlx_parallm.models.lora import inject_lora, trainer_lora_layers
 from mlx_parallm.models.value_head import attach_value_head, value_head_of, without_value_head
-from tests.rl_training.step.test_blockwise import Glued, residual
+from tests.rl_training.step.test_blockwise import Glued, residual, with_full_weights, with_lora
 from tests.rl_training.tiny_models import make_model
-from tests.tiny_models import lora_config
 
 RNG = np.random.default_rng(0)
 BATCH = TokenBatch(
@@ -23,18 +21,6 @@ BATCH = TokenBatch(
     targets=mx.array(RNG.integers(0, 40, 19), mx.int32),
 )
 TARGETS = mx.array(RNG.normal(size=19).astype(np.float32))
-
-
-def with_lora(model: nn.Module) -> nn.Module:
-    inject_lora(model, lora_config(rank=4, alpha=8.0))
-    for layer in trainer_lora_layers(model).values():
-        layer.lora_b = 0.3 * mx.random.normal(layer.lora_b.shape)
-    return model
-
-
-def with_full_weights(model: nn.Module) -> nn.Module:
-    model.unfreeze()
-    return model
 
 
 def with_head(model: nn.Module) -> nn.Module:
