@@ -1,15 +1,11 @@
 """mlx_parallm_merge_lora: what it writes is what base + adapter compute, reloaded by plain mlx-lm."""
 
-import base64
 import hashlib
 import json
 import resource
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +21,14 @@ from mlx_parallm.models.adapters.adapter import LoraPair
 from mlx_parallm.models.lora import adapter_layers, inject_lora, save_adapter
 from mlx_parallm.tools.merge_lora import merge
 from tests.models.test_dora import trained
+from tests.scripted_http import scripted_http
+from tests.scripted_hub import Hub
 from tests.tiny_models import QWEN3, TINY_ASSETS, lora_config, save_checkpoint
 from tests.tools.commands import call
 
 BIN = Path(sys.executable).parent
 TOKENS = mx.array([[5, 17, 250, 33, 8, 90, 121, 64, 2, 300, 41, 77]])
+REPOSITORY = "https://huggingface.co/someone/model"
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 2e-2}
 
 
@@ -274,59 +273,6 @@ def test_the_command_takes_every_spelling_of_an_adapter(tmp_path: Path, adapter:
     assert furthest(logits(tmp_path / "merged"), logits(base, adapter)) <= 1e-4
 
 
-class Hub(BaseHTTPRequestHandler):
-    """The few routes of the hub's API that an upload uses; keeps what was committed."""
-
-    committed: dict[str, bytes]
-    refuse: bool
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-        if self.refuse:
-            self._answer({"error": "you have no write access here"}, status=403)
-        elif self.path.startswith("/api/repos/create"):
-            self._answer({"url": "https://huggingface.co/someone/model"})
-        elif "/preupload/" in self.path:
-            files = json.loads(body)["files"]
-            self._answer(
-                {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
-            )
-        elif "/commit/" in self.path:
-            for line in body.splitlines():
-                value = json.loads(line)
-                if value["key"] == "file":
-                    self.committed[value["value"]["path"]] = base64.b64decode(value["value"]["content"])
-            self._answer({"commitUrl": "https://huggingface.co/someone/model/commit/1", "commitOid": "1"})
-        else:
-            self._answer({})
-
-    def do_GET(self) -> None:
-        self._answer({"error": "not found"}, status=404)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-    def _answer(self, value: dict[str, Any], status: int = 200) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-
-@pytest.fixture
-def hub() -> Iterator[tuple[str, type[Hub]]]:
-    handler = type("OneHub", (Hub,), {"committed": {}, "refuse": False})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", handler
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
 def push(base: Path, adapter: Path, output: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [BIN / "mlx_parallm_merge_lora", "--base-model", base, "--lora-path", adapter, "--output-path", output]
     environment |= {"PATH": "/usr/bin:/bin", "HOME": str(output.parent / "home")}
@@ -336,22 +282,21 @@ def push(base: Path, adapter: Path, output: Path, **environment: str) -> "subpro
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_push_to_hub_uploads_the_result(tmp_path: Path, adapter: Path, hub: tuple[str, type[Hub]]) -> None:
-    base = trained_checkpoint(tmp_path / "base")
-    result = push(base, adapter, tmp_path / "merged", HF_ENDPOINT=hub[0], HF_TOKEN="hf_x")
+def test_push_to_hub_uploads_the_result(tmp_path: Path, adapter: Path) -> None:
+    base, hub = trained_checkpoint(tmp_path / "base"), Hub(REPOSITORY)
+    with scripted_http(hub.answer) as (url, _):
+        result = push(base, adapter, tmp_path / "merged", HF_ENDPOINT=url.removesuffix("/v1"), HF_TOKEN="hf_x")
     assert result.returncode == 0, result.stderr
-    assert hub[1].committed.keys() == {file.name for file in (tmp_path / "merged").iterdir()}
-    assert hub[1].committed["model.safetensors"] == (tmp_path / "merged" / "model.safetensors").read_bytes()
+    assert hub.files.keys() == {file.name for file in (tmp_path / "merged").iterdir()}
+    assert hub.files["model.safetensors"] == (tmp_path / "merged" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_refused_upload_says_so_and_keeps_the_model(
-    tmp_path: Path, adapter: Path, hub: tuple[str, type[Hub]]
-) -> None:
+def test_a_refused_upload_says_so_and_keeps_the_model(tmp_path: Path, adapter: Path) -> None:
     base = trained_checkpoint(tmp_path / "base")
-    hub[1].refuse = True
-    result = push(base, adapter, tmp_path / "merged", HF_ENDPOINT=hub[0], HF_TOKEN="hf_x")
+    with scripted_http(Hub(REPOSITORY, 403).answer) as (url, _):
+        result = push(base, adapter, tmp_path / "merged", HF_ENDPOINT=url.removesuffix("/v1"), HF_TOKEN="hf_x")
     assert result.returncode == 2
     assert "its upload to 'someone/model' failed" in result.stderr
     assert "Traceback" not in result.stderr
