@@ -1,9 +1,6 @@
 """Judges: a scripted endpoint, our own server, and the base in the policy's engine."""
 
 import asyncio
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -18,38 +15,25 @@ from mlx_parallm.rewards.judge import parse_ranking, parse_score
 from mlx_parallm.rewards.parts import PARTS
 from mlx_parallm.types import Completion, RequestOutput, Rollout, Trajectory
 from tests.conftest import TINY, running_tiny_engine
+from tests.scripted_http import scripted_http
 from tests.server.serving import running_server
+
+
+class Endpoint:
+    """Its `answer(body)` gives a text, or (status, headers)."""
+
+    def reply(self, path, body):
+        said = self.answer(body)
+        status, headers = said if isinstance(said, tuple) else (200, {})
+        usage = {"prompt_tokens": 100, "completion_tokens": 7}
+        return status, headers, {"choices": [{"message": {"content": said}}], "usage": usage}
 
 
 @pytest.fixture
 def endpoint():
-    """An OpenAI endpoint whose `answer(body)` gives a text, or (status, headers)."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            server.seen.append((self.path, dict(self.headers), body))
-            said = server.answer(body)
-            status, headers = said if isinstance(said, tuple) else (200, {})
-            usage = {"prompt_tokens": 100, "completion_tokens": 7}
-            reply = json.dumps({"choices": [{"message": {"content": said}}], "usage": usage}).encode()
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": len(reply)}.items():
-                self.send_header(name, str(value))
-            self.end_headers()
-            self.wfile.write(reply)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.seen, server.url = [], f"http://127.0.0.1:{server.server_address[1]}/v1"
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    made = Endpoint()
+    with scripted_http(made.reply) as (made.url, made.seen):
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +73,8 @@ async def test_scores_from_0_to_10(endpoint, judging, tmp_path):
     metrics = {}
     scores = await judge(["why?"] * 4, ["aaaaaaa", "bb", "aaaaaaa", "cccccccccc"], metrics.__setitem__)
     assert scores == [0.7, 0.2, 0.7, 1.0]
-    path, headers, body = endpoint.seen[0]
-    assert (path, headers["Authorization"]) == ("/v1/chat/completions", "Bearer sesame")
+    path, key, body = endpoint.seen[0]
+    assert (path, key) == ("/v1/chat/completions", "Bearer sesame")
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("wise", 0.0, 256)
     assert "Longer is better." in text_of(body) and "why?" in text_of(body)
     assert len(endpoint.seen) == 3, "equal answers are judged once"
