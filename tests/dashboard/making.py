@@ -4,19 +4,17 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.config.server import ModelConfig
 from mlx_parallm.dashboard.command import make_app
-from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
-from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.metrics import METRICS_FILE, MetricsFile, complete
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE
 from mlx_parallm.rollout_store.store import RolloutStore
 from mlx_parallm.server.thread import ServerThread, bind_socket
-from mlx_parallm.types import Rollout, RolloutGroup
+from mlx_parallm.types import RolloutGroup
+from tests.answered import answered
 
 HOSTILE = (
     "<img src=x onerror=\"document.title='pwned'\"></script><script>document.title='pwned'</script>"
@@ -25,22 +23,7 @@ HOSTILE = (
 SECRET = "sk-abcdefghijklmnop1234"
 
 
-@cache
-def tokenizer() -> Tokenizer:
-    return load_tokenizer(resolve_model_path("builtin:tiny", None, fetch=False), ModelConfig())
-
-
-def answer(question: str, *turns: str, reward: float = 0.0, version: int = 3, **changes: Any) -> Rollout:
-    """Turns of the model, and between two of them what the environment says. Token i has log-probability -i / 8."""
-    prompt = tokenizer().render_chat([{"role": "user", "content": question}])
-    tokens, mask = list(prompt), [0] * len(prompt)
-    for number, turn in enumerate(turns):
-        part = tokenizer().encode(turn)
-        tokens += part
-        mask += [1 - number % 2] * len(part)
-    logprobs = tuple(-place / 8 * own for place, own in enumerate(mask))
-    values: dict[str, Any] = {"scores": {"reward": reward}, "temperature": 1.0, "stop_reason": "stop"} | changes
-    return Rollout(tuple(tokens), tuple(mask), logprobs, (version,) * len(tokens), **values)
+answer = partial(answered, slope=-1 / 8)
 
 
 def metrics_line(step: int, **changes: Any) -> dict[str, Any]:

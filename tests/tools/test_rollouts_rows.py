@@ -8,32 +8,12 @@ from typing import Any
 import pytest
 
 from mlx_parallm import cli
-from mlx_parallm.config.server import ModelConfig
-from mlx_parallm.models.loading import load_tokenizer, resolve_model_path
-from mlx_parallm.models.tokenizer import Tokenizer
 from mlx_parallm.rl_training.rollout_buffer import NO_VARIANCE, TOO_OLD
 from mlx_parallm.rollout_store.store import RolloutStore
-from mlx_parallm.types import Rollout, RolloutGroup
+from mlx_parallm.types import RolloutGroup
+from tests.answered import answered
 
 HOSTILE = "\x1b]0;pwned\x07\x1b[2J"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer(resolve_model_path("builtin:tiny", None, fetch=False), ModelConfig())
-
-
-def answered(tokenizer: Tokenizer, question: str, *turns: str, version: int = 3, **changes: Any) -> Rollout:
-    """Turns of the model, and between two of them what a tool answers."""
-    prompt = tokenizer.render_chat([{"role": "user", "content": question}])
-    tokens, mask = list(prompt), [0] * len(prompt)
-    for number, turn in enumerate(turns):
-        part = tokenizer.encode(turn)
-        tokens += part
-        mask += [1 - number % 2] * len(part)
-    values: dict[str, Any] = {"scores": {"reward": 0.0}, "temperature": 1.0, "stop_reason": "stop"} | changes
-    count = len(tokens)
-    return Rollout(tuple(tokens), tuple(mask), (0.0,) * count, (version,) * count, **values)
 
 
 def make_run(path: Path, settings: str = 'advantage = "rloo"') -> Path:
@@ -43,18 +23,18 @@ def make_run(path: Path, settings: str = 'advantage = "rloo"') -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+def run(tmp_path: Path) -> Path:
     """Oldest to newest: `sums-0` taken by step 1, `sums-1` dropped by 2, `words-2` dropped by 3, `tools-3` waits."""
     run = make_run(tmp_path / "my-run")
     store = RolloutStore(run / "rollouts.sqlite")
     three = tuple(
-        answered(tokenizer, "Sum: 1+2", text, scores={"reward": reward, "rewards/right": right, "rewards/short": 0.25})
+        answered("Sum: 1+2", text, scores={"reward": reward, "rewards/right": right, "rewards/short": 0.25})
         for text, reward, right in (("3", 1.0, 1.0), ("Seven", 0.0, 0.0), ("12", 0.0, 0.0))
     )
-    equal = tuple(answered(tokenizer, "Sum: 4+4", "8", scores={"reward": 0.5}) for _ in range(2))
-    old = tuple(answered(tokenizer, "Spell", "abc", scores={"reward": reward}) for reward in (-1.0, 0.75))
+    equal = tuple(answered("Sum: 4+4", "8", scores={"reward": 0.5}) for _ in range(2))
+    old = tuple(answered("Spell", "abc", scores={"reward": reward}) for reward in (-1.0, 0.75))
     tools = tuple(
-        answered(tokenizer, "What time?", '<tool_call>{"name": "clock"}</tool_call>', "noon", text, scores=scores)
+        answered("What time?", '<tool_call>{"name": "clock"}</tool_call>', "noon", text, scores=scores)
         for text, scores in (("12", {"reward": 0.9}), ("late", {"reward": 0.1}))
     )
     groups = (
@@ -158,11 +138,11 @@ def test_a_group_as_a_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     ]
 
 
-def test_left_out_and_hopeless_ones_say_so(tmp_path: Path, tokenizer: Tokenizer, capsys: Any) -> None:
+def test_left_out_and_hopeless_ones_say_so(tmp_path: Path, capsys: Any) -> None:
     run = make_run(tmp_path / "run", "mask_truncated = true")
     store = RolloutStore(run / "rollouts.sqlite")
     rollouts = tuple(
-        answered(tokenizer, "Sum", "5", scores={"reward": reward}, **changes)
+        answered("Sum", "5", scores={"reward": reward}, **changes)
         for reward, changes in ((1.0, {}), (0.0, {"stop_reason": "length"}), (0.5, {"zero_advantage": True}))
     )
     store.add(RolloutGroup("mixed", "sums", rollouts), source="environments")
@@ -184,32 +164,28 @@ def test_left_out_and_hopeless_ones_say_so(tmp_path: Path, tokenizer: Tokenizer,
     )
 
 
-def test_advantages_of_a_run_with_a_loss_that_only_its_program_has(
-    tmp_path: Path, tokenizer: Tokenizer, capsys: Any
-) -> None:
+def test_advantages_of_a_run_with_a_loss_that_only_its_program_has(tmp_path: Path, capsys: Any) -> None:
     """They do not depend on the loss: "not known: … `mlx_parallm eval` needs …" was about something else."""
     run = make_run(tmp_path / "run", 'loss = "python:this_process:mine"\nadvantage = "mean"')
     store = RolloutStore(run / "rollouts.sqlite")
-    answers = tuple(answered(tokenizer, "Sum", "5", scores={"reward": reward}) for reward in (1.0, 0.0))
+    answers = tuple(answered("Sum", "5", scores={"reward": reward}) for reward in (1.0, 0.0))
     store.add(RolloutGroup("group", "sums", answers), source="environments")
     store.close()
     assert [row["advantage"] for row in rows(capsys, run)] == [0.5, -0.5]
     assert "not known" not in look(capsys, run)
 
 
-def test_where_equal_groups_are_kept_none_is_said_to_be_dropped(
-    tmp_path: Path, tokenizer: Tokenizer, capsys: Any
-) -> None:
+def test_where_equal_groups_are_kept_none_is_said_to_be_dropped(tmp_path: Path, capsys: Any) -> None:
     run = make_run(tmp_path / "run", "dynamic_sampling = false")
     store = RolloutStore(run / "rollouts.sqlite")
-    store.add(RolloutGroup("equal", "sums", (answered(tokenizer, "Sum", "5"),) * 2), source="environments")
+    store.add(RolloutGroup("equal", "sums", (answered("Sum", "5"),) * 2), source="environments")
     store.close()
     assert {row["why"] for row in rows(capsys, run)} == {"waits: the run is stopped; --resume takes it to a step"}
 
 
-def test_own_advantages_of_each_token_are_a_range(tmp_path: Path, tokenizer: Tokenizer, capsys: Any) -> None:
+def test_own_advantages_of_each_token_are_a_range(tmp_path: Path, capsys: Any) -> None:
     run = make_run(tmp_path / "run", "")
-    rollout = answered(tokenizer, "Sum", "123")
+    rollout = answered("Sum", "123")
     sampled = sum(rollout.mask)
     own = (9.0,) * (len(rollout.tokens) - sampled) + tuple(-1.0 + 0.5 * n for n in range(sampled))
     store = RolloutStore(run / "rollouts.sqlite")
@@ -229,11 +205,11 @@ def test_own_advantages_of_each_token_are_a_range(tmp_path: Path, tokenizer: Tok
     ],
 )
 def test_advantages_that_are_not_the_trained_ones(
-    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], settings: str, note: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: str, note: str
 ) -> None:
     run = make_run(tmp_path / "run", settings)
     store = RolloutStore(run / "rollouts.sqlite")
-    store.add(RolloutGroup("g", "sums", (answered(tokenizer, "Sum", "1"),) * 2), source="environments")
+    store.add(RolloutGroup("g", "sums", (answered("Sum", "1"),) * 2), source="environments")
     store.close()
     assert note in look(capsys, run)
     assert cli.rollouts([str(run), "--json"]) == 0
@@ -266,15 +242,14 @@ def test_a_run_on_rows_has_no_rollouts(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_control_characters_of_others_reach_no_terminal(
-    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They did: a group's id could set the title of the window and clear it."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     run = make_run(tmp_path / "run", "")
     rollouts = tuple(
-        answered(tokenizer, f"Sum {HOSTILE}", f"{HOSTILE}{n}", scores={"reward": float(n)}, error=HOSTILE)
-        for n in range(2)
+        answered(f"Sum {HOSTILE}", f"{HOSTILE}{n}", scores={"reward": float(n)}, error=HOSTILE) for n in range(2)
     )
     store = RolloutStore(run / "rollouts.sqlite")
     store.add(RolloutGroup(HOSTILE, HOSTILE, rollouts, metadata={"answer": HOSTILE}), source=HOSTILE)
